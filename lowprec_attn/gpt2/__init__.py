@@ -1,0 +1,1 @@
+"""GPT-2 in Flax, and everything that trains it: data, optimizer, checkpoints, metrics, report."""

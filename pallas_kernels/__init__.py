@@ -1,0 +1,1 @@
+"""Pallas attention kernels, their problem shapes and the benchmark."""
