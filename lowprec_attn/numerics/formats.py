@@ -1,0 +1,88 @@
+"""Number formats as data: what `round_to` needs to know of each."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A binary floating-point format that float32 contains.
+
+    Attributes:
+      name: as written in configs.
+      fraction_bits: stored bits of the significand, without the implicit leading one.
+      min_exponent: exponent of the smallest normal number; subnormals are multiples of
+        2 ** (min_exponent - fraction_bits).
+      max_finite: largest finite value.
+      overflow: what lies beyond it after rounding, `inf` (IEEE) or `nan` (float8_e4m3fn).
+      storage: name of the narrowest array dtype that holds every value of the format.
+    """
+
+    name: str
+    fraction_bits: int
+    min_exponent: int
+    max_finite: float
+    overflow: Literal["inf", "nan"]
+    storage: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest array dtype that holds every value of the format."""
+        return jnp.dtype(self.storage)
+
+    @property
+    def has_float32_exponents(self) -> bool:
+        """Whether rounding only shortens float32's significand (float32, bfloat16, bf16_m*)."""
+        return self.min_exponent == -126
+
+    def is_exact_in(self, dtype: np.dtype) -> bool:
+        """Whether every value of the format is representable in `dtype`."""
+        other = FORMATS.get(jnp.dtype(dtype).name)
+        if other is None:
+            return False
+        quantum = self.min_exponent - self.fraction_bits
+        other_quantum = other.min_exponent - other.fraction_bits
+        return (
+            self.fraction_bits <= other.fraction_bits
+            and quantum >= other_quantum
+            and self.max_finite <= other.max_finite
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _bfloat16(fraction_bits: int) -> Format:
+    """Bfloat16 with a significand shortened to `fraction_bits` stored bits (7 is bfloat16)."""
+    name = "bfloat16" if fraction_bits == 7 else f"bf16_m{fraction_bits}"
+    max_finite = (2.0 - 2.0**-fraction_bits) * 2.0**127
+    return Format(name, fraction_bits, -126, max_finite, "inf", "bfloat16")
+
+
+# bf16_m<n> keeps bfloat16's exponents and n of its 7 stored significand bits.
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("float32", 23, -126, (2.0 - 2.0**-23) * 2.0**127, "inf", "float32"),
+        *(_bfloat16(n) for n in range(7, 0, -1)),
+        Format("float16", 10, -14, 65504.0, "inf", "float16"),
+        Format("float8_e4m3fn", 3, -6, 448.0, "nan", "float8_e4m3fn"),
+        Format("float8_e5m2", 2, -14, 57344.0, "inf", "float8_e5m2"),
+    )
+}
+
+
+def get_format(name: str | Format) -> Format:
+    """The format called `name`.
+
+    Raises:
+      ValueError: no such format; the message lists them.
+    """
+    if isinstance(name, Format):
+        return name
+    if name not in FORMATS:
+        raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMATS)}")
+    return FORMATS[name]

@@ -1,0 +1,168 @@
+"""`Numerics`: one field per place inside attention where a value is rounded.
+
+Arithmetic is float32 everywhere; a point names where a value leaves it. With S the scores, P̄
+the probabilities before division by l, Ō the output before that division (the legend of all
+letters stands in `lowprec_attn.reference`):
+
+    S  = round_scores(q kᵀ · scale + bias)                  m = round_stats(row-max rule(S, m))
+    P̄  = exp(S − m)                                         α = exp(m_old − m)
+    l  = round_stats(α l + rowsum(P̄))                       (row_sum: P̄ rounded or not)
+    Ō  = round_accumulator(round_rescale(α Ō) + round_pv(round_probs(P̄) v))
+    O  = round_output(Ō / l)                                lse = round_stats(m + log l)
+
+    P  = exp(S − lse)             δ = rowsum(dO ∘ O_saved), or as `delta` says
+    dP = round_dp(dO vᵀ)          dS = P ∘ (dP − δ)
+    dV = round_grads(Σ round_probs_bwd(P)ᵀ dO)
+    dQ = round_grads(Σ round_ds(dS · scale) k)    dK = round_grads(Σ round_ds(dS · scale)ᵀ q)
+"""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn.numerics.formats import get_format
+from lowprec_attn.numerics.rounding import Rounding, get_rounding
+
+SavedOutput = Literal["same", "float32", "auxiliary"]
+Delta = Literal["do_o", "do_o_storage", "dp_p"]
+RowSum = Literal["unrounded", "rounded"]
+
+# In the order of the computation. The position of a point salts its random bits.
+POINTS: tuple[str, ...] = (
+    "scores",
+    "probs",
+    "pv",
+    "rescale",
+    "accumulator",
+    "stats",
+    "output",
+    "probs_bwd",
+    "dp",
+    "ds",
+    "grads",
+)
+
+# Points that act once in every online-softmax step, so that `kv_block` changes their result.
+ACCUMULATING_POINTS: tuple[str, ...] = ("pv", "rescale", "accumulator", "stats")
+
+_FLOAT32 = get_rounding("float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Every rounding of one attention call; hashable, so usable as a static argument.
+
+    Points take a `Rounding` or its text, such as 'bfloat16' or 'bfloat16:stochastic'.
+
+    Attributes:
+      scores, probs, pv, rescale, accumulator, stats, probs_bwd, dp, ds: see the module.
+      output: O as handed to the layer above. None: the format of q.
+      grads: dQ, dK, dV at the end. None: the format of the input each belongs to (in which
+        they are stored in any case).
+      saved_output: the O that δ sees. `same`: the rounded one; `float32`: Ō / l before
+        rounding; `auxiliary`: O′, from unrounded P̄ and float32 accumulation, kept in bfloat16
+        (Attn-QAT, arXiv 2603.00040).
+      delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
+        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`.
+      row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
+      normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
+        does; needs all keys in one step (`dense`).
+      kv_block: keys per online-softmax step. P̄ is rounded against the running maximum and the
+        row-max rules look at one step, so this belongs to the arithmetic. None: the
+        implementation chooses for speed.
+
+    Raises:
+      ValueError: unknown format, mode or choice; kv_block < 1.
+    """
+
+    scores: Rounding = _FLOAT32
+    probs: Rounding = _FLOAT32
+    pv: Rounding = _FLOAT32
+    rescale: Rounding = _FLOAT32
+    accumulator: Rounding = _FLOAT32
+    stats: Rounding = _FLOAT32
+    output: Rounding | None = None
+    saved_output: SavedOutput = "same"
+    delta: Delta = "do_o"
+    probs_bwd: Rounding = _FLOAT32
+    dp: Rounding = _FLOAT32
+    ds: Rounding = _FLOAT32
+    grads: Rounding | None = None
+    row_sum: RowSum = "unrounded"
+    normalize_probs: bool = False
+    kv_block: int | None = None
+
+    def __post_init__(self) -> None:
+        for point in POINTS:
+            value = getattr(self, point)
+            if value is None and point in ("output", "grads"):
+                continue
+            object.__setattr__(self, point, get_rounding(value))
+        _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
+        _check_choice("delta", self.delta, get_args(Delta))
+        _check_choice("row_sum", self.row_sum, get_args(RowSum))
+        if self.kv_block is not None and (
+            isinstance(self.kv_block, bool)
+            or not isinstance(self.kv_block, int)
+            or self.kv_block < 1
+        ):
+            raise ValueError(f"kv_block must be a positive number of keys or None, got {self.kv_block!r}")
+
+    def replace(self, **changes: Any) -> "Numerics":
+        """A copy with some fields changed: `FLASH.replace(output='float32')`.
+
+        Raises:
+          ValueError: unknown field or value; the message lists the fields.
+        """
+        known = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"unknown numerics point {name!r}; points are {', '.join(known)}")
+        return dataclasses.replace(self, **changes)
+
+    def with_format(self, fmt: str) -> "Numerics":
+        """A copy with every bfloat16 point rounded to `fmt` instead, modes kept."""
+        target = get_format(fmt)
+        changes = {
+            point: Rounding(target, rounding.mode)
+            for point in POINTS
+            if (rounding := getattr(self, point)) is not None and rounding.format.name == "bfloat16"
+        }
+        return self.replace(**changes)
+
+    def output_for(self, dtype: np.dtype) -> Rounding:
+        """The rounding of O for queries of `dtype`."""
+        return self.output if self.output is not None else get_rounding(jnp.dtype(dtype).name)
+
+    def grads_for(self, dtype: np.dtype) -> Rounding:
+        """The rounding of the gradient of an input of `dtype`."""
+        return self.grads if self.grads is not None else get_rounding(jnp.dtype(dtype).name)
+
+    def output_dtype(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of O: that of q where it holds the output's format, else float32."""
+        result = self.output_for(dtype).result_format
+        return jnp.dtype(dtype) if result.is_exact_in(dtype) else jnp.dtype(jnp.float32)
+
+    @property
+    def needs_bits(self) -> bool:
+        """Whether any point draws random bits, so that the call needs a PRNG key."""
+        return any(
+            rounding.needs_bits
+            for point in POINTS
+            if (rounding := getattr(self, point)) is not None
+        )
+
+    def __str__(self) -> str:
+        changed = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                changed.append(f"{field.name}={value}")
+        return f"Numerics({', '.join(changed)})"
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

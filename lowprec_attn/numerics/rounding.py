@@ -1,0 +1,205 @@
+"""`round_to`, the one function that lowers precision, and the record of how a point rounds.
+
+Rounding is done on the integer bits of a float32. A compiler may drop a pair of casts
+(XLA does, by default, inside chains of bfloat16 operations); it cannot drop an addition and
+a mask. The result stays float32; storing it in the format's own dtype is then exact.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float32, UInt32
+
+from lowprec_attn.numerics.formats import FORMATS, Format, get_format
+
+Mode = Literal[
+    "nearest", "stochastic", "error_random_sign", "error_positive", "error_negative"
+]
+MODES: tuple[str, ...] = get_args(Mode)
+
+_FLOAT32_FRACTION_BITS = 23
+_SIGN = 0x8000_0000
+_MAGNITUDE = 0x7FFF_FFFF
+_INF = 0x7F80_0000
+_NAN = 0x7FC0_0000
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """How one numerics point rounds: to which format and in which mode.
+
+    Modes:
+      nearest: to the nearest value of the format, ties to even.
+      stochastic: up or down with probabilities that make the result unbiased.
+      error_random_sign, error_positive, error_negative: controls for experiments. The value
+        stays float32 and becomes x + s·|nearest(x) − x| with s a random sign, +1 or −1: an
+        error of the same size as rounding, without its relation to x.
+    """
+
+    format: Format
+    mode: Mode = "nearest"
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether a float32 passes unchanged."""
+        return self.format.name == "float32"
+
+    @property
+    def needs_bits(self) -> bool:
+        """Whether random bits are drawn."""
+        return not self.is_identity and self.mode in ("stochastic", "error_random_sign")
+
+    @property
+    def result_format(self) -> Format:
+        """The format that holds every result: float32 for the error-injection modes."""
+        return self.format if self.mode in ("nearest", "stochastic") else FORMATS["float32"]
+
+    def __str__(self) -> str:
+        return str(self.format) if self.mode == "nearest" else f"{self.format}:{self.mode}"
+
+
+def get_rounding(spec: "str | Format | Rounding") -> Rounding:
+    """Reads `'bfloat16'` or `'bfloat16:stochastic'`, that is `format[:mode]`.
+
+    Raises:
+      ValueError: unknown format or mode; the message lists them.
+    """
+    if isinstance(spec, Rounding):
+        return spec
+    if isinstance(spec, Format):
+        return Rounding(spec)
+    if not isinstance(spec, str):
+        raise ValueError(f"a rounding is written 'format' or 'format:mode', got {spec!r}")
+    name, _, mode = spec.partition(":")
+    mode = mode or "nearest"
+    if mode not in MODES:
+        raise ValueError(f"unknown rounding mode {mode!r} in {spec!r}; modes are {', '.join(MODES)}")
+    return Rounding(get_format(name), mode)  # type: ignore[arg-type]
+
+
+def round_to(
+    x: Float32[Array, "..."],
+    fmt: str | Format,
+    mode: Mode = "nearest",
+    bits: UInt32[Array, "..."] | None = None,
+) -> Float32[Array, "..."]:
+    """Rounds a float32 array to `fmt`; the result is again float32.
+
+    NaN stays NaN. Beyond the largest finite value the result is what IEEE rounding gives:
+    infinity, or NaN in float8_e4m3fn, which has none (no saturation; `ml_dtypes` agrees).
+
+    Args:
+      x: float32 array.
+      fmt: target format.
+      mode: see `Rounding`.
+      bits: independent uniform uint32 of x's shape, for `stochastic` and `error_random_sign`.
+
+    Raises:
+      ValueError: x is not float32, or bits are missing.
+    """
+    fmt = get_format(fmt)
+    if x.dtype != jnp.float32:
+        raise ValueError(f"round_to takes float32, got {x.dtype}; convert with .astype first")
+    if fmt.name == "float32":
+        return x
+    if mode in ("stochastic", "error_random_sign") and bits is None:
+        raise ValueError(f"rounding mode {mode!r} needs random bits; pass a PRNG key")
+    if mode == "nearest":
+        return _round(x, fmt, None)
+    if mode == "stochastic":
+        return _round(x, fmt, bits)
+    return _inject_error(x, fmt, mode, bits)
+
+
+def _round(x: Array, fmt: Format, bits: Array | None) -> Array:
+    """Nearest-even without `bits`, stochastic with them."""
+    pattern = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = pattern & jnp.uint32(_MAGNITUDE)
+    if fmt.has_float32_exponents:
+        drop = jnp.uint32(_FLOAT32_FRACTION_BITS - fmt.fraction_bits)
+        # A carry out of the significand moves on into the exponent, up to infinity: correct.
+        magnitude = _round_bits(magnitude, drop, bits)
+    else:
+        magnitude = _round_significand(magnitude, fmt, bits)
+    rounded = lax.bitcast_convert_type(magnitude | (pattern & jnp.uint32(_SIGN)), jnp.float32)
+    # Without the guard the carry would turn some NaN into a zero.
+    return jnp.where(x == x, rounded, x)
+
+
+def _round_bits(n: Array, drop: Array, bits: Array | None) -> Array:
+    """Rounds the unsigned integer n to a multiple of 2 ** drop, 1 <= drop <= 31."""
+    one = jnp.uint32(1)
+    mask = (one << drop) - one
+    if bits is None:
+        increment = (mask >> one) + ((n >> drop) & one)  # just below half, plus the last kept bit
+    else:
+        increment = bits & mask
+    return (n + increment) & ~mask
+
+
+def _round_significand(magnitude: Array, fmt: Format, bits: Array | None) -> Array:
+    """Rounds where the format has fewer exponents than float32, so its own subnormals."""
+    width = jnp.uint32(_FLOAT32_FRACTION_BITS)
+    exponent = jnp.maximum(magnitude >> width, jnp.uint32(1))  # biased by 127
+    fraction = magnitude & jnp.uint32((1 << 23) - 1)
+    is_normal = magnitude >> width != 0
+    significand = jnp.where(is_normal, fraction | jnp.uint32(1 << 23), fraction)
+    # Below the format's smallest normal the quantum stays, so more bits are dropped.
+    first_normal = jnp.uint32(fmt.min_exponent + 127)
+    subnormal = jnp.where(exponent < first_normal, first_normal - exponent, jnp.uint32(0))
+    drop = jnp.uint32(_FLOAT32_FRACTION_BITS - fmt.fraction_bits) + subnormal
+    # Past 31 dropped bits the value is under 2**-7 quanta: nearest is zero, and stochastic
+    # rounding needs only the leading bits of the significand.
+    excess = jnp.where(drop > 31, jnp.minimum(drop, jnp.uint32(62)) - jnp.uint32(31), jnp.uint32(0))
+    rounded = _round_bits(significand >> excess, jnp.minimum(drop, jnp.uint32(31)), bits)
+    # The significand is a multiple of the quantum: zero, or scaled back to have its leading
+    # one at or above bit 23. Adding it to exponent - 1 restores the implicit one.
+    scaled = lax.bitcast_convert_type(rounded.astype(jnp.float32), jnp.uint32)
+    power = exponent + excess  # weight of bit 0 is 2 ** (power - 150)
+    value = scaled + ((power - jnp.uint32(150)) << width)
+    value = jnp.where(rounded == 0, jnp.uint32(0), value)
+    beyond = value > jnp.uint32(_bits_of(fmt.max_finite))
+    overflow = jnp.uint32(_INF if fmt.overflow == "inf" else _NAN)
+    return jnp.where(beyond, overflow, value)
+
+
+def _bits_of(value: float) -> int:
+    return int(jnp.float32(value).view(jnp.uint32))
+
+
+def _inject_error(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
+    """X + s·|nearest(x) − x|, in float32."""
+    rounded = _round(x, fmt, None)
+    size = jnp.abs(rounded - x)
+    if mode == "error_random_sign":
+        assert bits is not None
+        sign = jnp.where(bits >> jnp.uint32(31) == 1, jnp.float32(-1), jnp.float32(1))
+    else:
+        sign = jnp.float32(1 if mode == "error_positive" else -1)
+    # Where rounding itself leaves the finite numbers there is no error size to inject.
+    return jnp.where(jnp.isfinite(size), x + sign * size, rounded)
+
+
+def counter_bits(seed: UInt32[Array, "2"], *counters: ArrayLike) -> UInt32[Array, "..."]:
+    """Uniform uint32 as a hash of a seed and integer counters, broadcast against each other.
+
+    The bits depend on the counters' values alone, so the same (batch, head, row, column) draws
+    the same bits whatever the tiles or the sharding. Plain uint32 operations: lowers everywhere.
+
+    The finaliser is `lowbias32` (Wellons, Hash Prospector, 2018).
+    """
+    h = jnp.uint32(0)
+    for counter in (seed[0], seed[1], *counters):
+        # An odd multiplier spreads small consecutive counters over all bits; the addend keeps
+        # all-zero counters from hashing to zero.
+        n = jnp.asarray(counter).astype(jnp.uint32)
+        h = _mix(h ^ (n * jnp.uint32(0x9E37_79B9) + jnp.uint32(0x7F4A_7C15)))
+    return h
+
+
+def _mix(h: Array) -> Array:
+    h = (h ^ (h >> jnp.uint32(16))) * jnp.uint32(0x7FEB_352D)
+    h = (h ^ (h >> jnp.uint32(15))) * jnp.uint32(0x846C_A68B)
+    return h ^ (h >> jnp.uint32(16))

@@ -1,0 +1,182 @@
+"""Row-max rules: which m the softmax of a row subtracts before exp.
+
+A rule sees the scores of one online-softmax step and the running value, and is written once,
+in plain `jnp`: the reference, the tiled code and the kernels call it. With r_m the maximum of
+a row of the step and r_s the number of its entries within `tolerance` of r_m:
+
+  StandardMax    m = max(m_prev, r_m)
+  PublishedMax   r_s > 1 and r_m > 0: r_m ← β·r_m;  r_s > 1 and r_m < 0: r_m ← 0;  then as above
+  DynamicMax     the same with a bounded shift, and safe where the published rule is not
+
+The softmax does not depend on m in exact arithmetic. In low precision a shifted maximum keeps
+two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 and its Algorithm 2).
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+# A masked score: finite, so that differences of scores are, and exact in bfloat16.
+MASKED = -(2.0**127)
+
+
+class RowMax(Protocol):
+    """What an implementation asks of a row-max rule. Rules are frozen and hashable."""
+
+    @property
+    def clamp(self) -> float | None:
+        """Lower bound of each step's row sum, or None."""
+        ...
+
+    def __call__(
+        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
+    ) -> Float32[Array, "... T 1"]:
+        """The running m after a step with scores s; masked entries of s are <= MASKED."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StandardMax:
+    """The running maximum: m = max(m_prev, rowmax(S)).
+
+    Edge cases. Fully masked step: m stays. Score +inf: the row becomes NaN (inf − inf), as in
+    any softmax; −inf counts as masked. Ties, zero and negative maxima are not special.
+    """
+
+    clamp: ClassVar[None] = None
+
+    def __call__(
+        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
+    ) -> Float32[Array, "... T 1"]:
+        """See `RowMax`."""
+        return jnp.maximum(m_prev, jnp.max(s, axis=-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishedMax:
+    """The rule as published (arXiv 2510.04212 and its code), with its traps: for study.
+
+    Edge cases.
+      Fully masked step: all its entries are equal and negative, so it is a "repeated negative
+        maximum" and raises m to at least 0. (Steps above the causal diagonal are never visited
+        here; the public code visits them.)
+      Maximum exactly 0: unhandled, nothing shifts, two P̄ stay exactly 1.
+      Underflow: where (β − 1)·r_m exceeds about 87 every exp underflows and the step's row sum
+        is 0: with `clamp=None` the row is 0/0 = NaN, with the clamp it silently vanishes.
+      Tolerance: entries within it of the maximum count as repeated, though their P̄ differ.
+      Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
+      The rule acts on one step, so the result depends on `kv_block`.
+
+    Attributes:
+      beta: factor β > 1; the paper uses values in [2, 8].
+      tolerance: distance ≥ 0 within which scores count as repeated.
+      clamp: lower bound of every step's row sum, > 0, or None for none.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    beta: float = 2.0
+    tolerance: float = 1e-3
+    clamp: float | None = 1e-10
+
+    def __post_init__(self) -> None:
+        _check_beta_and_tolerance(self.beta, self.tolerance)
+        if self.clamp is not None and not 0 < self.clamp < math.inf:
+            raise ValueError(f"clamp must be a positive number or None, got {self.clamp!r}")
+
+    def __call__(
+        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
+    ) -> Float32[Array, "... T 1"]:
+        """See `RowMax`."""
+        r_m = jnp.max(s, axis=-1, keepdims=True)
+        repeated = _count_near(s, r_m, self.tolerance) > 1
+        shifted = jnp.where(r_m > 0, jnp.float32(self.beta) * r_m, jnp.float32(0))
+        # r_m = 0 shifts to 0 as well: the case that the published rule leaves unhandled.
+        return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicMax:
+    """The published rule made safe: what `row_max=dynamic_max` means to a user.
+
+    Where the maximum repeats, r_m ← β·r_m if positive and 0 if negative, but at most
+    `max_shift` above r_m, so that no row can underflow: l ≥ exp(−max_shift).
+
+    Edge cases.
+      Fully masked step: never counts as repeated, m stays.
+      Maximum exactly 0: β·r_m would not move, so it shifts by β − 1, as r_m = 1 does.
+      Underflow: cannot happen, the shift is bounded.
+      Tolerance: 0 by default, only exactly equal scores count.
+      Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
+      The rule acts on one step, so the result depends on `kv_block`.
+
+    Attributes:
+      beta: factor β > 1; the paper uses values in [2, 8].
+      tolerance: distance ≥ 0 within which scores count as repeated.
+      max_shift: bound on the shift, in (0, 80]: exp(−max_shift) must stay a normal float32.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    beta: float = 2.0
+    tolerance: float = 0.0
+    max_shift: float = 20.0
+    clamp: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        _check_beta_and_tolerance(self.beta, self.tolerance)
+        if not 0 < self.max_shift <= 80:
+            raise ValueError(f"max_shift must lie in (0, 80], got {self.max_shift!r}")
+
+    def __call__(
+        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
+    ) -> Float32[Array, "... T 1"]:
+        """See `RowMax`."""
+        r_m = jnp.max(s, axis=-1, keepdims=True)
+        # MASKED − tolerance == MASKED in float32: a fully masked row would be all ties.
+        repeated = (_count_near(s, r_m, self.tolerance) > 1) & (r_m > MASKED)
+        positive = jnp.float32(self.beta - 1.0) * jnp.where(r_m == 0, jnp.float32(1), r_m)
+        shift = jnp.minimum(jnp.where(r_m < 0, -r_m, positive), jnp.float32(self.max_shift))
+        return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
+
+
+def _count_near(s: Array, r_m: Array, tolerance: float) -> Array:
+    """r_s, as a float32 sum: a boolean reduction along rows does not lower in Triton."""
+    near = (s >= r_m - jnp.float32(tolerance)).astype(jnp.float32)
+    return jnp.sum(near, axis=-1, keepdims=True)
+
+
+def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:
+    if not 1 < beta < math.inf:
+        raise ValueError(f"beta must be greater than 1 and finite, got {beta!r}")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be 0 or positive and finite, got {tolerance!r}")
+
+
+ROW_MAX_RULES: dict[str, type] = {
+    "standard": StandardMax,
+    "published": PublishedMax,
+    "dynamic_max": DynamicMax,
+}
+
+
+def get_row_max(name: str, **options: float | None) -> RowMax:
+    """The rule called `name` with some of its options changed.
+
+    Raises:
+      ValueError: no such rule or option, or a value out of range.
+    """
+    if name not in ROW_MAX_RULES:
+        raise ValueError(f"unknown row-max rule {name!r}; rules are {', '.join(ROW_MAX_RULES)}")
+    rule = ROW_MAX_RULES[name]
+    known = [f.name for f in dataclasses.fields(rule)]
+    for option in options:
+        if option not in known:
+            listed = ", ".join(known)
+            raise ValueError(f"row-max rule {name!r} has no option {option!r}; it has {listed}")
+    return rule(**options)
