@@ -108,7 +108,9 @@ class Numerics:
             or not isinstance(self.kv_block, int)
             or self.kv_block < 1
         ):
-            raise ValueError(f"kv_block must be a positive number of keys or None, got {self.kv_block!r}")
+            raise ValueError(
+                f"kv_block must be a positive number of keys or None, got {self.kv_block!r}"
+            )
 
     def replace(self, **changes: Any) -> "Numerics":
         """A copy with some fields changed: `FLASH.replace(output='float32')`.

@@ -14,9 +14,7 @@ from jaxtyping import Array, ArrayLike, Float32, UInt32
 
 from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 
-Mode = Literal[
-    "nearest", "stochastic", "error_random_sign", "error_positive", "error_negative"
-]
+Mode = Literal["nearest", "stochastic", "error_random_sign", "error_positive", "error_negative"]
 MODES: tuple[str, ...] = get_args(Mode)
 
 _FLOAT32_FRACTION_BITS = 23
@@ -75,7 +73,9 @@ def get_rounding(spec: "str | Format | Rounding") -> Rounding:
     name, _, mode = spec.partition(":")
     mode = mode or "nearest"
     if mode not in MODES:
-        raise ValueError(f"unknown rounding mode {mode!r} in {spec!r}; modes are {', '.join(MODES)}")
+        raise ValueError(
+            f"unknown rounding mode {mode!r} in {spec!r}; modes are {', '.join(MODES)}"
+        )
     return Rounding(get_format(name), mode)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 an
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float32
 MASKED = -(2.0**127)
 
 
+@runtime_checkable
 class RowMax(Protocol):
     """What an implementation asks of a row-max rule. Rules are frozen and hashable."""
 

@@ -1,0 +1,312 @@
+"""The public entry: attention in which every rounding is a named choice.
+
+from lowprec_attn import attention, numerics
+
+out = attention.dot_product_attention(
+    q, k, v, is_causal=True, numerics=numerics.FLASH, row_max=numerics.DynamicMax()
+)
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
+
+from lowprec_attn import validation
+from lowprec_attn.dispatch import IMPLEMENTATIONS, Call, Part, compute, resolve
+from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
+from lowprec_attn.request import Extras, RandomStream, Request, Spec
+
+__all__ = ["IMPLEMENTATIONS", "attention_fn", "dot_product_attention", "resolve", "sharded"]
+
+
+def dot_product_attention(
+    q: Float[ArrayLike, "B T N H"],
+    k: Float[ArrayLike, "B S K H"],
+    v: Float[ArrayLike, "B S K H"],
+    bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
+    mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    numerics: Numerics | Sequence[Numerics] = FLASH,
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    key: Key[Array, ""] | None = None,
+    implementation: str | None = None,
+    block_sizes: Hashable = None,
+    return_residual: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
+
+    Differentiable in q, k, v and bias by a hand-written backward pass whose roundings are named
+    in `numerics` too; reverse mode only. Works under `jit`, `vmap` and `checkpoint`.
+
+    Args:
+      q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together.
+      k: keys [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
+      v: values, like k.
+      bias: added to the scores.
+      mask: True where a query may see a key.
+      scale: factor of q kᵀ, 1/√H by default.
+      is_causal: row t sees the keys s <= t.
+      query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
+        as has every row that sees no key.
+      key_value_seq_lengths: valid keys per batch element.
+      numerics: a `Numerics` for all heads or one per query head; query heads that share a key
+        head must agree.
+      row_max: a row-max rule, likewise.
+      key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
+        batch element, head, row and column alone (elements of a `vmap` over one key share them).
+      implementation: `'dense'`, `'tiled'`, or None for the fastest that supports the request.
+      block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
+        what is rounded where.
+      return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
+
+    Returns:
+      O in q's dtype (in float32 where q's dtype cannot hold the format of `numerics.output`), or
+      (O, lse).
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options; the message names the value.
+      NotImplementedError: the implementation asked for cannot serve the request; the message
+        names what, and the implementations that can.
+
+    Example:
+      >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 2, 32), jnp.bfloat16)
+      >>> dot_product_attention(q, k, v, is_causal=True).shape
+      (1, 8, 2, 32)
+    """
+    call = _prepare(
+        (q, k, v, bias, mask),
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        numerics=numerics,
+        row_max=row_max,
+        key=key,
+        implementation=implementation,
+        block_sizes=block_sizes,
+    )
+    out, lse = compute(call)
+    if jnp.ndim(q) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _prepare(
+    arrays: tuple[Any, Any, Any, Any, Any],
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    numerics: Numerics | Sequence[Numerics] = FLASH,
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    key: Key[Array, ""] | None = None,
+    implementation: str | None = None,
+    block_sizes: Hashable = None,
+) -> Call:
+    """Validates a call once and decides who computes which heads."""
+    q, k, v = (jnp.asarray(x) for x in arrays[:3])
+    if q.ndim == k.ndim == v.ndim == 3:
+        q, k, v = (x[None] for x in (q, k, v))
+    validation.check_inputs(q, k, v)
+    batch, _, heads, head_size = q.shape
+    extras = Extras(
+        validation.pairs("bias", arrays[3], q, k),
+        validation.pairs("mask", arrays[4], q, k),
+        validation.lengths("query_seq_lengths", query_seq_lengths, batch),
+        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        None if key is None else _stream(key, batch, heads),
+    )
+    spec = functools.partial(
+        Spec,
+        scale=validation.scale(scale, head_size),
+        is_causal=bool(is_causal),
+        block_sizes=block_sizes,
+    )
+    arithmetic = validation.per_head(numerics, row_max, heads, k.shape[2])
+    parts = []
+    for numerics_, row_max_ in dict.fromkeys(arithmetic):
+        if numerics_.needs_bits and key is None:
+            raise ValueError(f"{numerics_} draws random bits; pass key=jax.random.key(...)")
+        which = tuple(i for i, a in enumerate(arithmetic) if a == (numerics_, row_max_))
+        part = spec(numerics=numerics_, row_max=row_max_)
+        parts.append(Part(which, part, resolve(Request.of(q, k, extras, part), implementation)))
+    return Call(q, k, v, extras, tuple(parts))
+
+
+def _stream(key: Key[Array, ""], batch: int, heads: int) -> RandomStream:
+    return RandomStream(
+        jax.random.bits(key, (2,), jnp.uint32),
+        jnp.arange(batch, dtype=jnp.int32),
+        jnp.arange(heads, dtype=jnp.int32),
+    )
+
+
+def sharded(
+    mesh: Mesh, *, batch_axis: str | None = None, head_axis: str | None = None
+) -> Callable[..., Any]:
+    """`dot_product_attention` under `jax.shard_map`: XLA does not partition a Pallas call.
+
+    The result, random bits included, is that of the unsharded call.
+
+    Args:
+      mesh: the device mesh.
+      batch_axis: mesh axis over which the batch is split, None for not.
+      head_axis: mesh axis over which heads are split (whole key heads), None for not. Heads must
+        then share their arithmetic.
+
+    Returns:
+      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
+      axis. It raises ValueError where an axis does not divide.
+    """
+    for axis in (batch_axis, head_axis):
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
+
+    def attend(
+        q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
+    ) -> Array | tuple[Array, Array]:
+        return_residual = options.pop("return_residual", False)
+        call = _prepare((q, k, v, bias, mask), **options)
+        _check_divides(mesh, batch_axis, head_axis, call)
+        qkv = PartitionSpec(batch_axis, None, head_axis, None)
+        run = jax.shard_map(
+            lambda q, k, v, extras: compute(Call(q, k, v, extras, call.parts)),
+            mesh=mesh,
+            in_specs=(qkv, qkv, qkv, _extras_specs(call.extras, batch_axis, head_axis)),
+            out_specs=(qkv, PartitionSpec(batch_axis, None, head_axis)),
+            check_vma=False,  # Pallas calls carry no varying-axes types
+        )
+        out, lse = run(call.q, call.k, call.v, call.extras)
+        return (out, lse) if return_residual else out
+
+    return attend
+
+
+def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, call: Call) -> None:
+    if batch_axis is not None and call.q.shape[0] % mesh.shape[batch_axis]:
+        raise ValueError(
+            f"batch {call.q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "
+            f"of mesh axis {batch_axis!r}"
+        )
+    if head_axis is None:
+        return
+    if call.k.shape[2] % mesh.shape[head_axis]:
+        raise ValueError(
+            f"{call.k.shape[2]} key heads do not divide over {mesh.shape[head_axis]} devices "
+            f"of mesh axis {head_axis!r}"
+        )
+    if len(call.parts) > 1:
+        raise ValueError(
+            f"heads of different arithmetic cannot be split over mesh axis {head_axis!r}; "
+            "split the batch instead"
+        )
+
+
+def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None) -> Extras:
+    def pairs(x: Array | None) -> PartitionSpec | None:
+        if x is None:
+            return None
+        batch = batch_axis if x.shape[0] > 1 else None
+        return PartitionSpec(batch, head_axis if x.shape[1] > 1 else None, None, None)
+
+    def lengths(x: Array | None) -> PartitionSpec | None:
+        return None if x is None else PartitionSpec(batch_axis)
+
+    stream = None
+    if extras.stream is not None:
+        # The indices in the stream are global, so each shard draws the bits of its own elements.
+        stream = RandomStream(
+            PartitionSpec(),  # type: ignore[arg-type]
+            PartitionSpec(batch_axis),  # type: ignore[arg-type]
+            PartitionSpec(head_axis),  # type: ignore[arg-type]
+        )
+    return Extras(
+        pairs(extras.bias),  # type: ignore[arg-type]
+        pairs(extras.mask),  # type: ignore[arg-type]
+        lengths(extras.query_lengths),  # type: ignore[arg-type]
+        lengths(extras.key_lengths),  # type: ignore[arg-type]
+        stream,
+    )
+
+
+def attention_fn(
+    *,
+    numerics: Numerics | Sequence[Numerics] = FLASH,
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
+    implementation: str | None = None,
+) -> Callable[..., Array]:
+    """An `attention_fn` for `flax.linen` and `flax.nnx` `MultiHeadDotProductAttention` and alike.
+
+    Masks (boolean, or 0/1 as `make_causal_mask` gives them) are passed on as dense masks, which
+    `tiled` and `dense` serve. With `is_causal=True` (NNX) no mask is needed.
+
+    Args:
+      numerics: see `dot_product_attention`.
+      row_max: likewise.
+      key: PRNG key for stochastic points, or a function called at every use that returns one.
+      implementation: likewise.
+
+    Returns:
+      A function with the keyword arguments that Flax passes. It raises NotImplementedError for
+      active dropout, sown weights, a `precision` and einsum overrides.
+    """
+
+    # Linen drops every keyword that is not named here, so a **kwargs would lose the mask.
+    def attend(
+        query: Array,
+        key_: Array,
+        value: Array,
+        bias: Array | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Array:
+        del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # the softmax is float32 anyway
+        refused = {
+            f"dropout_rate={dropout_rate}": dropout_rate > 0 and not deterministic,
+            "sown attention weights": module is not None,
+            f"precision={precision} (set numerics instead)": precision is not None,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum is not None,
+            "attn_weights_value_einsum": attn_weights_value_einsum is not None,
+        }
+        for what, is_asked_for in refused.items():
+            if is_asked_for:
+                raise NotImplementedError(f"lowprec_attn.attention does not support {what}")
+        if dtype is not None:
+            query, key_, value = (x.astype(dtype) for x in (query, key_, value))
+        out = dot_product_attention(
+            query,
+            key_,
+            value,
+            bias,
+            None if mask is None else mask.astype(jnp.bool_),
+            is_causal=is_causal,
+            numerics=numerics,
+            row_max=row_max,
+            key=key() if callable(key) else key,
+            implementation=implementation,
+        )
+        assert isinstance(out, Array)
+        return out
+
+    return attend

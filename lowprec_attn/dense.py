@@ -1,0 +1,89 @@
+"""Unfused attention with every numerics point: one softmax step over all keys, O(T S) memory.
+
+What `standard` needs, and what small studies and dense masks use; `tiled` is the same
+arithmetic in tiles.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn import steps
+from lowprec_attn.request import Extras, Request, Spec
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request `dense` cannot serve, or None."""
+    kv_block, keys = request.spec.numerics.kv_block, request.kv_shape[1]
+    if kv_block is not None and kv_block < keys:
+        return f"kv_block={kv_block} (dense takes one step over all {keys} keys)"
+    return None
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+
+
+class _Residuals(NamedTuple):
+    inputs: steps.Grouped
+    o_saved: Array | None
+    lse: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, Array], _Residuals]:
+    place, s = _scores(q, k, extras, spec)
+    start = steps.initial_state(q, v, spec)
+    state = steps.softmax_step(start, s, v, spec, extras, place)
+    state = steps.keep_unvisited(state, start, steps.visited(extras, place, causal=False))
+    out = steps.finish(state, spec, extras, place.rows, q.dtype)
+    return (out.o, out.lse), _Residuals(steps.Grouped(q, k, v, extras), out.o_saved, out.lse)
+
+
+def _backward(
+    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Extras]:
+    q, k, v, extras = res.inputs
+    do, dlse = cotangents
+    place, s = _scores(q, k, extras, spec)
+    tile = steps.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
+    if res.o_saved is None:
+        delta = steps.delta_from_probs(tile)
+    else:
+        delta = steps.delta_from_output(do, res.o_saved, spec.numerics, q.dtype)
+    # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+    delta = delta - dlse[..., None]
+    grads = steps.tile_gradients(tile, delta, q, k, do, spec, extras, place)
+    dbias = None
+    if extras.bias is not None:
+        dbias = steps.sum_to_shape(grads.ds, extras.bias.shape).astype(extras.bias.dtype)
+    rounded = steps.round_gradients(grads.dq, grads.dk, grads.dv, res.inputs, spec)
+    return (*rounded, Extras(bias=dbias))
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[steps.Place, Array]:
+    place = steps.Place(
+        steps.span(0, q.shape[-2])[:, None],
+        steps.span(0, k.shape[-2])[None],
+    )
+    s = steps.scores(q, k, extras.bias, spec, extras, place)
+    seen = steps.visible(extras, spec, place, extras.mask)
+    return place, steps.mask_scores(s, seen)

@@ -1,0 +1,140 @@
+"""The oracle: dense attention in float64 NumPy, forward and backward written out, no rounding.
+
+The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_product_attention`):
+
+  q k v        queries [B, T, N, H], keys and values [B, S, K, H]; N / K query heads per key head
+  s  (S)       scores q kᵀ · scale + bias                     [B, N, T, S]
+  m            what the softmax subtracts from a row of S: its maximum, or what a rule makes of it
+  P̄            exp(S − m), the probabilities before division
+  l            row sum of P̄
+  acc (Ō)      P̄ v, the output before division
+  p  (P)       P̄ / l = exp(S − lse), the probabilities
+  o  (O)       Ō / l                                          [B, T, N, H]
+  lse          m + log l                                      [B, T, N]
+  do dp ds     gradients of the loss by O, P and S
+  delta (δ)    rowsum(dO ∘ O) = rowsum(dP ∘ P)                [B, T, N]
+  dq dk dv     gradients of the loss by q, k, v
+"""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float64, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masking:
+    """Which keys a row sees, and the bias added to its scores; see `attention`."""
+
+    is_causal: bool = False
+    mask: Bool[np.ndarray, "..."] | None = None
+    bias: Float[np.ndarray, "..."] | None = None
+    query_lengths: Int[np.ndarray, "B"] | None = None
+    key_lengths: Int[np.ndarray, "B"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Everything the forward pass forms, float64; scores of unseen keys are −inf."""
+
+    s: Float64[np.ndarray, "B N T S"]
+    p: Float64[np.ndarray, "B N T S"]
+    o: Float64[np.ndarray, "B T N H"]
+    lse: Float64[np.ndarray, "B T N"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Gradients, and the dP, δ and dS on the way to them, float64."""
+
+    dq: Float64[np.ndarray, "B T N H"]
+    dk: Float64[np.ndarray, "B S K H"]
+    dv: Float64[np.ndarray, "B S K H"]
+    dp: Float64[np.ndarray, "B N T S"]
+    delta: Float64[np.ndarray, "B T N"]
+    ds: Float64[np.ndarray, "B N T S"]
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float | None = None,
+    masking: Masking | None = None,
+) -> Forward:
+    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0, lse = −inf.
+
+    Args:
+      q, k, v: arrays of any float dtype.
+      scale: factor of q kᵀ, 1/√H by default.
+      masking: which keys are seen, all by default.
+    """
+    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    masking = masking or Masking()
+    s = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    if masking.bias is not None:
+        s = s + np.asarray(masking.bias).astype(np.float64)
+    s = np.where(_visible(masking, s.shape), s, -np.inf)
+    m = np.max(s, axis=-1, keepdims=True)
+    m = np.where(m == -np.inf, 0.0, m)
+    p_bar = np.exp(s - m)
+    l = np.sum(p_bar, axis=-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = m + np.log(l)
+    p = p_bar / np.where(l == 0, 1.0, l)
+    o = np.einsum("bnts,bsnh->btnh", p, v)
+    return Forward(s, p, o, lse[..., 0].transpose(0, 2, 1))
+
+
+def backward(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    do: Float[Array, "B T N H"],
+    *,
+    scale: float | None = None,
+    masking: Masking | None = None,
+) -> Backward:
+    """Gradients of sum(dO ∘ O) by q, k and v in float64; dS is the gradient of the bias.
+
+    dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
+    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head.
+    """
+    kv_heads = k.shape[2]
+    p = attention(q, k, v, scale=scale, masking=masking).p
+    q, k, v, do = (np.asarray(x).astype(np.float64) for x in (q, k, v, do))
+    k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dv = np.einsum("bnts,btnh->bsnh", p, do)
+    dp = np.einsum("btnh,bsnh->bnts", do, v)
+    delta = np.sum(dp * p, axis=-1, keepdims=True)
+    ds = p * (dp - delta)
+    dq = np.einsum("bnts,bsnh->btnh", ds, k) * scale
+    dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale
+    dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+    return Backward(dq, dk, dv, dp, delta[..., 0].transpose(0, 2, 1), ds)
+
+
+def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
+    b, _, t, s = shape
+    seen = np.ones((b, 1, t, s), bool)
+    rows, cols = np.arange(t)[:, None], np.arange(s)[None]
+    if masking.is_causal:
+        seen = seen & (cols <= rows)
+    if masking.query_lengths is not None:
+        seen = seen & (rows < np.asarray(masking.query_lengths)[:, None, None, None])
+    if masking.key_lengths is not None:
+        seen = seen & (cols < np.asarray(masking.key_lengths)[:, None, None, None])
+    return seen if masking.mask is None else seen & np.asarray(masking.mask, bool)
+
+
+def _repeat_heads(x: np.ndarray, heads: int) -> np.ndarray:
+    return np.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _sum_groups(x: np.ndarray, kv_heads: int) -> np.ndarray:
+    b, s, n, h = x.shape
+    return x.reshape(b, s, kv_heads, n // kv_heads, h).sum(axis=3)

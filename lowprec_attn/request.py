@@ -1,0 +1,91 @@
+"""What every implementation of attention receives, and how it declines.
+
+An implementation is a function `attention(q, k, v, extras, spec) -> (out, lse)` with its own
+`custom_vjp`, and a function `unsupported(request) -> str | None` that names what it cannot serve.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from lowprec_attn.numerics import Numerics, RowMax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """The static part of a call: what is computed, and (block_sizes) how fast.
+
+    Attributes:
+      numerics, row_max: the arithmetic.
+      scale: factor of q kᵀ.
+      is_causal: row t sees the keys s <= t.
+      block_sizes: the implementation's own tile record, None for its default. Never changes
+        what is rounded where.
+    """
+
+    numerics: Numerics
+    row_max: RowMax
+    scale: float
+    is_causal: bool = False
+    block_sizes: Hashable = None
+
+
+class RandomStream(NamedTuple):
+    """Where the random bits of stochastic rounding come from.
+
+    Attributes:
+      seed: two words of a PRNG key.
+      batch, head: global index of each batch element [B] and query head [N] of this call, so
+        that the bits depend neither on sharding nor on how heads are grouped into calls.
+    """
+
+    seed: UInt32[Array, "2"]
+    batch: Int32[Array, "B"]
+    head: Int32[Array, "N"]
+
+
+class Extras(NamedTuple):
+    """The optional arrays of a call; None where absent.
+
+    Attributes:
+      bias: added to q kᵀ · scale.
+      mask: True where a query may see a key.
+      query_lengths, key_lengths: number of valid positions per batch element.
+      stream: random bits, needed by stochastic points only.
+    """
+
+    bias: Float[Array, "#B #N T S"] | None = None
+    mask: Bool[Array, "#B #N T S"] | None = None
+    query_lengths: Int32[Array, "B"] | None = None
+    key_lengths: Int32[Array, "B"] | None = None
+    stream: RandomStream | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What an implementation is asked whether it can serve: the spec and the shapes."""
+
+    spec: Spec
+    q_shape: tuple[int, int, int, int]
+    kv_shape: tuple[int, int, int, int]
+    dtype: np.dtype
+    has_bias: bool = False
+    has_mask: bool = False
+    has_lengths: bool = False
+
+    @classmethod
+    def of(cls, q: Array, k: Array, extras: Extras, spec: Spec) -> "Request":
+        """The request that a call with these arrays makes."""
+        return cls(
+            spec=spec,
+            q_shape=q.shape,
+            kv_shape=k.shape,
+            dtype=jnp.dtype(q.dtype),
+            has_bias=extras.bias is not None,
+            has_mask=extras.mask is not None,
+            has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
+        )

@@ -1,0 +1,198 @@
+"""Flash attention as loops over tiles in plain JAX: every point, rule and `kv_block`, any backend.
+
+Memory is linear in the sequence length: a query tile walks over blocks of keys, and the backward
+pass recomputes the scores from q, k and lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2).
+Blocks of keys above the causal diagonal are not visited.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn import steps
+from lowprec_attn.grid import Grid
+from lowprec_attn.request import Extras, Request, Spec
+
+DEFAULT_KV_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Tile sizes, for speed alone.
+
+    Attributes:
+      query: query rows of a tile.
+      kv_bwd: keys of a tile in the backward pass (in the forward pass that is `kv_block`).
+
+    Raises:
+      ValueError: a size is not positive.
+    """
+
+    query: int = 256
+    kv_bwd: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("query", "kv_bwd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"block size {name} must be positive, got {getattr(self, name)}")
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request `tiled` cannot serve, or None."""
+    if request.spec.numerics.normalize_probs:
+        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
+    sizes = request.spec.block_sizes
+    if sizes is not None and not isinstance(sizes, BlockSizes):
+        return f"block_sizes of type {type(sizes).__name__} (it takes tiled.BlockSizes)"
+    return None
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+
+
+class _Residuals(NamedTuple):
+    inputs: steps.Grouped
+    o_saved: Array | None
+    lse: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, Array], _Residuals]:
+    grid = _grid(q, k, spec, backward=False)
+    tiles = grid.pad(steps.Grouped(q, k, v, extras))
+
+    def query_tile(i: Array) -> steps.Output:
+        q_tile = grid.query_rows(tiles.q, i)
+
+        def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
+            s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            new = steps.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
+            visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            return steps.keep_unvisited(new, state, visited)
+
+        state = lax.fori_loop(0, grid.kv_end(i), step, steps.initial_state(q_tile, v, spec))
+        rows = steps.span(i * grid.block_q, grid.block_q)[:, None]
+        return steps.finish(state, spec, extras, rows, q.dtype)
+
+    out = lax.map(query_tile, jnp.arange(grid.q_tiles))
+    o, lse = grid.unpad_rows(out.o), grid.unpad_rows(out.lse[..., None])[..., 0]
+    saved = None
+    if out.o_saved is not None:
+        saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
+    return (o, lse), _Residuals(steps.Grouped(q, k, v, extras), saved, lse)
+
+
+class _Sums(NamedTuple):
+    """Running sums of the backward pass over all query tiles, float32."""
+
+    dk: Array
+    dv: Array
+    dbias: Array | None
+
+
+def _backward(
+    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Extras]:
+    q, k, _, extras = res.inputs
+    do, dlse = cotangents
+    grid = _grid(q, k, spec, backward=True)
+    tiles = grid.pad(res.inputs)
+    do, lse, dlse = (grid.pad_rows(x) for x in (do, res.lse[..., None], dlse[..., None]))
+    o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
+
+    def query_tile(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
+        q_tile, do_tile, lse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse))
+
+        def probs(j: Array) -> tuple[steps.BackwardTile, steps.Place]:
+            s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            v_tile = grid.key_rows(tiles.v, j)
+            return steps.backward_tile(s, lse_tile, v_tile, do_tile, spec, extras, place), place
+
+        if o_saved is None:  # delta='dp_p': a pass of its own over the keys
+            delta = lax.fori_loop(
+                0,
+                grid.kv_end(i),
+                lambda j, total: total + steps.delta_from_probs(probs(j)[0]),
+                jnp.zeros_like(lse_tile),
+            )
+        else:
+            o_tile = grid.query_rows(o_saved, i)
+            delta = steps.delta_from_output(do_tile, o_tile, spec.numerics, q.dtype)
+        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        delta = delta - grid.query_rows(dlse, i)
+
+        def step(j: Array, carry: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
+            sums, dq = carry
+            tile, place = probs(j)
+            k_tile = grid.key_rows(tiles.k, j)
+            grads = steps.tile_gradients(tile, delta, q_tile, k_tile, do_tile, spec, extras, place)
+            dbias = None if sums.dbias is None else grid.add_pairs(sums.dbias, grads, i, j)
+            dk, dv = grid.add_keys(sums.dk, grads.dk, j), grid.add_keys(sums.dv, grads.dv, j)
+            return _Sums(dk, dv, dbias), dq + grads.dq
+
+        dq = jnp.zeros(q_tile.shape, jnp.float32)
+        return lax.fori_loop(0, grid.kv_end(i), step, (sums, dq))
+
+    zeros = partial(jnp.zeros, dtype=jnp.float32)
+    dbias = None if tiles.extras.bias is None else zeros(tiles.extras.bias.shape)
+    sums = _Sums(zeros(tiles.k.shape), zeros(tiles.v.shape), dbias)
+    sums, dq = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
+
+    keys = k.shape[-2]
+    dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
+    rounded = steps.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
+    if extras.bias is not None:
+        t, s = extras.bias.shape[-2:]
+        dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
+    return (*rounded, Extras(bias=dbias))
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _grid(q: Array, k: Array, spec: Spec, *, backward: bool) -> Grid:
+    rows, keys = q.shape[-2], k.shape[-2]
+    sizes = spec.block_sizes or BlockSizes()
+    block_kv = sizes.kv_bwd if backward else spec.numerics.kv_block or DEFAULT_KV_BLOCK
+    return Grid(
+        rows=rows,
+        keys=keys,
+        block_q=min(sizes.query, rows),
+        block_kv=min(block_kv, keys),
+        is_causal=spec.is_causal,
+    )
+
+
+def _tile_scores(
+    grid: Grid, tiles: steps.Grouped, q_tile: Array, i: Array, j: Array, spec: Spec
+) -> tuple[Array, steps.Place]:
+    """Masked scores of query tile i against key block j, and where they lie."""
+    place = grid.place(i, j)
+    bias, mask = (
+        None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
+    )
+    s = steps.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    seen = steps.visible(tiles.extras, spec, place, mask)
+    if grid.kv_padding:
+        inside = (place.cols < grid.keys)[None, None, None]
+        seen = inside if seen is None else seen & inside
+    return steps.mask_scores(s, seen), place

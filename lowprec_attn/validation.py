@@ -1,0 +1,129 @@
+"""Checks of one attention call, made once, at the border: each error names the value."""
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike
+
+from lowprec_attn.numerics import Numerics, RowMax
+
+INPUT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_inputs(q: Array, k: Array, v: Array) -> None:
+    """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, length, heads, head size], got shape {x.shape}"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} has an empty axis: shape {x.shape}")
+        if x.dtype.name not in INPUT_DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(INPUT_DTYPES)}, got {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, got {k.shape} and {v.shape}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"q and k differ in batch or head size: {q.shape} and {k.shape}")
+    if q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads"
+        )
+
+
+def pairs(name: str, x: ArrayLike | None, q: Array, k: Array) -> Array | None:
+    """A mask or bias as an array of rank 4 that broadcasts to [B, N, T, S].
+
+    Raises:
+      ValueError: wrong dtype, or a shape that does not broadcast.
+    """
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if name == "mask" and x.dtype != jnp.bool_:
+        raise ValueError(
+            f"mask must be boolean (True: may attend), got {x.dtype}; add a float as bias"
+        )
+    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"bias must be a float array, got {x.dtype}")
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if x.ndim != 4 or any(a not in (1, b) for a, b in zip(x.shape, full, strict=True)):
+        raise ValueError(f"{name} of shape {x.shape} does not broadcast to [B, N, T, S] = {full}")
+    return x
+
+
+def lengths(name: str, x: ArrayLike | None, batch: int) -> Array | None:
+    """Sequence lengths as int32 [B].
+
+    Raises:
+      ValueError: not an integer array of shape [B].
+    """
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be {batch} integers (one per batch element), got {x.dtype}{x.shape}"
+        )
+    return x.astype(jnp.int32)
+
+
+def scale(value: float | None, head_size: int) -> float:
+    """The factor of q kᵀ, 1/√H by default.
+
+    Raises:
+      ValueError: not a finite number.
+    """
+    if value is None:
+        return head_size**-0.5
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be a finite number, got {value!r}")
+    return float(value)
+
+
+def per_head(
+    numerics: Numerics | Sequence[Numerics],
+    row_max: RowMax | Sequence[RowMax],
+    heads: int,
+    kv_heads: int,
+) -> list[tuple[Numerics, RowMax]]:
+    """The arithmetic of every query head.
+
+    Raises:
+      ValueError: not one entry per head, an entry of the wrong type, or query heads of one key
+        head that differ.
+    """
+    result = list(
+        zip(
+            _spread("numerics", numerics, Numerics, heads),
+            _spread("row_max", row_max, RowMax, heads),
+            strict=True,
+        )
+    )
+    group = heads // kv_heads
+    for first in range(0, heads, group):
+        if len(set(result[first : first + group])) > 1:
+            raise ValueError(
+                f"query heads {first} to {first + group - 1} share a key head and must share "
+                "numerics and row_max"
+            )
+    return result
+
+
+def _spread(name: str, value: object, kind: type, heads: int) -> list:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != heads:
+            raise ValueError(f"{name} has {len(value)} entries for {heads} query heads")
+        entries = list(value)
+    else:
+        entries = [value] * heads
+    for entry in entries:
+        if not isinstance(entry, kind):
+            raise ValueError(
+                f"{name} must be a lowprec_attn.numerics.{kind.__name__}, got {entry!r}; "
+                f"look names up with numerics.get_{'preset' if name == 'numerics' else 'row_max'}"
+            )
+    return entries
