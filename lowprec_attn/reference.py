@@ -19,7 +19,7 @@ The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_prod
 import dataclasses
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float64, Int
+from jaxtyping import ArrayLike, Bool, Float, Float64, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,9 @@ class Backward:
 
 
 def attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[ArrayLike, "B T N H"],
+    k: Float[ArrayLike, "B S K H"],
+    v: Float[ArrayLike, "B S K H"],
     *,
     scale: float | None = None,
     masking: Masking | None = None,
@@ -70,7 +70,7 @@ def attention(
       scale: factor of q kᵀ, 1/√H by default.
       masking: which keys are seen, all by default.
     """
-    q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
+    q, k, v = _float64(q), _float64(k), _float64(v)
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     masking = masking or Masking()
@@ -90,10 +90,10 @@ def attention(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    do: Float[Array, "B T N H"],
+    q: Float[ArrayLike, "B T N H"],
+    k: Float[ArrayLike, "B S K H"],
+    v: Float[ArrayLike, "B S K H"],
+    do: Float[ArrayLike, "B T N H"],
     *,
     scale: float | None = None,
     masking: Masking | None = None,
@@ -103,9 +103,9 @@ def backward(
     dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
     dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head.
     """
+    q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
     p = attention(q, k, v, scale=scale, masking=masking).p
-    q, k, v, do = (np.asarray(x).astype(np.float64) for x in (q, k, v, do))
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dv = np.einsum("bnts,btnh->bsnh", p, do)
@@ -116,6 +116,10 @@ def backward(
     dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
     return Backward(dq, dk, dv, dp, delta[..., 0].transpose(0, 2, 1), ds)
+
+
+def _float64(x: ArrayLike) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
 
 
 def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:

@@ -70,8 +70,8 @@ class Request:
     """What an implementation is asked whether it can serve: the spec and the shapes."""
 
     spec: Spec
-    q_shape: tuple[int, int, int, int]
-    kv_shape: tuple[int, int, int, int]
+    q_shape: tuple[int, ...]
+    kv_shape: tuple[int, ...]
     dtype: np.dtype
     has_bias: bool = False
     has_mask: bool = False

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -230,9 +231,7 @@ def keep_unvisited(new: SoftmaxState, old: SoftmaxState, visited: Array | None) 
     """The new state where a row was visited, the old one elsewhere."""
     if visited is None:
         return new
-    return SoftmaxState(
-        *(a if a is None else jnp.where(visited, a, b) for a, b in zip(new, old, strict=True))
-    )
+    return jax.tree.map(functools.partial(jnp.where, visited), new, old)
 
 
 class Output(NamedTuple):

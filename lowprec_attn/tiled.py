@@ -160,7 +160,7 @@ def _backward(
     keys = k.shape[-2]
     dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
     rounded = steps.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
-    if extras.bias is not None:
+    if extras.bias is not None and sums.dbias is not None:
         t, s = extras.bias.shape[-2:]
         dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
     return (*rounded, Extras(bias=dbias))
@@ -172,6 +172,7 @@ _attend.defvjp(_forward, _backward)
 def _grid(q: Array, k: Array, spec: Spec, *, backward: bool) -> Grid:
     rows, keys = q.shape[-2], k.shape[-2]
     sizes = spec.block_sizes or BlockSizes()
+    assert isinstance(sizes, BlockSizes)  # `unsupported` declines any other
     block_kv = sizes.kv_bwd if backward else spec.numerics.kv_block or DEFAULT_KV_BLOCK
     return Grid(
         rows=rows,
