@@ -178,6 +178,6 @@ def get_row_max(name: str, **options: float | None) -> RowMax:
     known = [f.name for f in dataclasses.fields(rule)]
     for option in options:
         if option not in known:
-            listed = ", ".join(known)
+            listed = ", ".join(known) or "none"
             raise ValueError(f"row-max rule {name!r} has no option {option!r}; it has {listed}")
     return rule(**options)

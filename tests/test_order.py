@@ -1,0 +1,149 @@
+"""The batch order: a pure function of seed and step, recorded and replayed."""
+
+import resource
+
+import numpy as np
+import pytest
+
+from lowprec_attn.gpt2.order import OrderRecord, Replay, SeededOrder, starts
+from lowprec_attn.gpt2.tokens import DataError
+
+GOLDEN = [854, 480, 664, 796]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "data_order.txt"
+
+
+def replay(path, batch_size=3, token_count=100, context=8):
+    return Replay(path, batch_size, token_count, context)
+
+
+def test_the_order_never_changes():
+    # Runs are resumed and compared across versions: a new value here breaks all of them.
+    assert starts(42, 7, 4, 1000, 16).tolist() == GOLDEN
+    assert starts(42, 7, 4, 1000, 16).dtype == np.int64
+
+
+def test_every_step_and_seed_draws_anew():
+    draws = {tuple(starts(seed, step, 8, 10**9, 16)) for seed in range(10) for step in range(10)}
+    assert len(draws) == 100
+
+
+def test_starts_are_uniform_over_all_windows():
+    token_count, context = 24, 16  # 8 windows: starts 0 to 7
+    drawn = np.concatenate([starts(0, step, 100, token_count, context) for step in range(80)])
+    counts = np.bincount(drawn)
+    assert len(counts) == token_count - context
+    # 8000 draws over 8 bins: 1000 each, standard deviation 30; six of them.
+    assert np.abs(counts - 1000).max() < 180
+
+
+def test_text_of_exactly_one_window():
+    assert starts(0, 0, 5, 17, 16).tolist() == [0] * 5
+
+
+def test_a_record_replays(path):
+    order, record = SeededOrder(3, 3, 100, 8), OrderRecord(path)
+    for step in range(5):
+        record.append(step, order(step))
+    assert path.read_text().splitlines()[2] == ",".join(map(str, order(2)))
+    again = replay(path)
+    assert len(again) == 5
+    for step in reversed(range(5)):
+        np.testing.assert_array_equal(again(step), order(step))
+
+
+def test_a_record_is_continued(path):
+    OrderRecord(path).append(0, np.array([1, 2]))
+    record = OrderRecord(path)
+    assert record.steps == 1
+    record.append(1, np.array([3, 4]))
+    assert path.read_text() == "1,2\n3,4\n"
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_steps_are_recorded_in_order(path, step):
+    record = OrderRecord(path)
+    record.append(0, np.array([1]))
+    with pytest.raises(DataError, match=rf"holds 1 steps, so step {step} cannot follow"):
+        record.append(step, np.array([2]))
+    assert path.read_text() == "1\n"
+
+
+@pytest.mark.parametrize("tail", ["", "5,"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_truncate_keeps_the_first_steps(path, steps, tail):
+    path.write_text("1,2\n3,4\n5,6\n" + tail)
+    record = OrderRecord(path)
+    record.truncate(steps)
+    assert path.read_text() == "".join(["1,2\n", "3,4\n", "5,6\n"][:steps])
+    record.append(steps, np.array([7, 8]))
+    assert path.read_text().endswith("7,8\n")
+
+
+def test_truncate_cannot_make_steps_up(path):
+    path.write_text("1,2\n3,")
+    with pytest.raises(DataError, match=r"holds 1 complete steps, but the run resumes from step 2"):
+        OrderRecord(path).truncate(2)
+    assert path.read_text() == "1,2\n3,"
+
+
+def test_nothing_is_appended_to_a_cut_off_line(path):
+    path.write_text("1,2\n3,")
+    with pytest.raises(DataError, match=r"holds 1 steps and a cut-off line, so step 1 cannot"):
+        OrderRecord(path).append(1, np.array([3, 4]))
+
+
+def test_a_full_disk_is_one_line(path):
+    record = OrderRecord(path)
+    record.append(0, np.arange(10))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot write .*data_order.txt: .*; free space"):
+            record.append(1, np.arange(10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    survivor = OrderRecord(path)
+    survivor.truncate(1)
+    survivor.append(1, np.arange(10))
+    assert len(replay(path, batch_size=10)) == 2
+
+
+def test_replay_checks_the_edges_of_the_text(path):
+    path.write_text("0,91,5\n")  # 100 tokens, context 8: the last window starts at 91
+    assert replay(path)(0).tolist() == [0, 91, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"data_order.txt is empty"),
+        ("1,2,3\n4,5\n", r"line 2 has 2 start indices, but a step reads 3.*batch_size=2"),
+        ("1,2,3\n4,x,6\n", r"line 2 is not comma-separated start indices: .*'x'"),
+        ("1,2,3.5\n", r"line 1 is not comma-separated start indices"),
+        ("1,2,3\n\n", r"line 2 is not comma-separated start indices"),
+        ("1,2,99999999999999999999\n", r"line 1 is not comma-separated start indices"),
+        ("1,2,92\n", r"line 1 starts a window at 92, outside the text, .* at 91"),
+        ("1,-2,3\n", r"line 1 starts a window at -2, outside the text"),
+        ("1,2,3\n4,5,6", r"line 2 is cut off"),
+        ("1,2,3\n4,5,é\n", r"is not a text file of start indices"),
+    ],
+)
+def test_replay_names_what_is_wrong(path, text, message):
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        replay(path)
+
+
+def test_replay_of_a_missing_file(path):
+    with pytest.raises(DataError, match=r"data_order.txt does not exist"):
+        replay(path)
+
+
+def test_replay_beyond_its_end(path):
+    path.write_text("1,2,3\n")
+    with pytest.raises(DataError, match=r"ends after 1 steps, step 1 is not in it"):
+        replay(path)(1)
