@@ -124,8 +124,8 @@ def round_point(
             stream.batch.reshape(b, 1, 1, 1, 1),
             # A gradient summed over a group (g = 1) is told apart by the group's first head.
             stream.head.reshape(1, k, -1, 1, 1)[:, :, :g],
-            place.rows,
-            place.cols,
+            place.rows[None, None, None],
+            place.cols[None, None, None],
             place.step,
         )
         bits = jnp.broadcast_to(bits, x.shape)

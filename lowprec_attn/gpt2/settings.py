@@ -98,15 +98,18 @@ class TrainSettings:
     """One training run.
 
     Attributes:
+      name, variant: of the config, such as `gpt2_bf16` and `tiny`.
       batch_size: sequences per optimizer step, over all devices and micro-batches.
       accumulation_steps: micro-batches that one optimizer step is split into.
       seed: root of initialisation, data order and stochastic rounding.
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       checkpoints_kept: how many of the newest checkpoints stay on disk.
+      resume_from: run directory whose newest checkpoint to start from, with any setting changed.
     """
 
     name: str
+    variant: str
     model: ModelSettings
     attention: AttentionSettings
     data: DataSettings

@@ -1,0 +1,252 @@
+"""`lowprec-attn diagnose FILE`: is low-precision attention the problem of this layer?
+
+Reads a user's q, k, v and, if there, dO, computes attention on them in each arithmetic asked for
+beside exact arithmetic, and prints one row per head and one sentence. The rules behind it, with
+their thresholds, stand in `lowprec_attn.diagnostics.verdict`. Where errors of δ add up, cures are
+tried on the same arrays, and the one that leaves least of the mean error is named.
+"""
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lowprec_attn import diagnostics, tiled
+from lowprec_attn.diagnostics import array_file, verdict
+from lowprec_attn.diagnostics.array_file import DiagnoseError, Inputs
+from lowprec_attn.numerics import (
+    PRESETS,
+    ROW_MAX_RULES,
+    Numerics,
+    RowMax,
+    get_preset,
+    get_row_max,
+)
+
+__all__ = ["DiagnoseError", "add_arguments", "run"]
+
+DEFAULT_NUMERICS = ("flash", "published")
+USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of the mean error
+
+_EPILOG = """Ō (the output before division by the row sum) and δ = rowsum(dO ∘ O) are compared with
+exact arithmetic on the same scores, O with exact arithmetic throughout. Coherence is
+‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for errors of random sign, the square root of the number
+of rows if all are alike. The arrays are those of one layer, after any position encoding."""
+
+_LEGEND = (
+    "repeat: rows whose largest score repeats; ones: rows with two or more P̄ that round to 1;",
+    "one key: rows where one key holds all weight; cohere: coherence, about 1 if signs are random",
+)
+
+
+class Arithmetic(NamedTuple):
+    """One way to compute attention, and what the output calls it."""
+
+    label: str
+    numerics: Numerics
+    row_max: RowMax
+
+
+Measure = Callable[[Arithmetic], verdict.Signals]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("file", type=Path, help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H]")
+    add("--full", action="store_true", help="every row sees every key (default: causal)")
+    add("--scale", type=float, help="factor of q kᵀ (default: 1/√H)")
+    add("--kv-block", type=int, metavar="KEYS", help="keys per online-softmax step (default: 256)")
+    add(
+        "--numerics",
+        action="append",
+        metavar="NAME",
+        help=f"arithmetic, repeatable (default: flash, published): {', '.join(PRESETS)}",
+    )
+    add("--row-max", default="standard", metavar="RULE", help=", ".join(ROW_MAX_RULES))
+    add("--layout", choices=array_file.LAYOUTS, default="BTNH", help="BNTH: as torch has it")
+    add("--json", type=Path, metavar="OUT", help="also write everything measured to this file")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Reads, measures, prints.
+
+    Raises:
+      DiagnoseError: bad input, in one line.
+    """
+    arithmetics = _arithmetics(args)
+    _check_options(args)
+    inputs = array_file.load(args.file, args.layout)
+    print("\n".join(_preface(args, inputs)))
+    measure = functools.partial(_measure, inputs, args)
+    measured = {arithmetic.label: measure(arithmetic) for arithmetic in arithmetics}
+    for label, signals in measured.items():
+        print("\n" + "\n".join(_table(label, signals)))
+    print("\n" + "\n".join(_LEGEND))
+    finding = verdict.judge(measured, _rows(inputs))
+    if finding.kind == "delta":
+        found = next(a for a in arithmetics if a.label == finding.arithmetic)
+        error = float(measured[found.label]["delta_error_mean"][finding.heads[0]])
+        finding = _with_advice(finding, found, error, measure)
+    print(f"\nVerdict: {finding.sentence}.")
+    if args.json is not None:
+        _write_json(args, inputs, measured, finding)
+
+
+def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
+    names = dict.fromkeys(args.numerics or DEFAULT_NUMERICS)
+    try:
+        row_max = get_row_max(args.row_max)
+        presets = {name: get_preset(name).replace(kv_block=args.kv_block) for name in names}
+    except ValueError as error:
+        raise DiagnoseError(str(error)) from error
+    for name, preset in presets.items():
+        if preset.normalize_probs and args.kv_block is not None:
+            raise DiagnoseError(
+                f"numerics {name} takes one step over all keys; leave out --kv-block"
+            )
+    suffix = "" if args.row_max == "standard" else f" with row_max={args.row_max}"
+    return [Arithmetic(name + suffix, preset, row_max) for name, preset in presets.items()]
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.scale is not None and not math.isfinite(args.scale):
+        raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise DiagnoseError(f"--json {args.json}: there is no directory {args.json.parent}")
+
+
+def _measure(inputs: Inputs, args: argparse.Namespace, arithmetic: Arithmetic) -> verdict.Signals:
+    numerics = arithmetic.numerics
+    signals = jax.jit(
+        functools.partial(
+            diagnostics.attention_signals,
+            numerics=numerics,
+            row_max=arithmetic.row_max,
+            scale=args.scale,
+            is_causal=not args.full,
+            key=jax.random.key(0) if numerics.needs_bits else None,
+        )
+    )
+    return jax.tree.map(np.asarray, signals(inputs.q, inputs.k, inputs.v, inputs.do))
+
+
+def _rows(inputs: Inputs) -> int:
+    return inputs.q.shape[0] * inputs.q.shape[1]
+
+
+def _preface(args: argparse.Namespace, inputs: Inputs) -> list[str]:
+    (_, length, _, head_size), keys = inputs.q.shape, inputs.k.shape[1]
+    scale = head_size**-0.5 if args.scale is None else args.scale
+    seen = "all keys" if args.full else "causal"
+    lines = [
+        f"{args.file}: q {list(inputs.q.shape)}, k and v {list(inputs.k.shape)} [B,T,N,H], "
+        f"{inputs.q.dtype}",
+        f"{seen}, scale {scale:.6g}, steps of {args.kv_block or tiled.DEFAULT_KV_BLOCK} keys",
+    ]
+    notes = list(inputs.notes)
+    if not args.full and length != keys:
+        notes.append(
+            f"causal with {length} queries and {keys} keys: query t sees the keys 0 to t; "
+            "use --full if that is not meant"
+        )
+    if inputs.do is None:
+        notes.append("the file has no do (the gradient of the loss by O), so δ is skipped")
+    return lines + [f"note: {note}" for note in notes]
+
+
+def _table(label: str, signals: verdict.Signals) -> list[str]:
+    errors = {"Ō": "unnormalized_error", "O": "output_error", "δ": "delta_error"}
+    errors = {letter: name for letter, name in errors.items() if f"{name}_rms" in signals}
+    groups = "".join(f" | {f'error of {letter}':^24}" for letter in errors)
+    columns = "".join(f" | {'mean':>8} {'RMS':>7} {'cohere':>7}" for _ in errors)
+    lines = [
+        f"{label}:",
+        f"{'':<37}{groups}".rstrip(),
+        f"{'head':>4} {'|score|':>9} {'repeat':>7} {'ones':>6} {'one key':>7}{columns}",
+    ]
+    for head in range(len(signals["score_maximum"])):
+        value = {name: float(per_head[head]) for name, per_head in signals.items()}
+        line = (
+            f"{head:>4} {value['score_maximum']:>9.4g} {value['repeated_maxima']:>7.1%} "
+            f"{value['rounded_to_one']:>6.1%} {value['dominated_rows']:>7.1%}"
+        )
+        for name in errors.values():
+            mean, rms = value[f"{name}_mean"], value[f"{name}_rms"]
+            line += f" | {mean:>+8.1e} {rms:>7.1e} {value[f'{name}_coherence']:>7.1f}"
+        lines.append(line)
+    return lines
+
+
+def _with_advice(
+    finding: verdict.Finding, found: Arithmetic, error: float, measure: Measure
+) -> verdict.Finding:
+    """The finding with what each cure leaves of the mean δ error of the worst head, measured."""
+    head = finding.heads[0]
+    left = {
+        cure.label: abs(float(measure(cure)["delta_error_mean"][head]) / error)
+        for cure in _cures(found)
+    }
+    best, *others = sorted(left, key=left.__getitem__)
+    rest = ", ".join(f"{label} {left[label]:.1%}" for label in others)
+    if left[best] > USEFUL_CURE:
+        advice = f"no cure tried halves the mean error ({best} leaves {left[best]:.1%}, {rest})"
+    else:
+        advice = f"try {best}, which leaves {left[best]:.1%} of the mean error ({rest})"
+    return finding._replace(sentence=f"{finding.sentence}; {advice}")
+
+
+def _cures(found: Arithmetic) -> list[Arithmetic]:
+    """Other arithmetic that is known to help, one change each."""
+    cures = [
+        found._replace(label=f"numerics={name}", numerics=_like(found, name))
+        for name in ("flash", "float32_output")
+    ]
+    dynamic_max = get_row_max("dynamic_max")
+    cures.append(found._replace(label="row_max=dynamic_max", row_max=dynamic_max))
+    return [cure for cure in cures if cure[1:] != found[1:]]
+
+
+def _like(found: Arithmetic, name: str) -> Numerics:
+    return get_preset(name).replace(kv_block=found.numerics.kv_block)
+
+
+def _write_json(
+    args: argparse.Namespace,
+    inputs: Inputs,
+    measured: Mapping[str, verdict.Signals],
+    finding: verdict.Finding,
+) -> None:
+    report = {
+        "file": str(args.file),
+        "q_shape": inputs.q.shape,
+        "kv_shape": inputs.k.shape,
+        "dtype": str(inputs.q.dtype),
+        "has_do": inputs.do is not None,
+        "is_causal": not args.full,
+        "scale": args.scale,
+        "kv_block": args.kv_block or tiled.DEFAULT_KV_BLOCK,
+        "row_max": args.row_max,
+        "notes": inputs.notes,
+        "signals": {
+            label: {name: [_json_number(x) for x in value] for name, value in signals.items()}
+            for label, signals in measured.items()
+        },
+        "verdict": finding._asdict(),
+    }
+    try:
+        args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise DiagnoseError(f"--json {args.json}: {error.strerror}") from error
+
+
+def _json_number(x: Any) -> float | None:
+    """JSON has neither NaN nor infinity: null."""
+    return float(x) if np.isfinite(x) else None

@@ -1,0 +1,37 @@
+"""What to watch in low-precision attention: ties, signed errors, δ, weight norms.
+
+Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
+everything for one layer; the rest are its parts, each with its definition.
+"""
+
+from lowprec_attn.diagnostics.errors import signed_error
+from lowprec_attn.diagnostics.rows import (
+    DOMINATED,
+    dominated_rows,
+    repeated_maxima,
+    rounded_to_one,
+    score_maximum,
+)
+from lowprec_attn.diagnostics.signals import attention_signals
+from lowprec_attn.diagnostics.weights import (
+    outer_product_similarity,
+    query_weight_gradient,
+    query_weight_gradient_error,
+    spectral_norm,
+    weight_drift,
+)
+
+__all__ = [
+    "DOMINATED",
+    "attention_signals",
+    "dominated_rows",
+    "outer_product_similarity",
+    "query_weight_gradient",
+    "query_weight_gradient_error",
+    "repeated_maxima",
+    "rounded_to_one",
+    "score_maximum",
+    "signed_error",
+    "spectral_norm",
+    "weight_drift",
+]

@@ -1,0 +1,237 @@
+"""The arithmetic of a run beside exact arithmetic, row by row, in chunks of query rows.
+
+The exact values are float32 throughout. Two of them are needed, because rounding the scores
+changes *which* softmax is taken, consistently in forward and backward, whereas every later
+rounding makes O, and with it δ, disagree with the P and dP that δ is subtracted from:
+
+  from q, k, v           O_exact: how far the output is off in all
+  from the run's own S   Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v): what enters
+                         dW_Q(hp) − dW_Q(lp), where P is the same on both sides
+
+Nothing here is arithmetic of its own: all of it is `lowprec_attn.steps`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+from lowprec_attn import steps, tiled
+from lowprec_attn.diagnostics import rows
+from lowprec_attn.grid import Grid
+from lowprec_attn.numerics import EXACT, StandardMax, get_format
+from lowprec_attn.request import Extras, Spec
+
+# Scores held at a time, over batch and heads: 4 MiB per float32 temporary.
+SCORES_PER_CHUNK = 2**20
+
+_EXACT = EXACT.replace(output="float32")
+
+
+class ScoreRows(NamedTuple):
+    """Properties of each row of scores as the run rounds them; see `diagnostics.rows`."""
+
+    sees_several: Bool[Array, "B T N 1"]
+    score_maximum: Float32[Array, "B T N 1"]
+    repeated_maxima: Bool[Array, "B T N 1"]
+    rounded_to_one: Bool[Array, "B T N 1"]
+    dominated: Bool[Array, "B T N 1"]
+
+
+class OutputRows(NamedTuple):
+    """Ō before division by l (after it, where `normalize_probs` has P̄ divided first) and O.
+
+    Ō_exact stands on the run's own S and m, which a row-max rule and `stats` may change.
+    """
+
+    unnormalized: Float32[Array, "B T N H"]
+    unnormalized_exact: Float32[Array, "B T N H"]
+    output: Float32[Array, "B T N H"]
+    output_exact: Float32[Array, "B T N H"]
+
+
+class GradientRows(NamedTuple):
+    """δ, the row sums of dS = P ∘ (dP − δ), rows of P k, and dQ before rounding at `grads`."""
+
+    delta: Float32[Array, "B T N 1"]
+    delta_exact: Float32[Array, "B T N 1"]
+    ds_row_sum: Float32[Array, "B T N 1"]
+    pk: Float32[Array, "B T N H"]
+    dq: Float32[Array, "B T N H"]
+
+
+class Comparison(NamedTuple):
+    """Everything per row; `gradients` is None without dO."""
+
+    scores: ScoreRows
+    outputs: OutputRows
+    gradients: GradientRows | None
+
+
+def compare(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    do: Float[Array, "B T N H"] | None,
+    extras: Extras,
+    spec: Spec,
+) -> Comparison:
+    """Runs `spec` as `tiled` does, in steps of `kv_block` keys, beside exact arithmetic.
+
+    Cost: 3 to 4 matrix products of 2·B·N·T·S·H FLOP, 3 more with dO (compilers drop those
+    whose result is not used), about ten exp per score; O(T) memory beside one chunk of
+    `SCORES_PER_CHUNK` scores. Without `kv_block` the step is that of `tiled`, or all keys where
+    P̄ is normalised before rounding.
+
+    Args:
+      q, k, v: as in `attention.dot_product_attention`.
+      do: gradient of the loss by O, or None.
+      extras: the random stream, where a point needs one; masks, biases and lengths are refused.
+      spec: the arithmetic, scale and causality.
+
+    Raises:
+      ValueError: extras other than the stream, or a `kv_block` that splits rows that must stay
+        whole.
+    """
+    if any(x is not None for x in extras._replace(stream=None)):
+        raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
+    grid = _grid(q, k, spec)
+    tiles = grid.pad(steps.group(q, k, v, extras))
+    do_tiles = None if do is None else grid.pad_rows(steps.group(do, k, v, Extras()).q)
+
+    def chunk(i: Array) -> Comparison:
+        do_tile = None if do_tiles is None else grid.query_rows(do_tiles, i)
+        return _compare_rows(_Chunk(grid, tiles, i), do_tile, spec)
+
+    stacked = lax.map(chunk, jnp.arange(grid.q_tiles))
+    return jax.tree.map(lambda x: _ungroup(grid.unpad_rows(x)), stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Query tile `i` against all keys."""
+
+    grid: Grid
+    tiles: steps.Grouped
+    i: Array
+
+    @property
+    def q(self) -> Array:
+        return self.grid.query_rows(self.tiles.q, self.i)
+
+    @property
+    def place(self) -> steps.Place:
+        first_row = self.i * self.grid.block_q
+        return steps.Place(
+            steps.span(first_row, self.grid.block_q)[:, None],
+            steps.span(0, self.tiles.k.shape[-2])[None],
+        )
+
+    def scores(self, spec: Spec) -> Array:
+        tiles, place = self.tiles, self.place
+        s = steps.scores(self.q, tiles.k, None, spec, tiles.extras, place)
+        seen = (place.cols < self.grid.keys)[None, None, None]
+        by_position = steps.visible(tiles.extras, spec, place, None)
+        return steps.mask_scores(s, seen if by_position is None else seen & by_position)
+
+    def run(self, s: Array, spec: Spec) -> steps.SoftmaxState:
+        """The run's own online softmax, one step per block of keys."""
+        grid, extras = self.grid, self.tiles.extras
+
+        def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
+            place = grid.place(self.i, j)
+            s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
+            v_block = grid.key_rows(self.tiles.v, j)
+            new = steps.softmax_step(state, s_block, v_block, spec, extras, place)
+            visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            return steps.keep_unvisited(new, state, visited)
+
+        start = steps.initial_state(self.q, self.tiles.v, spec)
+        return lax.fori_loop(0, grid.kv_end(self.i), step, start)
+
+    def exact(self, s: Array, spec: Spec) -> steps.SoftmaxState:
+        """Float32 softmax of s in one step over all keys."""
+        start = steps.initial_state(self.q, self.tiles.v, spec)
+        return steps.softmax_step(start, s, self.tiles.v, spec, self.tiles.extras, self.place)
+
+    def finish(self, state: steps.SoftmaxState, spec: Spec) -> steps.Output:
+        tiles = self.tiles
+        return steps.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
+
+
+def _compare_rows(chunk: _Chunk, do: Array | None, spec: Spec) -> Comparison:
+    exact_spec = dataclasses.replace(spec, numerics=_EXACT, row_max=StandardMax())
+    s = chunk.scores(spec)
+    state = chunk.run(s, spec)
+    out = chunk.finish(state, spec)
+    same_scores = chunk.exact(s, exact_spec)
+    o_same_scores = chunk.finish(same_scores, exact_spec).o
+    if spec.numerics.scores.is_identity:
+        o_exact = o_same_scores
+    else:
+        exact = chunk.exact(chunk.scores(exact_spec), exact_spec)
+        o_exact = chunk.finish(exact, exact_spec).o
+    if spec.numerics.normalize_probs:
+        unnormalized_exact = o_same_scores
+    else:
+        # The same sum against the run's own m; where the two m agree the factor is exactly 1.
+        unnormalized_exact = same_scores.acc * jnp.exp(same_scores.m - state.m)
+    outputs = OutputRows(state.acc, unnormalized_exact, out.o.astype(jnp.float32), o_exact)
+    gradients = None if do is None else _gradient_rows(chunk, s, out, o_same_scores, do, spec)
+    return Comparison(_score_rows(s, spec), outputs, gradients)
+
+
+def _score_rows(s: Array, spec: Spec) -> ScoreRows:
+    return ScoreRows(
+        rows.sees_several(s)[..., None],
+        rows.score_maximum(s)[..., None],
+        rows.repeated_maxima(s)[..., None],
+        rows.rounded_to_one(s, spec.numerics.probs)[..., None],
+        rows.dominated_rows(s)[..., None],
+    )
+
+
+def _gradient_rows(
+    chunk: _Chunk, s: Array, out: steps.Output, o_exact: Array, do: Array, spec: Spec
+) -> GradientRows:
+    _, k, v, extras = chunk.tiles
+    q, place = chunk.q, chunk.place
+    float32, k_format = get_format("float32"), get_format(k.dtype.name)
+    tile = steps.backward_tile(s, out.lse[..., None], v, do, spec, extras, place)
+    if out.o_saved is None:
+        delta = steps.delta_from_probs(tile)
+    else:
+        delta = steps.delta_from_output(do, out.o_saved, spec.numerics, q.dtype)
+    grads = steps.tile_gradients(tile, delta, q, k, do, spec, extras, place)
+    pk = steps.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
+    delta_exact = steps.delta_from_output(do, o_exact, _EXACT, q.dtype)
+    ds_row_sum = jnp.sum(grads.ds, axis=-1, keepdims=True)
+    return GradientRows(delta, delta_exact, ds_row_sum, pk, grads.dq)
+
+
+def _grid(q: Array, k: Array, spec: Spec) -> Grid:
+    (batch, length, heads, _), keys = q.shape, k.shape[1]
+    block_kv = spec.numerics.kv_block or tiled.DEFAULT_KV_BLOCK
+    if spec.numerics.normalize_probs:
+        if spec.numerics.kv_block is not None and spec.numerics.kv_block < keys:
+            raise ValueError(
+                f"normalize_probs takes one step over all {keys} keys, got kv_block="
+                f"{spec.numerics.kv_block}; leave it out"
+            )
+        block_kv = keys
+    chunk_rows = SCORES_PER_CHUNK // (batch * heads * keys)
+    return Grid(
+        rows=length,
+        keys=keys,
+        block_q=min(max(chunk_rows, 8), length),
+        block_kv=min(block_kv, keys),
+        is_causal=spec.is_causal,
+    )
+
+
+def _ungroup(x: Array) -> Array:
+    b, k, g, t, f = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, f)

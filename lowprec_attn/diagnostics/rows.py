@@ -1,0 +1,71 @@
+"""What a row of scores looks like: its size, its ties, and whether one key holds all weight.
+
+Functions of scores [..., T, S] that return one value per row, [..., T]; entries at or below
+`numerics.MASKED` are unseen keys. All cost O(T S) elementwise operations, one or two exp each.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32
+
+from lowprec_attn.numerics import MASKED, Rounding, round_to
+
+# The smallest P that bfloat16 rounds to 1: 1 − 2⁻⁹ is the midpoint between the last bfloat16
+# before 1 and 1, and the tie goes to the even 1.
+DOMINATED = 1.0 - 2.0**-9
+
+
+def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
+    """Rows that see at least two keys: only they can tie or leave a key without weight."""
+    return jnp.sum(_seen(s).astype(jnp.float32), axis=-1) >= 2
+
+
+def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
+    """max |S| over the keys that a row sees; 0 for a row that sees none."""
+    return jnp.max(jnp.where(_seen(s), jnp.abs(s), jnp.float32(0)), axis=-1)
+
+
+def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Bool[Array, "... T"]:
+    """Rows whose maximum r_m is attained more than once: #{S ≥ r_m − tolerance} > 1.
+
+    Args:
+      s: scores as the run rounds them: in bfloat16 ties are common, in float32 hardly any exist.
+      tolerance: distance ≥ 0 within which scores count as repeated.
+    """
+    r_m = jnp.max(s, axis=-1, keepdims=True)
+    return _count(_seen(s) & (s >= r_m - jnp.float32(tolerance))) > 1
+
+
+def rounded_to_one(s: Float32[Array, "... T S"], probs: Rounding) -> Bool[Array, "... T"]:
+    """Rows with at least two P̄ = exp(S − r_m) that round to exactly 1 in the format of `probs`.
+
+    In bfloat16 that is a gap below about 2⁻⁹ between the two largest scores, so every exact tie
+    is among them. r_m is the row's maximum over all keys, whatever row-max rule the run uses,
+    and rounding is to nearest: the rows in which v enters P̄·V unweighted twice.
+    """
+    p_bar = round_to(_p_bar(s), probs.format)
+    return _count(_seen(s) & (p_bar == 1)) > 1
+
+
+def dominated_rows(
+    s: Float32[Array, "... T S"], threshold: float = DOMINATED
+) -> Bool[Array, "... T"]:
+    """Rows where one key holds (nearly) all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
+
+    The default is the smallest P that bfloat16 rounds to 1.
+    """
+    weights = jnp.where(_seen(s), _p_bar(s), jnp.float32(0))
+    # Written without a division: a row without keys has the sum 0 and is not dominated.
+    total = jnp.sum(weights, axis=-1)
+    return (total > 0) & (total * jnp.float32(threshold) <= 1)
+
+
+def _seen(s: Array) -> Array:
+    return s > MASKED
+
+
+def _p_bar(s: Array) -> Array:
+    return jnp.exp(s - jnp.max(s, axis=-1, keepdims=True))
+
+
+def _count(flags: Array) -> Array:
+    return jnp.sum(flags.astype(jnp.float32), axis=-1)

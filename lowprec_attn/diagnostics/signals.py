@@ -1,0 +1,217 @@
+"""All signals of one attention layer: arrays in, a flat dict of one number per head out."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Key
+
+from lowprec_attn import validation
+from lowprec_attn.diagnostics import errors, weights
+from lowprec_attn.diagnostics.comparison import GradientRows, OutputRows, ScoreRows, compare
+from lowprec_attn.numerics import Numerics, RowMax, StandardMax
+from lowprec_attn.request import Extras, RandomStream, Spec
+
+
+def attention_signals(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    do: Float[Array, "B T N H"] | None = None,
+    *,
+    numerics: Numerics | Sequence[Numerics],
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    scale: float | None = None,
+    is_causal: bool = False,
+    x: Float[Array, "B T D"] | None = None,
+    w_q: Float[Array, "D N H"] | None = None,
+    w_k: Float[Array, "D K H"] | None = None,
+    key: Key[Array, ""] | None = None,
+) -> dict[str, Float32[Array, "N"]]:
+    """What to watch in one attention layer, per query head; the batch is reduced.
+
+    Always:
+      score_maximum: max |S|, S as rounded at `scores`.
+      repeated_maxima, rounded_to_one, dominated_rows: shares in [0, 1] of the rows that see
+        at least two keys; see `diagnostics.rows` (0 where there is no such row).
+      unnormalized_error_*: Ō against the exact Ō of the run's own S and m.
+      output_error_*: O against O from q, k, v in float32 throughout.
+      unnormalized_rms, output_rms: RMS of those exact values, to compare with.
+    With dO:
+      delta_error_*: δ_lp − δ_hp, with δ_hp = rowsum(dO ∘ O) for O exact from the run's own S:
+        what enters the paper's dW_Q(hp) − dW_Q(lp).
+      delta_rms: RMS of δ_hp.
+      ds_row_sum_*: Σ_s P ∘ (dP − δ) as the run has them; 0 in exact arithmetic, −delta_error
+        where δ alone is off.
+    With dO and x (the input of W_Q):
+      query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F; ..._relative: over ‖dW_Q(lp)‖_F
+        of these sequences.
+      outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
+    With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
+      repeated for the query heads of its group.
+
+    Cost: about 10·B·N·T·S·H FLOP in matrix products (14 with x; 6 without dO), no causal
+    skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores. For
+    B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and 72 MiB on 2 CPU cores
+    (`python -m lowprec_attn.diagnostics.cost`).
+
+    `_*` stands for _mean, _rms, _max and _coherence of `errors.signed_error` over the B·T rows.
+
+    Args:
+      q, k, v, scale, is_causal, numerics, row_max, key: as in
+        `attention.dot_product_attention`, whose `kv_block` and `tiled` default step apply.
+      do: gradient of the loss by O.
+      x: input of the query projection.
+      w_q, w_k: weights of the projections.
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options, a stochastic point without `key`, or x
+        without dO.
+    """
+    q, k, v = (jnp.asarray(array) for array in (q, k, v))
+    validation.check_inputs(q, k, v)
+    _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    arithmetic = validation.per_head(numerics, row_max, heads, kv_heads)
+    stream = None if key is None else _stream(key, q.shape[0], heads)
+    spec = functools.partial(
+        Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=bool(is_causal)
+    )
+    signals: list[dict[str, Array]] = []
+    order: list[int] = []
+    for numerics_, row_max_ in dict.fromkeys(arithmetic):
+        which = np.array([n for n, a in enumerate(arithmetic) if a == (numerics_, row_max_)])
+        part = _select(_Arrays(q, k, v, do, w_q, w_k, stream), which)
+        signals.append(_part_signals(part, x, spec(numerics=numerics_, row_max=row_max_)))
+        order.extend(which.tolist())
+    back = np.argsort(order)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *signals)
+
+
+class _Arrays(NamedTuple):
+    """Arrays with a head axis."""
+
+    q: Array
+    k: Array
+    v: Array
+    do: Array | None
+    w_q: Array | None
+    w_k: Array | None
+    stream: RandomStream | None
+
+
+def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
+    """The query heads `which`, whole groups, with their key heads."""
+    group = arrays.q.shape[2] // arrays.k.shape[2]
+    kv_which = np.unique(which // group)
+    q, k, v, do, w_q, w_k, stream = arrays
+    return _Arrays(
+        q[:, :, which],
+        k[:, :, kv_which],
+        v[:, :, kv_which],
+        None if do is None else do[:, :, which],
+        None if w_q is None else w_q[:, which],
+        None if w_k is None else w_k[:, kv_which],
+        None if stream is None else stream._replace(head=stream.head[which]),
+    )
+
+
+def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
+    """The signals of heads that share their arithmetic."""
+    q, k, v, do, w_q, w_k, stream = arrays
+    result = compare(q, k, v, do, Extras(stream=stream), spec)
+    signals = _score_signals(result.scores) | _output_signals(result.outputs)
+    if result.gradients is not None:
+        signals |= _gradient_signals(result.gradients)
+        if x is not None:
+            signals |= _query_weight_signals(result.gradients, x, spec.scale)
+    if w_q is not None:
+        signals["query_weight_norm"] = weights.spectral_norm(w_q)
+    if w_k is not None:
+        norms = weights.spectral_norm(w_k)
+        signals["key_weight_norm"] = jnp.repeat(norms, q.shape[2] // k.shape[2])
+    return signals
+
+
+def _score_signals(scores: ScoreRows) -> dict[str, Array]:
+    counted = jnp.sum(scores.sees_several.astype(jnp.float32), axis=(0, 1, 3))
+
+    def share(flags: Array) -> Array:
+        hits = jnp.sum((flags & scores.sees_several).astype(jnp.float32), axis=(0, 1, 3))
+        return hits / jnp.maximum(counted, 1.0)
+
+    return {
+        "score_maximum": jnp.max(scores.score_maximum, axis=(0, 1, 3)),
+        "repeated_maxima": share(scores.repeated_maxima),
+        "rounded_to_one": share(scores.rounded_to_one),
+        "dominated_rows": share(scores.dominated),
+    }
+
+
+def _output_signals(rows: OutputRows) -> dict[str, Array]:
+    return {
+        **_error("unnormalized", rows.unnormalized, rows.unnormalized_exact),
+        **_error("output", rows.output, rows.output_exact),
+    }
+
+
+def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
+    row_sum = errors.signed_error(rows.ds_row_sum, jnp.zeros_like(rows.ds_row_sum))
+    return _error("delta", rows.delta, rows.delta_exact) | _named("ds_row_sum", row_sum)
+
+
+def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[str, Array]:
+    delta_error = (rows.delta - rows.delta_exact)[..., 0]
+    error = weights.frobenius_norm(
+        weights.query_weight_gradient_error(delta_error, rows.pk, x, scale)
+    )
+    gradient = weights.frobenius_norm(weights.query_weight_gradient(rows.dq, x))
+    return {
+        "query_weight_gradient_error": error,
+        "query_weight_gradient_error_relative": error / gradient,
+        "outer_product_similarity": weights.outer_product_similarity(rows.pk, x),
+    }
+
+
+def _error(name: str, low: Array, high: Array) -> dict[str, Array]:
+    error = _named(f"{name}_error", errors.signed_error(low, high))
+    return error | {f"{name}_rms": errors.root_mean_square(high)}
+
+
+def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:
+    return {f"{name}_{statistic}": value for statistic, value in values.items()}
+
+
+def _stream(key: Array, batch: int, heads: int) -> RandomStream:
+    """As `attention.dot_product_attention` draws it."""
+    return RandomStream(
+        jax.random.bits(key, (2,), jnp.uint32),
+        jnp.arange(batch, dtype=jnp.int32),
+        jnp.arange(heads, dtype=jnp.int32),
+    )
+
+
+def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
+    (batch, length, heads, head_size), kv_heads = q.shape, k.shape[2]
+    if arrays["x"] is not None and arrays["do"] is None:
+        raise ValueError("x serves the gradient of W_Q, which needs do as well")
+    expected = {
+        "do": (batch, length, heads, head_size),
+        "x": (batch, length, None),
+        "w_q": (None, heads, head_size),
+        "w_k": (None, kv_heads, head_size),
+    }
+    for name, array in arrays.items():
+        shape = expected[name]
+        if array is None:
+            continue
+        if array.ndim != len(shape) or any(
+            size not in (None, actual) for size, actual in zip(shape, array.shape, strict=True)
+        ):
+            listed = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(f"{name} must have shape [{listed}], got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must be a float array, got {array.dtype}")

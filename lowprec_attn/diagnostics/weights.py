@@ -1,0 +1,118 @@
+"""What the errors do to W_Q, and how far weights have grown or drifted.
+
+Weights of a projection are [d, N, H] as in Flax: model width, heads, head size.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, ArrayLike, Float, Float32
+
+
+def query_weight_gradient(
+    dq: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
+) -> Float32[Array, "D N H"]:
+    """dW_Q = Σ_T X[T] dQ[T]ᵀ for q = X W_Q. Cost: 2·B·T·N·H·d FLOP."""
+    return _einsum("btd,btnh->dnh", x, dq)
+
+
+def query_weight_gradient_error(
+    delta_error: Float32[Array, "B T N"],
+    pk: Float32[Array, "B T N H"],
+    x: Float[Array, "B T D"],
+    scale: float,
+) -> Float32[Array, "D N H"]:
+    """dW_Q(hp) − dW_Q(lp) = scale · Σ_T (δ_lp − δ_hp)[T] · X[T] (PK)[T]ᵀ, the part made by δ.
+
+    Follows from dS = P ∘ (dP − δ) with everything but δ the same (arXiv 2510.04212, section 3).
+    Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
+
+    Args:
+      delta_error: δ_lp − δ_hp.
+      pk: rows of P k, float32.
+      x: what W_Q multiplies. Where q is c·X W_Q, so is the result to be multiplied by c.
+      scale: factor of q kᵀ.
+    """
+    return query_weight_gradient(jnp.float32(scale) * delta_error[..., None] * pk, x)
+
+
+def outer_product_similarity(
+    pk: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
+) -> Float32[Array, "N"]:
+    """Mean cosine between the matrices R_T = (PK)[T]ᵀ X[T] of different tokens, per head.
+
+    1: all tokens push W_Q along the same rank-one matrix, as arXiv 2510.04212 claims; about 0:
+    errors with a persistent sign do not add up. With unit matrices R̂_T = R_T / ‖R_T‖ of the n
+    tokens where neither factor is 0, Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n; none is formed. NaN
+    where n < 2. Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
+    """
+    x = x.astype(jnp.float32)
+    pk_size = jnp.sqrt(jnp.sum(pk * pk, axis=-1, keepdims=True))
+    x_size = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
+    is_counted = (pk_size > 0) & (x_size[:, :, None] > 0)
+    directions = jnp.where(is_counted, pk / jnp.where(pk_size > 0, pk_size, jnp.float32(1)), 0.0)
+    total = query_weight_gradient(directions, x / jnp.where(x_size > 0, x_size, jnp.float32(1)))
+    n = jnp.sum(is_counted.astype(jnp.float32), axis=(0, 1, 3))
+    return (jnp.sum(total * total, axis=(0, 2)) - n) / (n * (n - 1))
+
+
+_SQUARINGS = 20
+
+
+def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
+    """Largest singular value of every head's [d, H] slice: √ of the largest eigenvalue of G = WᵀW.
+
+    λ = tr(Gᵖ G) / tr(Gᵖ) with p = 2²⁰, reached by squaring. λ is at most the largest eigenvalue
+    and, whatever the spectrum, at most (H − 1) / (e p) below it, relatively: 3·10⁻⁵ for
+    H = 256. (An eigenvalue solver would be a library call, which on a CPU has been seen to
+    block inside a larger jitted program for ever.)
+    Cost: 2·d·N·H² + 40·N·H³ FLOP.
+    """
+    gram = _einsum("dnh,dnj->nhj", w, w)
+    trace = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
+
+    def square(_: int, power: Array) -> Array:
+        power = _einsum("nhi,nij->nhj", power, power)
+        return power / jnp.trace(power, axis1=1, axis2=2)[:, None, None]
+
+    unit = gram / jnp.where(trace > 0, trace, jnp.float32(1))
+    power = lax.fori_loop(0, _SQUARINGS, square, unit)
+    largest = jnp.sum(power * gram, axis=(1, 2))  # tr(Gᵖ G), both symmetric; tr(Gᵖ) = 1
+    return jnp.where(trace[:, 0, 0] > 0, jnp.sqrt(largest), jnp.float32(0))
+
+
+def frobenius_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
+    """√(Σ w²) of every head's [d, H] slice."""
+    w = w.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum(w * w, axis=(0, 2)))
+
+
+def weight_drift(a: Float[ArrayLike, "..."], b: Float[ArrayLike, "..."]) -> dict[str, float]:
+    """How far two copies of a weight have drifted apart; on the host, in float64.
+
+    `max_difference` is max |a − b|, `wasserstein` the Wasserstein-1 distance between the
+    distributions of their entries (Golden et al., arXiv 2405.02803). Cost: a sort of each.
+
+    Raises:
+      ValueError: the shapes differ.
+    """
+    # SciPy takes a while to import, and only this function needs it.
+    from scipy import stats
+
+    a, b = (np.asarray(w).astype(np.float64) for w in (a, b))
+    if a.shape != b.shape:
+        raise ValueError(f"weight_drift compares arrays of one shape, got {a.shape} and {b.shape}")
+    return {
+        "max_difference": float(np.max(np.abs(a - b))),
+        "wasserstein": float(stats.wasserstein_distance(a.ravel(), b.ravel())),
+    }
+
+
+def _einsum(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(
+        equation,
+        a.astype(jnp.float32),
+        b.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,96 @@
+"""The first lines of a run: what was chosen and why."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from lowprec_attn import attention
+from lowprec_attn.gpt2.devices import Devices
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.gpt2.settings import HeadArithmetic, TrainSettings
+from lowprec_attn.gpt2.tokens import Corpus
+from lowprec_attn.numerics import PRESETS
+from lowprec_attn.request import Request, Spec
+
+
+def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
+    """Prints device, scale, data, arithmetic, tokens per step and run directory."""
+    for title, text in _lines(settings, corpus, devices, run_dir):
+        print(f"{title:<11}{text}")
+
+
+def _lines(
+    settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path
+) -> list[tuple[str, str]]:
+    model = settings.model
+    parameters = parameter_count(model)
+    device = devices.mesh.devices.flat[0]
+    tokens = settings.batch_size * model.context
+    default = "tiny" if device.platform == "cpu" else "full"
+    lines = [
+        ("device", f"{devices.mesh.devices.size} x {device.device_kind}, JAX {jax.__version__}"),
+        (
+            "scale",
+            f"{settings.variant} ({default} is the default on this device; "
+            f"--config=FILE:tiny or FILE:full chooses): {parameters / 1e6:.1f}M parameters, "
+            f"{model.layers} layers, {model.heads} heads, width {model.width}, "
+            f"context {model.context}",
+        ),
+        (
+            "data",
+            f"{corpus.description}: {corpus.train.count:,} tokens to train on, "
+            f"{corpus.val.count:,} held out"
+            + ("" if settings.data.path else " (needs no download; data.path=DIR reads your own)"),
+        ),
+    ]
+    lines += [("attention", text) for text in _arithmetic(settings)]
+    split = f" in {settings.accumulation_steps} parts" if settings.accumulation_steps > 1 else ""
+    lines += [
+        (
+            "step",
+            f"{tokens:,} tokens ({settings.batch_size} x {model.context}{split}), "
+            f"{settings.steps:,} steps, learning rate {settings.optimizer.peak_lr:g}",
+        ),
+        ("run", str(run_dir)),
+    ]
+    return lines
+
+
+def _arithmetic(settings: TrainSettings) -> list[str]:
+    """One line per distinct arithmetic: its name, its heads, its implementation."""
+    groups: dict[HeadArithmetic, list[str]] = {}
+    for i, layer in enumerate(settings.attention.heads):
+        for head in dict.fromkeys(layer):
+            which = [n for n, other in enumerate(layer) if other == head]
+            part = "" if len(which) == len(layer) else f" heads {_ranges(which)}"
+            groups.setdefault(head, []).append(f"{i}{part}")
+    return [
+        f"{name_of(head)}, computed by `{_implementation(settings, head)}`"
+        + ("" if len(groups) == 1 else f", in layer {', '.join(places)}")
+        for head, places in groups.items()
+    ]
+
+
+def name_of(head: HeadArithmetic) -> str:
+    """`published (scores=bfloat16, ...), StandardMax()`: the preset if it is one, and all points."""
+    plain = head.numerics.replace(kv_block=None)
+    preset = next((name for name, n in PRESETS.items() if n == plain), "custom")
+    points = str(head.numerics).removeprefix("Numerics")
+    return f"{preset} {points}, row max {head.row_max}"
+
+
+def _ranges(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))
+
+
+def _implementation(settings: TrainSettings, head: HeadArithmetic) -> str:
+    model = settings.model
+    shape = (1, model.context, model.heads, model.width // model.heads)
+    request = Request(
+        spec=Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True),
+        q_shape=shape,
+        kv_shape=shape,
+        dtype=jnp.dtype(model.activation_dtype),
+    )
+    return attention.resolve(request, settings.attention.implementation)

@@ -1,0 +1,91 @@
+"""Where a run computes: the mesh over all local devices, and its attention."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowprec_attn import attention
+from lowprec_attn.gpt2.data import Batch
+from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.gpt2.settings import TrainSettings
+
+_AXIS = "data"
+
+
+class Devices(NamedTuple):
+    """A one-axis mesh; parameters are replicated over it, batches split.
+
+    Attributes:
+      mesh: of all local devices.
+      attend: attention for arrays that are split over the batch.
+      accumulation_steps: micro-batches per step.
+    """
+
+    mesh: Mesh
+    attend: Attend
+    accumulation_steps: int
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """XLA options of every jitted function of the run.
+
+        By default XLA may drop the rounding of a bfloat16 activation between two operations;
+        on a GPU its reductions and scatters need not give the same bits twice.
+        """
+        options = {"xla_allow_excess_precision": False}
+        if self.mesh.devices.flat[0].platform == "gpu":
+            options["xla_gpu_deterministic_ops"] = True
+        return options
+
+    def jit(self, function: Any, **options: Any) -> Any:
+        """`jax.jit` with the run's compiler options."""
+        return jax.jit(function, compiler_options=self.compiler_options, **options)
+
+    def put_train(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Inputs and targets as [A, B/A, T], the middle axis split over the devices."""
+        return self._put(batch, (self.accumulation_steps, -1), PartitionSpec(None, _AXIS))
+
+    def put_eval(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Inputs and targets as [B, T], split over the devices."""
+        return self._put(batch, (-1,), PartitionSpec(_AXIS))
+
+    def _put(
+        self, batch: Batch, leading: tuple[int, ...], spec: PartitionSpec
+    ) -> tuple[jax.Array, jax.Array]:
+        sharding = NamedSharding(self.mesh, spec)
+
+        def put(x: np.ndarray) -> jax.Array:
+            return jax.device_put(x.reshape(*leading, x.shape[-1]), sharding)
+
+        return put(batch["inputs"]), put(batch["targets"])
+
+
+def local_devices(settings: TrainSettings) -> Devices:
+    """All local devices of the default backend.
+
+    Raises:
+      ValueError: a micro-batch does not divide over them.
+    """
+    devices = jax.local_devices()
+    micro_batch = settings.batch_size // settings.accumulation_steps
+    if micro_batch % len(devices):
+        raise ValueError(
+            f"a micro-batch of {micro_batch} sequences (batch_size {settings.batch_size} / "
+            f"accumulation_steps {settings.accumulation_steps}) does not divide over "
+            f"{len(devices)} devices; choose a multiple of {len(devices)}"
+        )
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    function: Callable[..., Any] = attention.dot_product_attention
+    if len(devices) > 1:
+        function = attention.sharded(mesh, batch_axis=_AXIS)
+    attend = functools.partial(function, implementation=settings.attention.implementation)
+    return Devices(mesh, attend, settings.accumulation_steps)

@@ -1,0 +1,82 @@
+"""Where a run ran: versions, devices, command line and source commit, and nothing private."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import lowprec_attn
+
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+    "ml_dtypes",
+)
+
+
+def describe() -> dict[str, Any]:
+    """Describes this process and its machine as a JSON-able dict.
+
+    It holds no host name, no user name and no environment variable; of the command line the
+    program's name is kept without its directory.
+
+    Returns:
+      `versions` by package (None: not installed), `platform`, `backend`, `device_kind`,
+      `device_count`, `host_cpus`, `date` (UTC, ISO 8601), `command`, and `commit`: the git commit
+      of this project's working tree, with `-dirty` where tracked files are changed, or None
+      outside of a checkout.
+    """
+    devices = jax.devices()
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+            "lowprec_attn": lowprec_attn.__version__,
+        },
+        "platform": platform.platform(),
+        "backend": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "device_count": len(devices),
+        "host_cpus": os.cpu_count(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this project's checkout, not of one that merely contains its installation."""
+    root = Path(lowprec_attn.__file__).resolve().parents[1]
+    toplevel = _git(root, "rev-parse", "--show-toplevel")
+    if toplevel is None or Path(toplevel).resolve() != root:
+        return None
+    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """The output of a git command, or None without git, outside of a checkout, or on an error."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None

@@ -1,0 +1,40 @@
+"""The progress bar: step, loss, tokens per second, time left."""
+
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+from lowprec_attn.gpt2.settings import TrainSettings
+
+
+class Progress:
+    """A context manager around the bar; `advance` after every finished step."""
+
+    def __init__(self, settings: TrainSettings, start: int) -> None:
+        self._tokens_per_step = settings.batch_size * settings.model.context
+        # A pipe or a log file gets a line every ten seconds, a terminal a live bar.
+        self._bar = tqdm(total=settings.steps, initial=start, unit="step", dynamic_ncols=True)
+        if not self._bar.fp.isatty():
+            self._bar.mininterval = 10.0
+        self._last = time.perf_counter()
+
+    def advance(self, loss: float) -> tuple[float, int]:
+        """Counts one step; returns the seconds it took and its tokens."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        rate = self._tokens_per_step / seconds
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+        self._bar.update()
+        return seconds, self._tokens_per_step
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.close()

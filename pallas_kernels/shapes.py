@@ -1,0 +1,36 @@
+"""Named problem shapes, shared by tests, benchmarks and tuning."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Causal self-attention of q, k, v [B, T, N, H], N = K."""
+
+    batch: int
+    length: int
+    heads: int
+    head_size: int
+
+    @property
+    def qkv(self) -> tuple[int, int, int, int]:
+        """[B, T, N, H]."""
+        return self.batch, self.length, self.heads, self.head_size
+
+    def flops(self, *, backward: bool) -> float:
+        """Operations of a causal forward pass, 2·B·N·T²·H, or of forward and backward, 3.5 times.
+
+        Two matrix products forward and five backward, half of each above the diagonal.
+        """
+        forward = 2.0 * self.batch * self.heads * self.length**2 * self.head_size
+        return 3.5 * forward if backward else forward
+
+
+SHAPES: dict[str, Shape] = {
+    "gpt2": Shape(16, 1024, 12, 64),
+    "long64": Shape(2, 8192, 16, 64),
+    "long128": Shape(2, 8192, 16, 128),
+    "cpu1k": Shape(1, 1024, 12, 64),
+    "cpu4k": Shape(1, 4096, 12, 64),
+    "cpu16k": Shape(1, 16384, 2, 64),
+}

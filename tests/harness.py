@@ -1,0 +1,315 @@
+"""One oracle, one table of implementations, one table of cases.
+
+`check(implementation, case)` runs forward and backward and bounds every error against the float64
+reference by that of `plain`, the same numerics written in NumPy float32. A new implementation is
+one more row of IMPLEMENTATIONS.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain
+
+from lowprec_attn import attention, numerics, reference, tiled
+from lowprec_attn.numerics import Numerics, RowMax
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """A row of the table: an implementation with the tiles it is run with."""
+
+    name: str
+    kv_block: int | None = None
+    block_sizes: Hashable = None
+
+    def numerics(self, base: Numerics) -> Numerics:
+        return base.replace(kv_block=self.kv_block)
+
+
+IMPLEMENTATIONS = {
+    "dense": Implementation(name="dense"),
+    "tiled": Implementation(name="tiled"),
+    "tiled_odd": Implementation(
+        name="tiled", kv_block=7, block_sizes=tiled.BlockSizes(query=5, kv_bwd=9)
+    ),
+    "tiled_tall": Implementation(
+        name="tiled", kv_block=8, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4)
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A problem: shapes, what is seen, and which values; masks and biases by name (see below)."""
+
+    batch: int = 2
+    rows: int = 20
+    keys: int = 20
+    heads: int = 2
+    kv_heads: int = 2
+    head_size: int = 16
+    dtype: str = "float32"
+    is_causal: bool = False
+    scale: float | None = None
+    query_lengths: tuple[int, ...] | None = None
+    key_lengths: tuple[int, ...] | None = None
+    mask: str | None = None
+    bias: tuple[bool, bool, bool] | None = None  # which of B, N, T the bias spans
+    values: str = "normal"
+
+
+# Cases that differ in values alone share their compiled functions, so compilation stays short.
+CASES = {
+    "full": Case(),
+    "repeated_maxima": Case(values="repeated_maxima"),
+    "dominant_key": Case(values="dominant_key"),
+    "large_positive_scores": Case(values="large_positive_scores"),
+    "large_negative_scores": Case(values="large_negative_scores"),
+    "causal": Case(is_causal=True),
+    "causal_repeated_maxima": Case(is_causal=True, values="repeated_maxima"),
+    "gqa_head_32": Case(heads=4, head_size=32, is_causal=True),
+    "mqa_head_128": Case(heads=3, kv_heads=1, head_size=128),
+    "more_keys_head_64": Case(rows=9, keys=23, head_size=64, is_causal=True),
+    "more_rows": Case(rows=23, keys=9, scale=0.7, is_causal=True),
+    "one_row": Case(rows=1, keys=19, is_causal=True),
+    "one_key": Case(rows=11, keys=1),
+    "key_lengths": Case(key_lengths=(13, 0)),
+    "both_lengths": Case(key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True),
+    "both_lengths_repeated_maxima": Case(
+        key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True, values="repeated_maxima"
+    ),
+    "mask": Case(mask="random"),
+    "mask_padding": Case(mask="padding"),
+    "mask_empty_rows": Case(mask="empty_rows", is_causal=True),
+    "mask_empty_block": Case(mask="empty_block", heads=4),
+    "bias": Case(bias=(True, True, True)),
+    "bias_of_heads": Case(bias=(False, True, True), heads=4, is_causal=True),
+    "bias_of_keys": Case(bias=(False, False, False), mask="random"),
+    "bfloat16": Case(dtype="bfloat16", is_causal=True),
+    "bfloat16_repeated_maxima": Case(dtype="bfloat16", is_causal=True, values="repeated_maxima"),
+    "bfloat16_one_sign": Case(dtype="bfloat16", is_causal=True, values="one_sign_values"),
+    "float16": Case(dtype="float16", heads=4, key_lengths=(11, 20)),
+}
+
+
+def inputs(case: Case, seed: int = 0) -> Arrays:
+    """q k v do dlse, mask and bias where the case has them; NumPy arrays of the case's dtype."""
+    rng = np.random.default_rng(seed)
+    b, t, s, n, h = case.batch, case.rows, case.keys, case.heads, case.head_size
+    q, do = (rng.standard_normal((b, t, n, h)) for _ in range(2))
+    k, v = (rng.standard_normal((b, s, case.kv_heads, h)) for _ in range(2))
+    if case.values == "repeated_maxima":
+        k[:, s // 2 :] = k[:, : s - s // 2]  # each key twice, in different blocks and rows
+        k[:, 1] = k[:, 0]
+    elif case.values == "dominant_key":
+        q[..., 0], k[..., 0], k[:, 2, :, 0] = 8.0, 0.0, 12.0
+    elif case.values == "large_positive_scores":
+        q[..., 0], k[..., 0] = 30.0, 12.0
+    elif case.values == "large_negative_scores":
+        q[..., 0], k[..., 0] = 30.0, -12.0
+    elif case.values == "one_sign_values":
+        v = np.abs(v) * rng.choice([-1.0, 1.0], (1, 1, case.kv_heads, h))
+    dtype = jnp.dtype(case.dtype)
+    result = {name: x.astype(dtype) for name, x in {"q": q, "k": k, "v": v, "do": do}.items()}
+    result["dlse"] = rng.standard_normal((b, t, n)).astype(np.float32)
+    if case.bias is not None:
+        spans = [size if spanned else 1 for spanned, size in zip(case.bias, (b, n, t), strict=True)]
+        result["bias"] = 3 * rng.standard_normal((*spans, s)).astype(np.float32)
+        result["bias"][..., 0] += 100.0  # exp(bias) alone would overflow
+    if case.mask is not None:
+        result["mask"] = _mask(case, rng)
+    return result
+
+
+def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
+    b, t, s, n = case.batch, case.rows, case.keys, case.heads
+    if case.mask == "random":
+        return rng.random((b, n, t, s)) < 0.6
+    if case.mask == "padding":  # per batch element, for all heads and rows
+        return np.arange(s) < np.array([s - 6, s - 1])[:, None, None, None]
+    mask = np.ones((1, 1, t, s), bool)
+    if case.mask == "empty_rows":
+        mask[:, :, [0, 3, t - 1]] = False
+    else:
+        assert case.mask == "empty_block", case.mask
+        mask[:, :, ::2, : s // 2] = False  # the first steps of these rows are fully masked
+    return mask
+
+
+def masking(case: Case, arrays: Arrays) -> reference.Masking:
+    """What the reference is told."""
+    return reference.Masking(
+        is_causal=case.is_causal,
+        mask=arrays.get("mask"),
+        bias=arrays.get("bias"),
+        query_lengths=None if case.query_lengths is None else np.array(case.query_lengths),
+        key_lengths=None if case.key_lengths is None else np.array(case.key_lengths),
+    )
+
+
+def oracle(case: Case, arrays: Arrays) -> Arrays:
+    """Float64 forward and backward; a gradient of lse enters dS as P ∘ dlse."""
+    qkv = (arrays["q"], arrays["k"], arrays["v"])
+    options = {"scale": case.scale, "masking": masking(case, arrays)}
+    fwd = reference.attention(*qkv, **options)
+    bwd = reference.backward(*qkv, arrays["do"], **options)
+    scale = case.scale or case.head_size**-0.5
+    extra = fwd.p * arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
+    q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
+    group = case.heads // case.kv_heads
+    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", extra, k.repeat(group, 2)) * scale
+    dk = np.einsum("bnts,btnh->bsnh", extra, q) * scale
+    dk = bwd.dk + dk.reshape(*k.shape[:3], group, -1).sum(3)
+    result = {"out": fwd.o, "lse": fwd.lse, "dq": dq, "dk": dk, "dv": bwd.dv}
+    if "bias" in arrays:
+        axes = tuple(i for i, size in enumerate(arrays["bias"].shape) if size == 1)
+        result["dbias"] = (bwd.ds + extra).sum(axes, keepdims=True)
+    return result
+
+
+def plain_options(
+    case: Case, arrays: Arrays, numerics_: Numerics, row_max: RowMax
+) -> plain.Options:
+    """What the plain implementation is told."""
+    b, t, s = case.batch, case.rows, case.keys
+    rows, cols = np.arange(t)[:, None], np.arange(s)
+    visited = np.broadcast_to(cols <= rows if case.is_causal else np.True_, (b, 1, t, s))
+    if case.query_lengths is not None:
+        visited = visited & (rows < np.array(case.query_lengths)[:, None, None, None])
+    if case.key_lengths is not None:
+        visited = visited & (cols < np.array(case.key_lengths)[:, None, None, None])
+    return plain.Options(
+        numerics=numerics_,
+        row_max=row_max,
+        scale=case.scale or case.head_size**-0.5,
+        seen=visited & arrays.get("mask", np.True_),
+        visited=visited,
+        bias=arrays.get("bias"),
+    )
+
+
+def run_plain(
+    case: Case,
+    arrays: Arrays,
+    numerics_: Numerics,
+    row_max: RowMax = numerics.StandardMax(),  # noqa: B008 (frozen)
+) -> Arrays:
+    """The same numerics in NumPy float32; a row without keys may divide 0 by 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return plain.attend(arrays, plain_options(case, arrays, numerics_, row_max), case.dtype)
+
+
+def run(
+    implementation: Implementation,
+    case: Case,
+    arrays: Arrays,
+    numerics_: Numerics,
+    row_max: RowMax = numerics.StandardMax(),  # noqa: B008 (frozen)
+    key: jax.Array | None = None,
+) -> Arrays:
+    """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
+    call = Call(implementation, numerics_, row_max, case.scale, case.is_causal)
+    return as_float32(compiled(call)(*call_arrays(case, arrays), key))
+
+
+def as_float32(result: dict[str, jax.Array]) -> Arrays:
+    return {name: np.asarray(x).astype(np.float32) for name, x in result.items()}
+
+
+class Operands(NamedTuple):
+    """What a call is differentiated by, what not, and the cotangents of out and lse."""
+
+    differentiated: dict[str, Any]
+    rest: dict[str, Any]
+    cotangents: tuple[Any, Any]
+
+
+def call_arrays(case: Case, arrays: Arrays) -> Operands:
+    """The arrays of a case as `Call.forward_and_backward` takes them."""
+    rest: dict[str, Any] = {"mask": arrays.get("mask")}
+    for name, lengths in (("query", case.query_lengths), ("key_value", case.key_lengths)):
+        rest[f"{name}_seq_lengths"] = None if lengths is None else np.array(lengths, np.int32)
+    differentiated = {name: arrays[name] for name in ("q", "k", "v", "bias") if name in arrays}
+    return Operands(differentiated, rest, (arrays["do"], arrays["dlse"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a run; equal calls share one compiled function."""
+
+    implementation: Implementation
+    numerics: Numerics
+    row_max: RowMax
+    scale: float | None
+    is_causal: bool
+
+    def forward_and_backward(
+        self,
+        differentiated: dict[str, Any],
+        rest: dict[str, Any],
+        cotangents: tuple[Any, Any],
+        key: jax.Array | None,
+    ) -> dict[str, jax.Array]:
+        """out, lse, dq, dk, dv and, where there is a bias, dbias."""
+
+        def attend(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+            return attention.dot_product_attention(
+                **x,
+                **rest,
+                scale=self.scale,
+                is_causal=self.is_causal,
+                numerics=self.implementation.numerics(self.numerics),
+                row_max=self.row_max,
+                key=key,
+                implementation=self.implementation.name,
+                block_sizes=self.implementation.block_sizes,
+                return_residual=True,
+            )
+
+        (out, lse), pullback = jax.vjp(attend, differentiated)
+        do, dlse = cotangents
+        (grads,) = pullback((jnp.asarray(do).astype(out.dtype), jnp.asarray(dlse)))
+        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+
+
+@functools.cache
+def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
+    return jax.jit(call.forward_and_backward)
+
+
+def error(x: np.ndarray, exact: np.ndarray) -> float:
+    """The largest absolute error; rows without keys must agree on lse = −inf exactly."""
+    empty = exact == -np.inf
+    np.testing.assert_array_equal(x == -np.inf, empty)
+    return float(np.max(np.abs(np.where(empty, 0.0, x) - np.where(empty, 0.0, exact))))
+
+
+def largest(exact: np.ndarray) -> float:
+    return float(np.max(np.abs(np.where(exact == -np.inf, 0.0, exact))))
+
+
+def check(result: Arrays, same_numerics: Arrays, exact: Arrays, factor: float = 2) -> None:
+    """Every error at most `factor` times that of the plain implementation, plus float32 ulps.
+
+    The floor covers sums of some twenty terms in another order: 16 ulps of the largest entry.
+    """
+    assert result.keys() == exact.keys()
+    for name, oracle_ in exact.items():
+        bound = factor * error(same_numerics[name], oracle_) + 16 * plain.EPS32 * largest(oracle_)
+        assert error(result[name], oracle_) <= bound, name
+        if largest(oracle_) > 1e-3:  # a gradient that vanishes has no zero to tell it from
+            assert error(np.where(oracle_ == -np.inf, oracle_, 0.0), oracle_) > 2 * bound, name
+
+
+def check_same(result: Arrays, expected: Arrays, terms: int) -> None:
+    """Equal but for the order of sums of `terms` float32 terms: one rounding error per term."""
+    assert result.keys() == expected.keys()
+    for name, x in expected.items():
+        assert error(result[name], x) <= terms * plain.EPS32 * largest(x), name

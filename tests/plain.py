@@ -1,0 +1,159 @@
+"""A second, independent writing of every numerics point: whole-row NumPy float32, no JAX.
+
+It shares no code with the library. Tests use it as the plain implementation with the same
+numerics, whose error bounds that of the real ones, and to show that each rounding is there.
+Nearest rounding only. Letters as in `lowprec_attn.reference`; arrays [B, N, T, ...].
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import Numerics, Rounding, RowMax
+
+EPS32 = float(np.finfo(np.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is computed besides q, k, v; NumPy arrays broadcast to [B, N, T, S]."""
+
+    numerics: Numerics
+    row_max: RowMax
+    scale: float
+    seen: np.ndarray  # True where a row may see a key
+    visited: np.ndarray  # True where it may by position alone, whatever the dense mask says
+    bias: np.ndarray | None = None
+
+
+def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Nearest-even of float32 values, through ml_dtypes or float64 arithmetic."""
+    fmt = rounding.format
+    assert rounding.mode == "nearest", rounding
+    if fmt.name == "float32":
+        return x
+    if fmt.name.startswith("bf16_m"):
+        return shorten(x, fmt.fraction_bits)
+    return x.astype(getattr(ml_dtypes, fmt.name, fmt.name)).astype(np.float32)
+
+
+def shorten(x: np.ndarray, fraction_bits: int) -> np.ndarray:
+    """Nearest-even to `fraction_bits` stored bits, float32's exponents, exact in float64."""
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        x64 = x.astype(np.float64)
+    finite = np.where(np.isfinite(x64), x64, 0.0)
+    exponent = np.maximum(np.frexp(finite)[1] - 1, -126)
+    quantum = np.ldexp(1.0, exponent - fraction_bits)
+    rounded = np.where(np.isfinite(x64), np.rint(finite / quantum) * quantum, x64)
+    limit = (2.0 - 2.0**-fraction_bits) * 2.0**127
+    rounded = np.where(np.abs(rounded) > limit, np.copysign(np.inf, rounded), rounded)
+    return np.copysign(rounded, x64).astype(np.float32)
+
+
+def shifted_max(rule: RowMax, s: np.ndarray, m_prev: np.ndarray) -> np.ndarray:
+    """The three row-max rules, entry by entry as the design states them; masked s are −inf."""
+    r_m = s.max(-1, keepdims=True)
+    if isinstance(rule, numerics.StandardMax):
+        return np.maximum(m_prev, r_m)
+    assert isinstance(rule, numerics.PublishedMax | numerics.DynamicMax)
+    tied = (s >= r_m - np.float32(rule.tolerance)).sum(-1, keepdims=True) > 1
+    beta = np.float32(rule.beta)
+    if isinstance(rule, numerics.PublishedMax):
+        moved = np.where(r_m > 0, beta * r_m, np.float32(0))
+    else:
+        tied &= r_m > -np.inf
+        moved = np.where(r_m > 0, beta * r_m, np.where(r_m == 0, beta - 1, np.float32(0)))
+        moved = np.minimum(moved, r_m + np.float32(rule.max_shift))
+    return np.maximum(m_prev, np.where(tied, moved, r_m))
+
+
+@dataclasses.dataclass
+class Forward:
+    s: np.ndarray
+    o: np.ndarray
+    o_saved: np.ndarray
+    lse: np.ndarray
+
+
+def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: str) -> Forward:
+    """Online softmax in steps of `kv_block` keys (None: all). q, k, v are float32 values."""
+    n = opt.numerics
+    s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale)
+    s = round_nearest(s if opt.bias is None else s + opt.bias, n.scores)
+    s = np.where(opt.seen, s, np.float32(-np.inf))
+    m = np.full((*s.shape[:-1], 1), -np.inf, np.float32)
+    l = np.zeros_like(m)
+    acc = np.zeros((*s.shape[:-1], v.shape[-1]), np.float32)
+    aux = acc
+    size = n.kv_block or s.shape[-1]
+    for first in range(0, s.shape[-1], size):
+        keys = slice(first, first + size)
+        s_step, v_step = s[..., keys], v[..., keys, :]
+        m_new = round_nearest(shifted_max(opt.row_max, s_step, m), n.stats)
+        shift = np.where(m_new == -np.inf, np.float32(0), m_new)
+        p, alpha = np.exp(s_step - shift), np.exp(m - shift)
+        p_r = round_nearest(p, n.probs)
+        total = (p_r if n.row_sum == "rounded" else p).sum(-1, keepdims=True, dtype=np.float32)
+        if opt.row_max.clamp is not None:
+            total = np.maximum(total, np.float32(opt.row_max.clamp))
+        l_new = round_nearest(alpha * l + total, n.stats)
+        if n.normalize_probs:
+            p_r = round_nearest(p / np.where(l_new == 0, np.float32(1), l_new), n.probs)
+        pv = round_nearest(p_r @ v_step, n.pv)
+        acc_new = round_nearest(round_nearest(alpha * acc, n.rescale) + pv, n.accumulator)
+        aux_new = alpha * aux + p @ v_step
+        here = opt.visited[..., keys].any(-1, keepdims=True)
+        m, l = np.where(here, m_new, m), np.where(here, l_new, l)
+        acc, aux = np.where(here, acc_new, acc), np.where(here, aux_new, aux)
+    empty = m == -np.inf
+    divisor = np.where(empty, np.float32(1), l)
+    acc = acc if n.normalize_probs else acc / divisor
+    o = round_nearest(acc, n.output_for(np.dtype(getattr(ml_dtypes, dtype, dtype))))
+    saved = {
+        "same": o,
+        "float32": acc,
+        "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
+    }[n.saved_output]
+    lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.stats))
+    return Forward(s, o, saved, lse)
+
+
+def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str, np.ndarray]:
+    """out, lse, dq, dk, dv and dbias of inputs q k v do dlse ([B, T, N, H] as in the library)."""
+    n, np_dtype = opt.numerics, np.dtype(getattr(ml_dtypes, dtype, dtype))
+    q, k, v, do = (inputs[name].astype(np.float32).swapaxes(1, 2) for name in ("q", "k", "v", "do"))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat(group, 1), v.repeat(group, 1)
+    fwd = forward(q, k, v, opt, dtype)
+
+    lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
+    p = np.exp(fwd.s - lse)
+    dp = round_nearest(do @ v.swapaxes(-1, -2), n.dp)
+    if n.delta == "dp_p":
+        products = dp * p
+    else:
+        products = do * fwd.o_saved
+        if n.delta == "do_o_storage":
+            products = round_nearest(products, Rounding(n.output_for(np_dtype).format))
+    delta = products.sum(-1, keepdims=True, dtype=np.float32)
+    delta = delta - inputs["dlse"].swapaxes(1, 2)[..., None]
+    ds = p * (dp - delta)
+    ds_r = round_nearest(ds * np.float32(opt.scale), n.ds)
+    dv = round_nearest(p, n.probs_bwd).swapaxes(-1, -2) @ do
+    dq, dk = ds_r @ k, ds_r.swapaxes(-1, -2) @ q
+
+    def of_key_heads(x: np.ndarray) -> np.ndarray:
+        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
+
+    grads = n.grads_for(np_dtype)
+    result = {"out": fwd.o, "dq": dq, "dk": of_key_heads(dk), "dv": of_key_heads(dv)}
+    for name in ("dq", "dk", "dv"):
+        result[name] = round_nearest(result[name], grads)
+    result = {name: x.swapaxes(1, 2) for name, x in result.items()}
+    result["lse"] = fwd.lse[..., 0].swapaxes(1, 2)
+    if opt.bias is not None:
+        axes = tuple(i for i, size in enumerate(opt.bias.shape) if size == 1)
+        result["dbias"] = ds.sum(axes, keepdims=True)
+    return result

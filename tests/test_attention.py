@@ -1,0 +1,251 @@
+"""Every implementation on every case against the float64 reference; what tiles may not change."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import harness
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import attention, numerics, tiled
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+RULES: dict[str, numerics.RowMax] = {
+    "standard": numerics.StandardMax(),
+    "published": numerics.PublishedMax(),
+    "dynamic_max": numerics.DynamicMax(),
+}
+# Rules look at the scores of one step: they are tried where a maximum repeats.
+PRESETS_AND_RULES = [
+    *((preset, "standard") for preset in numerics.PRESETS if preset != "standard"),
+    *((preset, rule) for preset in ("flash", "published") for rule in ("published", "dynamic_max")),
+]
+KEY = jax.random.key(7)
+
+
+@pytest.mark.parametrize("case", harness.CASES)
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, case: str) -> None:
+    problem, how = harness.CASES[case], harness.IMPLEMENTATIONS[implementation]
+    arrays = harness.inputs(problem)
+    harness.check(
+        harness.run(how, problem, arrays, numerics.EXACT),
+        harness.run_plain(problem, arrays, how.numerics(numerics.EXACT)),
+        harness.oracle(problem, arrays),
+    )
+
+
+@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+def test_presets_and_rules_are_as_accurate_as_plain(
+    implementation: str, preset: str, rule: str
+) -> None:
+    problem = harness.CASES["both_lengths_repeated_maxima"]
+    how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(problem)
+    chosen = numerics.PRESETS[preset]
+    # The plain implementation rounds to nearest; stochastic rounding moves up to twice as far.
+    factor = 2 if chosen.needs_bits else 1
+    same = harness.run_plain(
+        problem, arrays, how.numerics(chosen.replace(output="bfloat16")), RULES[rule]
+    )
+    result = harness.run(how, problem, arrays, chosen, RULES[rule], KEY)
+    harness.check(result, same, harness.oracle(problem, arrays), 2 * factor)
+
+
+def test_standard_is_as_accurate_as_plain() -> None:
+    problem, how = harness.CASES["causal_repeated_maxima"], harness.IMPLEMENTATIONS["dense"]
+    arrays = harness.inputs(problem)
+    harness.check(
+        harness.run(how, problem, arrays, numerics.STANDARD),
+        harness.run_plain(problem, arrays, numerics.STANDARD),
+        harness.oracle(problem, arrays),
+    )
+
+
+@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
+def test_tiled_in_one_step_equals_dense_bit_for_bit(preset: str, rule: str) -> None:
+    problem = harness.CASES["both_lengths_repeated_maxima"]
+    arrays = harness.inputs(problem)
+    one_tile = harness.Implementation(
+        name="tiled", kv_block=64, block_sizes=tiled.BlockSizes(query=64, kv_bwd=64)
+    )
+    chosen, row_max = numerics.PRESETS[preset], RULES[rule]
+    dense_ = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen, row_max, KEY)
+    tiled_ = harness.run(one_tile, problem, arrays, chosen, row_max, KEY)
+    for name, x in dense_.items():
+        np.testing.assert_array_equal(tiled_[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
+def test_block_sizes_do_not_change_the_arithmetic(preset: str, rule: str) -> None:
+    problem = harness.CASES["both_lengths_repeated_maxima"]
+    arrays = harness.inputs(problem)
+    chosen, row_max = numerics.PRESETS[preset], RULES[rule]
+    first = harness.IMPLEMENTATIONS["tiled_odd"]
+    second = dataclasses.replace(first, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4))
+    a, b = (harness.run(how, problem, arrays, chosen, row_max, KEY) for how in (first, second))
+    # A row of the forward pass is the same sum in any tile, random bits included.
+    np.testing.assert_array_equal(a["out"], b["out"])
+    np.testing.assert_array_equal(a["lse"], b["lse"])
+    harness.check_same(b, a, max(problem.rows, problem.keys))
+
+
+ATTEND = functools.partial(attention.dot_product_attention, return_residual=True)
+MIXED = numerics.FLASH.replace(scores="bfloat16:stochastic", output="bfloat16:stochastic")
+
+
+def qkv(case: harness.Case) -> list[jax.Array]:
+    arrays = harness.inputs(case)
+    return [jnp.asarray(arrays[name]) for name in ("q", "k", "v")]
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_heads_equal_those_of_separate_calls(implementation: str) -> None:
+    """Numerics and rules per head, random bits included: heads 0 1 | 2 3 | 4 5 share a key head."""
+    case = harness.Case(heads=6, kv_heads=3, is_causal=True, values="repeated_maxima")
+    pairs = [
+        (MIXED, numerics.StandardMax()),
+        (numerics.EXACT, numerics.StandardMax()),
+        (MIXED, numerics.DynamicMax()),
+    ]
+    attend = functools.partial(ATTEND, is_causal=True, key=KEY, implementation=implementation)
+
+    def gradients(**options: Any) -> tuple[jax.Array, ...]:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            out, lse = attend(q, k, v, **options)
+            return jnp.sum(out * jnp.cos(out)) + jnp.sum(lse)
+
+        out, lse = jax.jit(functools.partial(attend, **options))(*qkv(case))
+        return (out, lse, *jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv(case)))
+
+    mixed = gradients(
+        numerics=[chosen for chosen, _ in pairs for _ in range(2)],
+        row_max=[rule for _, rule in pairs for _ in range(2)],
+    )
+    for group, (chosen, rule) in enumerate(pairs):
+        alone = gradients(numerics=chosen, row_max=rule)
+        for x, y, size in zip(mixed, alone, (2, 2, 2, 1, 1), strict=True):
+            heads = slice(group * size, (group + 1) * size)
+            a, b = np.asarray(x)[:, :, heads], np.asarray(y)[:, :, heads]
+            # Other bits would move about half of all entries by 2^-8; a smaller array may be
+            # summed in another order, which tips few roundings.
+            assert np.mean(np.abs(a - b) > 2.0**-12 * np.abs(b).max()) < 0.01
+
+
+def test_per_head_output_formats_meet_in_float32() -> None:
+    q, k, v = (x.astype(jnp.bfloat16) for x in qkv(harness.Case()))
+    chosen = [numerics.FLASH, numerics.FLASH.replace(output="float32")]
+    out, _ = ATTEND(q, k, v, numerics=chosen)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out[:, :, 0], ATTEND(q, k, v)[0][:, :, 0].astype(jnp.float32))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_without_a_batch_axis(implementation: str) -> None:
+    q, k, v = qkv(harness.Case())
+    mask = jnp.asarray(np.random.default_rng(0).random((2, 20, 20)) < 0.7)
+    attend = functools.partial(ATTEND, implementation=implementation, numerics=numerics.EXACT)
+    batched = attend(q[:1], k[:1], v[:1], mask=mask[None])
+    for x, y in zip(attend(q[0], k[0], v[0], mask=mask), batched, strict=True):
+        np.testing.assert_array_equal(x, y[0])
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_vmap_of_forward_and_gradient_with_its_own_lengths(implementation: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 9, 2, 8)), jnp.float32) for _ in range(3))
+    lengths = jnp.array([[9, 4], [0, 1], [7, 7]], jnp.int32)
+
+    def gradient(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        def loss(q: jax.Array) -> jax.Array:
+            out, _ = ATTEND(
+                q,
+                k,
+                v,
+                key_value_seq_lengths=lengths,
+                is_causal=True,
+                implementation=implementation,
+                numerics=numerics.EXACT,
+            )
+            return jnp.sum(out**2)
+
+        return jax.grad(loss)(q)
+
+    together = jax.jit(jax.vmap(gradient))(q, k, v, lengths)
+    one = jax.jit(gradient)
+    for i in range(3):
+        np.testing.assert_allclose(together[i], one(q[i], k[i], v[i], lengths[i]), atol=1e-5)
+    assert np.all(together[1, 0] == 0.0)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_checkpoint_repeats_the_same_random_bits(implementation: str) -> None:
+    q, k, v = qkv(harness.Case(is_causal=True))
+
+    def loss(q: jax.Array) -> jax.Array:
+        out, lse = ATTEND(q, k, v, numerics=MIXED, key=KEY, implementation=implementation)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+    kept, recomputed = jax.jit(jax.grad(loss))(q), jax.jit(jax.grad(jax.checkpoint(loss)))(q)
+    np.testing.assert_allclose(recomputed, kept, atol=1e-6)
+    other = ATTEND(q, k, v, numerics=MIXED, key=jax.random.key(8), implementation=implementation)
+    same = ATTEND(q, k, v, numerics=MIXED, key=KEY, implementation=implementation)
+    assert np.any(np.asarray(other[0]) != np.asarray(same[0]))
+
+
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
+@hypothesis.given(data=st.data())
+def test_any_shape_with_any_tiles(data: st.DataObject) -> None:
+    size = st.integers(1, 12)
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    case = harness.Case(
+        batch=data.draw(st.integers(1, 2)),
+        rows=data.draw(size),
+        keys=data.draw(size),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=data.draw(st.sampled_from([1, 4])),
+        is_causal=data.draw(st.booleans()),
+        mask=data.draw(st.sampled_from([None, "random"])),
+    )
+    how = harness.Implementation(
+        name="tiled",
+        kv_block=data.draw(size),
+        block_sizes=tiled.BlockSizes(query=data.draw(size), kv_bwd=data.draw(size)),
+    )
+    arrays = harness.inputs(case)
+    result, exact = harness.run(how, case, arrays, numerics.EXACT), harness.oracle(case, arrays)
+    for name, x in exact.items():
+        # Inputs of order 1, up to 36 terms a sum: far above float32 noise, far below a bug.
+        assert harness.error(result[name], x) < 1e-4, name
+
+
+def test_memory_of_tiled_is_linear_in_the_length() -> None:
+    def temporary_bytes(length: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
+
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(ATTEND(q, k, v, is_causal=True, implementation="tiled")[0])
+
+        step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+        return step.memory_analysis().temp_size_in_bytes
+
+    sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]
+    # Tiles of fixed size plus a multiple of the length: equal steps per key, no square term.
+    assert sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
+    assert sizes[2] < 4096 * 4096 * 4 / 4
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = qkv(harness.Case())
+    chosen = numerics.FLASH.replace(kv_block=19)  # asked for nowhere else
+    with caplog.at_level("INFO", logger="lowprec_attn"):
+        for _ in range(2):
+            ATTEND(q, k, v, numerics=chosen)
+    assert [r.message for r in caplog.records] == [f"attention: tiled for {chosen}"]

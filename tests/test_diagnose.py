@@ -1,0 +1,352 @@
+"""`lowprec-attn diagnose`: what it says on constructed inputs, what it reads, what it refuses.
+
+The predictions, made before the thresholds were tried: random arrays give no verdict; rows with
+repeated maxima over V of one sign per channel give coherent δ errors under `published` and not
+under `flash`; random signs of the rows of dO take that verdict away. Any of them failing would
+show the verdict to be wrong.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lowprec_attn import diagnose
+from lowprec_attn.diagnostics import array_file, verdict
+from lowprec_attn.diagnostics.array_file import DiagnoseError
+
+BFLOAT16 = ml_dtypes.bfloat16
+LENGTH, HEAD_SIZE = 256, 32
+
+
+def healthy_arrays(seed=0):
+    r = np.random.default_rng(seed)
+    names = ("q", "k", "v", "do")
+    return {name: r.standard_normal((1, LENGTH, 2, HEAD_SIZE)).astype(np.float32) for name in names}
+
+
+def paper_like_arrays(seed=0):
+    """Head 0 is healthy. In head 1 the keys 0 and 1 are equal and win every row.
+
+    Their values are bfloat16 numbers of one sign per channel in [2, 4), where a sum of two is
+    representable or a tie, and the other values bring a residue of the same sign that breaks
+    it. Key 2 has hardly a value but varies l, so that O = Ō / l rounds at random.
+    """
+    r = np.random.default_rng(seed)
+    arrays = healthy_arrays(seed)
+    sign = r.choice([-1.0, 1.0], HEAD_SIZE)
+    q, k = np.zeros((2, LENGTH, HEAD_SIZE))
+    q[:, 0] = r.uniform(6, 8, LENGTH)
+    q[:, 1] = q[:, 0] - r.uniform(0.7, 3, LENGTH)
+    k[0, 0] = k[1, 0] = k[2, 1] = math.sqrt(HEAD_SIZE)
+    v = np.abs(r.standard_normal((LENGTH, HEAD_SIZE))) * 0.01
+    v[:2] = r.uniform(2, 4, (2, HEAD_SIZE))
+    v[2] = 1e-3
+    do = np.abs(r.standard_normal((LENGTH, HEAD_SIZE)))
+    for name, value in {"q": q, "k": k, "v": v * sign, "do": do * sign}.items():
+        arrays[name][0, :, 1] = value
+    return arrays
+
+
+def save(path, arrays, dtype=BFLOAT16):
+    np.savez(path, **{name: array.astype(dtype) for name, array in arrays.items()})
+    return path
+
+
+def run(*argv):
+    parser = argparse.ArgumentParser()
+    diagnose.add_arguments(parser)
+    diagnose.run(parser.parse_args([str(arg) for arg in argv]))
+
+
+def verdict_in(text):
+    (line,) = [line for line in text.splitlines() if line.startswith("Verdict: ")]
+    return line
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
+    run(save(tmp_path / "a.npz", healthy_arrays(seed)))
+    text = capsys.readouterr().out
+    assert "nothing here looks like the published failure" in verdict_in(text)
+    assert "q, k, v, do: two-byte values" in text
+    assert "read as bfloat16" in text
+
+
+def test_paper_like_arrays_show_the_mechanism_and_its_cure(tmp_path, capsys):
+    run(save(tmp_path / "a.npz", paper_like_arrays()), "--json", tmp_path / "out.json")
+    text = capsys.readouterr().out
+    assert "head 1: under published the errors of δ add up" in verdict_in(text)
+    assert "try numerics=float32_output" in verdict_in(text)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert (report["verdict"]["kind"], report["verdict"]["heads"]) == ("delta", [1])
+    assert report["verdict"]["sentence"] + "." in text
+    published, flash = report["signals"]["published"], report["signals"]["flash"]
+    assert published["delta_error_coherence"][1] > verdict.COHERENCE
+    assert flash["delta_error_coherence"][1] < verdict.COHERENCE
+    assert max(published["delta_error_coherence"][0], flash["delta_error_coherence"][0]) < 4
+    assert published["repeated_maxima"][1] == 1.0
+    assert published["repeated_maxima"][0] < verdict.MANY_TIES
+
+    lines = text.splitlines()
+    tables = [line for line in lines if " | " in line]
+    assert max(map(len, tables)) <= 120
+    assert len({line.index("|", 30) for line in tables}) == 1  # aligned
+    assert f"{published['delta_error_coherence'][1]:.1f}" in tables[-1]
+
+
+def test_random_signs_of_do_take_the_verdict_away(tmp_path, capsys):
+    arrays = paper_like_arrays()
+    signs = np.random.default_rng(1).choice([-1, 1], LENGTH)
+    arrays["do"] *= signs[None, :, None, None]
+    run(save(tmp_path / "a.npz", arrays), "--numerics", "published")
+    assert "errors of δ add up" not in capsys.readouterr().out
+
+
+def test_without_do_nothing_is_said_about_delta(tmp_path, capsys):
+    arrays = paper_like_arrays()
+    del arrays["do"]
+    run(save(tmp_path / "a.npz", arrays), "--numerics", "published", "--kv-block", "64")
+    text = capsys.readouterr().out
+    assert "note: the file has no do (the gradient of the loss by O), so δ is skipped" in text
+    assert "error of δ" not in text
+    assert "errors of the output add up with a persistent sign" in verdict_in(text)
+    assert "takes dO to tell" in verdict_in(text)
+    assert "steps of 64 keys" in text
+
+
+def test_options_reach_the_arithmetic(tmp_path, capsys):
+    arrays = {name: array[0, :48] for name, array in healthy_arrays().items()}
+    path = save(tmp_path / "a.npz", arrays, np.float32)
+    options = (
+        "--full",
+        "--scale",
+        "50",
+        "--row-max",
+        "dynamic_max",
+        "--numerics",
+        "stochastic_output",
+    )
+    run(path, *options, "--json", tmp_path / "out.json")
+    text = capsys.readouterr().out
+    assert "all keys, scale 50" in text
+    assert "stochastic_output with row_max=dynamic_max:" in text
+    report = json.loads((tmp_path / "out.json").read_text())
+    signals = report["signals"]["stochastic_output with row_max=dynamic_max"]
+    q, k = arrays["q"], arrays["k"]
+    expected = np.abs(np.einsum("tnh,snh->nts", q, k)).max(axis=(1, 2)) * 50
+    np.testing.assert_allclose(signals["score_maximum"], expected, rtol=1e-5)
+    assert "the largest |score| is" in verdict_in(text)
+    assert not report["is_causal"]
+
+
+def test_safetensors_names_and_layouts_read_the_same(tmp_path):
+    arrays = {name: x.astype(BFLOAT16) for name, x in healthy_arrays().items()}
+    expected = array_file.load(save(tmp_path / "a.npz", arrays))
+    heads_first = {name: np.ascontiguousarray(x.swapaxes(1, 2)) for name, x in arrays.items()}
+    save_file(dict(zip(("Query", "KEY", "Value", "dOut"), heads_first.values(), strict=True)),
+              tmp_path / "a.safetensors")  # fmt: skip
+    read = array_file.load(tmp_path / "a.safetensors", "BNTH")
+    np.savez(tmp_path / "b.npz", **{name: x[0] for name, x in heads_first.items()}, more=[1])
+    without_batch = array_file.load(tmp_path / "b.npz", "BNTH")
+    for other in (read, without_batch):
+        for name in ("q", "k", "v", "do"):
+            array = getattr(other, name)
+            assert array.dtype == BFLOAT16
+            np.testing.assert_array_equal(array, getattr(expected, name))
+    assert read.notes == ()
+
+
+def test_doubtful_input_is_noted(tmp_path):
+    arrays = {name: x.astype(np.float64) for name, x in healthy_arrays().items()}
+    arrays = {name: x.swapaxes(1, 2) for name, x in arrays.items()}
+    np.savez(tmp_path / "a.npz", **arrays)
+    inputs = array_file.load(tmp_path / "a.npz")
+    assert inputs.q.dtype == np.float32
+    assert inputs.notes == (
+        "q, k, v, do: float64 converted to float32",
+        "read as 2 rows of 256 heads; if the heads come first, as in torch, use --layout BNTH",
+    )
+
+
+def changed(**changes):
+    arrays = {**healthy_arrays(), **changes}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def with_value(value):
+    q = healthy_arrays()["q"]
+    q[0, 3, 1, 2] = value
+    return q
+
+
+ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (changed(k=None), "no array named k or key; it holds do, q, v"),
+        (changed(Query=ONES), "Query and q both mean q; keep one"),
+        (
+            changed(q=ONES.astype(np.int32)),
+            "q must be one of float32, bfloat16, float16, got int32",
+        ),
+        (changed(q=ONES.astype(bool)), "q must be one of .* got bool"),
+        (changed(q=ONES.astype(np.float16)), "q, k, v must share a dtype"),
+        (changed(v=ONES[:, 1:]), "k and v must have the same shape"),
+        (changed(q=ONES[..., :8], do=None), "q and k differ in batch or head size"),
+        (changed(k=ONES[0]), r"all be BTNH or all TNH, got shapes q \(1, 256, 2, 32\)"),
+        (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "all be BTNH"),
+        (changed(do=ONES[:, 1:]), "do must have the shape of q"),
+        (changed(q=with_value(np.nan)), "1 of 16384 entries of q are NaN or infinite"),
+        (changed(q=with_value(-np.inf)), "1 of 16384 entries of q are NaN or infinite"),
+        (changed(q=ONES[:, :0], do=None), "q has an empty axis"),
+        ({}, "no array named q or query; it holds nothing"),
+    ],
+)
+def test_arrays_that_do_not_fit(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(DiagnoseError, match=message) as caught:
+        run(tmp_path / "a.npz")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.npz", None, "no such file"),
+        ("a.pt", b"", "only .npz and .safetensors files are read; from torch: safe"),
+        ("a", b"", "only .npz and .safetensors files are read"),
+        ("a.npz", b"", "not a readable npz file"),
+        ("a.npz", b"PK\x03\x04 cut off", "not a readable npz file"),
+        ("a.safetensors", b"cut", "not a readable safetensors file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DiagnoseError, match=message) as caught:
+        run(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_and_a_single_array_are_refused(tmp_path):
+    with pytest.raises(DiagnoseError, match="not a file"):
+        run(tmp_path)
+    np.save(tmp_path / "a.npy", np.ones(3))
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    with pytest.raises(DiagnoseError, match="holds a single array"):
+        run(tmp_path / "a.npz")
+
+
+class Payload:
+    """Makes a directory when unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickles_are_refused_and_not_run(tmp_path):
+    payload = np.array([Payload(tmp_path / "ran")], object)
+    np.savez(tmp_path / "a.npz", q=payload, k=ONES, v=ONES)
+    with pytest.raises(DiagnoseError, match="pickled Python objects, which are never loaded"):
+        run(tmp_path / "a.npz")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(DiagnoseError, match=r"pip install 'lowprec-attn\[diagnose\]'"):
+        run(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--numerics", "fast"), "unknown numerics 'fast'; presets are exact"),
+        (("--row-max", "fast"), "unknown row-max rule 'fast'"),
+        (("--kv-block", "0"), "kv_block must be a positive number"),
+        (("--scale", "nan"), "--scale must be a finite number, got nan"),
+        (("--json", "no/such/out.json"), "there is no directory no/such"),
+        (("--numerics", "standard", "--kv-block", "8"), "standard takes one step over all keys"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path, options, message):
+    path = save(tmp_path / "a.npz", {n: x[:, :16] for n, x in healthy_arrays().items()})
+    with pytest.raises(DiagnoseError, match=message):
+        run(path, *options)
+
+
+def signals(heads=2, **changes):
+    """Quiet signals of 1024 rows, with some changed: name=(value of each head)."""
+    result = {"score_maximum": 5.0, "repeated_maxima": 0.02}
+    for name in ("unnormalized", "output", "delta"):
+        result |= {f"{name}_rms": 1.0, f"{name}_error_rms": 1e-3, f"{name}_error_coherence": 1.0}
+    return {name: np.full(heads, value) for name, value in result.items()} | {
+        name: np.array(value, float) for name, value in changes.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "kind", "heads"),
+    [
+        ({}, 1024, "none", ()),
+        ({"delta_error_coherence": (4.9, 1)}, 1024, "none", ()),
+        ({"delta_error_coherence": (5, 9)}, 1024, "delta", (1, 0)),
+        # A twentieth of √n: 5.0 of 100 rows' 10, but not of a million rows' 1000.
+        ({"delta_error_coherence": (49, 1)}, 10**6, "none", ()),
+        ({"delta_error_coherence": (50, 1)}, 10**6, "delta", (0,)),
+        # As small as float32 rounding.
+        ({"delta_error_coherence": (9, 1), "delta_error_rms": (9e-6, 1)}, 1024, "none", ()),
+        # With δ judged, a coherent Ō alone is no finding.
+        ({"unnormalized_error_coherence": (9, 1)}, 1024, "none", ()),
+        ({"output_error_rms": (1, np.nan), "score_maximum": (500, 1)}, 1024, "non_finite", (1,)),
+        ({"score_maximum": (127, 128)}, 1024, "scores", (1,)),
+        ({"repeated_maxima": (0.1, 0.3)}, 1024, "ties", (1, 0)),
+        ({"repeated_maxima": (0.1, 0.3), "score_maximum": (1, 200)}, 1024, "scores", (1,)),
+    ],
+)
+def test_the_rules_of_the_verdict(changes, rows, kind, heads):
+    finding = verdict.judge({"flash": signals(), "published": signals(**changes)}, rows)
+    assert (finding.kind, finding.heads) == (kind, heads)
+    assert finding.arithmetic == (None if kind == "none" else "published")
+    if heads:
+        others = f" and {len(heads) - 1} other: " if len(heads) > 1 else ": "
+        assert finding.sentence.startswith(f"head {heads[0]}{others}")
+
+
+def test_the_worst_arithmetic_is_named():
+    measured = {
+        "flash": signals(delta_error_coherence=(6, 6)),
+        "published": signals(delta_error_coherence=(1, 8)),
+    }
+    assert verdict.judge(measured, 1024)[2:] == ("published", (1,))
+
+
+def test_too_few_rows_are_said_to_be_too_few():
+    finding = verdict.judge({"flash": signals(delta_error_coherence=(4, 4))}, 16)
+    assert finding.kind == "none"
+    assert "16 rows are too few to tell a persistent sign from chance" in finding.sentence
+
+
+def test_random_signs_do_not_reach_the_threshold():
+    """The bound that COHERENCE stands on, with errors whose sizes differ by orders."""
+    r = np.random.default_rng(0)
+    sizes = np.exp(2 * r.standard_normal((4000, 300)))
+    x = sizes * r.choice([-1, 1], sizes.shape)
+    coherence = np.abs(x.sum(axis=1)) / np.sqrt((x**2).sum(axis=1))
+    assert coherence.max() < verdict.COHERENCE
+    for t in (2.0, 3.0):
+        assert np.mean(coherence > t) <= 2 * math.exp(-(t**2) / 2)

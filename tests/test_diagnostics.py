@@ -1,0 +1,347 @@
+"""Diagnostics against numbers computed by hand, the float64 oracle and the implementations."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import dense, diagnostics, numerics, reference, tiled
+from lowprec_attn.diagnostics import comparison, rows, weights
+from lowprec_attn.numerics import MASKED, StandardMax, get_rounding, round_to
+from lowprec_attn.request import Extras, RandomStream, Spec
+
+M = MASKED
+BFLOAT16 = get_rounding("bfloat16")
+
+
+def make_arrays(seed=0, *, length=40, keys=40, heads=4, kv_heads=2, head_size=16, batch=2):
+    """q, k, v, dO in bfloat16, with some repeated keys so that rows tie."""
+    r = np.random.default_rng(seed)
+    q = r.standard_normal((batch, length, heads, head_size)) * 2
+    k = r.standard_normal((batch, keys, kv_heads, head_size))
+    k[:, 1] = k[:, 0]
+    v = r.standard_normal((batch, keys, kv_heads, head_size))
+    do = r.standard_normal(q.shape)
+    return tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, do))
+
+
+# One compilation per arithmetic instead of one per operation.
+compare = jax.jit(comparison.compare, static_argnames="spec")
+
+
+@functools.partial(jax.jit, static_argnames=("numerics", "row_max", "scale", "is_causal"))
+def attention_signals(q, k, v, do=None, **options):
+    return diagnostics.attention_signals(q, k, v, do, **options)
+
+
+def make_spec(num, *, is_causal=True, row_max=StandardMax(), head_size=16):  # noqa: B008
+    return Spec(numerics=num, row_max=row_max, scale=head_size**-0.5, is_causal=is_causal)
+
+
+# Rows: a tie, a near tie, one visible key, none, one key with all weight.
+SCORES = jnp.array(
+    [[2, 2, 1, M], [2, 1.9995, -3, M], [0, M, M, M], [M, M, M, M], [9, 0, 0, 0]], jnp.float32
+)
+
+
+def test_score_maximum_is_the_largest_size_among_seen_keys():
+    np.testing.assert_array_equal(rows.score_maximum(SCORES), [2, 3, 0, 0, 9])
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "expected"), [(0.0, [1, 0, 0, 0, 0]), (1e-3, [1, 1, 0, 0, 0])]
+)
+def test_repeated_maxima_ignore_masked_entries(tolerance, expected):
+    np.testing.assert_array_equal(rows.repeated_maxima(SCORES, tolerance), np.array(expected, bool))
+
+
+def test_rounded_to_one_contains_the_exact_ties():
+    expected = np.array([1, 1, 0, 0, 0], bool)
+    np.testing.assert_array_equal(rows.rounded_to_one(SCORES, BFLOAT16), expected)
+
+
+@pytest.mark.parametrize(("gap", "expected"), [(0.0019, True), (0.0020, False)])
+def test_p_bar_rounds_to_one_below_a_gap_of_two_to_the_minus_nine(gap, expected):
+    # exp(−g) ≥ 1 − 2⁻⁹ exactly where g ≤ 0.001955.
+    s = jnp.array([[5.0, 5.0 - gap]], jnp.float32)
+    assert rows.rounded_to_one(s, BFLOAT16)[0] == expected
+
+
+def test_dominated_rows():
+    # Row 4: max P = 1 / (1 + 3 e⁻⁹) = 0.99963, beyond 1 − 2⁻⁹ = 0.99805.
+    np.testing.assert_array_equal(
+        rows.dominated_rows(SCORES), np.array([False, False, True, False, True])
+    )
+    assert not rows.dominated_rows(SCORES, threshold=0.9997)[4]
+    np.testing.assert_array_equal(
+        rows.sees_several(SCORES), np.array([True, True, False, False, True])
+    )
+
+
+def test_signed_error_of_scalars_by_hand():
+    x = jnp.array([3.0, -1.0, 1.0, 1.0]).reshape(1, 4, 1, 1)
+    error = diagnostics.signed_error(x + 7, jnp.full_like(x, 7))
+    assert {name: float(value[0]) for name, value in error.items()} == pytest.approx(
+        {"mean": 1.0, "rms": math.sqrt(3), "max": 3.0, "coherence": 4 / math.sqrt(12)}
+    )
+
+
+def test_coherence_of_equal_orthogonal_and_absent_errors():
+    # Heads: the same vector in all 4 rows; unit vectors that are pairwise orthogonal; no error.
+    same = jnp.tile(jnp.array([1.0, -2.0, 0.5, 0.0]), (4, 1))
+    x = jnp.stack([same, jnp.eye(4), jnp.zeros((4, 4))], axis=1)[None]
+    coherence = diagnostics.signed_error(x, jnp.zeros_like(x))["coherence"]
+    np.testing.assert_allclose(coherence, [2.0, 1.0, 0.0], rtol=1e-6)
+
+
+def test_the_worked_rounding_number_of_the_paper():
+    """−2.40625 + (−2.296875) plus a residue is −4.703990459; bfloat16 makes it −4.71875."""
+    exact, rounded = -4.703990459, -4.71875
+    assert round_to(jnp.float32(exact), "bfloat16") == rounded
+
+    # One row with scores 0, 0, −4: two P̄ are exactly 1 and the third brings the residue.
+    residue = exact - (-2.40625 - 2.296875)
+    q = jnp.ones((1, 1, 1, 1), jnp.float32)
+    k = jnp.array([0.0, 0.0, -4.0]).reshape(1, 3, 1, 1)
+    v = jnp.array([-2.40625, -2.296875, residue / math.exp(-4)]).reshape(1, 3, 1, 1)
+    signals = attention_signals(q, k, v, jnp.ones_like(q), numerics=numerics.PUBLISHED, scale=1.0)
+    assert signals["repeated_maxima"][0] == signals["rounded_to_one"][0] == 1
+    assert float(signals["unnormalized_error_mean"][0]) == pytest.approx(-0.01475954, abs=1e-6)
+    # l = 2 + e⁻⁴ rounds to 2.015625, and −4.71875 / 2.015625 = −2.3411 to −2.34375.
+    delta_error = -2.34375 - exact / (2 + math.exp(-4))
+    assert float(signals["delta_error_mean"][0]) == pytest.approx(delta_error, abs=1e-6)
+
+
+# Arithmetic, causal or not, keys for 40 rows: blocks that need padding, more rows than keys.
+CASES = {
+    "published": (numerics.PUBLISHED.replace(kv_block=24), True, 30),
+    "flash": (numerics.FLASH.replace(kv_block=24), False, 56),
+    "standard": (numerics.STANDARD, True, 40),
+    "stochastic_output": (numerics.STOCHASTIC_OUTPUT.replace(kv_block=16), True, 40),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
+    monkeypatch.setattr(comparison, "SCORES_PER_CHUNK", 2**12)  # chunks of 9 to 17 of 40 rows
+    num, is_causal, keys = CASES[case]
+    q, k, v, _ = make_arrays(keys=keys)
+    spec = make_spec(num, is_causal=is_causal)
+    batch, head = (jnp.arange(n, dtype=jnp.int32) for n in (q.shape[0], q.shape[2]))
+    extras = Extras(stream=RandomStream(jnp.array([3, 4], jnp.uint32), batch, head))
+    implementation = dense if num.normalize_probs else tiled
+    out, _ = jax.jit(implementation.attention, static_argnames="spec")(q, k, v, extras, spec)
+    result = compare(q, k, v, None, extras, spec)
+    # Float32 sums of another order may tip single values over a rounding boundary.
+    same = result.outputs.output == out.astype(jnp.float32)
+    assert float(jnp.mean(same.astype(jnp.float32))) > 0.995
+
+
+def test_the_exact_side_is_the_oracle():
+    q, k, v, do = make_arrays()
+    result = compare(q, k, v, do, Extras(), make_spec(numerics.FLASH))
+    masking = reference.Masking(is_causal=True)
+    o = reference.attention(q, k, v, masking=masking).o
+    delta = reference.backward(q, k, v, do, masking=masking).delta
+    np.testing.assert_allclose(result.outputs.output_exact, o, atol=2e-6)
+    np.testing.assert_allclose(result.gradients.delta_exact[..., 0], delta, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["published", "delta_dp_p"])
+def test_delta_is_that_of_the_backward_pass(name):
+    """dQ = Σ dS k is linear in δ, so it tells which δ the implementation used."""
+    q, k, v, do = (x.astype(jnp.float32) for x in make_arrays())
+    num = numerics.PRESETS[name].replace(grads="float32", kv_block=16)
+    spec = make_spec(num)
+    result = compare(q, k, v, do, Extras(), spec)
+
+    @jax.jit
+    def dq(q):
+        return jax.vjp(lambda q: tiled.attention(q, k, v, Extras(), spec)[0], q)[1](do)[0]
+
+    np.testing.assert_allclose(result.gradients.dq, dq(q), atol=2e-3, rtol=1e-2)
+
+
+def test_unrounded_arithmetic_has_no_errors():
+    q, k, v, do = (x.astype(jnp.float32) for x in make_arrays())
+    signals = attention_signals(
+        q, k, v, do, numerics=numerics.EXACT.replace(kv_block=16), is_causal=True
+    )
+    for name in ("unnormalized_error", "output_error", "delta_error", "ds_row_sum"):
+        assert float(jnp.max(signals[f"{name}_max"])) < 1e-4, name
+    assert float(jnp.min(signals["delta_rms"])) > 0.1
+
+
+def test_rows_of_ds_sum_to_minus_the_error_of_delta():
+    q, k, v, do = make_arrays()
+    result = compare(q, k, v, do, Extras(), make_spec(numerics.FLASH)).gradients
+    error = result.delta - result.delta_exact
+    assert float(jnp.max(jnp.abs(error))) > 1e-3
+    np.testing.assert_allclose(result.ds_row_sum, -error, atol=2e-5)
+
+
+@pytest.mark.parametrize("rule", [numerics.StandardMax(), numerics.DynamicMax()])
+def test_rounded_scores_are_an_error_of_the_output_and_not_of_delta(rule):
+    """Ō and δ are compared on the run's own S (and m); O with no rounding at all."""
+    q, k, v, do = (x.astype(jnp.float32) for x in make_arrays())
+    num = numerics.EXACT.replace(scores="bfloat16")  # ties, and no other rounding
+    result = compare(q, k, v, do, Extras(), make_spec(num, row_max=rule))
+    outputs, gradients = result.outputs, result.gradients
+    ties = result.scores.repeated_maxima & result.scores.sees_several
+    assert float(jnp.mean(ties.astype(jnp.float32))) > 0.02
+    np.testing.assert_allclose(outputs.unnormalized, outputs.unnormalized_exact, atol=1e-4)
+    np.testing.assert_allclose(gradients.delta, gradients.delta_exact, atol=1e-4)
+    assert float(jnp.max(jnp.abs(outputs.output - outputs.output_exact))) > 1e-3
+
+
+def test_query_weight_gradient_error_is_what_changing_delta_changes():
+    """The paper's identity, against two backward passes that differ in δ alone."""
+    q, k, v, do = (x.astype(jnp.float32) for x in make_arrays(kv_heads=4))
+    r = np.random.default_rng(5)
+    x = jnp.asarray(r.standard_normal((2, 40, 24)), jnp.float32)
+    w_q = jnp.asarray(r.standard_normal((24, 4, 16)), jnp.float32)
+    q = jnp.einsum("btd,dnh->btnh", x, w_q) / 5
+
+    low = numerics.EXACT.replace(output="bf16_m3", saved_output="same", grads="float32")
+    high = low.replace(saved_output="float32")
+
+    def query_weight_gradient(num):
+        @jax.jit
+        def dq(q):
+            return jax.vjp(lambda q: dense.attention(q, k, v, Extras(), make_spec(num))[0], q)[1](
+                do
+            )
+
+        return weights.query_weight_gradient(dq(q)[0], x)
+
+    low_gradient = query_weight_gradient(low)
+    expected = query_weight_gradient(high) - low_gradient
+    rows_low = compare(q, k, v, do, Extras(), make_spec(low)).gradients
+    error = (rows_low.delta - rows_low.delta_exact)[..., 0]
+    computed = diagnostics.query_weight_gradient_error(error, rows_low.pk, x, 0.25)
+    size = float(jnp.max(jnp.abs(expected)))
+    assert size > 0.1
+    np.testing.assert_allclose(computed, expected, atol=1e-4 * size)
+
+    signals = attention_signals(q, k, v, do, numerics=low, is_causal=True, x=x, w_q=w_q, w_k=w_q)
+    norm = np.linalg.norm(np.asarray(expected).transpose(1, 0, 2).reshape(4, -1), axis=1)
+    np.testing.assert_allclose(signals["query_weight_gradient_error"], norm, rtol=1e-3)
+    total = np.asarray(low_gradient).transpose(1, 0, 2).reshape(4, -1)
+    np.testing.assert_allclose(
+        signals["query_weight_gradient_error_relative"],
+        norm / np.linalg.norm(total, axis=1),
+        rtol=1e-2,
+    )
+
+
+def test_outer_product_similarity_by_hand():
+    # Heads over 2 tokens: pk alike (cosine 1), orthogonal (0), opposite (−1); x alike in all.
+    pk = jnp.array([[[1.0, 0], [1, 0], [2, 1]], [[3.0, 0], [0, 2], [-4, -2]]])[None]
+    x = jnp.array([[[1.0, 2.0, 2.0], [2.0, 4.0, 4.0]]])
+    similarity = diagnostics.outer_product_similarity(pk, x)
+    np.testing.assert_allclose(similarity, [1, 0, -1], atol=1e-6)
+
+
+def test_outer_product_similarity_is_the_mean_over_pairs():
+    r = np.random.default_rng(0)
+    pk, x = r.standard_normal((2, 9, 3, 4)) + 0.5, r.standard_normal((2, 9, 5)) + 0.5
+    pk[0, 0, 1] = 0  # a token without direction is left out
+    similarity = diagnostics.outer_product_similarity(
+        jnp.asarray(pk, jnp.float32), jnp.asarray(x, jnp.float32)
+    )
+    for head in range(3):
+        outer = np.einsum("bth,btd->bthd", pk[:, :, head], x).reshape(18, -1)
+        norms = np.linalg.norm(outer, axis=1)
+        unit = outer[norms > 0] / norms[norms > 0, None]
+        cosines = unit @ unit.T
+        pairs = cosines[~np.eye(len(unit), dtype=bool)]
+        assert float(similarity[head]) == pytest.approx(pairs.mean(), abs=1e-5)
+
+
+def test_spectral_norm_is_the_largest_singular_value():
+    w = np.random.default_rng(0).standard_normal((24, 3, 8)).astype(np.float32)
+    expected = [np.linalg.norm(w[:, n], ord=2) for n in range(3)]
+    np.testing.assert_allclose(diagnostics.spectral_norm(jnp.asarray(w)), expected, rtol=1e-5)
+
+
+def test_weight_drift_by_hand():
+    a = np.array([[0.0, 1.0], [2.0, 5.0]])
+    assert diagnostics.weight_drift(a, a + 0.5) == pytest.approx(
+        {"max_difference": 0.5, "wasserstein": 0.5}
+    )
+    # A permutation moves entries by up to 5 and leaves their distribution alone.
+    assert diagnostics.weight_drift(a, a[::-1, ::-1]) == {"max_difference": 5.0, "wasserstein": 0.0}
+    with pytest.raises(ValueError, match="one shape"):
+        diagnostics.weight_drift(a, a[0])
+
+
+@jax.numpy_dtype_promotion("strict")
+@jax.numpy_rank_promotion("raise")
+def test_signals_per_head_are_those_of_calls_with_one_arithmetic():
+    q, k, v, _ = make_arrays()
+    dynamic = numerics.DynamicMax()
+    signals = functools.partial(attention_signals, q, k, v, is_causal=True)
+    num = (*[numerics.PUBLISHED] * 2, *[numerics.FLASH] * 2)
+    mixed = signals(numerics=num, row_max=(StandardMax(), StandardMax(), dynamic, dynamic))
+    published = signals(numerics=numerics.PUBLISHED)
+    flash = signals(numerics=numerics.FLASH, row_max=dynamic)
+    assert mixed.keys() == published.keys()
+    for name, value in mixed.items():
+        expected = np.concatenate([published[name][:2], flash[name][2:]])
+        np.testing.assert_allclose(value, expected, rtol=2e-2, atol=1e-5, err_msg=name)
+
+
+def test_shares_count_rows_that_see_two_keys_and_batches_are_reduced():
+    # 3 rows, causal: row 0 sees one key and does not count. Sequence 0 has equal keys, so its
+    # rows 1 and 2 tie; so does row 1 of sequence 1, whose row 2 has one key far ahead.
+    q = jnp.ones((2, 3, 1, 2), jnp.bfloat16)
+    k = q.at[1].set(0).at[1, 2].set(40)
+    signals = attention_signals(q, k, k, numerics=numerics.FLASH, is_causal=True)
+    assert {name: value.shape for name, value in signals.items()} == dict.fromkeys(signals, (1,))
+    assert float(signals["repeated_maxima"][0]) == 0.75
+    assert float(signals["rounded_to_one"][0]) == 0.75
+    assert float(signals["dominated_rows"][0]) == 0.25
+    assert float(signals["score_maximum"][0]) == pytest.approx(80 / math.sqrt(2))
+
+
+def test_memory_does_not_hold_all_scores():
+    q, k, v, do = (jax.ShapeDtypeStruct((1, 8192, 2, 16), jnp.bfloat16) for _ in range(4))
+    signals = functools.partial(
+        diagnostics.attention_signals, numerics=numerics.PUBLISHED, is_causal=True
+    )
+    compiled = jax.jit(signals).lower(q, k, v, do).compile()
+    all_scores = 2 * 8192 * 8192 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < all_scores / 8
+
+
+def test_wrong_arguments_are_named():
+    q, k, v, do = make_arrays()
+    signals = functools.partial(diagnostics.attention_signals, q, k, v, numerics=numerics.FLASH)
+    with pytest.raises(ValueError, match=r"do must have shape \[2, 40, 4, 16\]"):
+        signals(do[:, 1:])
+    with pytest.raises(ValueError, match="needs do as well"):
+        signals(x=jnp.ones((2, 40, 8)))
+    with pytest.raises(ValueError, match=r"w_k must have shape \[any, 2, 16\]"):
+        signals(w_k=jnp.ones((8, 4, 16)))
+    with pytest.raises(ValueError, match="random bits"):
+        attention_signals(q, k, v, numerics=numerics.STOCHASTIC_OUTPUT)
+    with pytest.raises(ValueError, match="one step over all 40 keys, got kv_block=8"):
+        attention_signals(q, k, v, numerics=numerics.STANDARD.replace(kv_block=8))
+    with pytest.raises(ValueError, match="no mask, bias or lengths"):
+        extras = Extras(key_lengths=jnp.array([3, 3], jnp.int32))
+        comparison.compare(q, k, v, None, extras, make_spec(numerics.FLASH))
+
+
+def test_published_rule_that_underflows_shows_as_nan():
+    """β·r_m with r_m = 100 and no clamp: every exp is 0, the row is 0 / 0."""
+    q = jnp.full((1, 2, 1, 1), 10.0)
+    rule = numerics.PublishedMax(clamp=None)
+    signals = attention_signals(q, q, q, numerics=numerics.FLASH, row_max=rule, scale=1.0)
+    assert math.isnan(signals["output_error_rms"][0])
+    safe = dataclasses.replace(rule, clamp=1e-10)
+    vanished = attention_signals(q, q, q, numerics=numerics.FLASH, row_max=safe, scale=1.0)
+    assert float(vanished["output_error_mean"][0]) == -10.0

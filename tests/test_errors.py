@@ -1,0 +1,190 @@
+"""Bad calls of attention: the exception, and the value in its text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowprec_attn import numerics, tiled
+from lowprec_attn.attention import attention_fn, dot_product_attention, sharded
+from lowprec_attn.numerics import EXACT, FLASH, STANDARD, STOCHASTIC_OUTPUT, DynamicMax, StandardMax
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+
+def x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def attend(q: Any = None, k: Any = None, v: Any = None, *rest: Any, **options: Any) -> Any:
+    """A call that is right but for what the case changes: B = 2, T = 6, S = 5, N = 4, K = 2."""
+    q = x(2, 6, 4, 8) if q is None else q
+    k = x(2, 5, 2, 8) if k is None else k
+    return dot_product_attention(
+        q, k, x(*k.shape, dtype=k.dtype) if v is None else v, *rest, **options
+    )
+
+
+def sharded_over_heads(**options: Any) -> Any:
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    q = k = v = x(2, 4, 4, 8)
+    return sharded(mesh, batch_axis="data", head_axis="model")(q, k, v, **options)
+
+
+VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "rank of q": (lambda: attend(x(6, 4)), r"q must be \[batch.*\(6, 4\)"),
+    "rank of k": (lambda: attend(k=x(5, 2, 8)), r"k must be.*\(5, 2, 8\)"),
+    "empty axis": (lambda: attend(x(2, 0, 4, 8)), r"q has an empty axis.*\(2, 0, 4, 8\)"),
+    "integer q": (lambda: attend(x(2, 6, 4, 8, dtype=jnp.int32)), "q must be one of.*int32"),
+    "mixed dtypes": (
+        lambda: attend(x(2, 6, 4, 8, dtype=jnp.bfloat16)),
+        "share a dtype.*bfloat16, float32, float32",
+    ),
+    "k unlike v": (lambda: attend(v=x(2, 4, 2, 8)), r"\(2, 5, 2, 8\) and \(2, 4, 2, 8\)"),
+    "batch": (lambda: attend(k=x(3, 5, 2, 8)), r"\(2, 6, 4, 8\) and \(3, 5, 2, 8\)"),
+    "head size": (lambda: attend(k=x(2, 5, 2, 16)), r"\(2, 6, 4, 8\) and \(2, 5, 2, 16\)"),
+    "head counts": (lambda: attend(k=x(2, 5, 3, 8)), "4 query heads do not divide.*3 key heads"),
+    "mask dtype": (lambda: attend(mask=x(2, 4, 6, 5)), "mask must be boolean.*float32"),
+    "mask shape": (
+        lambda: attend(mask=jnp.ones((2, 4, 5, 6), bool)),
+        r"mask of shape \(2, 4, 5, 6\).*\(2, 4, 6, 5\)",
+    ),
+    "mask rank": (lambda: attend(mask=jnp.ones((6, 5), bool)), r"mask of shape \(6, 5\)"),
+    "bias dtype": (
+        lambda: attend(bias=jnp.ones((1, 1, 6, 5), jnp.int32)),
+        "bias must be a float array, got int32",
+    ),
+    "bias shape": (lambda: attend(bias=x(2, 3, 6, 5)), r"bias of shape \(2, 3, 6, 5\)"),
+    "lengths shape": (
+        lambda: attend(key_value_seq_lengths=jnp.array([5])),
+        r"key_value_seq_lengths must be 2 integers.*\(1,\)",
+    ),
+    "lengths dtype": (
+        lambda: attend(query_seq_lengths=x(2)),
+        "query_seq_lengths must be 2 integers.*float32",
+    ),
+    "scale": (lambda: attend(scale=float("nan")), "scale must be a finite number, got nan"),
+    "name for numerics": (lambda: attend(numerics="flash"), "'flash'.*numerics.get_preset"),
+    "name for row_max": (lambda: attend(row_max="standard"), "'standard'.*numerics.get_row_max"),
+    "rule without parentheses": (lambda: attend(row_max=StandardMax), "row_max.*StandardMax"),
+    "too few numerics": (lambda: attend(numerics=[FLASH] * 3), "3 entries for 4 query heads"),
+    "numerics within a group": (
+        lambda: attend(numerics=[FLASH, EXACT, FLASH, FLASH]),
+        "query heads 0 to 1 share a key head",
+    ),
+    "row_max within a group": (
+        lambda: attend(row_max=[StandardMax(), StandardMax(), StandardMax(), DynamicMax()]),
+        "query heads 2 to 3 share a key head",
+    ),
+    "missing key": (
+        lambda: attend(numerics=STOCHASTIC_OUTPUT),
+        r"output=bfloat16:stochastic.*pass key=jax.random.key",
+    ),
+    "missing key of a control": (
+        lambda: attend(numerics=EXACT.replace(ds="float16:error_random_sign")),
+        "ds=float16:error_random_sign.*pass key",
+    ),
+    "implementation": (
+        lambda: attend(implementation="cuda"),
+        "unknown implementation 'cuda'; there are tiled, dense",
+    ),
+    "block size": (lambda: tiled.BlockSizes(query=0), "block size query must be positive, got 0"),
+    "mesh axis": (
+        lambda: sharded(jax.make_mesh((8,), ("data",)), batch_axis="batch"),
+        "no axis 'batch'.*'data'",
+    ),
+    "batch over devices": (
+        lambda: sharded(jax.make_mesh((8,), ("data",)), batch_axis="data")(*[x(2, 4, 4, 8)] * 3),
+        "batch 2 does not divide over 8 devices of mesh axis 'data'",
+    ),
+    "heads over devices": (
+        lambda: sharded(jax.make_mesh((8,), ("model",)), head_axis="model")(*[x(2, 4, 4, 8)] * 3),
+        "4 key heads do not divide over 8 devices of mesh axis 'model'",
+    ),
+    "mixed heads over devices": (
+        lambda: sharded_over_heads(numerics=[FLASH, EXACT, FLASH, EXACT]),
+        "heads of different arithmetic.*'model'",
+    ),
+    "sharded without batch axis": (
+        lambda: sharded(jax.make_mesh((4,), ("model",)), head_axis="model")(*[x(4, 4, 8)] * 3),
+        r"q must be \[batch.*\(4, 4, 8\)",
+    ),
+}
+
+UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "standard on tiled": (
+        lambda: attend(numerics=STANDARD, implementation="tiled"),
+        "'tiled' does not support normalize_probs.*use dense",
+    ),
+    "kv_block on dense": (
+        lambda: attend(numerics=FLASH.replace(kv_block=3), implementation="dense"),
+        "'dense' does not support kv_block=3.*use tiled",
+    ),
+    "block sizes of another kind": (
+        lambda: attend(block_sizes=(64, 64), implementation="tiled"),
+        "'tiled' does not support block_sizes of type tuple.*BlockSizes",
+    ),
+    "block sizes that nobody knows": (
+        lambda: attend(block_sizes=(64, 64)),
+        "no implementation.*tiled: block_sizes of type tuple.*dense: block_sizes",
+    ),
+    "no implementation left": (
+        lambda: attend(numerics=STANDARD.replace(kv_block=2)),
+        "no implementation.* serves this call. tiled: normalize_probs.*dense: kv_block=2",
+    ),
+    "no alternative": (
+        lambda: attend(numerics=STANDARD.replace(kv_block=2), implementation="dense"),
+        "'dense' does not support kv_block=2.*no other implementation",
+    ),
+    "dropout": (
+        lambda: attention_fn()(*[x(2, 4, 4, 8)] * 3, dropout_rate=0.25),
+        "dropout_rate=0.25",
+    ),
+    "sown weights": (
+        lambda: attention_fn()(*[x(2, 4, 4, 8)] * 3, module=object()),
+        "sown attention weights",
+    ),
+    "precision": (
+        lambda: attention_fn()(*[x(2, 4, 4, 8)] * 3, precision=jax.lax.Precision.HIGH),
+        "precision=HIGH.*set numerics instead",
+    ),
+    "einsum override": (
+        lambda: attention_fn()(*[x(2, 4, 4, 8)] * 3, qk_attn_weights_einsum=jnp.einsum),
+        "qk_attn_weights_einsum",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", VALUE_ERRORS)
+def test_wrong_input_is_a_value_error_that_names_the_value(case: str) -> None:
+    call, text = VALUE_ERRORS[case]
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_is_not_implemented_and_names_the_alternatives(case: str) -> None:
+    call, text = UNSUPPORTED[case]
+    with pytest.raises(NotImplementedError, match=text) as caught:
+        call()
+    assert type(caught.value) is NotImplementedError
+
+
+def test_errors_are_raised_at_trace_time_under_jit() -> None:
+    with pytest.raises(ValueError, match="4 query heads"):
+        jax.jit(lambda q, k: dot_product_attention(q, k, k))(x(2, 6, 4, 8), x(2, 5, 3, 8))
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_forward_mode_is_refused_clearly(implementation: str) -> None:
+    q = x(1, 4, 2, 8)
+    with pytest.raises(TypeError, match=r"forward-mode.*custom_vjp"):
+        jax.jvp(lambda q: dot_product_attention(q, q, q, implementation=implementation), (q,), (q,))
+
+
+def test_presets_that_one_implementation_declines_go_to_the_other() -> None:
+    out = attend(numerics=STANDARD)
+    assert out.shape == (2, 6, 4, 8)
+    assert numerics.STANDARD.normalize_probs

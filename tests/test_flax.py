@@ -1,0 +1,142 @@
+"""`attention_fn` inside Linen's and NNX's multi-head attention, against Flax's own default."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lowprec_attn import attention, numerics
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+B, T, FEATURES, HEADS = 2, 7, 16, 2
+EXACT_FN = attention.attention_fn(numerics=numerics.EXACT)
+
+
+def inputs() -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (B, T, FEATURES))
+
+
+MASKS = {
+    "none": None,
+    "causal": nn.make_causal_mask(np.ones((B, T))),  # float32 [B, 1, T, T]
+    "padding": nn.make_attention_mask(
+        np.ones((B, T), bool), np.arange(T) < np.array([[4], [6]]), dtype=jnp.bool_
+    ),
+    "causal and padding": nn.combine_masks(
+        nn.make_causal_mask(np.ones((B, T))),
+        nn.make_attention_mask(np.ones((B, T)), np.arange(T) < np.array([[4], [6]])),
+    ),
+    "of heads": np.random.default_rng(0).random((B, HEADS, T, T)) < 0.8,
+}
+
+
+def linen(fn: Any, **options: Any) -> nn.MultiHeadDotProductAttention:
+    extra = {} if fn is None else {"attention_fn": fn}
+    return nn.MultiHeadDotProductAttention(num_heads=HEADS, deterministic=True, **extra, **options)
+
+
+def nnx_layer(fn: Any, **options: Any) -> nnx.MultiHeadAttention:
+    extra = {} if fn is None else {"attention_fn": fn}
+    return nnx.MultiHeadAttention(
+        num_heads=HEADS, in_features=FEATURES, decode=False, rngs=nnx.Rngs(0), **extra, **options
+    )
+
+
+# Two float32 computations of sums of T and H terms, of entries of order 1.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_linen_equals_the_flax_default(mask: str) -> None:
+    x = inputs()
+    params = linen(None).init(jax.random.key(1), x)
+    expected = linen(None).apply(params, x, mask=MASKS[mask])
+    out = linen(EXACT_FN).apply(params, x, mask=MASKS[mask])
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+    if mask != "none":  # Linen drops keywords it does not find: the mask must have arrived
+        assert np.abs(out - linen(EXACT_FN).apply(params, x)).max() > 1e-2
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_nnx_equals_the_flax_default(mask: str) -> None:
+    x = inputs()
+    expected = nnx_layer(None)(x, mask=MASKS[mask])
+    out = nnx_layer(EXACT_FN)(x, mask=MASKS[mask])
+    np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
+def test_nnx_is_causal_without_a_mask() -> None:
+    x = inputs()
+    causal = nnx_layer(EXACT_FN)(x, mask=MASKS["causal"])
+    np.testing.assert_allclose(nnx_layer(EXACT_FN)(x, is_causal=True), causal, **TOLERANCE)
+
+
+def test_gradients_of_parameters_equal_the_flax_default() -> None:
+    x = inputs()
+    params = linen(None).init(jax.random.key(1), x)
+
+    def gradients(layer: nn.Module) -> Any:
+        return jax.grad(lambda p: jnp.sum(layer.apply(p, x, mask=MASKS["causal"]) ** 2))(params)
+
+    ours, theirs = gradients(linen(EXACT_FN)), gradients(linen(None))
+    scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(theirs))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("make", [linen, nnx_layer])
+def test_bfloat16_layers_keep_their_dtype(make: Any) -> None:
+    x = inputs().astype(jnp.bfloat16)
+    layer = make(attention.attention_fn(), dtype=jnp.bfloat16)
+    if make is linen:
+        out = layer.apply(layer.init(jax.random.key(1), x), x)
+    else:
+        out = layer(x)
+    assert out.dtype == jnp.bfloat16
+
+
+def test_stochastic_rounding_takes_a_key_or_draws_one_at_every_use() -> None:
+    q = inputs().reshape(B, T, HEADS, -1)
+    chosen = numerics.STOCHASTIC_OUTPUT
+    fixed = attention.attention_fn(numerics=chosen, key=jax.random.key(3))
+    np.testing.assert_array_equal(fixed(q, q, q), fixed(q, q, q))
+    drawn = attention.attention_fn(numerics=chosen, key=nnx.Rngs(noise=0).noise)
+    assert np.any(np.asarray(drawn(q, q, q)) != np.asarray(drawn(q, q, q)))
+
+
+def test_active_dropout_is_refused_and_inactive_is_not() -> None:
+    x = inputs()
+    layer = linen(EXACT_FN, dropout_rate=0.1)
+    params = linen(None).init(jax.random.key(1), x)
+    np.testing.assert_allclose(layer.apply(params, x), linen(None).apply(params, x), **TOLERANCE)
+    with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.1"):
+        layer.clone(deterministic=False).apply(params, x, rngs={"dropout": jax.random.key(2)})
+    nnx_dropout = nnx_layer(EXACT_FN, dropout_rate=0.1)
+    nnx_dropout(x, deterministic=True)
+    with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.1"):
+        nnx_dropout(x, deterministic=False)
+
+
+def test_sown_weights_are_refused() -> None:
+    x = inputs()
+    params = linen(None).init(jax.random.key(1), x)
+    with pytest.raises(NotImplementedError, match="sown attention weights"):
+        linen(EXACT_FN).apply(params, x, sow_weights=True, mutable=["intermediates"])
+    with pytest.raises(NotImplementedError, match="sown attention weights"):
+        nnx_layer(EXACT_FN)(x, sow_weights=True)
+
+
+def test_without_a_batch_axis() -> None:
+    x = inputs()[0]
+    params = linen(None).init(jax.random.key(1), x)
+    mask = MASKS["causal"][0]  # [1, T, T]
+    np.testing.assert_allclose(
+        linen(EXACT_FN).apply(params, x, mask=mask),
+        linen(None).apply(params, x, mask=mask),
+        **TOLERANCE,
+    )

@@ -1,0 +1,127 @@
+"""The `Numerics` record: the presets as the design tables them, overrides, what a call derives."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import FLASH, POINTS, Numerics
+
+F32, BF16 = "float32", "bfloat16"
+TABLE = ("scores", "probs", "pv", "rescale", "accumulator", "stats", "output", "saved_output")
+TABLE += ("delta", "probs_bwd", "dp", "ds")
+INPUT = "None"  # the format of q
+PRESETS = {
+    "exact": (F32, F32, F32, F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
+    "flash": (F32, BF16, F32, F32, F32, F32, BF16, "same", "do_o", BF16, F32, BF16),
+    "published": (BF16, BF16, BF16, BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
+    "probe": (BF16, BF16, BF16, F32, F32, F32, BF16, "same", "do_o", BF16, BF16, BF16),
+    "float32_output": (F32, BF16, F32, F32, F32, F32, BF16, "float32", "do_o", BF16, F32, BF16),
+    "auxiliary_output": (F32, BF16, F32, F32, F32, F32, BF16, "auxiliary", "do_o", BF16, F32, BF16),
+    "delta_dp_p": (F32, BF16, F32, F32, F32, F32, BF16, "same", "dp_p", BF16, F32, BF16),
+    "stochastic_output": (
+        *(F32, BF16, F32, F32, F32, F32, "bfloat16:stochastic", "same", "do_o", BF16, F32, BF16),
+    ),
+    "standard": (BF16, BF16, F32, F32, F32, F32, BF16, "same", "dp_p", BF16, BF16, BF16),
+}
+
+
+def test_every_preset_is_tabled() -> None:
+    assert PRESETS.keys() == numerics.PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_those_of_the_table(name: str) -> None:
+    preset = numerics.get_preset(name)
+    assert tuple(str(getattr(preset, point)) for point in TABLE) == PRESETS[name]
+    assert preset is getattr(numerics, name.upper())
+    assert preset.normalize_probs == (name == "standard")
+    assert (preset.row_sum, preset.kv_block, preset.grads) == ("unrounded", None, None)
+    assert preset.needs_bits == (name == "stochastic_output")
+
+
+def test_records_are_values() -> None:
+    same = FLASH.replace(scores="float16").replace(scores="float32")
+    assert same == FLASH
+    assert hash(same) == hash(FLASH)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FLASH.scores = numerics.get_rounding("float16")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_every_point_takes_every_format_and_mode(point: str) -> None:
+    for fmt in numerics.FORMATS:
+        for mode in numerics.MODES:
+            changed = numerics.EXACT.replace(**{point: f"{fmt}:{mode}"})
+            rounding = getattr(changed, point)
+            assert (rounding.format.name, rounding.mode) == (fmt, mode)
+            drawn = fmt != "float32" and mode in ("stochastic", "error_random_sign")
+            assert changed.needs_bits == drawn
+            assert str(numerics.get_rounding(str(rounding))) == str(rounding)
+
+
+def test_text_names_what_differs_from_float32() -> None:
+    assert str(FLASH.replace(kv_block=128)) == (
+        "Numerics(probs=bfloat16, output=bfloat16, probs_bwd=bfloat16, ds=bfloat16, kv_block=128)"
+    )
+
+
+def test_another_format_replaces_bfloat16_everywhere_and_keeps_modes() -> None:
+    changed = numerics.STOCHASTIC_OUTPUT.with_format("float16")
+    assert str(changed.output) == "float16:stochastic"
+    assert str(changed.probs) == str(changed.ds) == str(changed.probs_bwd) == "float16"
+    assert str(changed.scores) == "float32"
+    assert changed.grads is None
+
+
+@pytest.mark.parametrize(
+    ("output", "dtype", "expected"),
+    [
+        (None, "float16", "float16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("bf16_m3", "bfloat16", "bfloat16"),
+        ("float8_e5m2", "float16", "float16"),
+        ("float16", "bfloat16", "float32"),  # bfloat16 has too short a significand
+        ("bfloat16", "float16", "float32"),  # float16 has too short an exponent
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16:error_positive", "bfloat16", "float32"),  # injected errors are not rounded
+        ("bfloat16:stochastic", "bfloat16", "bfloat16"),
+    ],
+)
+def test_output_is_stored_where_its_format_fits(
+    output: str | None, dtype: str, expected: str
+) -> None:
+    assert FLASH.replace(output=output).output_dtype(jnp.dtype(dtype)) == jnp.dtype(expected)
+
+
+def test_grads_default_to_the_format_of_their_input() -> None:
+    assert str(FLASH.grads_for(np.dtype("float16"))) == "float16"
+    assert str(FLASH.replace(grads="bfloat16").grads_for(np.dtype("float32"))) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: numerics.get_preset("fast"), "'fast'; presets are exact, flash, published"),
+        (lambda: FLASH.replace(score="bfloat16"), "'score'; points are scores, probs"),
+        (lambda: FLASH.replace(scores="bf15"), "unknown format 'bf15'; formats are float32"),
+        (lambda: FLASH.replace(scores=None), "got None"),
+        (lambda: FLASH.replace(probs="bfloat16:up"), "'up'"),
+        (lambda: FLASH.replace(delta="o_do"), "delta must be one of do_o, .* got 'o_do'"),
+        (lambda: FLASH.replace(saved_output="bf16"), "saved_output must be one of same.*'bf16'"),
+        (lambda: FLASH.replace(row_sum="both"), "row_sum.*'both'"),
+        (lambda: FLASH.replace(kv_block=0), "kv_block must be a positive.*got 0"),
+        (lambda: FLASH.replace(kv_block=-64), "got -64"),
+        (lambda: FLASH.replace(kv_block=64.0), "got 64.0"),
+        (lambda: FLASH.replace(kv_block=True), "got True"),
+        (lambda: FLASH.with_format("half"), "'half'"),
+        (lambda: Numerics(ds="int8"), "'int8'"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_records_say_what_is_wrong(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()

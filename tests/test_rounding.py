@@ -1,0 +1,284 @@
+"""`round_to` on every code, midpoint and boundary of every format; stochastic rounding; bits."""
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import gfloat
+import gfloat.formats
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import plain
+import pytest
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import FORMATS, counter_bits, round_to
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+HARDWARE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+SHORTENED = tuple(f"bf16_m{n}" for n in range(1, 7))
+NARROW = HARDWARE + SHORTENED
+
+
+def dtype_of(fmt: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, fmt, fmt))
+
+
+def bits_of(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def codes(fmt: str) -> np.ndarray:
+    """Every value of the format that is not NaN, ascending, as float32; ±0 as one."""
+    if fmt in SHORTENED:
+        step = 1 << (7 - FORMATS[fmt].fraction_bits)
+        values = np.arange(0, 1 << 16, step).astype(np.uint16).view(ml_dtypes.bfloat16)
+    else:
+        width = dtype_of(fmt).itemsize
+        unsigned = np.dtype(f"uint{8 * width}")
+        values = np.arange(1 << 8 * width).astype(unsigned).view(dtype_of(fmt))
+    values = values.astype(np.float32)
+    return np.unique(values[~np.isnan(values)])
+
+
+def boundaries(fmt: str) -> np.ndarray:
+    """All codes, all midpoints of neighbours, overflow, and float32 neighbours of each of them."""
+    exact = codes(fmt)
+    finite = exact[np.isfinite(exact)].astype(np.float64)
+    middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
+    top = np.float64(FORMATS[fmt].max_finite)
+    threshold = top + (top - finite[-2]) / 2  # where rounding to nearest leaves the finite values
+    edges = np.array([threshold, -threshold, 2 * threshold, -2 * threshold])
+    with np.errstate(over="ignore"):  # beyond float32 in formats with its exponents
+        points = np.concatenate([exact, middle, edges.astype(np.float32)])
+        around = [points, *(np.nextafter(points, np.float32(end)) for end in (-np.inf, np.inf))]
+    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-45, -1e-45, 1e-39], np.float32)
+    return np.concatenate([*around, special])
+
+
+def expected(x: np.ndarray, fmt: str) -> np.ndarray:
+    if fmt in SHORTENED:
+        return plain.shorten(x, FORMATS[fmt].fraction_bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(dtype_of(fmt)).astype(np.float32)
+
+
+def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
+    """Equal bits, signed zeros included; every NaN is as good as another."""
+    result = np.asarray(result)
+    np.testing.assert_array_equal(np.isnan(result), np.isnan(expected_))
+    keep = ~np.isnan(expected_)
+    np.testing.assert_array_equal(bits_of(result)[keep], bits_of(expected_)[keep])
+
+
+HOW: dict[str, Callable[[Callable], Callable]] = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: jax.vmap(f),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("fmt", NARROW)
+def test_nearest_agrees_with_the_oracle_on_every_boundary(fmt: str, how: str) -> None:
+    x = boundaries(fmt)
+    assert_same_bits(HOW[how](lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+def test_nearest_agrees_with_the_oracle_on_random_patterns(fmt: str) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)
+    assert_same_bits(jax.jit(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", SHORTENED)
+def test_oracle_of_short_significands_agrees_with_rational_arithmetic(fmt: str) -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal(200).astype(np.float32) * np.float32(2) ** rng.integers(-130, 120, 200)
+    ties = codes(fmt)[np.isfinite(codes(fmt))].astype(np.float64)
+    ties = ((ties[1:] + ties[:-1]) / 2).astype(np.float32)
+    x = np.concatenate([x.astype(np.float32), rng.choice(ties, 100)])
+    grid = [Fraction(float(c)) for c in codes(fmt) if np.isfinite(c)]
+    values = np.array([float(g) for g in grid])
+    for value, rounded in zip(x, plain.shorten(x, FORMATS[fmt].fraction_bits), strict=True):
+        i = int(np.clip(np.searchsorted(values, value, "right") - 1, 0, len(grid) - 2))
+        below, above = Fraction(float(value)) - grid[i], grid[i + 1] - Fraction(float(value))
+        if below == above:
+            last_bit = 1 << (23 - FORMATS[fmt].fraction_bits)
+            nearest = values[i + 1] if bits_of(np.float32(values[i])) & last_bit else values[i]
+        else:
+            nearest = values[i] if below < above else values[i + 1]
+        assert rounded == nearest
+
+
+def test_float32_passes_unchanged() -> None:
+    x = np.random.default_rng(0).integers(0, 1 << 32, 4096, np.uint32).view(np.float32)
+    assert_same_bits(round_to(jnp.asarray(x), "float32"), x)
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+def test_formats_describe_their_dtypes(fmt: str) -> None:
+    values = codes(fmt)
+    finite = values[np.isfinite(values)]
+    described = FORMATS[fmt]
+    assert finite.max() == described.max_finite
+    assert finite[finite > 0].min() == np.ldexp(1, described.min_exponent - described.fraction_bits)
+    assert (described.overflow == "inf") == np.isinf(values).any()
+    assert_same_bits(finite.astype(described.dtype).astype(np.float32), finite)  # type: ignore[arg-type]
+    for other in FORMATS:
+        if other in HARDWARE or other == "float32":
+            with np.errstate(over="ignore", invalid="ignore"):
+                fits = np.array_equal(finite.astype(dtype_of(other)).astype(np.float32), finite)
+            assert described.is_exact_in(dtype_of(other)) == fits, other
+
+
+@pytest.mark.parametrize("fmt", HARDWARE)
+def test_stochastic_agrees_with_gfloat_given_the_same_bits(fmt: str) -> None:
+    rng = np.random.default_rng(3)
+    # Normal numbers of the format, where the number of dropped bits is the same for all.
+    low, high = FORMATS[fmt].min_exponent, min(FORMATS[fmt].min_exponent * -1, 30) - 1
+    x = np.ldexp(rng.uniform(1, 2, 4096), rng.integers(max(low, -30), high, 4096))
+    x = (x * rng.choice([-1, 1], x.shape)).astype(np.float32)
+    drop = 23 - FORMATS[fmt].fraction_bits
+    bits = rng.integers(0, 1 << 32, x.shape, np.uint32)
+    names = {"float16": "binary16", "float8_e4m3fn": "ocp_e4m3", "float8_e5m2": "ocp_e5m2"}
+    oracle = gfloat.round_ndarray(
+        getattr(gfloat.formats, f"format_info_{names.get(fmt, fmt)}"),
+        x.astype(np.float64),
+        gfloat.RoundMode.StochasticFastest,
+        srbits=(bits & ((1 << drop) - 1)).astype(np.int64),
+        srnumbits=drop,
+    )
+    result = round_to(jnp.asarray(x), fmt, "stochastic", jnp.asarray(bits))
+    assert_same_bits(result, oracle.astype(np.float32))
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+def test_stochastic_never_moves_a_value_of_the_format(fmt: str) -> None:
+    x = codes(fmt)
+    bits = counter_bits(jnp.array([1, 2], jnp.uint32), np.arange(x.size))
+    assert_same_bits(round_to(jnp.asarray(x), fmt, "stochastic", bits), x)
+    ones = jnp.full(x.shape, 0xFFFF_FFFF, jnp.uint32)
+    assert_same_bits(round_to(jnp.asarray(x), fmt, "stochastic", ones), x)
+
+
+@pytest.mark.parametrize("fmt", NARROW)
+def test_stochastic_hits_the_two_neighbours_without_bias(fmt: str) -> None:
+    rng = np.random.default_rng(4)
+    values = codes(fmt)
+    values = values[np.isfinite(values)].astype(np.float64)
+    # Fifty gaps anywhere in the format, subnormals included, and a point inside each.
+    i = np.concatenate([rng.integers(0, len(values) - 1, 48), [len(values) // 2, len(values) - 2]])
+    low, high = values[i], values[i + 1]
+    share = rng.uniform(0.05, 0.95, i.shape)
+    x = (low + share * (high - low)).astype(np.float32)
+    share = (x - low) / (high - low)
+    draws = 20_000
+    bits = counter_bits(
+        jnp.array([3, 4], jnp.uint32), np.arange(draws)[:, None], np.arange(i.size)[None]
+    )
+    wide = jnp.broadcast_to(jnp.asarray(x)[None], bits.shape)
+    result = np.asarray(round_to(wide, fmt, "stochastic", bits)).astype(np.float64)
+    assert np.all((result == low) | (result == high))
+    up = (result == high).mean(0)
+    # A mean of independent draws: five standard deviations leave one failure in 30,000 seeds,
+    # and the seed is fixed.
+    assert np.all(np.abs(up - share) < 5 * np.sqrt(share * (1 - share) / draws))
+
+
+@pytest.mark.parametrize("mode", ["error_random_sign", "error_positive", "error_negative"])
+@pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float8_e4m3fn", "bf16_m3"])
+def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode: str) -> None:
+    rng = np.random.default_rng(5)
+    x = (rng.standard_normal(4096) * 3).astype(np.float32)
+    bits = rng.integers(0, 1 << 32, x.shape, np.uint32)
+    size = np.abs(expected(x, fmt).astype(np.float64) - x)
+    result = np.asarray(round_to(jnp.asarray(x), fmt, mode, jnp.asarray(bits)))  # type: ignore[arg-type]
+    moved = result.astype(np.float64) - x
+    # x ± size is computed in float32: half an ulp of the result.
+    assert np.all(np.abs(np.abs(moved) - size) <= np.spacing(np.abs(result)) / 2)
+    large = size > 1e-6
+    assert large.mean() > 0.9
+    if mode == "error_random_sign":
+        np.testing.assert_array_equal(moved[large] < 0, (bits >> 31 == 1)[large])
+        assert abs(np.sign(moved[large]).mean()) < 5 / np.sqrt(large.sum())
+    else:
+        assert np.all(np.sign(moved[large]) == (1 if mode == "error_positive" else -1))
+    exact = codes(fmt)
+    # Here the sum x ± 0 is float32 arithmetic, which XLA does without subnormals.
+    exact = exact[np.isfinite(exact) & ((np.abs(exact) >= 2.0**-126) | (exact == 0))]
+    unmoved = round_to(jnp.asarray(exact), fmt, mode, jnp.zeros(exact.shape, jnp.uint32))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(unmoved, exact)
+
+
+def test_injection_beyond_the_finite_numbers_follows_nearest() -> None:
+    x = jnp.array([1e6, -1e6, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    np.testing.assert_array_equal(
+        round_to(x, "float16", "error_positive"),
+        np.array([np.inf, -np.inf, np.inf, -np.inf, np.nan]),
+    )
+
+
+def _bits(*counters: object, seed: tuple[int, int] = (0, 0)) -> np.ndarray:
+    return np.asarray(counter_bits(jnp.array(seed, jnp.uint32), *counters))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (0, 1), (1, 0), (0xFFFF_FFFF, 0xFFFF_FFFF), (17, 4)])
+def test_counter_bits_are_uniform_and_independent(seed: tuple[int, int]) -> None:
+    # Batch 0, head 0, rows and columns as the points of a score matrix count them.
+    rows, cols = np.arange(512)[:, None], np.arange(512)[None]
+    bits = _bits(0, 0, 0, rows, cols, 0, seed=seed)
+    n = bits.size
+    for shift in (0, 8, 16, 24):
+        counts = np.bincount(((bits >> shift) & 0xFF).ravel(), minlength=256)
+        chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
+        # 255 degrees of freedom: mean 255, standard deviation √510.
+        assert abs(chi2 - 255) < 5 * np.sqrt(510)
+    others = {
+        "next row": np.roll(bits, 1, 0),
+        "next column": np.roll(bits, 1, 1),
+        "transposed": bits.T,
+        "next point": _bits(1, 0, 0, rows, cols, 0, seed=seed),
+        "next batch": _bits(0, 1, 0, rows, cols, 0, seed=seed),
+        "next head": _bits(0, 0, 1, rows, cols, 0, seed=seed),
+        "next step": _bits(0, 0, 0, rows, cols, 256, seed=seed),
+        "next seed": _bits(0, 0, 0, rows, cols, 0, seed=(seed[0], seed[1] ^ 1)),
+    }
+    for what, other in others.items():
+        # Each of the 32 bits agrees with its counterpart half of the time, off the diagonal.
+        same = ~(bits ^ other)
+        off_diagonal = rows != cols if what == "transposed" else np.ones_like(bits, bool)
+        for position in (0, 7, 15, 23, 31):
+            agree = ((same >> position) & 1)[off_diagonal]
+            assert abs(agree.mean() - 0.5) < 5 * 0.5 / np.sqrt(agree.size), (what, position)
+
+
+def test_counter_bits_repeat_no_more_than_chance() -> None:
+    rows, cols = np.arange(1024)[:, None], np.arange(1024)[None]
+    bits = _bits(0, 0, 0, rows, cols, 0)
+    # Pairs among n draws from 2^32 values: n² / 2^33 expected collisions, a Poisson variable.
+    n = bits.size
+    collisions, expectation = n - np.unique(bits).size, n**2 / 2**33
+    assert collisions < expectation + 5 * np.sqrt(expectation)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: round_to(jnp.ones(2, jnp.bfloat16), "float16"), "bfloat16"),
+        (lambda: round_to(jnp.ones(2), "bfloat15"), "'bfloat15'"),
+        (lambda: round_to(jnp.ones(2), "bfloat16", "stochastic"), "'stochastic'"),
+        (lambda: round_to(jnp.ones(2), "bfloat16", "error_random_sign"), "'error_random_sign'"),
+        (lambda: round_to(jnp.ones(2), "bfloat16", "upwards"), "'upwards'"),  # type: ignore[arg-type]
+        (lambda: numerics.Rounding(FORMATS["float16"], "upwards"), "'upwards'"),  # type: ignore[arg-type]
+        (lambda: numerics.get_rounding("bfloat16:upwards"), "'upwards'"),
+        (lambda: numerics.get_rounding("float17"), "'float17'"),
+        (lambda: numerics.get_rounding(8), "8"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_roundings_say_what_is_wrong(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()

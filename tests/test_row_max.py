@@ -1,0 +1,227 @@
+"""What each row-max rule does in each edge case that its docstring states."""
+
+import dataclasses
+from collections.abc import Callable
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain
+import pytest
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+RULES: dict[str, RowMax] = {
+    "standard": StandardMax(),
+    "published": PublishedMax(),
+    "dynamic_max": DynamicMax(),
+}
+NEVER = MASKED  # the running maximum before the first step
+
+
+def row_max(rule: RowMax, scores: list[float], m_prev: float = NEVER) -> float:
+    s = jnp.array([scores], jnp.float32)
+    return float(rule(s, jnp.array([[m_prev]], jnp.float32))[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("scores", "standard", "published", "dynamic"),
+    [
+        ([1.0, 3.0, 2.0], 3.0, 3.0, 3.0),  # one maximum: nothing shifts
+        ([1.0, 3.0, 3.0], 3.0, 6.0, 6.0),  # repeated, positive: β r_m
+        ([-5.0, -3.0, -3.0], -3.0, 0.0, 0.0),  # repeated, negative: 0
+        ([0.0, 0.0, -1.0], 0.0, 0.0, 1.0),  # repeated zero: unhandled; shifted like r_m = 1
+        ([3.0, 2.9995, 1.0], 3.0, 6.0, 3.0),  # within 1e-3; not exactly equal
+        ([50.0, 50.0], 50.0, 100.0, 70.0),  # the bounded shift
+        ([-50.0, -50.0], -50.0, 0.0, -30.0),
+        ([MASKED, MASKED], MASKED, 0.0, MASKED),  # fully masked
+        ([MASKED, 2.0], 2.0, 2.0, 2.0),
+        ([-np.inf, -np.inf], MASKED, 0.0, MASKED),  # −inf counts as masked
+        ([np.inf, 1.0], np.inf, np.inf, np.inf),
+        ([np.inf, np.inf], np.inf, np.inf, np.inf),
+    ],
+)
+def test_edge_cases(scores: list[float], standard: float, published: float, dynamic: float) -> None:
+    assert row_max(StandardMax(), scores) == standard
+    assert row_max(PublishedMax(), scores) == published
+    assert row_max(DynamicMax(), scores) == dynamic
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_running_maximum_never_falls(rule: RowMax) -> None:
+    assert row_max(rule, [1.0, 1.0], m_prev=10.0) == 10.0
+    assert row_max(rule, [MASKED, MASKED], m_prev=10.0) == 10.0
+    assert row_max(rule, [1.0, 2.0], m_prev=-10.0) == 2.0
+
+
+def test_options_change_the_rules() -> None:
+    assert row_max(PublishedMax(beta=7.0), [3.0, 3.0]) == 21.0
+    assert row_max(PublishedMax(tolerance=0.0), [3.0, 2.9995]) == 3.0
+    assert row_max(DynamicMax(beta=4.0), [3.0, 3.0]) == 12.0
+    assert row_max(DynamicMax(beta=4.0), [0.0, 0.0]) == 3.0
+    assert row_max(DynamicMax(tolerance=0.1), [3.0, 2.95]) == 6.0
+    assert row_max(DynamicMax(max_shift=1.0), [3.0, 3.0]) == 4.0
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rules_agree_with_the_plain_writing(rule: RowMax) -> None:
+    rng = np.random.default_rng(0)
+    s = rng.integers(-6, 7, (200, 9)).astype(np.float32) * rng.choice([0.5, 1, 9], (200, 1))
+    s[::5] -= 40
+    s[::7, 3:] = -np.inf
+    s, m_prev = s.astype(np.float32), rng.integers(-6, 7, (200, 1)).astype(np.float32)
+    ours = jax.jit(rule)(jnp.where(s == -np.inf, MASKED, s), jnp.asarray(m_prev))
+    np.testing.assert_allclose(ours, plain.shifted_max(rule, s, m_prev), rtol=2 * plain.EPS32)
+
+
+def attend(q: float, scores: list[float], rule: RowMax, **options: object) -> np.ndarray:
+    """Attention of one row over keys with given scores and values 1, 2, 3, …; one feature."""
+    n = len(scores)
+    k = jnp.array(scores, jnp.float32).reshape(1, n, 1, 1) / q
+    v = jnp.arange(1, n + 1, dtype=jnp.float32).reshape(1, n, 1, 1)
+    out = attention.dot_product_attention(
+        jnp.full((1, 1, 1, 1), q),
+        k,
+        v,
+        scale=1.0,
+        row_max=rule,
+        **options,  # type: ignore[arg-type]
+    )
+    return np.asarray(out)[0, 0, 0]
+
+
+EXACT_DENSE = {"numerics": numerics.EXACT, "implementation": "dense"}
+
+
+def test_published_rule_underflows_to_nan_without_the_clamp() -> None:
+    scores = [100.0, 100.0, 50.0]  # (β − 1) r_m = 100 > 87
+    assert np.isnan(attend(10.0, scores, PublishedMax(clamp=None), **EXACT_DENSE)).all()
+
+
+def test_published_rule_lets_the_row_vanish_with_the_clamp() -> None:
+    scores = [100.0, 100.0, 50.0]
+    assert attend(10.0, scores, PublishedMax(), **EXACT_DENSE) == 0.0
+
+
+def test_dynamic_max_keeps_the_row() -> None:
+    scores = [100.0, 100.0, 50.0]
+    np.testing.assert_allclose(attend(10.0, scores, DynamicMax(), **EXACT_DENSE), 1.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "largest_shift"), [("float16", 9.7), ("float8_e5m2", 9.7), ("float8_e4m3fn", 4.1)]
+)
+def test_dynamic_max_refuses_a_shift_under_which_narrow_probs_vanish(
+    fmt: str, largest_shift: float
+) -> None:
+    scores = [100.0, 100.0, 50.0]
+    chosen = numerics.EXACT.replace(probs=fmt)
+    with pytest.raises(ValueError, match=rf"max_shift=20.0.*probs={fmt}.*{largest_shift}"):
+        attend(10.0, scores, DynamicMax(), numerics=chosen, implementation="dense")
+    safe = DynamicMax(max_shift=largest_shift)
+    out = attend(10.0, scores, safe, numerics=chosen, implementation="dense")
+    # O = Σ round(P̄) v / Σ P̄: off by the relative error of rounding a normal number.
+    half_ulp = 2.0 ** -(numerics.FORMATS[fmt].fraction_bits + 1)
+    np.testing.assert_allclose(out, 1.5, rtol=half_ulp)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("implementation", ["dense", "tiled"])
+def test_infinite_scores(rule: RowMax, implementation: str) -> None:
+    q = k = v = jnp.ones((1, 2, 1, 4), jnp.float32)
+
+    def out(bias: list[float]) -> np.ndarray:
+        return np.asarray(
+            attention.dot_product_attention(
+                q,
+                k,
+                v,
+                bias=jnp.array(bias, jnp.float32).reshape(1, 1, 1, 2),
+                row_max=rule,
+                numerics=numerics.EXACT,
+                implementation=implementation,
+            )
+        )
+
+    assert np.isnan(out([np.inf, 0.0])).all()
+    np.testing.assert_allclose(out([-np.inf, 0.0]), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["repeated_maxima", "mask_empty_block", "large_negative_scores"])
+@pytest.mark.parametrize("rule", ["published", "dynamic_max"])
+def test_softmax_does_not_depend_on_the_rule_in_exact_arithmetic(rule: str, case: str) -> None:
+    problem = harness.CASES[case]
+    arrays = harness.inputs(problem)
+    how = harness.IMPLEMENTATIONS["dense"]
+    shifted = harness.run(how, problem, arrays, numerics.EXACT, RULES[rule])
+    exact = harness.oracle(problem, arrays)
+    for name, x in exact.items():
+        # P̄ and lse carry the rounding of scores as large as the shift, some 2^6: 2^6 ulps of
+        # the largest entry, and a few for the sums.
+        bound = 200 * plain.EPS32 * max(harness.largest(x), 1.0)
+        assert harness.error(shifted[name], x) < bound, name
+
+
+@pytest.mark.parametrize(
+    ("rule", "together", "apart"),
+    [(StandardMax(), 3.0, 3.0), (PublishedMax(), 6.0, 3.0), (DynamicMax(), 6.0, 3.0)],
+)
+def test_rules_act_on_one_step(rule: RowMax, together: float, apart: float) -> None:
+    assert row_max(rule, [3.0, 3.0]) == together
+    assert row_max(rule, [3.0], m_prev=row_max(rule, [3.0])) == apart
+
+
+def test_fully_masked_row_under_each_rule() -> None:
+    q = k = v = jnp.ones((1, 3, 1, 4), jnp.float32)
+    mask = jnp.ones((1, 1, 3, 3), bool).at[:, :, 1].set(False)
+    for rule in RULES.values():
+        for implementation in ("dense", "tiled"):
+            out, lse = attention.dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                row_max=rule,
+                implementation=implementation,
+                numerics=numerics.EXACT,
+                return_residual=True,
+            )
+            np.testing.assert_array_equal(out[0, 1], 0.0)
+            # The published rule raises m to 0 and clamps l: the row looks like a very light one.
+            expected = np.log(1e-10) if isinstance(rule, PublishedMax) else -np.inf
+            np.testing.assert_allclose(lse[0, 1], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: PublishedMax(beta=1.0), "beta must be greater than 1 and finite, got 1.0"),
+        (lambda: DynamicMax(beta=0.5), "got 0.5"),
+        (lambda: DynamicMax(beta=float("nan")), "got nan"),
+        (lambda: DynamicMax(beta=float("inf")), "got inf"),
+        (lambda: PublishedMax(tolerance=-1e-3), "tolerance must be 0 or positive.*-0.001"),
+        (lambda: DynamicMax(tolerance=float("nan")), "tolerance.*nan"),
+        (lambda: PublishedMax(clamp=0.0), "clamp must be a positive number or None, got 0.0"),
+        (lambda: DynamicMax(max_shift=81.0), r"max_shift must lie in \(0, 80\], got 81.0"),
+        (lambda: DynamicMax(max_shift=0.0), "max_shift.*0.0"),
+        (lambda: numerics.get_row_max("dynamic"), "'dynamic'; rules are standard, published"),
+        (lambda: numerics.get_row_max("standard", beta=2.0), "'standard' has no option 'beta'"),
+        (lambda: numerics.get_row_max("dynamic_max", clamp=1.0), "'clamp'; it has beta"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_rules_are_found_by_name_with_options() -> None:
+    assert numerics.get_row_max("standard") == StandardMax()
+    assert numerics.get_row_max("published", clamp=None) == PublishedMax(clamp=None)
+    assert numerics.get_row_max("dynamic_max", beta=7.0) == DynamicMax(beta=7.0)
+    for rule in RULES.values():
+        assert isinstance(rule, RowMax)
+        assert hash(rule) == hash(dataclasses.replace(rule))  # type: ignore[type-var]

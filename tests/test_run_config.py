@@ -1,0 +1,106 @@
+import pytest
+from tiny import tiny_config
+
+from configs import gpt2_bf16, gpt2_bf16_dynamic_max
+from lowprec_attn import numerics
+from lowprec_attn.run_config import ConfigError, train_settings
+
+
+def heads_of(**attention):
+    config = tiny_config()
+    config["attention"].update(attention)
+    return train_settings(config).attention.heads
+
+
+def test_the_base_config_is_the_published_arithmetic_with_the_standard_rule():
+    settings = train_settings(gpt2_bf16.get_config("full").to_dict())
+    assert {h for layer in settings.attention.heads for h in layer} == {
+        h
+        for h in [settings.attention.heads[0][0]]
+        if h.numerics == numerics.PUBLISHED and h.row_max == numerics.StandardMax()
+    }
+    assert (settings.model.layers, settings.model.heads, settings.model.width) == (12, 12, 768)
+    assert settings.batch_size * settings.model.context == 524_288
+
+
+def test_the_dynamic_max_config_differs_from_the_base_in_the_rule_alone():
+    base = gpt2_bf16.get_config("tiny").to_dict()
+    fixed = gpt2_bf16_dynamic_max.get_config("tiny").to_dict()
+    assert fixed["attention"].pop("row_max") == "dynamic_max"
+    assert base["attention"].pop("row_max") == "standard"
+    assert fixed.pop("name") != base.pop("name")
+    assert fixed == base
+
+
+@pytest.mark.parametrize("name", sorted(numerics.PRESETS))
+def test_every_preset_is_a_config_value(name):
+    assert heads_of(numerics=name)[0][0].numerics == numerics.PRESETS[name]
+
+
+def test_one_point_and_the_step_size_can_be_changed():
+    head = heads_of(points={"output": "float32"}, kv_block=16)[1][1]
+    assert head.numerics == numerics.PUBLISHED.replace(output="float32", kv_block=16)
+
+
+def test_row_max_options_reach_the_rule():
+    head = heads_of(row_max="published", row_max_beta=7.0, row_max_tolerance=0.5)[0][0]
+    assert head.row_max == numerics.PublishedMax(beta=7.0, tolerance=0.5)
+
+
+def test_the_most_specific_override_wins():
+    heads = heads_of(
+        points={"dp": "float32"},
+        heads={1: {"points": {"output": "float32"}}},
+        layers={1: {"row_max": "dynamic_max", "heads": {0: {"numerics": "flash"}}}},
+    )
+    base = numerics.PUBLISHED.replace(dp="float32")
+    assert heads[0][0].numerics == base
+    assert heads[0][1].numerics == base.replace(output="float32")
+    assert heads[1][0].numerics == numerics.FLASH  # a named preset drops inherited points
+    assert heads[1][1].numerics == base.replace(output="float32")
+    assert heads[0][0].row_max == numerics.StandardMax()
+    assert heads[1][0].row_max == heads[1][1].row_max == numerics.DynamicMax()
+
+
+def test_indices_may_be_strings_as_in_a_config_read_back_from_json():
+    assert heads_of(layers={"1": {"numerics": "flash"}})[1][0].numerics == numerics.FLASH
+
+
+BAD = [
+    ({"attention__numerics": "flahs"}, "'flahs'", "flash"),
+    ({"attention__points": {"outptu": "float32"}}, "'outptu'", "output"),
+    ({"attention__points": {"output": "float33"}}, "'float33'", "float32"),
+    ({"attention__points": {"output": "bfloat16:up"}}, "'up'", "stochastic"),
+    ({"attention__row_max": "dynamic"}, "'dynamic'", "dynamic_max"),
+    ({"attention__row_max": "dynamic_max", "attention__row_max_beta": 1.0}, "1.0", "beta"),
+    ({"attention__row_max": "published", "attention__row_max_tolerance": -1e-3}, "-0.001", "0 or"),
+    ({"attention__row_max_beta": 2.0}, "'beta'", "standard"),
+    ({"attention__kv_block": 0}, "0", "kv_block"),
+    ({"attention__layers": {2: {}}}, "2", "0 to 1"),
+    ({"attention__layers": {0: {"heads": {5: {}}}}}, "5", "0 to 1"),
+    ({"attention__layers": {0: {"rowmax": "standard"}}}, "rowmax", "row_max"),
+    ({"attention__nmuerics": "flash"}, "nmuerics", "numerics"),
+    ({"model__depth": 3}, "depth", "layers"),
+    ({"model__heads": 3}, "32", "multiple of 3"),
+    ({"model__init": "xavier"}, "'xavier'", "small_init"),
+    ({"optimizer__peak_lr": "fast"}, "'fast'", "float"),
+    ({"optimizer__peak_lr": -1.0}, "-1.0", "0 or more"),
+    ({"optimizer__b2": 1.0}, "1.0", "[0, 1)"),
+    ({"optimizer__clip_norm": 0.0}, "0.0", "positive"),
+    ({"steps": 0}, "0", "at least 1"),
+    ({"steps": True}, "True", "int"),
+    ({"seed": -1}, "-1", "0 or more"),
+    ({"accumulation_steps": 3}, "3", "divisor of batch_size 8"),
+    ({"learning_rate": 1.0}, "learning_rate", "fields are"),
+    ({"data__file": "x"}, "file", "path"),
+]
+
+
+@pytest.mark.parametrize(("changes", "value", "hint"), BAD, ids=lambda x: str(x)[:40])
+def test_a_bad_field_gives_one_line_with_the_value_and_what_is_possible(changes, value, hint):
+    with pytest.raises(ConfigError) as error:
+        train_settings(tiny_config(**changes))
+    message = str(error.value)
+    assert value in message
+    assert hint in message
+    assert "\n" not in message

@@ -1,0 +1,35 @@
+"""The smallest training settings that still have every part; shared by the trainer's tests."""
+
+import dataclasses
+from typing import Any
+
+from configs import gpt2_bf16
+from lowprec_attn.gpt2.settings import TrainSettings
+from lowprec_attn.run_config import train_settings
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """The `tiny` config as plain dicts, shrunk to 2 layers; `changes` use dotted names."""
+    config = gpt2_bf16.get_config("tiny").to_dict()
+    config["model"].update(layers=2, heads=2, width=32, context=32, vocab_size=257)
+    config["optimizer"].update(warmup_steps=2)
+    config.update(steps=6, batch_size=8, diagnostics_every=3, checkpoint_every=2, eval_every=3)
+    config.update(eval_batches=1)
+    for name, value in changes.items():
+        *path, field = name.split("__")
+        section = config
+        for part in path:
+            section = section[part]
+        section[field] = value
+    return config
+
+
+def tiny_settings(**changes: Any) -> TrainSettings:
+    """The settings of `tiny_config`."""
+    return train_settings(tiny_config(**changes))
+
+
+def with_optimizer(settings: TrainSettings, **changes: Any) -> TrainSettings:
+    """A copy with some optimizer settings changed."""
+    optimizer = dataclasses.replace(settings.optimizer, **changes)
+    return dataclasses.replace(settings, optimizer=optimizer)
