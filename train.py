@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         from lowprec_attn.gpt2.training import train
 
         return train(settings, config, Path(_WORKDIR.value or _default_workdir(settings, config)))
-    except (ValueError, RunError) as error:
+    except (ValueError, NotImplementedError, RunError) as error:
         return _fail(error)
 
 
@@ -57,11 +57,15 @@ def _fail(error: object) -> int:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """absl's parser, with one line instead of a traceback for a field that does not exist."""
+    """absl's parser, with one line instead of a traceback where a flag cannot be taken."""
     try:
         return flags.FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        sys.exit(_fail(f"{error} (in {' '.join(argv[1:])})"))
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+        reason = str(cause).strip().splitlines()[-1].strip()
+        sys.exit(_fail(f"cannot parse {' '.join(argv[1:])}: {reason}"))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.variant = variant or _variant_for_device()
     config.seed = 42
     config.resume_from = placeholder(str)
+    config.devices = placeholder(int)  # all local ones
 
     config.model = ConfigDict()
     config.model.init = "gpt2"  # or small_init, lecun_uniform
@@ -77,8 +78,8 @@ def _variant_for_device() -> str:
 def _tiny(config: ConfigDict) -> None:
     """A byte model that two CPU cores train in a minute and a half."""
     config.model.update(layers=4, heads=4, width=128, context=256, vocab_size=320)
-    config.optimizer.update(peak_lr=3e-3, end_lr=3e-4, warmup_steps=20)
-    config.update(steps=200, batch_size=8, accumulation_steps=1)
+    config.optimizer.update(peak_lr=2e-3, end_lr=2e-4, warmup_steps=40)
+    config.update(steps=300, batch_size=8, accumulation_steps=1)
     config.update(diagnostics_every=50, checkpoint_every=100, eval_every=100)
 
 

@@ -79,23 +79,19 @@ CASES = {
     "more_keys_head_64": Case(rows=9, keys=23, head_size=64, is_causal=True),
     "more_rows": Case(rows=23, keys=9, scale=0.7, is_causal=True),
     "one_row": Case(rows=1, keys=19, is_causal=True),
-    "one_key": Case(rows=11, keys=1),
-    "key_lengths": Case(key_lengths=(13, 0)),
     "both_lengths": Case(key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True),
     "both_lengths_repeated_maxima": Case(
         key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True, values="repeated_maxima"
     ),
-    "mask": Case(mask="random"),
     "mask_padding": Case(mask="padding"),
-    "mask_empty_rows": Case(mask="empty_rows", is_causal=True),
-    "mask_empty_block": Case(mask="empty_block", heads=4),
-    "bias": Case(bias=(True, True, True)),
+    "mask_empty_rows_and_blocks": Case(mask="empty", heads=4),
+    "bias": Case(bias=(True, True, True), mask="random"),
     "bias_of_heads": Case(bias=(False, True, True), heads=4, is_causal=True),
-    "bias_of_keys": Case(bias=(False, False, False), mask="random"),
+    "bias_of_keys": Case(bias=(False, False, False)),
     "bfloat16": Case(dtype="bfloat16", is_causal=True),
     "bfloat16_repeated_maxima": Case(dtype="bfloat16", is_causal=True, values="repeated_maxima"),
     "bfloat16_one_sign": Case(dtype="bfloat16", is_causal=True, values="one_sign_values"),
-    "float16": Case(dtype="float16", heads=4, key_lengths=(11, 20)),
+    "float16_key_lengths": Case(dtype="float16", heads=4, key_lengths=(11, 0)),
 }
 
 
@@ -134,12 +130,10 @@ def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
         return rng.random((b, n, t, s)) < 0.6
     if case.mask == "padding":  # per batch element, for all heads and rows
         return np.arange(s) < np.array([s - 6, s - 1])[:, None, None, None]
+    assert case.mask == "empty", case.mask
     mask = np.ones((1, 1, t, s), bool)
-    if case.mask == "empty_rows":
-        mask[:, :, [0, 3, t - 1]] = False
-    else:
-        assert case.mask == "empty_block", case.mask
-        mask[:, :, ::2, : s // 2] = False  # the first steps of these rows are fully masked
+    mask[:, :, ::2, : s // 2] = False  # the first steps of these rows are fully masked
+    mask[:, :, [0, 3, t - 1]] = False
     return mask
 
 

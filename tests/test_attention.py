@@ -24,7 +24,8 @@ RULES: dict[str, numerics.RowMax] = {
 # Rules look at the scores of one step: they are tried where a maximum repeats.
 PRESETS_AND_RULES = [
     *((preset, "standard") for preset in numerics.PRESETS if preset != "standard"),
-    *((preset, rule) for preset in ("flash", "published") for rule in ("published", "dynamic_max")),
+    ("published", "published"),
+    ("published", "dynamic_max"),
 ]
 KEY = jax.random.key(7)
 
@@ -105,31 +106,28 @@ def qkv(case: harness.Case) -> list[jax.Array]:
     return [jnp.asarray(arrays[name]) for name in ("q", "k", "v")]
 
 
-@pytest.mark.parametrize("implementation", ["dense", "tiled"])
-def test_heads_equal_those_of_separate_calls(implementation: str) -> None:
-    """Numerics and rules per head, random bits included: heads 0 1 | 2 3 | 4 5 share a key head."""
+def test_heads_equal_those_of_separate_calls() -> None:
+    """Numerics and rules per head, random bits included; heads 0 1 | 2 3 | 4 5 share a key head."""
     case = harness.Case(heads=6, kv_heads=3, is_causal=True, values="repeated_maxima")
     pairs = [
         (MIXED, numerics.StandardMax()),
         (numerics.EXACT, numerics.StandardMax()),
         (MIXED, numerics.DynamicMax()),
     ]
-    attend = functools.partial(ATTEND, is_causal=True, key=KEY, implementation=implementation)
 
-    def gradients(**options: Any) -> tuple[jax.Array, ...]:
-        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            out, lse = attend(q, k, v, **options)
-            return jnp.sum(out * jnp.cos(out)) + jnp.sum(lse)
+    @functools.partial(jax.jit, static_argnames=("numerics", "row_max"))
+    def results(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        attend = functools.partial(ATTEND, is_causal=True, key=KEY, **options)
+        (out, lse), pullback = jax.vjp(attend, q, k, v)
+        return (out, lse, *pullback((jnp.cos(out), lse)))
 
-        out, lse = jax.jit(functools.partial(attend, **options))(*qkv(case))
-        return (out, lse, *jax.jit(jax.grad(loss, (0, 1, 2)))(*qkv(case)))
-
-    mixed = gradients(
-        numerics=[chosen for chosen, _ in pairs for _ in range(2)],
-        row_max=[rule for _, rule in pairs for _ in range(2)],
+    mixed = results(
+        *qkv(case),
+        numerics=tuple(chosen for chosen, _ in pairs for _ in range(2)),
+        row_max=tuple(rule for _, rule in pairs for _ in range(2)),
     )
     for group, (chosen, rule) in enumerate(pairs):
-        alone = gradients(numerics=chosen, row_max=rule)
+        alone = results(*qkv(case), numerics=chosen, row_max=rule)
         for x, y, size in zip(mixed, alone, (2, 2, 2, 1, 1), strict=True):
             heads = slice(group * size, (group + 1) * size)
             a, b = np.asarray(x)[:, :, heads], np.asarray(y)[:, :, heads]
@@ -188,15 +186,17 @@ def test_vmap_of_forward_and_gradient_with_its_own_lengths(implementation: str) 
 def test_checkpoint_repeats_the_same_random_bits(implementation: str) -> None:
     q, k, v = qkv(harness.Case(is_causal=True))
 
-    def loss(q: jax.Array) -> jax.Array:
-        out, lse = ATTEND(q, k, v, numerics=MIXED, key=KEY, implementation=implementation)
-        return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+    @jax.jit
+    def gradients(q: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(q: jax.Array) -> jax.Array:
+            out, lse = ATTEND(q, k, v, numerics=MIXED, key=key, implementation=implementation)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
 
-    kept, recomputed = jax.jit(jax.grad(loss))(q), jax.jit(jax.grad(jax.checkpoint(loss)))(q)
+        return jax.grad(loss)(q), jax.grad(jax.checkpoint(loss))(q)
+
+    kept, recomputed = gradients(q, KEY)
     np.testing.assert_allclose(recomputed, kept, atol=1e-6)
-    other = ATTEND(q, k, v, numerics=MIXED, key=jax.random.key(8), implementation=implementation)
-    same = ATTEND(q, k, v, numerics=MIXED, key=KEY, implementation=implementation)
-    assert np.any(np.asarray(other[0]) != np.asarray(same[0]))
+    assert np.abs(gradients(q, jax.random.key(8))[0] - kept).max() > 1e-4
 
 
 @hypothesis.settings(deadline=None, max_examples=8, derandomize=True)

@@ -154,16 +154,16 @@ def test_mutant_that_skips_a_rounding_is_noticed(
 ) -> None:
     chosen = EXACT.replace(**{point: "bfloat16"})
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
-    assert closer(eager_result(implementation, chosen), on, off) == ROUNDINGS[point]
-
     round_point = steps.round_point
 
     def skipping(x: jax.Array, name: str, *rest: Any) -> jax.Array:
         return x if name == point else round_point(x, name, *rest)
 
     monkeypatch.setattr(steps, "round_point", skipping)
+    mutant = eager_result(implementation, chosen)
+    assert closer(mutant, off, on) == ROUNDINGS[point]  # it lies where the point is off
     with pytest.raises(AssertionError, match="between on and off"):
-        closer(eager_result(implementation, chosen), on, off)
+        closer(mutant, on, off)
 
 
 @pytest.mark.usefixtures("eager")

@@ -73,7 +73,7 @@ def _arithmetic(settings: TrainSettings) -> list[str]:
 
 
 def name_of(head: HeadArithmetic) -> str:
-    """`published (scores=bfloat16, ...), StandardMax()`: the preset if it is one, and all points."""
+    """The preset's name if it is one, all points, and the row-max rule."""
     plain = head.numerics.replace(kv_block=None)
     preset = next((name for name, n in PRESETS.items() if n == plain), "custom")
     points = str(head.numerics).removeprefix("Numerics")

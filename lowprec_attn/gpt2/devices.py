@@ -1,7 +1,6 @@
 """Where a run computes: the mesh over all local devices, and its attention."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,13 @@ class Devices(NamedTuple):
     Attributes:
       mesh: of all local devices.
       attend: attention for arrays that are split over the batch.
+      attend_whole: attention for arrays that every device holds whole.
       accumulation_steps: micro-batches per step.
     """
 
     mesh: Mesh
     attend: Attend
+    attend_whole: Attend
     accumulation_steps: int
 
     @property
@@ -70,12 +71,16 @@ class Devices(NamedTuple):
 
 
 def local_devices(settings: TrainSettings) -> Devices:
-    """All local devices of the default backend.
+    """The mesh of `settings.devices`, by default all local devices of the default backend.
 
     Raises:
-      ValueError: a micro-batch does not divide over them.
+      ValueError: there are fewer, or a micro-batch does not divide over them.
     """
     devices = jax.local_devices()
+    if settings.devices is not None:
+        if not 1 <= settings.devices <= len(devices):
+            raise ValueError(f"devices={settings.devices}, but there are {len(devices)}")
+        devices = devices[: settings.devices]
     micro_batch = settings.batch_size // settings.accumulation_steps
     if micro_batch % len(devices):
         raise ValueError(
@@ -84,8 +89,10 @@ def local_devices(settings: TrainSettings) -> Devices:
             f"{len(devices)} devices; choose a multiple of {len(devices)}"
         )
     mesh = Mesh(np.array(devices), (_AXIS,))
-    function: Callable[..., Any] = attention.dot_product_attention
-    if len(devices) > 1:
-        function = attention.sharded(mesh, batch_axis=_AXIS)
-    attend = functools.partial(function, implementation=settings.attention.implementation)
-    return Devices(mesh, attend, settings.accumulation_steps)
+    whole = functools.partial(
+        attention.dot_product_attention, implementation=settings.attention.implementation
+    )
+    split = functools.partial(
+        attention.sharded(mesh, batch_axis=_AXIS), implementation=settings.attention.implementation
+    )
+    return Devices(mesh, split if len(devices) > 1 else whole, whole, settings.accumulation_steps)

@@ -6,7 +6,7 @@ Parameters and the residual stream are float32; what enters a matrix product is 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
 
 # `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
-Attend = Callable[..., Array]
+Attend = Callable[..., Any]
 
 
 class LayerRecord(NamedTuple):

@@ -43,7 +43,8 @@ def write_report(run_dir: RunDir) -> Path:
     axes = figure.subplots(4, 2)
     figure.suptitle(_title(run_dir), fontsize=11, family="monospace")
     _draw_loss(axes[0, 0], records, _load(run_dir.summary))
-    _draw_series(axes[0, 1], records, "grad_norm", "gradient norm (before clipping)")
+    _draw_series(axes[0, 1], records, "grad_norm", "gradient norm before clipping (log)")
+    axes[0, 1].set_yscale("log")
     signals = [record for record in records if "signals" in record]
     panels = [
         (axes[1, 0], "score_maximum", np.max, "largest |score| (log)", "log"),
@@ -87,9 +88,10 @@ def _title(run_dir: RunDir) -> str:
         f"row max {attention.get('row_max')}   seed {config.get('seed')}"
     ]
     if summary:
+        loss, unigram = summary["val_loss"], summary["unigram_loss"]
         lines.append(
-            f"validation loss {summary['val_loss']:.3f} nats per token, "
-            f"{summary['below_unigram']:.3f} below the unigram model's {summary['unigram_loss']:.3f}"
+            f"validation loss {loss:.3f} nats per token, "
+            f"{unigram - loss:.3f} below the unigram model's {unigram:.3f}"
         )
     if failure:
         lines.append(f"NOT FINITE at step {failure['step']}: {failure['message']}")

@@ -105,6 +105,7 @@ class TrainSettings:
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       checkpoints_kept: how many of the newest checkpoints stay on disk.
+      devices: how many local devices to use, None for all.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
     """
 
@@ -124,3 +125,4 @@ class TrainSettings:
     eval_every: int = 500
     eval_batches: int = 8
     resume_from: str | None = None
+    devices: int | None = None

@@ -1,4 +1,4 @@
-"""The diagnostics of every layer of the model on a few sequences; see `lowprec_attn.diagnostics`."""
+"""The diagnostics of every layer of the model on one or a few sequences."""
 
 from collections.abc import Callable
 from typing import Any

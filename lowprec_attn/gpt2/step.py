@@ -86,12 +86,12 @@ def make_steps(settings: TrainSettings, attend: Attend) -> Steps:
     def train(state: TrainState, inputs: Array, targets: Array) -> tuple[TrainState, StepMetrics]:
         key = step_key(root, state.step)
         loss, grads = _accumulate(loss_fn, state.params, inputs, targets, key)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        finite &= jnp.isfinite(optax.global_norm(updates))
+        finite &= jnp.isfinite(optax.tree.norm(updates))
         applied = finite & ~state.failed
         new = TrainState(params, opt_state, state.step + 1, state.failed)
         old = state._replace(failed=jnp.bool_(True))

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float32, UInt32
 
@@ -166,7 +167,7 @@ def _round_significand(magnitude: Array, fmt: Format, bits: Array | None) -> Arr
 
 
 def _bits_of(value: float) -> int:
-    return int(jnp.float32(value).view(jnp.uint32))
+    return int(np.float32(value).view(np.uint32))
 
 
 def _inject_error(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:

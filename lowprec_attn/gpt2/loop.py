@@ -1,0 +1,255 @@
+"""The training loop: dispatch, fetch, record, save, stop.
+
+It never waits for a step it has just dispatched: the metrics of step n are fetched when step
+n + 1 is under way. Everything that is recorded belongs to a step: what looks at the parameters
+before their update s (validation, diagnostics) and what the update itself gives (loss, gradient
+norm) carry the number s, so a run resumed at s writes exactly what is missing.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn.gpt2 import tokens
+from lowprec_attn.gpt2.checkpoint import Checkpoints
+from lowprec_attn.gpt2.data import Batch, validation_batches
+from lowprec_attn.gpt2.devices import Devices
+from lowprec_attn.gpt2.metrics import MetricsWriter
+from lowprec_attn.gpt2.nonfinite import find_culprit
+from lowprec_attn.gpt2.order import OrderRecord
+from lowprec_attn.gpt2.progress import Progress
+from lowprec_attn.gpt2.report import write_report
+from lowprec_attn.gpt2.run_dir import RunDir
+from lowprec_attn.gpt2.settings import TrainSettings
+from lowprec_attn.gpt2.signals import make_signals
+from lowprec_attn.gpt2.step import StepMetrics, Steps, TrainState, make_steps, step_key
+
+EXIT_DONE = 0
+EXIT_NOT_FINITE = 3
+
+
+class Run(NamedTuple):
+    """What stays the same from the first step to the last."""
+
+    settings: TrainSettings
+    devices: Devices
+    steps: Steps
+    corpus: tokens.Corpus
+    run_dir: RunDir
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    order: OrderRecord
+
+
+class _Pending(NamedTuple):
+    """A dispatched step whose metrics have not been fetched."""
+
+    batch: Batch
+    arrays: tuple[jax.Array, jax.Array]
+    data_state: dict[str, Any]  # before the batch was drawn
+    metrics: StepMetrics
+
+
+class Loop:
+    """A running loop: the live state, and the step whose metrics are still on the device.
+
+    Args:
+      run: what does not change.
+      state: to start from.
+      data: iterator whose next batch is that of step `state.step`.
+      saved_step: step of the checkpoint that `state` is from, None for a fresh start.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: TrainState,
+        data: grain.DatasetIterator,
+        saved_step: int | None,
+    ) -> None:
+        self.fixed, self.state, self.data = run, state, data
+        self.train_step = run.devices.jit(run.steps.train, donate_argnums=0)
+        self.evaluate = run.devices.jit(run.steps.evaluate)
+        # The diagnostics look at one sequence, which cannot be split over devices.
+        whole = make_steps(run.settings, run.devices.attend_whole)
+        self.signals = run.devices.jit(make_signals(run.settings, whole))
+        self.root = jax.random.key(run.settings.seed)
+        self.pending: _Pending | None = None
+        self.data_state = data.get_state()
+        self.saved_step = saved_step
+
+    def run(self) -> int:
+        """All remaining steps; returns the exit code."""
+        settings, start = self.fixed.settings, int(self.state.step)
+        with _stop_requests() as stop, Progress(settings, start) as self.progress:
+            try:
+                for step in range(start, settings.steps):
+                    self._before(step)
+                    self._dispatch(step)
+                    if stop.is_set():
+                        return self._stop_early(step + 1)
+                self._fetch()
+            except _NotFiniteError as stopped:
+                return self._stop_not_finite(stopped.pending)
+        self._save(settings.steps)
+        return self._finish()
+
+    def _before(self, step: int) -> None:
+        """What is due before a step: it looks at the parameters that the step will change."""
+        settings = self.fixed.settings
+        if step > 0 and _due(settings.checkpoint_every, step):
+            self._fetch()
+            self._save(step)
+        if step > 0 and _due(settings.eval_every, step):
+            self._fetch()
+            self._write_validation(step)
+
+    def _dispatch(self, step: int) -> None:
+        data_state = self.data_state
+        batch = next(self.data)
+        self.data_state = self.data.get_state()
+        arrays = self.fixed.devices.put_train(batch)
+        if _due(self.fixed.settings.diagnostics_every, step):
+            self._fetch()
+            self._write_signals(step, batch)
+        self.state, metrics = self.train_step(self.state, *arrays)
+        dispatched = _Pending(batch, arrays, data_state, metrics)
+        self._fetch()
+        self.pending = dispatched
+
+    def _fetch(self) -> None:
+        """Waits for the pending step and records it.
+
+        Raises:
+          _NotFiniteError: its update was withheld.
+        """
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        metrics = jax.device_get(pending.metrics)
+        step = int(pending.batch["step"])
+        self.fixed.order.append(step, pending.batch["starts"])
+        self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
+        if not metrics.applied:
+            raise _NotFiniteError(pending)
+        seconds, tokens_done = self.progress.advance(float(metrics.loss))
+        self.fixed.metrics.write_throughput(step, seconds, tokens_done)
+
+    def _write_signals(self, step: int, batch: Batch) -> None:
+        """Diagnostics of every layer and head on the first sequence of a batch."""
+        first = (batch["inputs"][:1], batch["targets"][:1])
+        inputs, targets = jax.device_put(first, self.fixed.devices.replicated)
+        key = step_key(self.root, jnp.int32(step))
+        key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
+        signals = jax.device_get(self.signals(self.state.params, inputs, targets, key))
+        self.fixed.metrics.write(step, {"signals": signals})
+
+    def _write_validation(self, step: int) -> float:
+        settings, run = self.fixed.settings, self.fixed
+        batches = validation_batches(
+            run.corpus.val, settings.model.context, settings.batch_size, settings.eval_batches
+        )
+        losses = [
+            self.evaluate(self.state.params, *run.devices.put_eval(batch)) for batch in batches
+        ]
+        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
+        run.metrics.write(step, {"val_loss": loss})
+        return loss
+
+    def _save(self, step: int) -> None:
+        if self.saved_step != step:
+            self.fixed.metrics.flush()  # a resumed run will not write these records again
+            self.fixed.checkpoints.save(step, self.state, self.data_state)
+            self.saved_step = step
+
+    def _stop_early(self, step: int) -> int:
+        """The steps taken so far are kept."""
+        self._fetch()
+        self._save(step)
+        print(f"stopped by a signal after {step} steps; the same command continues from there")
+        return EXIT_DONE
+
+    def _stop_not_finite(self, pending: _Pending) -> int:
+        """The last good state is the live one: step n's update was withheld, n + 1's too."""
+        step = int(pending.batch["step"])
+        self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
+        self.data_state = pending.data_state
+        self._save(step)
+        culprit = find_culprit(
+            self.fixed.settings,
+            self.fixed.steps,
+            self.state.params,
+            pending.arrays,
+            step_key(self.root, jnp.int32(step)),
+        )
+        self._write_signals(step, pending.batch)
+        run_dir = self.fixed.run_dir
+        failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+        run_dir.write_json(run_dir.failure, failure)
+        write_report(run_dir)
+        print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+        return EXIT_NOT_FINITE
+
+    def _finish(self) -> int:
+        settings, corpus = self.fixed.settings, self.fixed.corpus
+        loss = self._write_validation(settings.steps)
+        if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
+            first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
+            self._write_signals(settings.steps, first)
+        unigram = tokens.unigram_loss(corpus.train, corpus.val)
+        summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
+        run_dir = self.fixed.run_dir
+        run_dir.write_json(run_dir.summary, summary)
+        report = write_report(run_dir)
+        print(
+            f"validation loss {loss:.3f} nats per token, {unigram - loss:.3f} below the unigram "
+            f"model's {unigram:.3f}; report: {report}"
+        )
+        return EXIT_DONE
+
+
+_RECORDED = ("loss", "grad_norm", "lr")
+
+
+class _NotFiniteError(Exception):
+    """A step whose update was withheld."""
+
+    def __init__(self, pending: _Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _stop_requests() -> Iterator[threading.Event]:
+    """An event that the first SIGTERM or SIGINT sets; the second one acts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may handle signals
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    def request(*_: object) -> None:
+        stop.set()
+        restore()
+
+    for number in usual:
+        signal.signal(number, request)
+    try:
+        yield stop
+    finally:
+        restore()

@@ -1,0 +1,63 @@
+"""The search for the first non-finite value, on parameters poisoned in known places."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_settings
+
+from lowprec_attn import attention
+from lowprec_attn.gpt2.nonfinite import Culprit, find_culprit
+from lowprec_attn.gpt2.step import make_steps
+
+
+@pytest.fixture(scope="module")
+def run():
+    settings = tiny_settings(attention__points={"scores": "float8_e4m3fn"})
+    steps = make_steps(settings, attention.dot_product_attention)
+    ids = np.random.default_rng(0).integers(0, 257, (1, 4, 33))
+    batch = tuple(jnp.asarray(x, jnp.int32) for x in (ids[..., :-1], ids[..., 1:]))
+    return settings, steps, jax.jit(steps.init)().params, batch
+
+
+def scaled(params, block, name, factor):
+    copy = jax.tree.map(lambda x: x, params)
+    layer = copy["blocks"][block]
+    *path, leaf = name.split(".")
+    for part in path:
+        layer = layer[part]
+    layer[leaf][...] *= jnp.float32(factor)
+    return copy
+
+
+CASES = {
+    "weights": (0, "mlp_out.kernel", np.nan, Culprit(0, "the parameters", "before the step")),
+    # |S| beyond 448 is NaN in float8_e4m3fn, and so is O: nothing before it is.
+    "scores": (1, "attention.qkv.kernel", 3e3, Culprit(1, "the attention output", "forward")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_layer_and_value_are_named(run, case):
+    settings, steps, params, batch = run
+    block, name, factor, expected = CASES[case]
+    poisoned = scaled(params, block, name, factor)
+    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0))
+    assert (found.layer, found.direction) == (expected.layer, expected.direction)
+    assert found.what.startswith(expected.what)
+    assert f"in layer {expected.layer}" in str(found)
+
+
+def test_a_gradient_is_followed_backward(run):
+    """Hidden units of 1e25, silenced by a zero matrix: only gradients see them."""
+    settings, steps, params, batch = run
+    poisoned = scaled(scaled(params, 1, "mlp_in.kernel", 1e25), 1, "mlp_out.kernel", 0.0)
+    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0))
+    assert (found.layer, found.direction) == (1, "backward")
+
+
+def test_a_healthy_step_points_at_the_update(run):
+    settings, steps, params, batch = run
+    found = find_culprit(settings, steps, params, batch, jax.random.key(0))
+    assert found.layer is None
+    assert "update" in found.what
