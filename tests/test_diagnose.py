@@ -10,7 +10,9 @@ import argparse
 import json
 import math
 import os
+import runpy
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -22,36 +24,11 @@ from lowprec_attn.diagnostics import array_file, verdict
 from lowprec_attn.diagnostics.array_file import DiagnoseError
 
 BFLOAT16 = ml_dtypes.bfloat16
-LENGTH, HEAD_SIZE = 256, 32
-
-
-def healthy_arrays(seed=0):
-    r = np.random.default_rng(seed)
-    names = ("q", "k", "v", "do")
-    return {name: r.standard_normal((1, LENGTH, 2, HEAD_SIZE)).astype(np.float32) for name in names}
-
-
-def paper_like_arrays(seed=0):
-    """Head 0 is healthy. In head 1 the keys 0 and 1 are equal and win every row.
-
-    Their values are bfloat16 numbers of one sign per channel in [2, 4), where a sum of two is
-    representable or a tie, and the other values bring a residue of the same sign that breaks
-    it. Key 2 has hardly a value but varies l, so that O = Ō / l rounds at random.
-    """
-    r = np.random.default_rng(seed)
-    arrays = healthy_arrays(seed)
-    sign = r.choice([-1.0, 1.0], HEAD_SIZE)
-    q, k = np.zeros((2, LENGTH, HEAD_SIZE))
-    q[:, 0] = r.uniform(6, 8, LENGTH)
-    q[:, 1] = q[:, 0] - r.uniform(0.7, 3, LENGTH)
-    k[0, 0] = k[1, 0] = k[2, 1] = math.sqrt(HEAD_SIZE)
-    v = np.abs(r.standard_normal((LENGTH, HEAD_SIZE))) * 0.01
-    v[:2] = r.uniform(2, 4, (2, HEAD_SIZE))
-    v[2] = 1e-3
-    do = np.abs(r.standard_normal((LENGTH, HEAD_SIZE)))
-    for name, value in {"q": q, "k": k, "v": v * sign, "do": do * sign}.items():
-        arrays[name][0, :, 1] = value
-    return arrays
+_example = runpy.run_path(
+    str(Path(__file__).resolve().parents[1] / "docs" / "examples" / "paper_like.py")
+)
+healthy_arrays, paper_like_arrays = _example["healthy_arrays"], _example["paper_like_arrays"]
+LENGTH, HEAD_SIZE = _example["LENGTH"], _example["HEAD_SIZE"]
 
 
 def save(path, arrays, dtype=BFLOAT16):
