@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
 
 from lowprec_attn import validation
@@ -56,7 +56,8 @@ def dot_product_attention(
       scale: factor of q kᵀ, 1/√H by default.
       is_causal: row t sees the keys s <= t.
       query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
-        as has every row that sees no key.
+        as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
+        gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element.
       numerics: a `Numerics` for all heads or one per query head; query heads that share a key
         head must agree.
@@ -117,6 +118,10 @@ def _prepare(
     q, k, v = (jnp.asarray(x) for x in arrays[:3])
     if q.ndim == k.ndim == v.ndim == 3:
         q, k, v = (x[None] for x in (q, k, v))
+        arrays = (
+            *arrays[:3],
+            *(x if x is None or jnp.ndim(x) != 3 else x[None] for x in arrays[3:]),
+        )
     validation.check_inputs(q, k, v)
     batch, _, heads, head_size = q.shape
     extras = Extras(
@@ -135,6 +140,7 @@ def _prepare(
     arithmetic = validation.per_head(numerics, row_max, heads, k.shape[2])
     parts = []
     for numerics_, row_max_ in dict.fromkeys(arithmetic):
+        validation.check_shift(numerics_, row_max_)
         if numerics_.needs_bits and key is None:
             raise ValueError(f"{numerics_} draws random bits; pass key=jax.random.key(...)")
         which = tuple(i for i, a in enumerate(arithmetic) if a == (numerics_, row_max_))
@@ -156,7 +162,8 @@ def sharded(
 ) -> Callable[..., Any]:
     """`dot_product_attention` under `jax.shard_map`: XLA does not partition a Pallas call.
 
-    The result, random bits included, is that of the unsharded call.
+    The result is that of the unsharded call up to float32 summation order; random bits are the
+    same.
 
     Args:
       mesh: the device mesh.
@@ -175,18 +182,27 @@ def sharded(
     def attend(
         q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
     ) -> Array | tuple[Array, Array]:
+        if jnp.ndim(q) != 4:
+            raise ValueError(
+                f"q must be [batch, length, heads, head size], got shape {jnp.shape(q)}"
+            )
         return_residual = options.pop("return_residual", False)
         call = _prepare((q, k, v, bias, mask), **options)
         _check_divides(mesh, batch_axis, head_axis, call)
         qkv = PartitionSpec(batch_axis, None, head_axis, None)
+        in_specs = (qkv, qkv, qkv, _extras_specs(call.extras, batch_axis, head_axis))
         run = jax.shard_map(
             lambda q, k, v, extras: compute(Call(q, k, v, extras, call.parts)),
             mesh=mesh,
-            in_specs=(qkv, qkv, qkv, _extras_specs(call.extras, batch_axis, head_axis)),
+            in_specs=in_specs,
             out_specs=(qkv, PartitionSpec(batch_axis, None, head_axis)),
             check_vma=False,  # Pallas calls carry no varying-axes types
         )
-        out, lse = run(call.q, call.k, call.v, call.extras)
+        arrays = (call.q, call.k, call.v, call.extras)
+        if AxisType.Explicit in mesh.axis_types:  # the default of `jax.make_mesh`
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+            arrays = jax.sharding.reshard(arrays, shardings)
+        out, lse = run(*arrays)
         return (out, lse) if return_residual else out
 
     return attend

@@ -16,6 +16,8 @@ from lowprec_attn.request import Extras, Request, Spec
 
 def unsupported(request: Request) -> str | None:
     """What of the request `dense` cannot serve, or None."""
+    if request.spec.block_sizes is not None:
+        return f"block_sizes={request.spec.block_sizes} (dense has no tiles)"
     kv_block, keys = request.spec.numerics.kv_block, request.kv_shape[1]
     if kv_block is not None and kv_block < keys:
         return f"kv_block={kv_block} (dense takes one step over all {keys} keys)"

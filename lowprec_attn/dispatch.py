@@ -72,12 +72,14 @@ def _log_choice(name: str, numerics: Numerics) -> None:
 
 def compute(call: Call) -> tuple[Array, Array]:
     """One call per part, heads put back in order."""
+    if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
+        (part,) = call.parts
+        implementation = IMPLEMENTATIONS[part.implementation]
+        return implementation.attention(call.q, call.k, call.v, call.extras, part.spec)
     results = []
     for part in call.parts:
         q, k, v, extras = _select_heads(call, part.heads)
         results.append(IMPLEMENTATIONS[part.implementation].attention(q, k, v, extras, part.spec))
-    if len(results) == 1:
-        return results[0]
     order = np.argsort([head for part in call.parts for head in part.heads])
     # Parts may hand on O in different formats; the widest one holds them all.
     dtypes = {out.dtype for out, _ in results}
@@ -88,8 +90,6 @@ def compute(call: Call) -> tuple[Array, Array]:
 
 def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras, _ = call
-    if len(heads) == q.shape[2]:
-        return q, k, v, extras
     group = q.shape[2] // k.shape[2]
     query_heads = np.array(heads)
     kv_heads = np.unique(query_heads // group)

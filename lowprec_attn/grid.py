@@ -61,9 +61,9 @@ class Grid:
         k, v = (_pad(a, -2, self.kv_blocks * self.block_kv) for a in (x.k, x.v))
         return Grouped(self.pad_rows(x.q), k, v, extras._replace(bias=bias, mask=mask))
 
-    def pad_rows(self, x: Array) -> Array:
-        """Zero padding of query rows to whole tiles."""
-        return _pad(x, -2, self.q_tiles * self.block_q)
+    def pad_rows(self, x: Array, value: float = 0.0) -> Array:
+        """Padding of query rows to whole tiles."""
+        return _pad(x, -2, self.q_tiles * self.block_q, value)
 
     def _pad_pairs(self, x: Array) -> Array:
         if x.shape[-2] > 1:
@@ -113,10 +113,10 @@ class Grid:
         return x[..., : self.rows, :]
 
 
-def _pad(x: Array, axis: int, size: int) -> Array:
+def _pad(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
     missing = size - x.shape[axis]
     if missing == 0:
         return x
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
+    return jnp.pad(x, widths, constant_values=value)

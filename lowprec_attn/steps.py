@@ -148,13 +148,14 @@ def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Arr
 
 
 def _positions_visible(extras: Extras, place: Place, *, causal: bool) -> Array | None:
+    rows, cols = (x[None, None, None] for x in (place.rows, place.cols))
     parts = []
     if causal:
-        parts.append((place.cols <= place.rows)[None, None, None])
+        parts.append(cols <= rows)
     if extras.key_lengths is not None:
-        parts.append(place.cols < extras.key_lengths.reshape(-1, 1, 1, 1, 1))
+        parts.append(cols < extras.key_lengths.reshape(-1, 1, 1, 1, 1))
     if extras.query_lengths is not None:
-        parts.append(place.rows < extras.query_lengths.reshape(-1, 1, 1, 1, 1))
+        parts.append(rows < extras.query_lengths.reshape(-1, 1, 1, 1, 1))
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
@@ -204,7 +205,8 @@ def softmax_step(
     l = round_point(alpha * state.l + row_sum, "stats", n.stats, stream, l_place)
 
     if n.normalize_probs:  # all keys are in this one step, so l is final
-        p_rounded = round_point(p / l, "probs", n.probs, stream, place)
+        # A row that sees no key has l = 0 and all its p = 0.
+        p_rounded = round_point(p / jnp.where(m <= MASKED, 1.0, l), "probs", n.probs, stream, place)
     pv = dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, _format_of(v))
     pv = round_point(pv, "pv", n.pv, stream, out)
     rescaled = round_point(alpha * state.acc, "rescale", n.rescale, stream, out)

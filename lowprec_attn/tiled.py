@@ -116,7 +116,9 @@ def _backward(
     do, dlse = cotangents
     grid = _grid(q, k, spec, backward=True)
     tiles = grid.pad(res.inputs)
-    do, lse, dlse = (grid.pad_rows(x) for x in (do, res.lse[..., None], dlse[..., None]))
+    do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
+    # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
+    lse = grid.pad_rows(res.lse[..., None], jnp.inf)
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
     def query_tile(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
@@ -192,8 +194,8 @@ def _tile_scores(
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
     )
     s = steps.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
-    seen = steps.visible(tiles.extras, spec, place, mask)
+    s = steps.mask_scores(s, steps.visible(tiles.extras, spec, place, mask))
     if grid.kv_padding:
-        inside = (place.cols < grid.keys)[None, None, None]
-        seen = inside if seen is None else seen & inside
-    return steps.mask_scores(s, seen), place
+        # Not MASKED: keys that do not exist must not count as repeated maxima of a masked step.
+        s = jnp.where((place.cols < grid.keys)[None, None, None], s, -jnp.inf)
+    return s, place

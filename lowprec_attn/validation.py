@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from lowprec_attn.numerics import Numerics, RowMax
+from lowprec_attn.numerics import DynamicMax, Numerics, RowMax
 
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -113,6 +113,16 @@ def per_head(
     return result
 
 
+def check_shift(numerics: Numerics, row_max: RowMax) -> None:
+    """Raises ValueError where the bounded shift would still round every P̄ of a row to zero."""
+    limit = -math.log(2) * numerics.probs.format.min_exponent
+    if isinstance(row_max, DynamicMax) and row_max.max_shift > limit:
+        raise ValueError(
+            f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
+            f"probs={numerics.probs}; use max_shift={math.floor(10 * limit) / 10} or less"
+        )
+
+
 def _spread(name: str, value: object, kind: type, heads: int) -> list:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != heads:
@@ -121,7 +131,8 @@ def _spread(name: str, value: object, kind: type, heads: int) -> list:
     else:
         entries = [value] * heads
     for entry in entries:
-        if not isinstance(entry, kind):
+        # A rule's class, its parentheses forgotten, would satisfy the RowMax protocol.
+        if isinstance(entry, type) or not isinstance(entry, kind):
             raise ValueError(
                 f"{name} must be a lowprec_attn.numerics.{kind.__name__}, got {entry!r}; "
                 f"look names up with numerics.get_{'preset' if name == 'numerics' else 'row_max'}"

@@ -199,6 +199,7 @@ def test_parameter_count_is_that_of_the_model(begun):
 def test_both_places_of_the_scale_agree_in_float32_and_differ_in_bfloat16():
     def loss(placement, dtype):
         settings = tiny_settings(
+            model__layers=1,
             model__width=64,  # heads of 32: the scale is no power of two
             model__scale_placement=placement,
             model__activation_dtype=dtype,
@@ -246,5 +247,5 @@ def test_the_model_says_what_does_not_fit():
         GPT2(deep, settings.attention, None)
 
 
-GOLDEN_LOSSES = [5.5592, 5.5603, 5.5153]
+GOLDEN_LOSSES = [5.5592, 5.5603, 5.5277]
 GOLDEN_GRAD_NORM = 0.6504

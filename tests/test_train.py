@@ -143,7 +143,7 @@ def wait_for_steps(process, path, count):
 
 def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
-    steps = {"steps": 700, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
+    steps = {"steps": 600, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
     finish(command(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
     throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"

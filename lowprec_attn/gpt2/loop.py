@@ -120,6 +120,8 @@ class Loop:
             self._fetch()
             self._write_signals(step, batch)
         self.state, metrics = self.train_step(self.state, *arrays)
+        for scalar in metrics:  # asked for later, the copy would queue behind the next step
+            scalar.copy_to_host_async()
         dispatched = _Pending(batch, arrays, data_state, metrics)
         self._fetch()
         self.pending = dispatched

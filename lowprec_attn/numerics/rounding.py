@@ -40,6 +40,9 @@ class Rounding:
     format: Format
     mode: Mode = "nearest"
 
+    def __post_init__(self) -> None:
+        _check_mode(self.mode)
+
     @property
     def is_identity(self) -> bool:
         """Whether a float32 passes unchanged."""
@@ -72,12 +75,12 @@ def get_rounding(spec: "str | Format | Rounding") -> Rounding:
     if not isinstance(spec, str):
         raise ValueError(f"a rounding is written 'format' or 'format:mode', got {spec!r}")
     name, _, mode = spec.partition(":")
-    mode = mode or "nearest"
+    return Rounding(get_format(name), mode or "nearest")  # type: ignore[arg-type]
+
+
+def _check_mode(mode: str) -> None:
     if mode not in MODES:
-        raise ValueError(
-            f"unknown rounding mode {mode!r} in {spec!r}; modes are {', '.join(MODES)}"
-        )
-    return Rounding(get_format(name), mode)  # type: ignore[arg-type]
+        raise ValueError(f"unknown rounding mode {mode!r}; modes are {', '.join(MODES)}")
 
 
 def round_to(
@@ -101,6 +104,7 @@ def round_to(
       ValueError: x is not float32, or bits are missing.
     """
     fmt = get_format(fmt)
+    _check_mode(mode)
     if x.dtype != jnp.float32:
         raise ValueError(f"round_to takes float32, got {x.dtype}; convert with .astype first")
     if fmt.name == "float32":
