@@ -175,7 +175,7 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
-        "cores": os.cpu_count() if device.platform == "cpu" else None,
+        "cores": len(os.sched_getaffinity(0)) if device.platform == "cpu" else None,
         "jax": jax.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -13,6 +13,7 @@ from lowprec_attn.gpt2.devices import local_devices
 from lowprec_attn.gpt2.model import GPT2, _chunks, cross_entropy, parameter_count
 from lowprec_attn.gpt2.optimizer import adamw, learning_rate
 from lowprec_attn.gpt2.step import make_steps
+from lowprec_attn.numerics import PRESETS
 from lowprec_attn.run_config import train_settings
 
 
@@ -212,6 +213,30 @@ def test_both_places_of_the_scale_agree_in_float32_and_differ_in_bfloat16():
 
     np.testing.assert_allclose(loss("qk", "float32"), loss("scores", "float32"), rtol=1e-6)
     assert loss("qk", "bfloat16") != loss("scores", "bfloat16")
+
+
+ARITHMETIC = {
+    **{name: {"attention__numerics": name} for name in PRESETS},
+    "one point": {"attention__points": {"output": "float32"}},
+    "by layer and head": {
+        "attention__layers": {1: {"numerics": "exact"}},
+        "attention__heads": {0: {"row_max": "dynamic_max"}},
+    },
+    "published rule": {"attention__row_max": "published", "attention__kv_block": 8},
+}
+
+
+@pytest.mark.parametrize("case", ARITHMETIC)
+def test_every_arithmetic_of_the_config_traces_through_a_step(case):
+    settings = tiny_settings(**ARITHMETIC[case])
+    steps = make_steps(settings, attention.dot_product_attention)
+    state = jax.eval_shape(steps.init)
+    inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
+    after, metrics = jax.eval_shape(steps.train, state, inputs, inputs)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    assert metrics.loss.shape == ()
 
 
 def test_the_chunked_loss_is_optax_cross_entropy():

@@ -44,7 +44,7 @@ def describe() -> dict[str, Any]:
             **{package: _version(package) for package in _PACKAGES},
             "lowprec_attn": lowprec_attn.__version__,
         },
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "backend": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "device_count": len(devices),

@@ -1,11 +1,14 @@
 """The progress bar: step, loss, tokens per second, time left."""
 
+import collections
 import time
 from types import TracebackType
 
 from tqdm import tqdm
 
 from lowprec_attn.gpt2.settings import TrainSettings
+
+_STEPS_OF_RATE = 20
 
 
 class Progress:
@@ -17,16 +20,19 @@ class Progress:
         self._bar = tqdm(total=settings.steps, initial=start, unit="step", dynamic_ncols=True)
         if not self._bar.fp.isatty():
             self._bar.mininterval = 10.0
-        self._last = time.perf_counter()
+        # The rate shown is that of the last steps together: a single one may have waited for
+        # diagnostics, or have been waited for.
+        self._finished = collections.deque([time.perf_counter()], maxlen=_STEPS_OF_RATE + 1)
 
     def advance(self, loss: float) -> tuple[float, int]:
         """Counts one step; returns the seconds it took and its tokens."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        rate = self._tokens_per_step / seconds
+        last = self._finished[-1]
+        self._finished.append(time.perf_counter())
+        steps, span = len(self._finished) - 1, self._finished[-1] - self._finished[0]
+        rate = steps * self._tokens_per_step / span
         self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
         self._bar.update()
-        return seconds, self._tokens_per_step
+        return self._finished[-1] - last, self._tokens_per_step
 
     def __enter__(self) -> "Progress":
         return self

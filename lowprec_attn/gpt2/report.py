@@ -70,7 +70,11 @@ def write_report(run_dir: RunDir) -> Path:
         _draw_layers(axis, signals, name, over_heads)
         axis.set_title(title, fontsize=10)
         axis.set_yscale(scale)
+    _draw_legend(figure, axes[1, 0])
     for axis in axes.flat:
+        if axis.get_yscale() == "log":
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("")
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
@@ -132,7 +136,13 @@ def _draw_layers(axis: Axes, signals: list[dict[str, Any]], name: str, over_head
         axis.plot(
             steps, values, "o-", ms=3, lw=1, color=colormaps["viridis"](shade), label=f"layer {i}"
         )
-    axis.legend(fontsize=7, ncols=2 + len(layers) // 7)
+
+
+def _draw_legend(figure: Figure, axis: Axes) -> None:
+    """One legend for the colours of the layers, below all panels."""
+    handles, labels = axis.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=12, fontsize=8)
 
 
 def _largest(x: np.ndarray) -> float:
