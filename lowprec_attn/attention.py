@@ -129,7 +129,7 @@ def _prepare(
         validation.pairs("mask", arrays[4], q, k),
         validation.lengths("query_seq_lengths", query_seq_lengths, batch),
         validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        None if key is None else _stream(key, batch, heads),
+        None if key is None else RandomStream.of(key, batch, heads),
     )
     spec = functools.partial(
         Spec,
@@ -147,14 +147,6 @@ def _prepare(
         part = spec(numerics=numerics_, row_max=row_max_)
         parts.append(Part(which, part, resolve(Request.of(q, k, extras, part), implementation)))
     return Call(q, k, v, extras, tuple(parts))
-
-
-def _stream(key: Key[Array, ""], batch: int, heads: int) -> RandomStream:
-    return RandomStream(
-        jax.random.bits(key, (2,), jnp.uint32),
-        jnp.arange(batch, dtype=jnp.int32),
-        jnp.arange(heads, dtype=jnp.int32),
-    )
 
 
 def sharded(

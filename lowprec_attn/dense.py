@@ -5,7 +5,6 @@ arithmetic in tiles.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Float32
@@ -35,12 +34,6 @@ def attention(
     return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
 
 
-class _Residuals(NamedTuple):
-    inputs: steps.Grouped
-    o_saved: Array | None
-    lse: Array
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
     return _forward(q, k, v, extras, spec)[0]
@@ -48,17 +41,17 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], _Residuals]:
+) -> tuple[tuple[Array, Array], steps.Residuals]:
     place, s = _scores(q, k, extras, spec)
     start = steps.initial_state(q, v, spec)
     state = steps.softmax_step(start, s, v, spec, extras, place)
     state = steps.keep_unvisited(state, start, steps.visited(extras, place, causal=False))
     out = steps.finish(state, spec, extras, place.rows, q.dtype)
-    return (out.o, out.lse), _Residuals(steps.Grouped(q, k, v, extras), out.o_saved, out.lse)
+    return (out.o, out.lse), steps.Residuals(steps.Grouped(q, k, v, extras), out.o_saved, out.lse)
 
 
 def _backward(
-    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
     do, dlse = cotangents

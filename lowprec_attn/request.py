@@ -8,9 +8,10 @@ import dataclasses
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
 
 from lowprec_attn.numerics import Numerics, RowMax
 
@@ -46,6 +47,15 @@ class RandomStream(NamedTuple):
     seed: UInt32[Array, "2"]
     batch: Int32[Array, "B"]
     head: Int32[Array, "N"]
+
+    @classmethod
+    def of(cls, key: Key[Array, ""], batch: int, heads: int) -> "RandomStream":
+        """The stream of a PRNG key of any kind, for a whole call."""
+        return cls(
+            jax.random.bits(key, (2,), jnp.uint32),
+            jnp.arange(batch, dtype=jnp.int32),
+            jnp.arange(heads, dtype=jnp.int32),
+        )
 
 
 class Extras(NamedTuple):

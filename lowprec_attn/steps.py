@@ -63,6 +63,14 @@ class Grouped(NamedTuple):
     extras: Extras
 
 
+class Residuals(NamedTuple):
+    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, lse."""
+
+    inputs: Grouped
+    o_saved: Array | None
+    lse: Array
+
+
 def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
     """From [B, T, N, H] to the layout of this module; mask and bias to [B|1, K|1, G|1, T, S]."""
     b, t, n, h = q.shape

@@ -63,12 +63,6 @@ def attention(
     return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
 
 
-class _Residuals(NamedTuple):
-    inputs: steps.Grouped
-    o_saved: Array | None
-    lse: Array
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
     return _forward(q, k, v, extras, spec)[0]
@@ -76,7 +70,7 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], _Residuals]:
+) -> tuple[tuple[Array, Array], steps.Residuals]:
     grid = _grid(q, k, spec, backward=False)
     tiles = grid.pad(steps.Grouped(q, k, v, extras))
 
@@ -98,7 +92,7 @@ def _forward(
     saved = None
     if out.o_saved is not None:
         saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
-    return (o, lse), _Residuals(steps.Grouped(q, k, v, extras), saved, lse)
+    return (o, lse), steps.Residuals(steps.Grouped(q, k, v, extras), saved, lse)
 
 
 class _Sums(NamedTuple):
@@ -110,7 +104,7 @@ class _Sums(NamedTuple):
 
 
 def _backward(
-    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, _, extras = res.inputs
     do, dlse = cotangents

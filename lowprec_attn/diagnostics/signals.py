@@ -76,7 +76,7 @@ def attention_signals(
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
     heads, kv_heads = q.shape[2], k.shape[2]
     arithmetic = validation.per_head(numerics, row_max, heads, kv_heads)
-    stream = None if key is None else _stream(key, q.shape[0], heads)
+    stream = None if key is None else RandomStream.of(key, q.shape[0], heads)
     spec = functools.partial(
         Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=bool(is_causal)
     )
@@ -183,15 +183,6 @@ def _error(name: str, low: Array, high: Array) -> dict[str, Array]:
 
 def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:
     return {f"{name}_{statistic}": value for statistic, value in values.items()}
-
-
-def _stream(key: Array, batch: int, heads: int) -> RandomStream:
-    """As `attention.dot_product_attention` draws it."""
-    return RandomStream(
-        jax.random.bits(key, (2,), jnp.uint32),
-        jnp.arange(batch, dtype=jnp.int32),
-        jnp.arange(heads, dtype=jnp.int32),
-    )
 
 
 def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
