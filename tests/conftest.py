@@ -3,9 +3,11 @@
 `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the tests of a device instead.
 """
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import command as train_command
 import jax
 import pytest
 
@@ -20,3 +22,19 @@ def strict_promotion() -> Iterator[None]:
     """No implicit dtype promotion; per module, because Optax and NNX layers rely on it."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+    """Starts `train.py`; see `command.start`."""
+    return functools.partial(train_command.start, tmp_path_factory.mktemp("compilations"))
+
+
+# Whole files go to one worker each, so the longest must not be left for last.
+_LONGEST = ("test_train_kills.py", "test_train.py", "test_attention.py", "test_points.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the files for `--dist=loadfile`."""
+    rank = {name: i for i, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))

@@ -1,72 +1,13 @@
 """The trainer from the command line: `python train.py` in a process of its own."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from command import finish
 
 from lowprec_attn.gpt2 import metrics
-
-ROOT = Path(__file__).resolve().parents[1]
-KILLS = 10
-
-# Small enough that a step takes milliseconds, so that kills fall into every phase of a run.
-TINY = {
-    "model.layers": 2,
-    "model.heads": 2,
-    "model.width": 32,
-    "model.context": 32,
-    "model.vocab_size": 257,
-    "optimizer.warmup_steps": 4,
-    "batch_size": 8,
-    "steps": 12,
-    "diagnostics_every": 5,
-    "checkpoint_every": 4,
-    "eval_every": 6,
-    "eval_batches": 1,
-}
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Starts `train.py` with TINY and changes; compilations are shared through a cache."""
-    cache = tmp_path_factory.mktemp("compilations")
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-    def start(workdir, config="configs/gpt2_bf16.py:tiny", **changes):
-        fields = {**TINY, **{name.replace("__", "."): v for name, v in changes.items()}}
-        flags = [f"--config.{name}={value}" for name, value in fields.items()]
-        return subprocess.Popen(
-            [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *flags],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
-
-
-def finish(process, code=0):
-    """Waits; returns (stdout, stderr) and checks the exit code."""
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, f"exit {process.returncode}\n{out}\n{err}"
-    return out, err
 
 
 @pytest.fixture(scope="module")
@@ -128,57 +69,6 @@ def test_the_same_command_on_a_finished_run_changes_nothing(command, finished):
     out, _ = finish(command(workdir))
     assert "resuming at step 12" in out
     assert (workdir / "metrics.jsonl").read_bytes() == before
-
-
-def wait_for_steps(process, path, count):
-    """Waits until `count` more lines than now stand in the file, or the process has ended."""
-
-    def lines():
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    target = lines() + count
-    while lines() < target and process.poll() is None:
-        time.sleep(0.002)
-
-
-def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):
-    """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
-    steps = {"steps": 600, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
-    finish(command(tmp_path / "whole", **steps))
-    killed = tmp_path / "killed"
-    throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"
-    rng, newest = random.Random(7), 0
-    for _ in range(KILLS):
-        process = command(killed, **steps)
-        wait_for_steps(process, throughput, rng.randrange(1, 30))
-        time.sleep(rng.random() * 0.1)
-        assert process.poll() is None, "the run ended before it could be killed: raise steps"
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        saved = [int(path.stem) for path in manifests.glob("*.json")]
-        assert max(saved, default=0) >= newest
-        newest = max(saved, default=0)
-    out, _ = finish(command(killed, **steps))
-    assert f"resuming at step {newest}" in out
-    assert newest > 0
-    for name in ("metrics.jsonl", "data_order.txt"):
-        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-def test_sigterm_saves_and_exits_cleanly(command, tmp_path):
-    steps = {"steps": 5000, "checkpoint_every": 0}
-    process = command(tmp_path / "run", **steps)
-    wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 5)
-    process.send_signal(signal.SIGTERM)
-    out, _ = finish(process)
-    assert "stopped by a signal after" in out
-    done = int(out.split("stopped by a signal after ")[1].split()[0])
-    assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
-    process = command(tmp_path / "run", **steps)
-    wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 1)
-    process.send_signal(signal.SIGTERM)
-    out, _ = finish(process)
-    assert f"resuming at step {done}" in out
 
 
 def test_a_checkpoint_is_resumed_with_one_point_changed(command, finished, tmp_path):

@@ -1,0 +1,60 @@
+"""Runs that are killed at random times, or asked to stop, and resumed by the same command."""
+
+import random
+import signal
+import time
+
+from command import finish
+
+KILLS = 10
+
+
+def wait_for_steps(process, path, count):
+    """Waits until `count` more lines than now stand in the file, or the process has ended."""
+
+    def lines():
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    target = lines() + count
+    while lines() < target and process.poll() is None:
+        time.sleep(0.002)
+
+
+def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):
+    """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
+    steps = {"steps": 600, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
+    finish(command(tmp_path / "whole", **steps))
+    killed = tmp_path / "killed"
+    throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"
+    rng, newest = random.Random(7), 0
+    for _ in range(KILLS):
+        process = command(killed, **steps)
+        wait_for_steps(process, throughput, rng.randrange(1, 30))
+        time.sleep(rng.random() * 0.1)
+        assert process.poll() is None, "the run ended before it could be killed: raise steps"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        saved = [int(path.stem) for path in manifests.glob("*.json")]
+        assert max(saved, default=0) >= newest
+        newest = max(saved, default=0)
+    out, _ = finish(command(killed, **steps))
+    assert f"resuming at step {newest}" in out
+    assert newest > 0
+    for name in ("metrics.jsonl", "data_order.txt"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_sigterm_saves_and_exits_cleanly(command, tmp_path):
+    steps = {"steps": 5000, "checkpoint_every": 0}
+    process = command(tmp_path / "run", **steps)
+    wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 5)
+    process.send_signal(signal.SIGTERM)
+    out, _ = finish(process)
+    assert "stopped by a signal after" in out
+    done = int(out.split("stopped by a signal after ")[1].split()[0])
+    assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
+    process = command(tmp_path / "run", **steps)
+    wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = finish(process)
+    assert f"resuming at step {done}" in out
