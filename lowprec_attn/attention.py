@@ -17,7 +17,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
 
 from lowprec_attn import validation
-from lowprec_attn.dispatch import IMPLEMENTATIONS, Call, Part, compute, resolve
+from lowprec_attn.dispatch import (
+    IMPLEMENTATIONS,
+    Call,
+    Part,
+    compute,
+    resolve,
+    resolve_by_platform,
+)
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, RandomStream, Request, Spec
 
@@ -64,7 +71,8 @@ def dot_product_attention(
       row_max: a row-max rule, likewise.
       key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
-      implementation: `'dense'`, `'tiled'`, or None for the fastest that supports the request.
+      implementation: `'gpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the fastest that
+        supports the request on the platform that the call is lowered for.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
         what is rounded where.
       return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
@@ -145,7 +153,8 @@ def _prepare(
             raise ValueError(f"{numerics_} draws random bits; pass key=jax.random.key(...)")
         which = tuple(i for i, a in enumerate(arithmetic) if a == (numerics_, row_max_))
         part = spec(numerics=numerics_, row_max=row_max_)
-        parts.append(Part(which, part, resolve(Request.of(q, k, extras, part), implementation)))
+        request = Request.of(q, k, extras, part)
+        parts.append(Part(which, part, resolve_by_platform(request, implementation)))
     return Call(q, k, v, extras, tuple(parts))
 
 

@@ -1,5 +1,6 @@
 """Which implementation serves a call, and the calls that heads of different arithmetic need."""
 
+import dataclasses
 import functools
 import logging
 from types import ModuleType
@@ -7,24 +8,30 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn import dense, tiled
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
+from pallas_kernels.gpu import attention as gpu
 
 _log = logging.getLogger(__name__)
 
 # Fastest first: `implementation=None` takes the first that supports the request.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"tiled": tiled, "dense": dense}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "tiled": tiled, "dense": dense}
+
+# Platforms, as JAX names what a computation is lowered for, that have implementations of their
+# own; "default" is any other.
+_PLATFORMS = ("cuda", "default")
 
 
 class Part(NamedTuple):
-    """Query heads that share their arithmetic, and who computes them."""
+    """Query heads that share their arithmetic, and who computes them, by platform."""
 
     heads: tuple[int, ...]
     spec: Spec
-    implementation: str
+    implementations: dict[str, str]
 
 
 class Call(NamedTuple):
@@ -37,8 +44,22 @@ class Call(NamedTuple):
     parts: tuple[Part, ...]
 
 
+def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
+    """The implementation of a request for every platform; raises as `resolve`.
+
+    Without a choice the platform that the computation is lowered for decides, which need not be
+    that of this process's devices. A chosen implementation serves all of them.
+    """
+    if implementation is not None:
+        return dict.fromkeys(_PLATFORMS, resolve(request, implementation))
+    return {
+        platform: resolve(dataclasses.replace(request, platform=platform))
+        for platform in _PLATFORMS
+    }
+
+
 def resolve(request: Request, implementation: str | None = None) -> str:
-    """The name of the implementation that serves the request; logged once per answer.
+    """The name of the implementation that serves the request on its platform.
 
     Raises:
       ValueError: unknown name.
@@ -50,7 +71,7 @@ def resolve(request: Request, implementation: str | None = None) -> str:
         if not able:
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise NotImplementedError(f"no implementation of attention serves this call. {listed}")
-        _log_choice(able[0], request.spec.numerics)
+        _log_choice(able[0], request.platform, request.spec.numerics)
         return able[0]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -66,26 +87,32 @@ def resolve(request: Request, implementation: str | None = None) -> str:
 
 
 @functools.cache
-def _log_choice(name: str, numerics: Numerics) -> None:
-    _log.info("attention: %s for %s", name, numerics)
+def _log_choice(name: str, platform: str | None, numerics: Numerics) -> None:
+    _log.info("attention: %s for %s, lowered for %s", name, numerics, platform or "this process")
 
 
 def compute(call: Call) -> tuple[Array, Array]:
     """One call per part, heads put back in order."""
     if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
-        (part,) = call.parts
-        implementation = IMPLEMENTATIONS[part.implementation]
-        return implementation.attention(call.q, call.k, call.v, call.extras, part.spec)
-    results = []
-    for part in call.parts:
-        q, k, v, extras = _select_heads(call, part.heads)
-        results.append(IMPLEMENTATIONS[part.implementation].attention(q, k, v, extras, part.spec))
+        return _run(call.parts[0], call.q, call.k, call.v, call.extras)
+    results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
     order = np.argsort([head for part in call.parts for head in part.heads])
     # Parts may hand on O in different formats; the widest one holds them all.
     dtypes = {out.dtype for out, _ in results}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
     out = jnp.concatenate([out.astype(dtype) for out, _ in results], axis=2)[:, :, order]
     return out, jnp.concatenate([lse for _, lse in results], axis=2)[:, :, order]
+
+
+def _run(part: Part, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
+    """The part's implementation; where platforms differ, chosen when the call is lowered."""
+    by_platform = {
+        platform: functools.partial(IMPLEMENTATIONS[name].attention, spec=part.spec)
+        for platform, name in part.implementations.items()
+    }
+    if len(set(part.implementations.values())) == 1:
+        return by_platform["default"](q, k, v, extras)
+    return lax.platform_dependent(q, k, v, extras, **by_platform)
 
 
 def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Extras]:

@@ -77,7 +77,10 @@ class Extras(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an implementation is asked whether it can serve: the spec and the shapes."""
+    """What an implementation is asked whether it can serve: the spec and the shapes.
+
+    `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
+    """
 
     spec: Spec
     q_shape: tuple[int, ...]
@@ -86,6 +89,7 @@ class Request:
     has_bias: bool = False
     has_mask: bool = False
     has_lengths: bool = False
+    platform: str | None = None
 
     @classmethod
     def of(cls, q: Array, k: Array, extras: Extras, spec: Spec) -> "Request":

@@ -39,6 +39,7 @@ def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, c
         harness.run(how, problem, arrays, numerics.EXACT),
         harness.run_plain(problem, arrays, how.numerics(numerics.EXACT)),
         harness.oracle(problem, arrays),
+        noise=harness.score_noise(problem, arrays),
     )
 
 

@@ -1,0 +1,1 @@
+"""Flash attention for NVIDIA GPUs (Ampere and newer) in Pallas, lowered through Triton."""

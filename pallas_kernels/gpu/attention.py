@@ -1,0 +1,153 @@
+"""Attention on NVIDIA GPUs: forward and backward kernels under one `custom_vjp`.
+
+Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
+every row-max rule; causal or not, grouped heads, lengths, any sequence length. What it declines,
+`unsupported` names; `tiled` serves it.
+
+The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB: the forward
+pass reads q, k, v and writes O, 101 MB, 23 µs at 4.3 TB/s, and multiplies 26 GFLOP, 33 µs at 790
+TFLOP/s. Both passes move 302 MB, 70 µs, and multiply 116 GFLOP, 147 µs: the backward pass takes
+seven products instead of five, because both of its kernels form S and dP.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn import steps
+from lowprec_attn.numerics import POINTS, Numerics
+from lowprec_attn.request import Extras, Request, Spec
+from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.gpu.backward import Operands, delta_from_probs, key_gradients, query_gradients
+from pallas_kernels.gpu.forward import forward
+from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.gpu.scalars import Scalars
+
+FORMATS = ("float32", "bfloat16", "float16")
+MODES = ("nearest", "stochastic")
+KV_BLOCKS = (16, 32, 64, 128)
+HEAD_SIZES = range(16, 257)
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request the kernels cannot serve, or None."""
+    sizes = request.spec.block_sizes
+    if sizes is not None and not isinstance(sizes, BlockSizes):
+        expected = "pallas_kernels.block_sizes.BlockSizes"
+        return f"block_sizes of type {type(sizes).__name__} (it takes {expected})"
+    interpret = sizes is not None and sizes.interpret
+    if not interpret and (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
+        return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"
+    if request.has_bias or request.has_mask:
+        return "a dense bias" if request.has_bias else "a dense mask"
+    head_size = request.q_shape[-1]
+    if head_size not in HEAD_SIZES:
+        return f"head size {head_size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
+    return _unsupported_numerics(request.spec.numerics)
+
+
+def _unsupported_numerics(numerics: Numerics) -> str | None:
+    if numerics.normalize_probs:
+        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
+    if numerics.kv_block is not None and numerics.kv_block not in KV_BLOCKS:
+        return f"kv_block={numerics.kv_block} (its tiles have {', '.join(map(str, KV_BLOCKS))})"
+    for point in POINTS:
+        rounding = getattr(numerics, point)
+        if rounding is None:
+            continue
+        if rounding.format.name not in FORMATS or rounding.mode not in MODES:
+            return f"{point}={rounding}"
+    return None
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
+
+    Raises:
+      ValueError: a stochastic point without random bits.
+    """
+    if spec.numerics.needs_bits and extras.stream is None:
+        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+    return _attend(q, k, v, extras, spec)
+
+
+class _Residuals(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    extras: Extras
+    o_saved: Array | None
+    lse: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, Array], _Residuals]:
+    sizes = _block_sizes(q, spec)
+    tile = sizes.forward
+    if spec.numerics.kv_block is not None:
+        tile = dataclasses.replace(tile, kv=spec.numerics.kv_block)
+    problem = _problem(q, k, extras, spec, tile)
+    out = forward(q, k, v, Scalars.of(extras, spec), problem)
+    saved = None
+    if spec.numerics.delta != "dp_p":
+        saved = out.o if out.saved is None else out.saved
+    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(q, k, v, extras, saved, out.lse)
+
+
+def _backward(
+    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Extras]:
+    do, dlse = cotangents
+    q, k, v, extras, o_saved, lse = res
+    sizes, scalars = _block_sizes(q, spec), Scalars.of(extras, spec)
+    by_query = _problem(q, k, extras, spec, sizes.query_gradients)
+    by_key = _problem(q, k, extras, spec, sizes.key_gradients)
+    operands = Operands(q, k, v, do, lse)
+    if o_saved is None:
+        delta = delta_from_probs(operands, scalars, by_query)
+    else:
+        delta = steps.delta_from_output(do, o_saved, spec.numerics, q.dtype)
+        delta = delta[..., 0].transpose(0, 2, 1)
+    # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+    operands = operands._replace(delta=delta - dlse.transpose(0, 2, 1))
+    dk, dv = key_gradients(operands, scalars, by_key)
+    return query_gradients(operands, scalars, by_query), dk, dv, Extras()
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
+    interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
+    return Problem.of(q, k, extras, spec, tile, interpret=interpret)
+
+
+def _block_sizes(q: Array, spec: Spec) -> BlockSizes:
+    if spec.block_sizes is None:
+        return default_block_sizes(q.shape[-1], splits=_splits(spec.numerics, q.dtype))
+    assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
+    return spec.block_sizes
+
+
+def _splits(numerics: Numerics, dtype: np.dtype) -> bool:
+    """Whether an operand of some product has another format than the inputs, or is float32."""
+    name = jnp.dtype(dtype).name
+    operands = (numerics.probs, numerics.probs_bwd, numerics.ds)
+    return name == "float32" or any(x.result_format.name != name for x in operands)

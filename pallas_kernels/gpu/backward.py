@@ -1,0 +1,244 @@
+"""The backward kernels: dK and dV of a key tile, dQ of a query tile, δ where it needs a pass.
+
+Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
+every sum is taken by one program in a fixed order: no atomics, the same bits on every run. The
+arithmetic is that of `lowprec_attn.steps`, point by point.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from lowprec_attn.steps import Place
+from pallas_kernels.gpu.instructions import multiply_add
+from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
+from pallas_kernels.gpu.rounding import Rounder, format_of
+from pallas_kernels.gpu.scalars import Scalars, whole
+
+
+class Operands(NamedTuple):
+    """q, dO [B, T, N, H], k, v [B, S, K, H], lse and δ [B, N, T]; or references to their parts."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any = None
+
+
+class Side(NamedTuple):
+    """The factors of S and dP on one side: q and dO for rows, k and v for columns."""
+
+    for_scores: Array
+    for_dp: Array
+
+
+class Program(NamedTuple):
+    """What the tiles of one program share."""
+
+    problem: Problem
+    scalars: Scalars
+    batch: Array
+    round_point: Rounder
+
+
+def _probs_and_dp(
+    program: Program, left: Side, right: Side, minus_lse: Array, place: Place, *, masked: bool
+) -> tuple[Array, Array]:
+    """P, unrounded, and dP as rounded at its point; left rows by right rows."""
+    p, round_point = program.problem, program.round_point
+    n = p.spec.numerics
+    a, b = left.for_scores, right.for_scores
+    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(p.spec.scale)
+    if not n.scores.is_identity:
+        s, factor = round_point(s * factor, "scores", n.scores, place), np.float32(1)
+    log2e = np.float32(LOG2E)
+    if p.hides_exponent_noise:
+        minus_log2 = minus_lse * log2e
+        log2_p = multiply_add(s, factor * log2e, minus_log2, interpret=p.interpret)
+    else:
+        log2_p = (s * factor + minus_lse) * log2e
+    if masked:
+        log2_p = mask_scores(log2_p, p.visible(place, program.batch, program.scalars))
+    probs = jnp.exp2(log2_p)
+    a, b = left.for_dp, right.for_dp
+    dp = round_point.dot(a, b.T, format_of(a), format_of(b))
+    return probs, round_point(dp, "dp", n.dp, place)
+
+
+def _rounded_ds(program: Program, probs: Array, dp: Array, delta: Array, place: Place) -> Array:
+    """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
+    spec = program.problem.spec
+    ds = probs * (dp - delta)
+    if not program.problem.scales_last:
+        ds = ds * jnp.float32(spec.scale)
+    return program.round_point(ds, "ds", spec.numerics.ds, place)
+
+
+def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
+    return ds_sum * jnp.float32(problem.spec.scale) if problem.scales_last else ds_sum
+
+
+def _minus(lse: Array) -> Array:
+    """−lse; 0 for rows without keys, whose scores are all MASKED."""
+    return jnp.where(lse == -jnp.inf, jnp.float32(0), -lse)
+
+
+def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
+    """dK and dV, summed over the query heads of each group."""
+    p, head = problem, problem.padded_head
+    rows = pl.BlockSpec((None, p.rows, p.group, head), lambda j, h, b: (b, 0, h, 0))
+    keys = pl.BlockSpec((None, p.keys, None, head), lambda j, h, b: (b, 0, h, 0))
+    statistics = pl.BlockSpec((None, p.group, p.rows), lambda j, h, b: (b, h, 0))
+    out_spec = pl.BlockSpec((None, p.tile.kv, None, head), lambda j, h, b: (b, j, h, 0))
+    in_specs = Operands(rows, keys, keys, rows, statistics, statistics)
+    out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
+    specs = ((in_specs, jax.tree.map(whole, scalars)), (out_spec, out_spec))
+    grid = (p.kv_tiles, p.kv_heads, p.batch)
+    dk, dv = call(_key_gradients, p, grid, specs, (out, out))(x, scalars)
+    return dk, dv
+
+
+def _key_gradients(
+    ref: Operands, scalars: Scalars, dk_ref: Any, dv_ref: Any, *, problem: Problem
+) -> None:
+    p, n = problem, problem.spec.numerics
+    j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    keys = Side(p.load_keys(ref.k, j), p.load_keys(ref.v, j))
+    begin, full, end = p.query_range(j, batch, scalars)
+
+    def add_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        program = Program(p, scalars, batch, p.rounder(scalars, batch, kv_head * p.group + g))
+
+        def add_tile(i: Array, sums: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
+            dk, dv = sums
+            start = i * p.tile.query
+            rows = Side(*(p.load_rows(r, start, p.tile.query, g) for r in (ref.q, ref.do)))
+            lse, delta = (p.load_statistics(r, start, g)[None] for r in (ref.lse, ref.delta))
+            place = p.place(i, j, keys_first=True)  # P and dS are then left operands as they are
+            probs, dp = _probs_and_dp(program, keys, rows, _minus(lse), place, masked=masked)
+            q, do = rows
+            p_rounded = program.round_point(probs, "probs_bwd", n.probs_bwd, place)
+            dv = dv + program.round_point.dot(
+                p_rounded, do, n.probs_bwd.result_format, format_of(do)
+            )
+            ds = _rounded_ds(program, probs, dp, delta, place)
+            dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
+            return dk, dv
+
+        sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
+        return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
+
+    zeros = jnp.zeros((p.tile.kv, p.padded_head), jnp.float32)
+    dk, dv = lax.fori_loop(0, p.group, add_head, (zeros, zeros))
+    sums = (_scaled_sum(dk, p), dv)
+    start = j * p.tile.kv
+    # A gradient summed over a group is told apart by the group's first head.
+    round_point = p.rounder(scalars, batch, kv_head * p.group)
+    for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
+        place = p.features(start, p.tile.kv, which)
+        p.store(out, round_point(x, "grads", n.grads_for(p.dtype), place), start, p.keys)
+
+
+def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> Array:
+    """dQ."""
+    p = problem
+    out_spec = pl.BlockSpec((None, p.tile.query, None, p.padded_head), lambda i, n, b: (b, i, n, 0))
+    out = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
+    return _over_queries(_query_gradients, x, scalars, p, (out, out_spec))
+
+
+def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
+    """δ = rowsum(dP ∘ P), [B, N, T], in a pass of its own over the keys."""
+    p = problem
+    out_spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, i))
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32)
+    return _over_queries(_delta, x, scalars, p, (out, out_spec))
+
+
+def _over_queries(
+    body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, out: Any
+) -> Array:
+    """Runs a kernel with one program per query tile and head."""
+    p, head = problem, problem.padded_head
+    rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
+    keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
+    statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
+    in_specs = Operands(rows, keys, keys, rows, statistics, None if x.delta is None else statistics)
+    shape, out_spec = out
+    specs = ((in_specs, jax.tree.map(whole, scalars)), out_spec)
+    grid = (p.q_tiles, p.heads, p.batch)
+    return call(body, p, grid, specs, shape)(x, scalars)
+
+
+class _Walk(NamedTuple):
+    """One query tile, which walks over the key tiles that it sees."""
+
+    program: Program
+    ref: Operands
+    i: Array
+    start: Array
+    rows: Side
+    minus_lse: Array
+
+    @classmethod
+    def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
+        p = problem
+        i, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        start = i * p.tile.query
+        rows = Side(*(p.load_rows(r, start, p.tile.query) for r in (ref.q, ref.do)))
+        minus_lse = _minus(p.load_statistics(ref.lse, start))[:, None]
+        program = Program(p, scalars, batch, p.rounder(scalars, batch, head))
+        return cls(program, ref, i, start, rows, minus_lse)
+
+    def sum(self, contribution: Callable[..., Array], zero: Array) -> Array:
+        """The sum of contribution(P, dP, k, place) over the key tiles."""
+        p, scalars, batch, _ = self.program
+
+        def add_tile(j: Array, total: Array, *, masked: bool) -> Array:
+            keys = Side(p.load_keys(self.ref.k, j), p.load_keys(self.ref.v, j))
+            place = p.place(self.i, j)
+            probs, dp = _probs_and_dp(
+                self.program, self.rows, keys, self.minus_lse, place, masked=masked
+            )
+            return total + contribution(probs, dp, keys.for_scores, place)
+
+        full, end = p.key_range(self.i, batch, scalars)
+        total = lax.fori_loop(0, full, partial(add_tile, masked=False), zero)
+        if not p.has_masked_tiles:
+            return total
+        return lax.fori_loop(full, end, partial(add_tile, masked=True), total)
+
+
+def _query_gradients(ref: Operands, scalars: Scalars, dq_ref: Any, *, problem: Problem) -> None:
+    p, n = problem, problem.spec.numerics
+    walk = _Walk.of(ref, scalars, p)
+    delta = p.load_statistics(ref.delta, walk.start)[:, None]
+    round_point = walk.program.round_point
+
+    def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
+        ds = _rounded_ds(walk.program, probs, dp, delta, place)
+        return round_point.dot(ds, k, n.ds.result_format, format_of(k))
+
+    dq = walk.sum(contribution, jnp.zeros((p.tile.query, p.padded_head), jnp.float32))
+    dq = _scaled_sum(dq, p)
+    dq = round_point(dq, "grads", n.grads_for(p.dtype), p.features(walk.start, p.tile.query, 0))
+    p.store(dq_ref, dq, walk.start, p.rows)
+
+
+def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
+    walk = _Walk.of(ref, scalars, problem)
+
+    def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
+        return jnp.sum(dp * probs, axis=-1, keepdims=True)
+
+    delta = walk.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
+    problem.store_statistics(delta_ref, delta[:, 0], walk.start)

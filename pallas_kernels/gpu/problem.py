@@ -1,0 +1,272 @@
+"""One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED, StandardMax
+from lowprec_attn.request import Extras, Spec
+from lowprec_attn.steps import Place, span
+from pallas_kernels.block_sizes import Tile
+from pallas_kernels.gpu.rounding import Rounder
+from pallas_kernels.gpu.scalars import Scalars
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes and tiles of one kernel.
+
+    Attributes:
+      spec: the call's static part.
+      batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
+      dtype: of q, k, v.
+      tile: query rows and keys of a tile, warps, stages.
+      interpret: run in the interpreter.
+      has_query_lengths, has_key_lengths: whether the call has them.
+    """
+
+    spec: Spec
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: np.dtype
+    tile: Tile
+    interpret: bool
+    has_query_lengths: bool
+    has_key_lengths: bool
+
+    @classmethod
+    def of(
+        cls, q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile, *, interpret: bool
+    ) -> "Problem":
+        """The problem of a call with these arrays."""
+        return cls(
+            spec=spec,
+            batch=q.shape[0],
+            rows=q.shape[1],
+            keys=k.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_size=q.shape[3],
+            dtype=np.dtype(q.dtype),
+            tile=tile,
+            interpret=interpret,
+            has_query_lengths=extras.query_lengths is not None,
+            has_key_lengths=extras.key_lengths is not None,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_head(self) -> int:
+        """H rounded up to a power of two: the compiler's tiles have no other sizes."""
+        return 1 << (self.head_size - 1).bit_length()
+
+    @property
+    def q_tiles(self) -> int:
+        """Number of query tiles, the last one maybe partial."""
+        return -(-self.rows // self.tile.query)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Number of key tiles, the last one maybe partial."""
+        return -(-self.keys // self.tile.kv)
+
+    @property
+    def hides_exponent_noise(self) -> bool:
+        """Whether P̄, P and dS are all rounded, by more than a shortcut in an exponent may cost.
+
+        The shortcuts take x·log2(e) of a score and of a row statistic apart, so the exponent errs
+        by about an ulp of the score instead of an ulp of the difference.
+        """
+        n = self.spec.numerics
+        return not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
+
+    @property
+    def log2_units(self) -> bool:
+        """Whether the forward kernel keeps scores and m in units of log 2.
+
+        That saves one multiplication per score, but is possible only where nothing looks at a
+        score's own value: neither a rounding nor a rule.
+        """
+        n = self.spec.numerics
+        return (
+            self.hides_exponent_noise
+            and n.scores.is_identity
+            and n.stats.is_identity
+            and isinstance(self.spec.row_max, StandardMax)
+        )
+
+    @property
+    def scales_last(self) -> bool:
+        """Whether dQ and dK are scaled as sums, because that commutes with rounding dS · scale."""
+        ds = self.spec.numerics.ds
+        is_power_of_two = math.frexp(self.spec.scale)[0] == 0.5
+        return ds.is_identity or (ds.format.name == "bfloat16" and is_power_of_two)
+
+    def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
+        """Rounding in the program of one batch element and query head."""
+        return Rounder(scalars.stream(batch, head), self.interpret)
+
+    def place(self, i: Array, j: Array, *, keys_first: bool = False) -> Place:
+        """Global rows and columns of tile (i, j), [query, 1] and [1, kv]; or of its transpose."""
+        rows = span(i * self.tile.query, self.tile.query)
+        cols = span(j * self.tile.kv, self.tile.kv)
+        if keys_first:
+            return Place(rows[None], cols[:, None])
+        return Place(rows[:, None], cols[None])
+
+    def features(self, start: Array, size: int, step: Array | int = 0) -> Place:
+        """The place of rows start ... of an output or gradient, [size, 1] by features [1, H]."""
+        return Place(span(start, size)[:, None], self.feature_columns, step)
+
+    @property
+    def feature_columns(self) -> Array:
+        """The features of a head, [1, H]."""
+        return span(0, self.padded_head)[None]
+
+    def key_range(self, i: Array, batch: Array, scalars: Scalars) -> tuple[Array, Array]:
+        """Of the key tiles that query tile i visits: how many are seen in full, and how many."""
+        zero, full, end = (jnp.int32(x) for x in (0, self.keys // self.tile.kv, self.kv_tiles))
+        if self.spec.is_causal:
+            first, last = i * self.tile.query, (i + 1) * self.tile.query
+            full = jnp.minimum(lax.div(first + 1, self.tile.kv), full)
+            end = jnp.minimum(lax.div(last + self.tile.kv - 1, self.tile.kv), end)
+        if scalars.key_lengths is not None:
+            length = scalars.key_lengths[batch]
+            full = jnp.minimum(lax.div(length, self.tile.kv), full)
+            end = jnp.minimum(lax.div(length + self.tile.kv - 1, self.tile.kv), end)
+        if scalars.query_lengths is not None:
+            length = scalars.query_lengths[batch]
+            full = jnp.where((i + 1) * self.tile.query <= length, full, zero)
+            end = jnp.where(i * self.tile.query < length, end, zero)
+        return full, end
+
+    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> tuple[Array, Array, Array]:
+        """The query tiles that see key tile j: the first, the first that sees all, the end."""
+        begin, full, end = (jnp.int32(x) for x in (0, 0, self.q_tiles))
+        if self.spec.is_causal:
+            first, last = j * self.tile.kv, (j + 1) * self.tile.kv - 1
+            begin = jnp.minimum(lax.div(first, self.tile.query), end)
+            full = jnp.minimum(lax.div(last + self.tile.query - 1, self.tile.query), end)
+        if scalars.query_lengths is not None:
+            length = scalars.query_lengths[batch]
+            end = jnp.minimum(lax.div(length + self.tile.query - 1, self.tile.query), end)
+            full = end  # a length may cut any tile: mask them all
+        if scalars.key_lengths is not None:
+            length = scalars.key_lengths[batch]
+            full = jnp.where((j + 1) * self.tile.kv <= length, full, end)
+            begin = jnp.where(j * self.tile.kv < length, begin, end)
+        return begin, jnp.maximum(full, begin), end
+
+    @property
+    def has_masked_tiles(self) -> bool:
+        """Whether some visited tile is not seen in full."""
+        return (
+            self.spec.is_causal
+            or self.keys % self.tile.kv != 0
+            or self.has_query_lengths
+            or self.has_key_lengths
+        )
+
+    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
+        """True where a row may see a column; rows beyond T may, they are never stored."""
+        seen = place.cols < self.keys
+        if self.spec.is_causal:
+            seen = seen & (place.cols <= place.rows)
+        if scalars.key_lengths is not None:
+            seen = seen & (place.cols < scalars.key_lengths[batch])
+        if scalars.query_lengths is not None:
+            seen = seen & (place.rows < scalars.query_lengths[batch])
+        return seen
+
+    def load_rows(self, ref: Any, start: Array | int, size: int, *index: Any) -> Array:
+        """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
+        return self._load(ref, start, size, self.rows, *index)
+
+    def load_keys(self, ref: Any, j: Array | int) -> Array:
+        """Tile j of a [keys, H] reference; zeros outside."""
+        return self._load(ref, j * self.tile.kv, self.tile.kv, self.keys)
+
+    def _load(self, ref: Any, start: Array | int, size: int, limit: int, *index: Any) -> Array:
+        window = ref.at[(pl.ds(start, size), *index, slice(None))]
+        mask = self._inside(start, size, limit)
+        return window[...] if mask is None else plt.load(window, mask=mask, other=0)
+
+    def store(self, ref: Any, x: Array, start: Array | int, limit: int) -> None:
+        """Stores a tile [size, H] that lies at rows start ... of `limit`."""
+        mask = self._inside(start, x.shape[0], limit)
+        plt.store(ref, x.astype(ref.dtype), mask=mask)
+
+    def _inside(self, start: Array | int, size: int, limit: int) -> Array | None:
+        mask = None
+        if limit % size != 0:
+            mask = span(start, size)[:, None] < limit
+        if self.padded_head != self.head_size:
+            columns = span(0, self.padded_head)[None] < self.head_size
+            mask = columns if mask is None else mask & columns
+        return None if mask is None else jnp.broadcast_to(mask, (size, self.padded_head))
+
+    def load_statistics(self, ref: Any, start: Array | int, *index: Any) -> Array:
+        """A row statistic [query] of a [..., rows] reference; zeros outside."""
+        size = self.tile.query
+        window = ref.at[(*index, pl.ds(start, size))]
+        if self.rows % size == 0:
+            return window[...]
+        return plt.load(window, mask=span(start, size) < self.rows, other=0)
+
+    def store_statistics(self, ref: Any, x: Array, start: Array | int) -> None:
+        """Stores a row statistic [query] that lies at row `start`."""
+        mask = None
+        if self.rows % self.tile.query != 0:
+            mask = span(start, self.tile.query) < self.rows
+        plt.store(ref, x, mask=mask)
+
+
+def mask_scores(s: Array, seen: Array) -> Array:
+    """Scores with MASKED where `seen` is False."""
+    return jnp.where(seen, s, jnp.float32(MASKED))
+
+
+def call(
+    body: Callable[..., None], problem: Problem, grid: tuple[int, ...], specs: Any, out: Any
+) -> Callable[..., Any]:
+    """`pl.pallas_call` with the problem's schedule.
+
+    Args:
+      body: the kernel, of references to the inputs and outputs, and of `problem`; names it.
+      problem: names warps, stages, interpreter.
+      grid: number of programs.
+      specs: block specifications of (inputs, outputs).
+      out: shapes and dtypes of the outputs.
+    """
+    in_specs, out_specs = specs
+    return pl.pallas_call(
+        partial(body, problem=problem),
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out,
+        compiler_params=plt.CompilerParams(
+            num_warps=problem.tile.warps, num_stages=problem.tile.stages
+        ),
+        interpret=problem.interpret,
+        name=f"attention{body.__name__}",
+    )

@@ -1,0 +1,60 @@
+"""Who computes a call: chosen when it is lowered, for the platform that it is lowered for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.dispatch import resolve_by_platform
+from lowprec_attn.numerics import StandardMax
+from lowprec_attn.request import Request, Spec
+
+
+def request(numerics_=numerics.FLASH, **options):
+    spec = Spec(numerics=numerics_, row_max=StandardMax(), scale=0.125, is_causal=True)
+    shape = (1, 16, 2, 64)
+    return Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype("bfloat16"), **options)
+
+
+def test_the_fastest_implementation_of_each_platform_is_chosen():
+    assert resolve_by_platform(request(), None) == {"cuda": "gpu", "default": "tiled"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        (request(has_mask=True), "tiled"),
+        (request(numerics.FLASH.replace(pv="bf16_m5")), "tiled"),
+        (request(numerics.FLASH.replace(kv_block=48)), "tiled"),
+        (request(numerics.STANDARD), "dense"),
+    ],
+)
+def test_what_the_kernels_decline_goes_to_the_same_arithmetic_elsewhere(asked, name):
+    assert resolve_by_platform(asked, None) == {"cuda": name, "default": name}
+
+
+def test_a_chosen_implementation_serves_every_platform():
+    assert set(resolve_by_platform(request(), "dense").values()) == {"dense"}
+
+
+def test_the_kernels_cannot_be_forced_where_there_is_no_gpu():
+    with pytest.raises(NotImplementedError, match=r"'gpu' does not support this platform.*tiled"):
+        resolve_by_platform(request(), "gpu")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_the_platform_that_a_call_is_lowered_for_decides():
+    def loss(q):
+        out = attention.dot_product_attention(q, q, q, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+        traced = jax.jit(jax.grad(loss)).trace(q)
+        assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+        for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("forward", "key_gradients", "query_gradients"):
+        assert f"attention_{kernel}" in for_gpu

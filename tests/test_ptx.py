@@ -1,0 +1,190 @@
+"""The kernels compiled for an H200 on a host without a GPU: the roundings are in the machine code.
+
+Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
+"""
+
+import functools
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
+from lowprec_attn.request import Extras, Spec
+from pallas_kernels.gpu import attention as gpu
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
+nvidia = pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
+AbstractDevice = pytest.importorskip("jax.sharding").AbstractDevice
+
+pytestmark = [
+    pytest.mark.ptx,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+KERNELS = ("forward", "key_gradients", "query_gradients")
+KEY, QUERY = "key_gradients", "query_gradients"
+
+# Points, and the kernels that round at them; `output` and `grads` are cast when they are stored.
+ROUNDED_IN = {
+    "scores": set(KERNELS),
+    "probs": {"forward"},
+    "pv": {"forward"},
+    "rescale": {"forward"},
+    "accumulator": {"forward"},
+    "stats": {"forward"},
+    "output": {"forward"},
+    "probs_bwd": {KEY},
+    "dp": {KEY, QUERY},
+    "ds": {KEY, QUERY},
+    "grads": {KEY, QUERY},
+}
+
+
+@functools.cache
+def ptx(
+    chosen: Numerics,
+    rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+    head_size: int = 64,
+    dtype: str = "bfloat16",
+) -> dict[str, str]:
+    """The PTX of each kernel of a causal forward and backward pass."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1"
+    )
+    x = jax.ShapeDtypeStruct(
+        (1, 256, 2, head_size), jnp.dtype(dtype), sharding=SingleDeviceSharding(topology.devices[0])
+    )
+    spec = Spec(numerics=chosen, row_max=rule, scale=0.1, is_causal=True)
+
+    def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def attend(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return gpu.attention(*qkv, Extras(), spec)
+
+        (out, lse), pullback = jax.vjp(attend, q, k, v)
+        return out, pullback((jnp.ones_like(out), lse))
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.sharding.use_abstract_mesh(mesh):
+            lowered = jax.jit(step).trace(x, x, x).lower(lowering_platforms=("cuda",))
+        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
+    result = {}
+    for text in texts:
+        if found := re.search(r"\.entry attention_(\w+)", text):
+            result[found.group(1)] = text
+    assert set(KERNELS) <= result.keys()
+    return result
+
+
+def conversions(text: str, fmt: str) -> int:
+    """Values that the code rounds to a format."""
+    pairs, singles = (
+        len(re.findall(rf"cvt\.rn\.{name}\.f32", text))
+        for name in ({"bfloat16": ("bf16x2", "bf16"), "float16": ("f16x2", "f16")}[fmt])
+    )
+    return 2 * pairs + singles
+
+
+def changed(before: dict[str, str], after: dict[str, str], fmt: str) -> set[str]:
+    return {k for k in KERNELS if conversions(after[k], fmt) > conversions(before[k], fmt)}
+
+
+@pytest.mark.parametrize("point", ROUNDED_IN)
+def test_float16_roundings_are_there(point: str) -> None:
+    """`exact` splits operands into bfloat16 terms and has no conversion to float16 of its own."""
+    assert (
+        changed(ptx(EXACT), ptx(EXACT.replace(**{point: "float16"})), "float16")
+        == ROUNDED_IN[point]
+    )
+
+
+@pytest.mark.parametrize(
+    "point", [p for p in ROUNDED_IN if getattr(FLASH, p) == getattr(EXACT, p) and p != "grads"]
+)
+def test_bfloat16_roundings_are_there(point: str) -> None:
+    assert (
+        changed(ptx(FLASH), ptx(FLASH.replace(**{point: "bfloat16"})), "bfloat16")
+        == ROUNDED_IN[point]
+    )
+
+
+def test_flash_rounds_its_operands_once() -> None:
+    """P̄, P and dS go into the products as pairs; the other conversions are those of stores."""
+    for name, text in ptx(FLASH).items():
+        assert conversions(text, "bfloat16") > 0, name
+        assert "cvt.rn.bf16.f32" not in text, name
+
+
+@pytest.mark.parametrize("preset", ["flash", "exact", "published"])
+def test_products_are_on_the_tensor_cores_and_never_tf32(preset: str) -> None:
+    for name, text in ptx(numerics.PRESETS[preset]).items():
+        products = Counter(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.\S+", text))
+        assert products, name
+        assert all("f32.bf16.bf16" in product for product in products), (name, products)
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_size", "dtype", "spilled"),
+    [
+        ("flash", 32, "float16", 0),
+        ("flash", 64, "bfloat16", 0),
+        ("flash", 128, "bfloat16", 512),
+        ("flash", 256, "bfloat16", 0),
+        ("published", 64, "bfloat16", 0),
+        ("published", 80, "bfloat16", 512),
+        # Three terms of an operand need room: these were the fastest tiles all the same.
+        ("exact", 64, "bfloat16", 1024),
+        ("exact", 128, "bfloat16", 4096),
+        ("exact", 256, "float32", 16384),
+    ],
+)
+def test_default_tiles_fit_shared_memory_and_registers(
+    preset: str, head_size: int, dtype: str, spilled: int
+) -> None:
+    chosen = numerics.PRESETS[preset]
+    for name, text in ptx(chosen, head_size=head_size, dtype=dtype).items():
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
+
+
+def assembled(text: str) -> str:
+    """The report of `ptxas` on registers and spills."""
+    (ptxas,) = (found for root in nvidia.__path__ for found in Path(root).glob("*/bin/ptxas"))
+    target = re.search(r"\.target (\w+)", text)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(text)
+        file.flush()
+        return subprocess.run(
+            [ptxas, "-v", f"-arch={target.group(1)}", file.name, "-o", "/dev/null"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr
