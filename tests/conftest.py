@@ -31,7 +31,13 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
 
 
 # Whole files go to one worker each, so the longest must not be left for last.
-_LONGEST = ("test_train_kills.py", "test_train.py", "test_attention.py", "test_points.py")
+_LONGEST = (
+    "test_train_kills.py",
+    "test_train.py",
+    "test_attention.py",
+    "test_gpu_kernels.py",
+    "test_points.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
