@@ -52,10 +52,12 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
     """
     if implementation is not None:
         return dict.fromkeys(_PLATFORMS, resolve(request, implementation))
-    return {
+    names = {
         platform: resolve(dataclasses.replace(request, platform=platform))
         for platform in _PLATFORMS
     }
+    _log_choice(tuple(names.items()), request.spec.numerics)
+    return names
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
@@ -71,7 +73,6 @@ def resolve(request: Request, implementation: str | None = None) -> str:
         if not able:
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise NotImplementedError(f"no implementation of attention serves this call. {listed}")
-        _log_choice(able[0], request.platform, request.spec.numerics)
         return able[0]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -87,8 +88,13 @@ def resolve(request: Request, implementation: str | None = None) -> str:
 
 
 @functools.cache
-def _log_choice(name: str, platform: str | None, numerics: Numerics) -> None:
-    _log.info("attention: %s for %s, lowered for %s", name, numerics, platform or "this process")
+def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
+    """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`."""
+    if len({name for _, name in names}) == 1:
+        choice = names[0][1]
+    else:
+        choice = ", ".join(f"{name} on {platform}" for platform, name in names)
+    _log.info("attention: %s for %s", choice, numerics)
 
 
 def compute(call: Call) -> tuple[Array, Array]:
