@@ -14,7 +14,7 @@ from lowprec_attn.numerics.presets import (
     STOCHASTIC_OUTPUT,
     get_preset,
 )
-from lowprec_attn.numerics.record import ACCUMULATING_POINTS, POINTS, Numerics
+from lowprec_attn.numerics.record import POINTS, Numerics
 from lowprec_attn.numerics.rounding import MODES, Rounding, counter_bits, get_rounding, round_to
 from lowprec_attn.numerics.row_max import (
     MASKED,
@@ -27,7 +27,6 @@ from lowprec_attn.numerics.row_max import (
 )
 
 __all__ = [
-    "ACCUMULATING_POINTS",
     "AUXILIARY_OUTPUT",
     "DELTA_DP_P",
     "EXACT",

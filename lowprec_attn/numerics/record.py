@@ -44,9 +44,6 @@ POINTS: tuple[str, ...] = (
     "grads",
 )
 
-# Points that act once in every online-softmax step, so that `kv_block` changes their result.
-ACCUMULATING_POINTS: tuple[str, ...] = ("pv", "rescale", "accumulator", "stats")
-
 _FLOAT32 = get_rounding("float32")
 
 
