@@ -3,6 +3,7 @@
     python train.py --config=configs/gpt2_bf16.py
     python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR
     python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
+    python train.py --config=configs/gpt2_bf16.py --profile=DIR
 
 The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
 checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite.
@@ -24,6 +25,9 @@ _CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, FI
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; by default runs/NAME-VARIANT-HASH of the config."
 )
+_PROFILE = flags.DEFINE_string(
+    "profile", None, "Times steps on random tokens instead of training; writes into this directory."
+)
 EXIT_BAD_INPUT = 1
 
 
@@ -38,6 +42,10 @@ def main(argv: list[str]) -> int:
     try:
         settings = train_settings(config)
         # Only now: a wrong config is told before JAX takes its seconds to start.
+        if _PROFILE.value is not None:
+            from lowprec_attn.gpt2.profile import profile
+
+            return profile(settings, Path(_PROFILE.value))
         from lowprec_attn.gpt2.training import train
 
         return train(settings, config, Path(_WORKDIR.value or _default_workdir(settings, config)))

@@ -28,7 +28,14 @@ from lowprec_attn.dispatch import (
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, RandomStream, Request, Spec
 
-__all__ = ["IMPLEMENTATIONS", "attention_fn", "dot_product_attention", "resolve", "sharded"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "attention_fn",
+    "dot_product_attention",
+    "resolve",
+    "sharded",
+    "within_shard",
+]
 
 
 def dot_product_attention(
@@ -183,10 +190,7 @@ def sharded(
     def attend(
         q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
     ) -> Array | tuple[Array, Array]:
-        if jnp.ndim(q) != 4:
-            raise ValueError(
-                f"q must be [batch, length, heads, head size], got shape {jnp.shape(q)}"
-            )
+        _check_batched(q)
         return_residual = options.pop("return_residual", False)
         call = _prepare((q, k, v, bias, mask), **options)
         _check_divides(mesh, batch_axis, head_axis, call)
@@ -207,6 +211,40 @@ def sharded(
         return (out, lse) if return_residual else out
 
     return attend
+
+
+def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array]]:
+    """`dot_product_attention` for code that runs under `jax.shard_map` already.
+
+    Args:
+      batch_axis: mesh axis over which that code's batch is split, in equal parts. Random bits are
+        those of the whole batch.
+
+    Returns:
+      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
+      axis.
+    """
+
+    def attend(
+        q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
+    ) -> Array | tuple[Array, Array]:
+        _check_batched(q)
+        return_residual = options.pop("return_residual", False)
+        call = _prepare((q, k, v, bias, mask), **options)
+        stream = call.extras.stream
+        if stream is not None:
+            start = jax.lax.axis_index(batch_axis) * jnp.int32(q.shape[0])
+            stream = stream._replace(batch=stream.batch + start)
+            call = call._replace(extras=call.extras._replace(stream=stream))
+        out, lse = compute(call)
+        return (out, lse) if return_residual else out
+
+    return attend
+
+
+def _check_batched(q: Any) -> None:
+    if jnp.ndim(q) != 4:
+        raise ValueError(f"q must be [batch, length, heads, head size], got shape {jnp.shape(q)}")
 
 
 def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, call: Call) -> None:

@@ -34,3 +34,11 @@ SHAPES: dict[str, Shape] = {
     "cpu4k": Shape(1, 4096, 12, 64),
     "cpu16k": Shape(1, 16384, 2, 64),
 }
+
+# T from 512 to 32768 at 32768 tokens, with GPT-2's heads.
+_SWEEP_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+SWEEP = tuple(f"sweep{length}" for length in _SWEEP_LENGTHS)
+SHAPES |= {
+    name: Shape(32768 // length, length, 12, 64)
+    for name, length in zip(SWEEP, _SWEEP_LENGTHS, strict=True)
+}

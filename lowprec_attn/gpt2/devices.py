@@ -1,10 +1,12 @@
 """Where a run computes: the mesh over all local devices, and its attention."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowprec_attn import attention
@@ -21,12 +23,14 @@ class Devices(NamedTuple):
     Attributes:
       mesh: of all local devices.
       attend: attention for arrays that are split over the batch.
+      attend_part: attention for what a function under `over_devices` sees of them.
       attend_whole: attention for arrays that every device holds whole.
       accumulation_steps: micro-batches per step.
     """
 
     mesh: Mesh
     attend: Attend
+    attend_part: Attend
     attend_whole: Attend
     accumulation_steps: int
 
@@ -51,21 +55,29 @@ class Devices(NamedTuple):
         """`jax.jit` with the run's compiler options."""
         return jax.jit(function, compiler_options=self.compiler_options, **options)
 
-    def put_train(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def over_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The mean over the devices of function(params, inputs, targets [A, M, T], key).
+
+        Each device computes it for its own sequences, and one all-reduce follows at the end: left
+        to itself, XLA reduces the gradients of every micro-batch.
+        """
+        if self.mesh.devices.size == 1:
+            return function
+        whole, part = PartitionSpec(), PartitionSpec(None, _AXIS)
+        return jax.shard_map(
+            lambda *args: lax.pmean(function(*args), _AXIS),
+            mesh=self.mesh,
+            in_specs=(whole, part, part, whole),
+            out_specs=whole,
+            check_vma=False,  # Pallas calls carry no varying-axes types
+        )
+
+    def put(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Inputs and targets as [A, B/A, T], the middle axis split over the devices."""
-        return self._put(batch, (self.accumulation_steps, -1), PartitionSpec(None, _AXIS))
-
-    def put_eval(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets as [B, T], split over the devices."""
-        return self._put(batch, (-1,), PartitionSpec(_AXIS))
-
-    def _put(
-        self, batch: Batch, leading: tuple[int, ...], spec: PartitionSpec
-    ) -> tuple[jax.Array, jax.Array]:
-        sharding = NamedSharding(self.mesh, spec)
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
 
         def put(x: np.ndarray) -> jax.Array:
-            return jax.device_put(x.reshape(*leading, x.shape[-1]), sharding)
+            return jax.device_put(x.reshape(self.accumulation_steps, -1, x.shape[-1]), sharding)
 
         return put(batch["inputs"]), put(batch["targets"])
 
@@ -89,10 +101,12 @@ def local_devices(settings: TrainSettings) -> Devices:
             f"{len(devices)} devices; choose a multiple of {len(devices)}"
         )
     mesh = Mesh(np.array(devices), (_AXIS,))
-    whole = functools.partial(
-        attention.dot_product_attention, implementation=settings.attention.implementation
-    )
-    split = functools.partial(
-        attention.sharded(mesh, batch_axis=_AXIS), implementation=settings.attention.implementation
-    )
-    return Devices(mesh, split if len(devices) > 1 else whole, whole, settings.accumulation_steps)
+    one = len(devices) == 1
+    whole = attention.dot_product_attention
+    split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
+    part = whole if one else attention.within_shard(batch_axis=_AXIS)
+    chosen = [
+        functools.partial(attend, implementation=settings.attention.implementation)
+        for attend in (split, part, whole)
+    ]
+    return Devices(mesh, *chosen, settings.accumulation_steps)

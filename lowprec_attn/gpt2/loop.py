@@ -115,7 +115,7 @@ class Loop:
         data_state = self.data_state
         batch = next(self.data)
         self.data_state = self.data.get_state()
-        arrays = self.fixed.devices.put_train(batch)
+        arrays = self.fixed.devices.put(batch)
         if _due(self.fixed.settings.diagnostics_every, step):
             self._fetch()
             self._write_signals(step, batch)
@@ -158,9 +158,7 @@ class Loop:
         batches = validation_batches(
             run.corpus.val, settings.model.context, settings.batch_size, settings.eval_batches
         )
-        losses = [
-            self.evaluate(self.state.params, *run.devices.put_eval(batch)) for batch in batches
-        ]
+        losses = [self.evaluate(self.state.params, *run.devices.put(batch)) for batch in batches]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
         run.metrics.write(step, {"val_loss": loss})
         return loss
@@ -186,7 +184,7 @@ class Loop:
         self._save(step)
         culprit = find_culprit(
             self.fixed.settings,
-            self.fixed.steps,
+            make_steps(self.fixed.settings, self.fixed.devices.attend),
             self.state.params,
             pending.arrays,
             step_key(self.root, jnp.int32(step)),

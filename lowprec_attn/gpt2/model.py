@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
 
 # `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
@@ -48,6 +48,8 @@ def _linear(
         dtype=dtype,
         param_dtype=jnp.float32,
         kernel_init=nnx.initializers.normal(std),
+        # By default a float32 product is one of TF32 on a GPU and of bfloat16 on a TPU.
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         rngs=rngs,
     )
 
@@ -74,7 +76,10 @@ class CausalSelfAttention(nnx.Module):
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
         std = init_std(settings)
-        self.qkv = _linear(d, 3 * d, std, dtype, rngs)
+        # One product of all three would have to be copied apart for the attention kernels.
+        self.query = _linear(d, d, std, dtype, rngs)
+        self.key = _linear(d, d, std, dtype, rngs)
+        self.value = _linear(d, d, std, dtype, rngs)
         self.out = _linear(d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
         self.num_heads = settings.heads
         self.scale_placement = settings.scale_placement
@@ -87,27 +92,30 @@ class CausalSelfAttention(nnx.Module):
         """The projected output, and q, k, v, O. `tap` is added to O: its gradient is dO."""
         b, t, d = x.shape
         head_size = d // self.num_heads
-        q, k, v = (
-            part.reshape(b, t, self.num_heads, head_size)
-            for part in jnp.split(self.qkv(x), 3, axis=-1)
-        )
+        with jax.named_scope("projections"):
+            q, k, v = (
+                project(x).reshape(b, t, self.num_heads, head_size)
+                for project in (self.query, self.key, self.value)
+            )
         scale = head_size**-0.5
         if self.scale_placement == "qk":
             factor = jnp.asarray(math.sqrt(scale), q.dtype)
             q, k, scale = q * factor, k * factor, 1.0
-        o = attend(
-            q,
-            k,
-            v,
-            is_causal=True,
-            scale=scale,
-            numerics=self.numerics,
-            row_max=self.row_max,
-            key=key,
-        )
+        with jax.named_scope("attention"):
+            o = attend(
+                q,
+                k,
+                v,
+                is_causal=True,
+                scale=scale,
+                numerics=self.numerics,
+                row_max=self.row_max,
+                key=key,
+            )
         if tap is not None:
             o = o + tap.astype(o.dtype)
-        return self.out(o.reshape(b, t, d)), (q, k, v, o)
+        with jax.named_scope("projections"):
+            return self.out(o.reshape(b, t, d)), (q, k, v, o)
 
 
 class Block(nnx.Module):
@@ -128,12 +136,27 @@ class Block(nnx.Module):
         self, residual: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
     ) -> tuple[Array, LayerRecord]:
         """The residual stream after the block, and the record of its attention."""
-        x = self.norm_1(residual)
+        with jax.named_scope("norm"):
+            x = self.norm_1(residual)
         y, (q, k, v, o) = self.attention(x, attend, key, tap)
+        with jax.named_scope("norm"):
+            residual = residual + y.astype(jnp.float32)
+            x_2 = self.norm_2(residual)
+        with jax.named_scope("mlp"):
+            y = self.mlp_out(_gelu(self.mlp_in(x_2)))
         residual = residual + y.astype(jnp.float32)
-        h = jax.nn.gelu(self.mlp_in(self.norm_2(residual)), approximate=True)
-        residual = residual + self.mlp_out(h).astype(jnp.float32)
         return residual, LayerRecord(x, q, k, v, o, residual)
+
+
+@jax.checkpoint
+def _gelu(x: Array) -> Array:
+    """GELU in its tanh form, in float32; what is kept for the backward pass is x.
+
+    (1 + tanh(u)) / 2 = sigmoid(2u) takes one exponential; XLA's tanh is a rational function.
+    """
+    h = x.astype(jnp.float32)
+    u = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
+    return (h * jax.nn.sigmoid(2 * u)).astype(x.dtype)
 
 
 class GPT2(nnx.Module):
@@ -185,15 +208,16 @@ class GPT2(nnx.Module):
           key: PRNG key for stochastic rounding.
           taps: added to every layer's attention output; zeros whose gradients are dO.
         """
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        residual = self.tokens(tokens) + self.positions(positions)[None]
+        with jax.named_scope("embedding"):
+            residual = embed(self.tokens.embedding[...], self.positions.embedding[...], tokens)
         records = []
         for i, block in enumerate(self.blocks):
             block_key = None if key is None else jax.random.fold_in(key, i)
             tap = None if taps is None else taps[i]
             residual, record = block(residual, attend, block_key, tap)
             records.append(record)
-        return self.norm(residual), tuple(records)
+        with jax.named_scope("norm"):
+            return self.norm(residual), tuple(records)
 
 
 def parameter_count(settings: ModelSettings) -> int:
@@ -201,40 +225,3 @@ def parameter_count(settings: ModelSettings) -> int:
     d, layers = settings.width, settings.layers
     embeddings = (settings.vocab_size + settings.context) * d
     return embeddings + layers * 12 * d * d + (2 * layers + 1) * d
-
-
-# Rows of logits are formed in chunks of about this many numbers, never all at once in float32.
-_LOGITS_PER_CHUNK = 2**26
-
-
-def cross_entropy(
-    hidden: Float[Array, "B T d"], embedding: Float[Array, "V d"], targets: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    """Mean cross-entropy in nats of the tied output layer: logits = hidden · embeddingᵀ.
-
-    The product takes operands in hidden's dtype and accumulates in float32; logits and the
-    log-sum-exp are float32, formed and recomputed in chunks of the sequence axis.
-    """
-    b, t, d = hidden.shape
-    table = embedding.astype(hidden.dtype)
-    chunks = _chunks(t, b * embedding.shape[0])
-
-    @jax.checkpoint
-    def chunk_loss(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
-        x, y = chunk
-        logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
-        picked = jnp.take_along_axis(logits, y[..., None], axis=-1)[..., 0]
-        return total + jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked), None
-
-    xs = hidden.reshape(b, chunks, t // chunks, d).swapaxes(0, 1)
-    ys = targets.reshape(b, chunks, t // chunks).swapaxes(0, 1)
-    total, _ = lax.scan(chunk_loss, jnp.float32(0), (xs, ys))
-    return total / jnp.float32(b * t)
-
-
-def _chunks(length: int, logits_per_position: int) -> int:
-    """The smallest divisor of length that keeps a chunk within _LOGITS_PER_CHUNK, if any does."""
-    for chunks in range(1, length + 1):
-        if length % chunks == 0 and length // chunks * logits_per_position <= _LOGITS_PER_CHUNK:
-            return chunks
-    return length

@@ -35,9 +35,10 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
         )(taps)
         result = {}
         for i, (heads, record) in enumerate(zip(settings.attention.heads, records, strict=True)):
-            kernel = params["blocks"][i]["attention"]["qkv"]["kernel"][...]
-            w_q, w_k, _ = (
-                w.reshape(model.width, model.heads, head_size) for w in jnp.split(kernel, 3, axis=1)
+            weights = params["blocks"][i]["attention"]
+            w_q, w_k = (
+                weights[name]["kernel"][...].reshape(model.width, model.heads, head_size)
+                for name in ("query", "key")
             )
             layer = attention_signals(
                 record.q,

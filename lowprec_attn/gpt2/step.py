@@ -1,6 +1,7 @@
 """One optimizer step and one evaluation, as pure functions of the training state."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from lowprec_attn.gpt2.model import GPT2, Attend, cross_entropy
+from lowprec_attn.gpt2.loss import cross_entropy
+from lowprec_attn.gpt2.model import GPT2, Attend
 from lowprec_attn.gpt2.optimizer import adamw, learning_rate
 from lowprec_attn.gpt2.settings import TrainSettings
 
@@ -47,7 +49,7 @@ class Steps(NamedTuple):
     Attributes:
       init: () -> TrainState.
       train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), over A micro-batches.
-      evaluate: (params, inputs, targets [B, T]) -> mean loss.
+      evaluate: (params, inputs, targets [A, B/A, T]) -> mean loss, likewise.
       loss: (params, inputs, targets, key, taps) -> (loss, layer records).
     """
 
@@ -57,8 +59,20 @@ class Steps(NamedTuple):
     loss: Callable[..., tuple[Array, Any]]
 
 
-def make_steps(settings: TrainSettings, attend: Attend) -> Steps:
-    """The functions of a run with these settings."""
+# Makes (params, inputs, targets [A, M, T], key) -> mean over micro-batches run on several devices.
+OverDevices = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def make_steps(
+    settings: TrainSettings, attend: Attend, over_devices: OverDevices = lambda function: function
+) -> Steps:
+    """The functions of a run.
+
+    Args:
+      settings: of the run.
+      attend: attention as the model calls it.
+      over_devices: see `devices.Devices.over_devices`; the default keeps to one device.
+    """
     optimizer = adamw(settings.optimizer, settings.steps)
     schedule = learning_rate(settings.optimizer, settings.steps)
     root = jax.random.key(settings.seed)
@@ -76,16 +90,30 @@ def make_steps(settings: TrainSettings, attend: Attend) -> Steps:
     ) -> tuple[Array, Any]:
         model = nnx.merge(graph, params)
         hidden, records = model(inputs, attend, key if needs_key else None, taps)
-        return cross_entropy(hidden, model.tokens.embedding[...], targets), records
+        with jax.named_scope("loss"):
+            return cross_entropy(hidden, model.tokens.embedding[...], targets), records
 
     def init() -> TrainState:
         params = nnx.state(_model(settings, root), nnx.Param)
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, jnp.int32(0), jnp.bool_(False))
 
+    @over_devices
+    def gradients(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
+        value_and_grad = jax.value_and_grad(lambda *args: loss_fn(*args)[0])
+        return _mean(partial(value_and_grad, params), inputs, targets, key)
+
+    @over_devices
+    def losses(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Array:
+        return _mean(lambda *args: loss_fn(params, *args)[0], inputs, targets, key)
+
     def train(state: TrainState, inputs: Array, targets: Array) -> tuple[TrainState, StepMetrics]:
         key = step_key(root, state.step)
-        loss, grads = _accumulate(loss_fn, state.params, inputs, targets, key)
+        loss, grads = gradients(state.params, inputs, targets, key)
+        with jax.named_scope("optimizer"):
+            return update(state, loss, grads)
+
+    def update(state: TrainState, loss: Array, grads: Any) -> tuple[TrainState, StepMetrics]:
         grad_norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -99,7 +127,7 @@ def make_steps(settings: TrainSettings, attend: Attend) -> Steps:
         return kept, StepMetrics(loss, grad_norm, schedule(state.step), applied)
 
     def evaluate(params: Any, inputs: Array, targets: Array) -> Array:
-        return loss_fn(params, inputs, targets, root)[0]
+        return losses(params, inputs, targets, root)
 
     return Steps(init, train, evaluate, loss_fn)
 
@@ -113,25 +141,15 @@ def _model(settings: TrainSettings, key: Key[Array, ""]) -> GPT2:
     return GPT2(settings.model, settings.attention, nnx.Rngs(key))
 
 
-def _accumulate(
-    loss_fn: Callable[..., tuple[Array, Any]],
-    params: Any,
-    inputs: Array,
-    targets: Array,
-    key: Key[Array, ""],
-) -> tuple[Array, Any]:
-    """Mean loss and gradient over the micro-batches, summed in float32 one after the other."""
+def _mean(function: Callable[..., Any], inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
+    """Mean of function(inputs, targets, key) over the micro-batches, summed in float32."""
     count = inputs.shape[0]
-    value_and_grad = jax.value_and_grad(lambda p, x, y, k: loss_fn(p, x, y, k)[0])
 
-    def micro_batch(total: tuple[Array, Any], xs: tuple[Array, Array, Array]) -> tuple[Any, None]:
-        i, x, y = xs
-        result = value_and_grad(params, x, y, jax.random.fold_in(key, i))
-        return jax.tree.map(jnp.add, total, result), None
+    def part(i: Array | int) -> Any:
+        return function(inputs[i], targets[i], jax.random.fold_in(key, i))
 
     if count == 1:
-        return value_and_grad(params, inputs[0], targets[0], jax.random.fold_in(key, 0))
-    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-    indices = jnp.arange(count, dtype=jnp.int32)
-    total, _ = lax.scan(micro_batch, zeros, (indices, inputs, targets))
+        return part(0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
+    total = lax.fori_loop(0, count, lambda i, sums: jax.tree.map(jnp.add, sums, part(i)), zeros)
     return jax.tree.map(lambda x: x / jnp.float32(count), total)

@@ -49,7 +49,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
     ):
         announce(settings, corpus, devices, run_dir.path)
-        steps = make_steps(settings, devices.attend)
+        steps = make_steps(settings, devices.attend_part, devices.over_devices)
         data = train_iterator(corpus.train, settings.model.context, draw)
         restored = _restore(settings, devices, steps, run_dir, checkpoints)
         if restored is None:

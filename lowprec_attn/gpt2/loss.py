@@ -1,0 +1,95 @@
+"""Cross-entropy of the tied output layer, never holding the logits of the whole batch."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+# Logits are formed in chunks of rows of about this many numbers: 1 GiB in float32.
+_LOGITS_PER_CHUNK = 2**28
+
+
+@jax.custom_vjp
+def cross_entropy(
+    hidden: Float[Array, "B T d"], embedding: Float[Array, "V d"], targets: Int[Array, "B T"]
+) -> Float[Array, ""]:
+    """Mean cross-entropy in nats of logits = hidden · embeddingᵀ.
+
+    The products take operands in hidden's dtype and accumulate in float32; logits, log-sum-exp
+    and the sum over rows are float32. Gradients are formed together with the loss, chunk by
+    chunk, so that no logits are kept or formed twice; softmax − onehot, in hidden's dtype, is
+    their operand.
+    """
+    table = embedding.astype(hidden.dtype)
+
+    def chunk_loss(total: Array, chunk: _Chunk) -> tuple[Array, None]:
+        return total + _loss_of(_logits(chunk, table), chunk)[0], None
+
+    total, _ = lax.scan(chunk_loss, jnp.float32(0), _chunks(hidden, targets, table))
+    return total / jnp.float32(targets.size)
+
+
+def _forward(hidden: Array, embedding: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+    """The mean loss, and the gradients of the summed loss."""
+    table = embedding.astype(hidden.dtype)
+
+    def chunk_loss(sums: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
+        total, d_table = sums
+        logits = _logits(chunk, table)
+        loss, lse = _loss_of(logits, chunk)
+        columns = jnp.arange(table.shape[0], dtype=jnp.int32)
+        onehot = (columns[None] == chunk.targets[:, None]).astype(jnp.float32)
+        d_logits = (jnp.exp(logits - lse[:, None]) - onehot).astype(table.dtype)
+        d_table += jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32)
+        d_hidden = jnp.einsum("nv,vd->nd", d_logits, table, **_IN_FLOAT32)
+        return (total + loss, d_table), d_hidden.astype(table.dtype)
+
+    zeros = (jnp.float32(0), jnp.zeros(table.shape, jnp.float32))
+    chunks = _chunks(hidden, targets, table)
+    (total, d_table), d_hidden = lax.scan(chunk_loss, zeros, chunks)
+    return total / jnp.float32(targets.size), (d_hidden.reshape(hidden.shape), d_table)
+
+
+def _backward(residuals: tuple[Array, Array], d_loss: Array) -> tuple[Array, Array, None]:
+    d_hidden, d_table = residuals
+    # The mean's 1/n comes last, in float32: softmax − onehot keeps its range in any format.
+    factor = d_loss / jnp.float32(d_hidden.shape[0] * d_hidden.shape[1])
+    return (d_hidden.astype(jnp.float32) * factor).astype(d_hidden.dtype), d_table * factor, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+_IN_FLOAT32 = {"preferred_element_type": jnp.float32, "precision": lax.Precision.HIGHEST}
+
+
+class _Chunk(NamedTuple):
+    """Some rows: hidden [n, d], targets [n]; stacked over chunks where they are scanned."""
+
+    hidden: Array
+    targets: Array
+
+
+def _chunks(hidden: Array, targets: Array, table: Array) -> _Chunk:
+    count = _chunk_count(targets.size, table.shape[0])
+    return _Chunk(hidden.reshape(count, -1, hidden.shape[-1]), targets.reshape(count, -1))
+
+
+def _chunk_count(rows: int, vocabulary: int) -> int:
+    """The smallest divisor of `rows` that keeps a chunk within _LOGITS_PER_CHUNK, if any does."""
+    for count in range(1, rows):
+        if rows % count == 0 and rows // count * vocabulary <= _LOGITS_PER_CHUNK:
+            return count
+    return rows
+
+
+def _logits(chunk: _Chunk, table: Array) -> Array:
+    return jnp.einsum("nd,vd->nv", chunk.hidden, table, **_IN_FLOAT32)
+
+
+def _loss_of(logits: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    """The summed loss of a chunk, and the log-sum-exp of each row [n]."""
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
+    return jnp.sum(lse - picked), lse
