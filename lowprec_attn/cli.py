@@ -1,4 +1,4 @@
-"""The `lowprec-attn` command: prepare data, diagnose tensors, redraw a report."""
+"""The `lowprec-attn` command: prepare data, diagnose tensors, run experiments, redraw a report."""
 
 import argparse
 import importlib
@@ -13,6 +13,7 @@ EXIT_BAD_INPUT = 1
 # `diagnose` needs the core install alone, the others the trainer's packages.
 _COMMANDS = {
     "diagnose": ("lowprec_attn.diagnose", "what low precision does to your own q, k, v (and dO)"),
+    "lab": ("lowprec_attn.lab.command", "run and compare sets of training runs"),
     "prepare": ("lowprec_attn.gpt2.prepare", "make token files from text or a data set"),
     "report": ("lowprec_attn.gpt2.report", "redraw the report of a run directory"),
 }
@@ -33,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _fail(f"{error}; pip install 'lowprec-attn[train,data]'")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
+    if hasattr(args, "config_flags"):  # handed on to train.py
+        args.config_flags = [flag for flag in rest if flag.startswith("--config.")]
+        rest = [flag for flag in rest if flag not in args.config_flags]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         args.run(args)
     except (ValueError, RunError) as error:

@@ -1,0 +1,1 @@
+"""Experiments: sets of training runs that differ in named settings and in nothing else."""

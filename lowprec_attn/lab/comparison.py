@@ -1,0 +1,56 @@
+"""Whether arms may be compared: nothing but their overrides may distinguish them."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from lowprec_attn.gpt2.run_dir import RunDir
+from lowprec_attn.lab.workdir import ArmRun, read_json
+
+_SAME = ("versions", "backend", "device_kind", "device_count", "commit")
+
+
+def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
+    """What distinguishes started arms beside their overrides, one sentence each.
+
+    Compared with the first arm: every field of the config (the text's SHA-256 is one of them),
+    the batches of the steps that both have taken, and package versions, source commit and kind
+    of device of every process that took part.
+    """
+    found = []
+    for first, run in itertools.product(runs[:1], runs[1:]):
+        pair = f"{first.name} and {run.name}"
+        found += [f"{pair} differ in {text}" for text in _config_differences(first, run)]
+        if not _same_batches(first.run_dir, run.run_dir):
+            found.append(f"{pair} were not given the same batches (data_order.txt)")
+    environments = [
+        (run.name, start) for run in runs for start in read_json(run.run_dir.environment)
+    ]
+    for name in _SAME:
+        found += _environment_differences(name, environments)
+    return found
+
+
+def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
+    overridden = (*a.arm.overrides, *b.arm.overrides)
+    return [
+        f"config.{field}: {theirs} and {ours}"
+        for field, (theirs, ours) in b.run_dir.changes_from(a.run_dir).items()
+        if not any(field == name or field.startswith(f"{name}.") for name in overridden)
+    ]
+
+
+def _same_batches(a: RunDir, b: RunDir) -> bool:
+    """True where the shorter record begins the longer one; a half-written line does not count."""
+    records = [path.read_bytes() if path.exists() else b"" for path in (a.data_order, b.data_order)]
+    whole = sorted((record[: record.rfind(b"\n") + 1] for record in records), key=len)
+    return whole[1].startswith(whole[0])
+
+
+def _environment_differences(name: str, starts: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """One sentence on the first process that differs from the first of all."""
+    for arm, start in starts:
+        first_arm, first = starts[0]
+        if start[name] != first[name]:
+            return [f"{name} differs: {first[name]} ({first_arm}), {start[name]} ({arm})"]
+    return []

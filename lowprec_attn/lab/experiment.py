@@ -1,0 +1,175 @@
+"""An experiment: one config, and arms that each change a few of its fields.
+
+It is written down as TOML, so that the whole difference between two arms can be read in one place:
+
+    config = "configs/gpt2_bf16.py:full"   # what `train.py --config` takes
+
+    [shared]                               # fields of the config, set in every arm
+    steps = 3500
+
+    [arms.flash]                           # fields set in this arm alone
+    attention.numerics = "flash"
+"""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from lowprec_attn.errors import RunError
+
+Fields = Mapping[str, str]
+"""Config fields by dotted name, with their values as flags spell them."""
+
+_KEYS = {"config", "shared", "arms"}
+_ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_FLAG = re.compile(r"--config\.([^=]+)=(.*)", re.DOTALL)
+
+
+class ExperimentError(RunError):
+    """A definition of arms cannot serve; the message names the field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One run of an experiment.
+
+    Attributes:
+      name: of its run directory.
+      overrides: the fields that it sets beside the shared ones.
+    """
+
+    name: str
+    overrides: Fields
+
+    @property
+    def title(self) -> str:
+        """What it computes in few words, such as `probe, saved_output=float32`."""
+        words = [
+            value if name == "attention.numerics" else f"{name.rpartition('.')[2]}={value}"
+            for name, value in self.overrides.items()
+        ]
+        return ", ".join(words) or self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A set of arms over one config.
+
+    Attributes:
+      config: file and variant, as `train.py --config` takes them.
+      shared: fields set alike in every arm.
+      arms: in the order in which they are started.
+    """
+
+    config: str
+    shared: Fields
+    arms: tuple[Arm, ...]
+
+    def with_flags(self, flags: Iterable[str]) -> Self:
+        """A copy with `--config.NAME=VALUE` flags set in every arm.
+
+        Raises:
+          ExperimentError: not such a flag, or it would take away what distinguishes the arms.
+        """
+        fields = {}
+        for flag in flags:
+            match = _FLAG.fullmatch(flag)
+            if match is None:
+                raise ExperimentError(f"{flag!r} is not of the form --config.NAME=VALUE")
+            fields[match[1]] = match[2]
+        for arm in self.arms:
+            for name in arm.overrides.keys() & fields:
+                raise ExperimentError(
+                    f"--config.{name} would be the same in every arm, but arm {arm.name} sets it; "
+                    "change the definition instead"
+                )
+        return dataclasses.replace(self, shared={**self.shared, **fields})
+
+    def select(self, names: Iterable[str]) -> tuple[Arm, ...]:
+        """The arms of these names, in the order of the definition.
+
+        Raises:
+          ExperimentError: there is no such arm.
+        """
+        chosen = set(names)
+        unknown = chosen - {arm.name for arm in self.arms}
+        if unknown:
+            known = ", ".join(arm.name for arm in self.arms)
+            raise ExperimentError(f"there is no arm {min(unknown)!r}; arms are {known}")
+        return tuple(arm for arm in self.arms if arm.name in chosen)
+
+    def arguments(self, arm: Arm) -> list[str]:
+        """The arguments of `train.py` for an arm, without its run directory."""
+        fields = {**self.shared, **arm.overrides}
+        return [
+            f"--config={self.config}",
+            *(f"--config.{name}={value}" for name, value in fields.items()),
+        ]
+
+
+def load(path: Path) -> Experiment:
+    """Reads a definition.
+
+    Raises:
+      ExperimentError: the file is missing or not TOML, or a field is missing, unknown or wrong.
+    """
+    try:
+        definition = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ExperimentError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ExperimentError(f"{path} is not TOML: {error}") from error
+    unknown = definition.keys() - _KEYS
+    if unknown:
+        raise ExperimentError(
+            f"{path}: unknown field {min(unknown)!r}; fields are config, shared and arms"
+        )
+    config, arms = definition.get("config"), _table(definition, "arms", path)
+    if not isinstance(config, str):
+        raise ExperimentError(f"{path}: config must name a file, got {config!r}")
+    if not arms:
+        raise ExperimentError(f"{path}: there are no arms; write [arms.NAME] and what it sets")
+    for name in arms:
+        if not _ARM_NAME.fullmatch(name):
+            raise ExperimentError(
+                f"{path}: arm {name!r} cannot name a directory; use letters, digits, _ and -"
+            )
+    return Experiment(
+        config=config,
+        shared=_flatten(_table(definition, "shared", path), path, "shared"),
+        arms=tuple(
+            Arm(name, _flatten(_table(arms, name, path), path, f"arms.{name}")) for name in arms
+        ),
+    )
+
+
+def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    table = parent.get(name, {})
+    if not isinstance(table, Mapping):
+        raise ExperimentError(f"{path}: {name} must be a table of fields, got {table!r}")
+    return table
+
+
+def _flatten(table: Mapping[str, Any], path: Path, section: str) -> Fields:
+    """Dotted names and values as flags spell them."""
+    fields = dict(_leaves(table))
+    for name, value in fields.items():
+        if not isinstance(value, str | int | float):
+            raise ExperimentError(
+                f"{path}: {section}.{name} must be a text, number or boolean, got {value!r}"
+            )
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in fields.items()
+    }
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

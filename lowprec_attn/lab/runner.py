@@ -1,0 +1,107 @@
+"""Runs the arms of an experiment, each as a `train.py` of its own, and says how they ended."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.lab.comparison import unwanted_differences
+from lowprec_attn.lab.experiment import Arm, Experiment
+from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
+from lowprec_attn.lab.workdir import ArmRun, internal, locked
+
+_PROGRESS_SECONDS = 60.0
+_LOG_LINES = 5
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+_STOPPED = (0, -signal.SIGTERM)  # after a checkpoint; before the trainer listened
+
+
+def run_arms(
+    experiment: Experiment,
+    arms: Sequence[Arm],
+    workdir: Path,
+    trainer: Path,
+    slots: Sequence[Slot],
+) -> None:
+    """Runs what is left to do of some arms.
+
+    A finished arm is skipped (one whose loss was not finite is finished: that is a result), an
+    interrupted one continues from its newest checkpoint. A failing arm does not stop the others.
+
+    Args:
+      experiment: what the arms share.
+      arms: of it, in the order in which to start.
+      workdir: the experiment's directory; see `lab.workdir`.
+      trainer: `train.py`.
+      slots: where they run; see `lab.processes`.
+
+    Raises:
+      RunError: an arm failed, or the arms differ in more than their overrides.
+    """
+    if not trainer.is_file():
+        raise RunError(f"there is no {trainer}; run in the checkout, or pass --trainer=PATH")
+    runs = {arm.name: ArmRun(workdir, arm.name) for arm in arms}
+    with locked(workdir) as lock:
+        tasks = []
+        for arm in arms:
+            run = runs[arm.name]
+            run.define(experiment, arm)
+            if run.outcome().finished:
+                _say(f"{run.name}: {run.outcome().text}")
+            else:
+                command = [sys.executable, str(trainer), *experiment.arguments(arm)]
+                command.append(f"--workdir={run.run_dir.path}")
+                tasks.append(Task(run.name, command, run.log))
+        with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:
+            failures = _watch(runs, events)
+    unfinished = [run.name for run in runs.values() if not run.outcome().finished]
+    if unfinished:
+        _say(f"not finished: {', '.join(unfinished)}; the same command continues")
+    problems = [f"{name} failed: {text}" for name, text in failures.items()]
+    problems += unwanted_differences([run for run in runs.values() if run.started])
+    if problems:
+        raise RunError("\n".join(problems))
+
+
+def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[str, str]:
+    """Says what happens while the arms run; returns how those ended that failed."""
+    failures = {}
+    said = time.monotonic()
+    running: list[str] = []
+    for event in events:
+        if event is None:
+            if time.monotonic() - said > _PROGRESS_SECONDS:
+                said = time.monotonic()
+                _say("step " + ", ".join(f"{runs[name].steps_done} of {name}" for name in running))
+            continue
+        name, outcome = event.task.name, runs[event.task.name].outcome()
+        if event.kind == "started":
+            running.append(name)
+            _say(f"{name}: {outcome.text}; starts on {event.slot.name} (process {event.pid})")
+            continue
+        running.remove(name)
+        if outcome.finished or (event.stopping and event.code in _STOPPED):
+            _say(f"{name}: {outcome.text} ({event.seconds:.0f} s)")
+        else:
+            failures[name] = _failure(event, outcome.text)
+            _say(f"{name}: {failures[name].splitlines()[0]}")
+    return failures
+
+
+def _failure(event: Event, outcome: str) -> str:
+    lines = event.task.log.read_text(errors="replace").replace("\r", "\n").splitlines()
+    last = [f"    {line}" for line in lines if line.strip()][-_LOG_LINES:]
+    return "\n".join([f"exit code {event.code}, {outcome}; {event.task.log} ends with", *last])
+
+
+def _environment(workdir: Path) -> dict[str, str]:
+    """A compilation cache: a continued arm finds its programs, as they were, and starts sooner."""
+    return {} if _CACHE in os.environ else {_CACHE: str(internal(workdir) / "compilations")}
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,181 @@
+"""What the runs of an experiment leave behind, in one directory.
+
+NAME/           the run directory of an arm
+NAME.json       the arm's definition
+NAME.log        what its processes printed
+.lab/           lock, and compiled programs that a continued run finds again
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2 import metrics
+from lowprec_attn.gpt2.run_dir import RunDir, write_atomically
+from lowprec_attn.gpt2.tokens import writing
+from lowprec_attn.lab.experiment import Arm, Experiment
+
+
+class WorkdirError(RunError):
+    """A directory of arms cannot be used."""
+
+
+class Outcome(NamedTuple):
+    """How far an arm has come: `finished` means that no step is left to do."""
+
+    finished: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmRun:
+    """The files of one arm.
+
+    Attributes:
+      workdir: the directory of the experiment.
+      name: of the arm.
+    """
+
+    workdir: Path
+    name: str
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Where it trains."""
+        return RunDir(self.workdir / self.name)
+
+    @property
+    def definition(self) -> Path:
+        """`NAME.json`."""
+        return self.workdir / f"{self.name}.json"
+
+    @property
+    def log(self) -> Path:
+        """`NAME.log`."""
+        return self.workdir / f"{self.name}.log"
+
+    @property
+    def arm(self) -> Arm:
+        """The arm as it was defined when it was first run."""
+        return Arm(self.name, read_json(self.definition)["overrides"])
+
+    @property
+    def started(self) -> bool:
+        """Whether the trainer has accepted its config."""
+        return self.run_dir.config.exists()
+
+    @property
+    def steps_done(self) -> int:
+        """Steps recorded so far."""
+        path = self.run_dir.throughput
+        records = metrics.read(path) if path.exists() else []
+        return records[-1]["step"] + 1 if records else 0
+
+    def outcome(self) -> Outcome:
+        """Done, not finite (a result as well), interrupted, or not started."""
+        run_dir = self.run_dir
+        if run_dir.failure.exists():
+            failure = read_json(run_dir.failure)
+            return Outcome(True, f"not finite at step {failure['step']}: {failure['message']}")
+        if run_dir.summary.exists():
+            loss = read_json(run_dir.summary)["val_loss"]
+            return Outcome(True, f"done, validation loss {loss:.3f}")
+        if self.started:
+            return Outcome(False, f"interrupted after {self.steps_done} steps")
+        return Outcome(False, "not started")
+
+    def define(self, experiment: Experiment, arm: Arm) -> None:
+        """Writes `NAME.json`.
+
+        Raises:
+          WorkdirError: the arm has been started with another definition.
+          DataError: the disk refuses.
+        """
+        wanted = {
+            "config": experiment.config,
+            "shared": dict(experiment.shared),
+            "overrides": dict(arm.overrides),
+        }
+        if self.started and self.definition.exists():
+            theirs = read_json(self.definition)
+            changed = _changes(theirs, wanted)
+            if changed:
+                raise WorkdirError(
+                    f"arm {self.name} in {self.workdir} was started with another definition "
+                    f"({changed}); choose another --workdir or remove {self.run_dir.path}"
+                )
+        with writing(self.definition):
+            write_atomically(self.definition, f"{json.dumps(wanted, indent=2)}\n".encode())
+
+
+def arm_runs(workdir: Path) -> list[ArmRun]:
+    """The arms that have taken a step, by name.
+
+    Raises:
+      WorkdirError: there are none.
+    """
+    runs = [ArmRun(workdir, path.stem) for path in sorted(workdir.glob("*.json"))]
+    begun = [run for run in runs if run.steps_done]
+    if not begun:
+        raise WorkdirError(f"{workdir} holds no arm of `lowprec-attn lab run` with a step done")
+    return begun
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[int]:
+    """Keeps other lab processes out; yields the lock's file descriptor.
+
+    A child that inherits the descriptor holds the lock as well. So arms that go on after their
+    lab process was killed are noticed, and no second process is put on their GPU.
+
+    Raises:
+      WorkdirError: it is in use, or cannot be made.
+    """
+    try:
+        internal(workdir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkdirError(f"cannot use {workdir} as --workdir: {error.strerror}") from error
+    with (internal(workdir) / "lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise WorkdirError(
+                f"{workdir} is in use by another `lab run`, or by arms that go on after one was "
+                "killed; wait for them, or stop them with SIGTERM (they save a checkpoint)"
+            ) from None
+        yield lock.fileno()
+
+
+def internal(workdir: Path) -> Path:
+    """What is of no interest to a reader; no arm has a name that begins with a dot."""
+    return workdir / ".lab"
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+      WorkdirError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise WorkdirError(f"{path} is not JSON ({error})") from error
+
+
+def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """The fields in which two definitions differ, as text; empty where there are none."""
+    if theirs["config"] != ours["config"]:
+        return f"config: {theirs['config']} -> {ours['config']}"
+    a = {**theirs["shared"], **theirs["overrides"]}
+    b = {**ours["shared"], **ours["overrides"]}
+    return ", ".join(
+        f"{name}: {a.get(name, '(absent)')} -> {b.get(name, '(absent)')}"
+        for name in {**a, **b}
+        if a.get(name) != b.get(name)
+    )
