@@ -34,6 +34,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
 _LONGEST = (
     "test_train_kills.py",
     "test_train.py",
+    "test_notebooks.py",
     "test_lab.py",
     "test_attention.py",
     "test_gpu_kernels.py",

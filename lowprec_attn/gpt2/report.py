@@ -3,8 +3,9 @@
 import argparse
 import io
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -31,55 +32,81 @@ def run(args: argparse.Namespace) -> None:
 def write_report(run_dir: RunDir) -> Path:
     """Draws `report.png` from the metrics written so far; returns its path.
 
-    Loss (with the unigram model's as a line), gradient norm, and per layer: the largest |score|,
-    the share of rows with repeated maxima, the coherence of the output error and of the δ error,
-    and the spectral norm of W_Q, each over the steps.
+    Raises:
+      MetricsError, OSError: the metrics cannot be read, or the page cannot be written.
+    """
+    _save(draw(run_dir), run_dir.report)
+    return run_dir.report
+
+
+def _largest(x: np.ndarray) -> float:
+    """The entry of largest size, with its sign."""
+    return float(x[np.argmax(np.abs(x))])
+
+
+class _Signal(NamedTuple):
+    """A signal per layer: its title, how heads are reduced, and the scale of the axis."""
+
+    title: str
+    over_heads: Callable[[np.ndarray], Any]
+    scale: str = "linear"
+
+
+_SIGNALS = {
+    "score_maximum": _Signal("largest |score| (log)", np.max, "log"),
+    "repeated_maxima": _Signal("share of rows with a repeated maximum", np.mean),
+    "output_error_coherence": _Signal("output error: coherence (1: random)", np.max),
+    "delta_error_coherence": _Signal("δ error: coherence (1: random)", np.max),
+    "output_error_mean": _Signal("output error: signed mean", _largest),
+    "query_weight_norm": _Signal("largest spectral norm of a head's W_Q", np.max),
+}
+PANELS: tuple[str, ...] = ("loss", "grad_norm", *_SIGNALS)
+
+
+def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
+    """The metrics written so far, also of a run that is writing them, as panels in two columns.
+
+    `loss` has the unigram model's as a line, `grad_norm` is that before clipping; the others are
+    signals of `diagnostics.attention_signals`, one line per layer, over the steps.
+
+    Args:
+      run_dir: a run directory.
+      panels: which of `PANELS`, row by row, an even number.
 
     Raises:
-      MetricsError, OSError: the run directory has no readable metrics.
+      MetricsError, OSError: the metrics cannot be read. (Where there are none yet, the panels stay
+        empty.)
     """
-    records = metrics.read(run_dir.metrics)
-    figure = Figure(figsize=(11, 14), layout="constrained")
-    axes = figure.subplots(4, 2)
+    records = metrics.read(run_dir.metrics) if run_dir.metrics.exists() else []
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
     figure.suptitle(_title(run_dir), fontsize=11, family="monospace")
-    _draw_loss(axes[0, 0], records, _load(run_dir.summary))
-    _draw_series(axes[0, 1], records, "grad_norm", "gradient norm before clipping (log)")
-    axes[0, 1].set_yscale("log")
-    signals = [record for record in records if "signals" in record]
-    panels = [
-        (axes[1, 0], "score_maximum", np.max, "largest |score| (log)", "log"),
-        (axes[1, 1], "repeated_maxima", np.mean, "share of rows with a repeated maximum", "linear"),
-        (
-            axes[2, 0],
-            "output_error_coherence",
-            np.max,
-            "output error: coherence (1: random)",
-            "linear",
-        ),
-        (axes[2, 1], "delta_error_coherence", np.max, "δ error: coherence (1: random)", "linear"),
-        (axes[3, 0], "output_error_mean", _largest, "output error: signed mean", "linear"),
-        (
-            axes[3, 1],
-            "query_weight_norm",
-            np.max,
-            "largest spectral norm of a head's W_Q",
-            "linear",
-        ),
-    ]
-    for axis, name, over_heads, title, scale in panels:
-        _draw_layers(axis, signals, name, over_heads)
-        axis.set_title(title, fontsize=10)
-        axis.set_yscale(scale)
-    _draw_legend(figure, axes[1, 0])
-    for axis in axes.flat:
+    axes = dict(zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=False))
+    for name, axis in axes.items():
+        _draw_panel(axis, name, records, run_dir)
         if axis.get_yscale() == "log":
             axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("")
+            low, high = axis.get_ylim()  # within a decade there may be no power of ten to label
+            axis.yaxis.set_minor_formatter("{x:g}" if high < 10 * low else "")
         axis.set_xlabel("step", fontsize=8)
-        axis.tick_params(labelsize=8)
+        axis.tick_params(which="both", labelsize=8)
         axis.grid(alpha=0.3)
-    _save(figure, run_dir.report)
-    return run_dir.report
+    _draw_legend(figure, [axis for name, axis in axes.items() if name in _SIGNALS])
+    return figure
+
+
+def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: RunDir) -> None:
+    if name == "loss":
+        _draw_loss(axis, records, _load(run_dir.summary))
+    elif name == "grad_norm":
+        _draw_series(axis, records, name, "gradient norm before clipping (log)")
+        axis.set_yscale("log")
+    else:
+        signal = _SIGNALS[name]
+        with_signals = [record for record in records if "signals" in record]
+        _draw_layers(axis, with_signals, name, signal.over_heads)
+        axis.set_title(signal.title, fontsize=10)
+        axis.set_yscale(signal.scale)
 
 
 def _title(run_dir: RunDir) -> str:
@@ -129,7 +156,8 @@ def _draw_layers(axis: Axes, signals: list[dict[str, Any]], name: str, over_head
         axis.text(0.5, 0.5, "no signals: diagnostics_every=0", ha="center", va="center")
         return
     steps = [record["step"] for record in signals]
-    layers = list(signals[0]["signals"])
+    # By number: the records' keys are sorted as text, layer_10 before layer_2.
+    layers = [f"layer_{i}" for i in range(len(signals[0]["signals"]))]
     for i, layer in enumerate(layers):
         values = [over_heads(np.asarray(record["signals"][layer][name])) for record in signals]
         shade = (i + 0.5) / len(layers)
@@ -138,16 +166,11 @@ def _draw_layers(axis: Axes, signals: list[dict[str, Any]], name: str, over_head
         )
 
 
-def _draw_legend(figure: Figure, axis: Axes) -> None:
+def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend for the colours of the layers, below all panels."""
-    handles, labels = axis.get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels() if axes else ([], [])
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=12, fontsize=8)
-
-
-def _largest(x: np.ndarray) -> float:
-    """The entry of largest size, with its sign."""
-    return float(x[np.argmax(np.abs(x))])
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Doing something again and again beside a training run: drawing its metrics, backing it up.
+
+    with live.every(10, lambda: panel.update(report.draw(run_dir))):
+        train(settings, config, workdir)
+
+The run keeps the main thread, so that an interrupt stops it in good order, with a checkpoint.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def every(seconds: float, action: Callable[[], object]) -> Iterator[None]:
+    """Calls `action` every `seconds` in a thread while the body runs, and once after it.
+
+    What goes wrong in the thread is logged and tried again at the next turn: a network may be back
+    by then, and a run does not end because a plot could not be drawn. The last call is made in
+    the caller's thread and raises.
+
+    Args:
+      seconds: from the end of one call to the beginning of the next, > 0.
+      action: what to do; never called twice at the same time.
+
+    Raises:
+      ValueError: seconds is not positive.
+      Exception: what the last call of `action` raises, unless the body raised something.
+    """
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, got {seconds!r}")
+    stop = threading.Event()
+
+    def attempt() -> None:
+        try:
+            action()
+        except Exception as error:
+            _logger.warning("%s: %s; trying again", type(error).__name__, error)
+
+    def repeat() -> None:
+        while not stop.wait(seconds):
+            attempt()
+
+    thread = threading.Thread(target=repeat, name="lowprec-attn live", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException:
+        _join(stop, thread)
+        attempt()
+        raise
+    _join(stop, thread)
+    action()
+
+
+def _join(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    thread.join()

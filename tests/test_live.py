@@ -1,0 +1,149 @@
+"""What goes on beside a run: repeated actions, the copy that outlives the machine, the drawing."""
+
+import json
+import shutil
+import threading
+
+import pytest
+from tiny import tiny_config
+
+from lowprec_attn.gpt2 import live, metrics, mirror, report
+from lowprec_attn.gpt2.manifest import Manifest
+from lowprec_attn.gpt2.run_dir import RunDir
+from lowprec_attn.gpt2.training import train
+from lowprec_attn.run_config import train_settings
+
+
+def trained(path, **changes):
+    config = tiny_config(devices=1, **changes)
+    assert train(train_settings(config), config, path) == 0
+    return RunDir(path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("runs") / "run")
+
+
+def records(run_dir):
+    return run_dir.metrics.read_bytes(), run_dir.data_order.read_bytes()
+
+
+@pytest.fixture(params=["directory", "memory"])
+def url(request, tmp_path):
+    """A mounted drive, and a store that knows no directories."""
+    if request.param == "directory":
+        return str(tmp_path / "drive" / "run")
+    return f"memory://bucket/{tmp_path.name}/run"
+
+
+def test_an_action_is_repeated_and_made_once_more_at_the_end():
+    calls = []
+    twice = threading.Event()
+
+    def action():
+        calls.append(threading.current_thread())
+        if len(calls) == 2:
+            twice.set()
+
+    with live.every(0.001, action):
+        assert twice.wait(10)
+    assert calls[-1] is threading.main_thread()
+    assert all(thread is not threading.main_thread() for thread in calls[:-1])
+
+
+def test_an_error_is_logged_and_tried_again_and_raised_at_last(caplog):
+    failed = threading.Event()
+
+    def action():
+        failed.set()
+        raise OSError("the drive is full")
+
+    with pytest.raises(OSError, match="full"), live.every(0.001, action):
+        assert failed.wait(10)
+    assert "OSError: the drive is full; trying again" in caplog.text
+
+
+def test_an_interrupted_body_is_what_is_raised(caplog):
+    def action():
+        raise OSError("the drive is full")
+
+    with pytest.raises(KeyboardInterrupt), live.every(60, action):
+        raise KeyboardInterrupt
+    assert "the drive is full" in caplog.text
+    with pytest.raises(ValueError, match="got 0"), live.every(0, action):
+        pass
+
+
+def test_a_copy_continues_the_run_on_another_machine(tmp_path, finished):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(finished.path, stopped)
+    (stopped / "checkpoints" / "00000006.json").unlink()  # killed before its last checkpoint
+    mirror.push(RunDir(stopped), str(tmp_path / "drive"))
+    assert mirror.pull(str(tmp_path / "drive"), tmp_path / "continued")
+    assert records(trained(tmp_path / "continued")) == records(finished)
+
+
+def test_a_copy_follows_the_run(tmp_path, url, finished):
+    run = tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    newest = run / "checkpoints" / "00000006.json"
+    hidden = newest.rename(tmp_path / "hidden")
+    mirror.push(RunDir(run), url)
+    hidden.rename(newest)
+    mirror.push(RunDir(run), url)
+    assert mirror.pull(url, tmp_path / "back")
+    back = tmp_path / "back"
+    assert [path.name for path in sorted((back / "checkpoints").iterdir())] == [
+        "00000006-0",
+        "00000006.json",
+    ]
+    Manifest.read(back / "checkpoints" / "00000006.json").verify(back / "checkpoints")
+    names = {path.name for path in finished.path.iterdir()} - {"run.lock"}
+    assert {path.name for path in back.iterdir()} == names
+    with pytest.raises(mirror.MirrorError, match="back"):
+        mirror.pull(url, back)
+
+
+def test_a_copy_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, finished):
+    url, run = str(tmp_path / "drive"), tmp_path / "run"
+    shutil.copytree(finished.path, run)
+    newest = run / "checkpoints" / "00000006.json"
+    hidden = newest.rename(tmp_path / "hidden")
+    mirror.push(RunDir(run), url)
+    hidden.rename(newest)
+    put = mirror._Target.put
+
+    def put_some(self, path, name):
+        if name.endswith(".json"):
+            raise OSError("connection lost")
+        put(self, path, name)
+
+    monkeypatch.setattr(mirror._Target, "put", put_some)
+    with pytest.raises(mirror.MirrorError, match="connection lost"):
+        mirror.push(RunDir(run), url)
+    assert mirror.pull(url, tmp_path / "back")
+    (manifest,) = (tmp_path / "back" / "checkpoints").glob("*.json")
+    assert manifest.name == "00000004.json"
+    Manifest.read(manifest).verify(manifest.parent)
+
+
+def test_nothing_is_pulled_where_there_is_nothing(tmp_path, url):
+    assert not mirror.pull(url, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_panels_asked_for_are_drawn(finished, tmp_path):
+    figure = report.draw(finished, ("loss", "score_maximum"))
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ["loss (nats per token)", "largest |score| (log)"]
+    loss, score = figure.axes
+    steps = [r["step"] for r in metrics.read(finished.metrics) if "loss" in r]
+    assert list(loss.lines[0].get_xdata()) == steps
+    assert len(score.lines) == json.loads(finished.config.read_text())["model"]["layers"]
+    assert len(report.draw(finished).axes) == len(report.PANELS)
+
+
+def test_a_run_without_records_is_drawn_empty(tmp_path):
+    figure = report.draw(RunDir(tmp_path))
+    assert not any(len(line.get_xdata()) for axis in figure.axes for line in axis.lines)
