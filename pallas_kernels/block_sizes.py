@@ -1,6 +1,11 @@
-"""Tile sizes of the kernels: speed only, never what is rounded where."""
+"""Tile sizes of the kernels: speed only, never what is rounded where.
+
+The table of a device kind is filled from `python -m pallas_kernels.tune` on such a device.
+"""
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 _POWERS_OF_TWO = (16, 32, 64, 128, 256)
 
@@ -55,40 +60,78 @@ class BlockSizes:
     interpret: bool = False
 
 
-def default_block_sizes(head_size: int, *, splits: bool = False) -> BlockSizes:
-    """Tiles tuned on one NVIDIA H200; other GPUs get the same.
+class _Row(NamedTuple):
+    """Tiles up to a head size and a length; each query, kv, warps, stages."""
+
+    head_size: int
+    length: float
+    forward: tuple[int, int, int, int]
+    key_gradients: tuple[int, int, int, int]
+    query_gradients: tuple[int, int, int, int]
+
+
+class _Table(NamedTuple):
+    """Rows of a device kind; the first that reaches a head size and a length serves it.
+
+    `splits`: where some product splits an operand into several terms, which need room.
+    """
+
+    plain: tuple[_Row, ...]
+    splits: tuple[_Row, ...]
+
+
+# Tuned on one NVIDIA H200 at head sizes 64 and 128. A walk over 2048 keys and fewer keeps more,
+# smaller programs busy; two tiles of 64 rows that share their keys pay beyond.
+_HOPPER = _Table(
+    plain=(
+        _Row(64, 2048, (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+        _Row(64, math.inf, (64, 64, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
+        _Row(128, math.inf, (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
+        _Row(256, math.inf, (64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    ),
+    splits=(
+        _Row(64, math.inf, (64, 64, 4, 1), (64, 64, 4, 2), (64, 128, 4, 2)),
+        _Row(128, math.inf, (64, 64, 4, 1), (64, 64, 4, 1), (64, 64, 4, 2)),
+        _Row(256, math.inf, (64, 16, 4, 1), (16, 64, 4, 1), (64, 16, 4, 1)),
+    ),
+)
+
+# Not tuned: what compiles for compute capabilities 8.0 and 8.9 almost without spilled registers,
+# in the 99 KiB of shared memory that a program has on the smallest of them.
+_OTHER = _Table(
+    plain=(
+        _Row(64, math.inf, (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2)),
+        _Row(128, math.inf, (64, 64, 4, 2), (64, 32, 4, 1), (64, 32, 4, 2)),
+        _Row(256, math.inf, (64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    ),
+    splits=(
+        _Row(64, math.inf, (64, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1)),
+        _Row(128, math.inf, (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        _Row(256, math.inf, (32, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    ),
+)
+
+# Kinds begin with these; the three share one design of multiprocessor.
+_TABLES = {"NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
+
+
+def default_block_sizes(
+    head_size: int, *, length: int, splits: bool = False, device_kind: str | None = None
+) -> BlockSizes:
+    """The tiles of the table.
 
     Args:
-      head_size: H of q, k, v.
-      splits: whether some product splits an operand into several terms (a float32 operand does),
-        which needs room for them.
+      head_size: H of q, k, v, up to 256.
+      length: T, the number of queries.
+      splits: whether some product splits an operand into several terms (a float32 operand does).
+      device_kind: of the GPU that the call is compiled for, as JAX names it; None: not known.
     """
-    if splits:
-        return _split_block_sizes(head_size)
-    if head_size <= 64:
-        tile = Tile(query=64, kv=64, warps=4, stages=3)
-        return BlockSizes(forward=tile, key_gradients=tile, query_gradients=tile)
-    if head_size <= 128:
-        return BlockSizes(
-            forward=Tile(query=128, kv=64, warps=8, stages=3),
-            key_gradients=Tile(query=64, kv=64, warps=4, stages=2),
-            query_gradients=Tile(query=128, kv=32, warps=8, stages=3),
-        )
-    return BlockSizes(
-        forward=Tile(query=64, kv=32, warps=8, stages=1),
-        key_gradients=Tile(query=32, kv=32, warps=8, stages=1),
-        query_gradients=Tile(query=32, kv=32, warps=8, stages=1),
+    kind = device_kind or ""
+    table = next((t for name, t in _TABLES.items() if kind.startswith(name)), _OTHER)
+    rows = table.splits if splits else table.plain
+    row = next(r for r in rows if head_size <= r.head_size and length <= r.length)
+    forward, key_gradients, query_gradients = (
+        Tile(query=query, kv=kv, warps=warps, stages=stages)
+        for query, kv, warps, stages in (row.forward, row.key_gradients, row.query_gradients)
     )
-
-
-def _split_block_sizes(head_size: int) -> BlockSizes:
-    if head_size <= 128:
-        tile = Tile(query=64, kv=64, warps=4, stages=1)
-        by_key = Tile(query=64, kv=64, warps=4, stages=1 if head_size <= 64 else 2)
-        return BlockSizes(forward=tile, key_gradients=by_key, query_gradients=tile)
-    tile = Tile(query=64, kv=16, warps=4, stages=1)
-    return BlockSizes(
-        forward=tile,
-        key_gradients=Tile(query=16, kv=64, warps=4, stages=1),
-        query_gradients=tile,
-    )
+    return BlockSizes(forward=forward, key_gradients=key_gradients, query_gradients=query_gradients)

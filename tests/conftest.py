@@ -38,6 +38,8 @@ _LONGEST = (
     "test_lab.py",
     "test_attention.py",
     "test_gpu_kernels.py",
+    "test_gpu_presets.py",
+    "test_gpu_points.py",
     "test_points.py",
 )
 

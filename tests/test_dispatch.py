@@ -1,5 +1,7 @@
 """Who computes a call: chosen when it is lowered, for the platform that it is lowered for."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -32,6 +34,14 @@ def test_the_fastest_implementation_of_each_platform_is_chosen():
 )
 def test_what_the_kernels_decline_goes_to_the_same_arithmetic_elsewhere(asked, name):
     assert resolve_by_platform(asked, None) == {"cuda": name, "default": name}
+
+
+@pytest.mark.parametrize(("capability", "name"), [("7.5", "tiled"), ("8.0", "gpu")])
+def test_gpus_older_than_ampere_keep_tiled(capability, name, monkeypatch):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert resolve_by_platform(request(), None)["cuda"] == name
 
 
 def test_a_chosen_implementation_serves_every_platform():

@@ -3,6 +3,7 @@
 Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
 """
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -31,21 +32,41 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-H200 = """
-gpu_device_info {
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU that code is compiled for: its name, compute capability, bytes of shared memory.
+
+    Shared memory: of one multiprocessor; a program may take 1024 bytes less.
+    """
+
+    kind: str
+    capability: tuple[int, int]
+    shared_memory: int
+
+    def __str__(self) -> str:
+        """The text of a GpuTargetConfigProto; what it leaves open matters to no kernel."""
+        return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
+  shared_memory_per_block_optin: {self.shared_memory - 1024}
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 }
+  cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{self.kind}"
 """
+
+
+H200 = Target("NVIDIA H200", (9, 0), 228 * 1024)
+A100 = Target("NVIDIA A100-SXM4-80GB", (8, 0), 164 * 1024)
+L4 = Target("NVIDIA L4", (8, 9), 100 * 1024)
+
 KERNELS = ("forward", "key_gradients", "query_gradients")
 KEY, QUERY = "key_gradients", "query_gradients"
 
@@ -71,10 +92,11 @@ def ptx(
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
     head_size: int = 64,
     dtype: str = "bfloat16",
+    target: Target = H200,
 ) -> dict[str, str]:
     """The PTX of each kernel of a causal forward and backward pass."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="h200", target_config=H200, topology="1x1x1"
+        platform="cuda", topology_name="one", target_config=str(target), topology="1x1x1"
     )
     x = jax.ShapeDtypeStruct(
         (1, 256, 2, head_size), jnp.dtype(dtype), sharding=SingleDeviceSharding(topology.devices[0])
@@ -88,7 +110,7 @@ def ptx(
         (out, lse), pullback = jax.vjp(attend, q, k, v)
         return out, pullback((jnp.ones_like(out), lse))
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with tempfile.TemporaryDirectory() as folder:
         with jax.sharding.use_abstract_mesh(mesh):
@@ -155,12 +177,12 @@ def test_products_are_on_the_tensor_cores_and_never_tf32(preset: str) -> None:
     [
         ("flash", 32, "float16", 0),
         ("flash", 64, "bfloat16", 0),
-        ("flash", 128, "bfloat16", 512),
+        ("flash", 128, "bfloat16", 512),  # dK and dV
         ("flash", 256, "bfloat16", 0),
         ("published", 64, "bfloat16", 0),
         ("published", 80, "bfloat16", 512),
         # Three terms of an operand need room: these were the fastest tiles all the same.
-        ("exact", 64, "bfloat16", 1024),
+        ("exact", 64, "bfloat16", 64),
         ("exact", 128, "bfloat16", 4096),
         ("exact", 256, "float32", 16384),
     ],
@@ -172,6 +194,41 @@ def test_default_tiles_fit_shared_memory_and_registers(
     for name, text in ptx(chosen, head_size=head_size, dtype=dtype).items():
         report = assembled(text)
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
+
+
+@pytest.mark.parametrize("target", [A100, L4], ids=["A100", "L4"])
+@pytest.mark.parametrize(
+    ("preset", "head_size", "dtype", "spilled"),
+    [
+        ("flash", 64, "bfloat16", 0),
+        ("flash", 128, "bfloat16", 0),
+        ("flash", 256, "bfloat16", 256),
+        ("exact", 64, "bfloat16", 0),
+        ("exact", 128, "float32", 8192),
+    ],
+)
+def test_tiles_of_untuned_gpus_fit(
+    target: Target, preset: str, head_size: int, dtype: str, spilled: int
+) -> None:
+    chosen = numerics.PRESETS[preset]
+    for name, text in ptx(chosen, StandardMax(), head_size, dtype, target).items():
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_size"), [("flash", 64), ("flash", 128), ("published", 64)]
+)
+def test_products_run_beside_other_instructions(preset: str, head_size: int) -> None:
+    """`ptxas` reports where it makes every tensor-core instruction wait for the one before."""
+    for name, text in ptx(numerics.PRESETS[preset], head_size=head_size).items():
+        assert "serialized" not in assembled(text), name
+
+
+def test_powers_of_two_are_single_instructions() -> None:
+    """Without `.ftz` the assembler adds three for results below the smallest normal number."""
+    for name, text in ptx(FLASH).items():
+        assert set(re.findall(r"ex2\.\S+", text)) == {"ex2.approx.ftz.f32"}, name
 
 
 def assembled(text: str) -> str:

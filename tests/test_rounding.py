@@ -7,62 +7,15 @@ import gfloat
 import gfloat.formats
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import plain
 import pytest
+from boundaries import HARDWARE, NARROW, SHORTENED, bits_of, boundaries, codes, dtype_of, expected
 
 from lowprec_attn import numerics
 from lowprec_attn.numerics import FORMATS, counter_bits, round_to
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
-
-HARDWARE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-SHORTENED = tuple(f"bf16_m{n}" for n in range(1, 7))
-NARROW = HARDWARE + SHORTENED
-
-
-def dtype_of(fmt: str) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, fmt, fmt))
-
-
-def bits_of(x: np.ndarray) -> np.ndarray:
-    return np.asarray(x, np.float32).view(np.uint32)
-
-
-def codes(fmt: str) -> np.ndarray:
-    """Every value of the format that is not NaN, ascending, as float32; ±0 as one."""
-    if fmt in SHORTENED:
-        step = 1 << (7 - FORMATS[fmt].fraction_bits)
-        values = np.arange(0, 1 << 16, step).astype(np.uint16).view(ml_dtypes.bfloat16)
-    else:
-        width = dtype_of(fmt).itemsize
-        unsigned = np.dtype(f"uint{8 * width}")
-        values = np.arange(1 << 8 * width).astype(unsigned).view(dtype_of(fmt))
-    values = values.astype(np.float32)
-    return np.unique(values[~np.isnan(values)])
-
-
-def boundaries(fmt: str) -> np.ndarray:
-    """All codes, all midpoints of neighbours, overflow, and float32 neighbours of each of them."""
-    exact = codes(fmt)
-    finite = exact[np.isfinite(exact)].astype(np.float64)
-    middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
-    top = np.float64(FORMATS[fmt].max_finite)
-    threshold = top + (top - finite[-2]) / 2  # where rounding to nearest leaves the finite values
-    edges = np.array([threshold, -threshold, 2 * threshold, -2 * threshold])
-    with np.errstate(over="ignore"):  # beyond float32 in formats with its exponents
-        points = np.concatenate([exact, middle, edges.astype(np.float32)])
-        around = [points, *(np.nextafter(points, np.float32(end)) for end in (-np.inf, np.inf))]
-    special = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1e-45, -1e-45, 1e-39], np.float32)
-    return np.concatenate([*around, special])
-
-
-def expected(x: np.ndarray, fmt: str) -> np.ndarray:
-    if fmt in SHORTENED:
-        return plain.shorten(x, FORMATS[fmt].fraction_bits)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return x.astype(dtype_of(fmt)).astype(np.float32)
 
 
 def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:

@@ -31,9 +31,7 @@ def _forward(
     return embed(table, positions, ids), (table, positions, ids)
 
 
-def _backward(
-    residuals: tuple[Array, Array, Array], d_out: Array
-) -> tuple[Array, Array, None]:
+def _backward(residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, None]:
     table, positions, ids = residuals
     d_out = d_out.astype(jnp.float32)
     d_table = sum_by_id(d_out.reshape(-1, d_out.shape[-1]), ids.reshape(-1), table.shape[0])

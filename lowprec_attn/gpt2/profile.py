@@ -68,9 +68,9 @@ class Profile:
         lines = [
             f"{self.tokens / self.seconds:,.0f} tokens/s: {1e3 * self.seconds:.1f} ms a step of "
             f"{self.tokens:,} tokens",
-            f"{self.flops / 1e12:.2f} T model operations a step: {self.floor / self.seconds:.0%} of "
-            f"the {self.peak / 1e12:.0f} T/s of a large matrix product, at which they would take "
-            f"{1e3 * self.floor:.1f} ms",
+            f"{self.flops / 1e12:.2f} T model operations a step: {self.floor / self.seconds:.0%} "
+            f"of the {self.peak / 1e12:.0f} T/s of a large matrix product, at which they would "
+            f"take {1e3 * self.floor:.1f} ms",
             f"{'part':<20}{'kind':<14}{'ms':>8}{'share':>8}",
         ]
         for (part, kind), seconds in self.operations.items():
@@ -199,7 +199,7 @@ def _peak(settings: TrainSettings, devices: Devices) -> float:
 
 def _seconds_by_operation(trace: Path) -> dict[str, float]:
     """Seconds per step and device that each compiled operation took, the largest first."""
-    seconds: dict[str, float] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     planes = set()
     for plane, name, duration in _events(trace):
         planes.add(plane)
@@ -240,7 +240,7 @@ def _operation_names(text: str) -> dict[str, tuple[str, str]]:
 def _by_part(
     kernels: Mapping[str, float], names: Mapping[str, tuple[str, str]]
 ) -> dict[tuple[str, str], float]:
-    totals: dict[tuple[str, str], float] = collections.Counter()
+    totals: dict[tuple[str, str], float] = collections.defaultdict(float)
     for kernel, seconds in kernels.items():
         source, target = names.get(kernel, ("", ""))
         part = next((part for part in PARTS if part in source), "other")

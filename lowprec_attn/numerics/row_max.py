@@ -2,7 +2,7 @@
 
 A rule sees the scores of one online-softmax step and the running value, and is written once,
 in plain `jnp`: the reference, the tiled code and the kernels call it. With r_m the maximum of
-a row of the step and r_s the number of its entries within `tolerance` of r_m:
+a row of the step and r_s the number of its entries with r_m − S ≤ `tolerance`:
 
   StandardMax    m = max(m_prev, r_m)
   PublishedMax   r_s > 1 and r_m > 0: r_m ← β·r_m;  r_s > 1 and r_m < 0: r_m ← 0;  then as above
@@ -10,17 +10,42 @@ a row of the step and r_s the number of its entries within `tolerance` of r_m:
 
 The softmax does not depend on m in exact arithmetic. In low precision a shifted maximum keeps
 two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 and its Algorithm 2).
+
+`rule(s, m_prev)` is the definition. A kernel calls its second half, `running_max`, which is free
+of what a kernel has at hand already (S − r_m) or does in its own way: count ties, and keep scores
+in other units. β is a factor and knows no units; `tolerance`, `max_shift` and the 1 that stands
+in for r_m = 0 are distances of scores and are divided by the unit.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 # A masked score: finite, so that differences of scores are, and exact in bfloat16.
 MASKED = -(2.0**127)
+
+
+Scores = Float32[Array, "... T S"]
+Rows = Float32[Array, "... T 1"]
+
+
+def is_repeated(below: Scores, tolerance: float) -> Bool[Array, "... T 1"]:
+    """Whether r_s > 1: more than one entry of a row lies within `tolerance` of its maximum.
+
+    Args:
+      below: S − r_m of one step, ≤ 0; NaN (of an infinite r_m) counts as near.
+      tolerance: the largest distance that counts as near, in the units of `below`.
+    """
+    # A float32 sum: a boolean reduction along rows does not lower in Triton.
+    far = jnp.sum((below < -jnp.float32(tolerance)).astype(jnp.float32), axis=-1, keepdims=True)
+    return far < below.shape[-1] - 1
+
+
+IsRepeated = Callable[[Array, float], Array]
 
 
 @runtime_checkable
@@ -32,15 +57,42 @@ class RowMax(Protocol):
         """Lower bound of each step's row sum, or None."""
         ...
 
-    def __call__(
-        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
-    ) -> Float32[Array, "... T 1"]:
+    def __call__(self, s: Scores, m_prev: Rows) -> Rows:
         """The running m after a step with scores s; masked entries of s are <= MASKED."""
         ...
 
+    def running_max(
+        self,
+        r_m: Rows,
+        below: Scores,
+        m_prev: Rows,
+        *,
+        unit: float = 1.0,
+        is_repeated: IsRepeated = is_repeated,
+    ) -> Rows:
+        """The running m of a step with maximum r_m and scores r_m + below.
+
+        Args:
+          r_m: rowmax(S) of the step.
+          below: S − r_m.
+          m_prev: the running m before the step.
+          unit: scores, r_m and both m count in this many units of S, > 0.
+          is_repeated: a twin of `row_max.is_repeated`, equal for every input.
+        """
+        ...
+
+
+class _Rule:
+    """A rule that looks at a step's scores only through their maximum and distances from it."""
+
+    def __call__(self: RowMax, s: Scores, m_prev: Rows) -> Rows:
+        """See `RowMax`."""
+        r_m = jnp.max(s, axis=-1, keepdims=True)
+        return self.running_max(r_m, s - r_m, m_prev)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StandardMax:
+class StandardMax(_Rule):
     """The running maximum: m = max(m_prev, rowmax(S)).
 
     Edge cases. Fully masked step: m stays. Score +inf: the row becomes NaN (inf − inf), as in
@@ -49,15 +101,21 @@ class StandardMax:
 
     clamp: ClassVar[None] = None
 
-    def __call__(
-        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
-    ) -> Float32[Array, "... T 1"]:
+    def running_max(
+        self,
+        r_m: Rows,
+        below: Scores,
+        m_prev: Rows,
+        *,
+        unit: float = 1.0,
+        is_repeated: IsRepeated = is_repeated,
+    ) -> Rows:
         """See `RowMax`."""
-        return jnp.maximum(m_prev, jnp.max(s, axis=-1, keepdims=True))
+        return jnp.maximum(m_prev, r_m)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublishedMax:
+class PublishedMax(_Rule):
     """The rule as published (arXiv 2510.04212 and its code), with its traps: for study.
 
     Edge cases.
@@ -89,26 +147,31 @@ class PublishedMax:
         if self.clamp is not None and not 0 < self.clamp < math.inf:
             raise ValueError(f"clamp must be a positive number or None, got {self.clamp!r}")
 
-    def __call__(
-        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
-    ) -> Float32[Array, "... T 1"]:
+    def running_max(
+        self,
+        r_m: Rows,
+        below: Scores,
+        m_prev: Rows,
+        *,
+        unit: float = 1.0,
+        is_repeated: IsRepeated = is_repeated,
+    ) -> Rows:
         """See `RowMax`."""
-        r_m = jnp.max(s, axis=-1, keepdims=True)
-        repeated = _count_near(s, r_m, self.tolerance) > 1
+        repeated = is_repeated(below, self.tolerance / unit)
         shifted = jnp.where(r_m > 0, jnp.float32(self.beta) * r_m, jnp.float32(0))
         # r_m = 0 shifts to 0 as well: the case that the published rule leaves unhandled.
         return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicMax:
+class DynamicMax(_Rule):
     """The published rule made safe: what `row_max=dynamic_max` means to a user.
 
     Where the maximum repeats, r_m ← β·r_m if positive and 0 if negative, but at most
     `max_shift` above r_m, so that no row can underflow: l ≥ exp(−max_shift).
 
     Edge cases.
-      Fully masked step: never counts as repeated, m stays.
+      Fully masked step: m stays, the bounded shift does not move MASKED.
       Maximum exactly 0: β·r_m would not move, so it shifts by β − 1, as r_m = 1 does.
       Underflow: cannot happen, the shift is bounded.
       Tolerance: 0 by default, only exactly equal scores count.
@@ -134,22 +197,22 @@ class DynamicMax:
         if not 0 < self.max_shift <= 80:
             raise ValueError(f"max_shift must lie in (0, 80], got {self.max_shift!r}")
 
-    def __call__(
-        self, s: Float32[Array, "... T S"], m_prev: Float32[Array, "... T 1"]
-    ) -> Float32[Array, "... T 1"]:
+    def running_max(
+        self,
+        r_m: Rows,
+        below: Scores,
+        m_prev: Rows,
+        *,
+        unit: float = 1.0,
+        is_repeated: IsRepeated = is_repeated,
+    ) -> Rows:
         """See `RowMax`."""
-        r_m = jnp.max(s, axis=-1, keepdims=True)
-        # MASKED − tolerance == MASKED in float32: a fully masked row would be all ties.
-        repeated = (_count_near(s, r_m, self.tolerance) > 1) & (r_m > MASKED)
-        positive = jnp.float32(self.beta - 1.0) * jnp.where(r_m == 0, jnp.float32(1), r_m)
-        shift = jnp.minimum(jnp.where(r_m < 0, -r_m, positive), jnp.float32(self.max_shift))
+        repeated = is_repeated(below, self.tolerance / unit)
+        shift = jnp.maximum(jnp.float32(self.beta - 1.0) * r_m, -r_m)
+        shift = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shift)
+        shift = jnp.minimum(shift, jnp.float32(self.max_shift / unit))
+        # A fully masked step is all ties, but MASKED + shift == MASKED in float32.
         return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
-
-
-def _count_near(s: Array, r_m: Array, tolerance: float) -> Array:
-    """r_s, as a float32 sum: a boolean reduction along rows does not lower in Triton."""
-    near = (s >= r_m - jnp.float32(tolerance)).astype(jnp.float32)
-    return jnp.sum(near, axis=-1, keepdims=True)
 
 
 def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:

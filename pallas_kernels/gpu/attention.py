@@ -23,7 +23,14 @@ from lowprec_attn import steps
 from lowprec_attn.numerics import POINTS, Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes
-from pallas_kernels.gpu.backward import Operands, delta_from_probs, key_gradients, query_gradients
+from pallas_kernels.gpu.backward import (
+    Operands,
+    delta_from_probs,
+    dp_offset,
+    exponent_offset,
+    key_gradients,
+    query_gradients,
+)
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.scalars import Scalars
@@ -43,12 +50,22 @@ def unsupported(request: Request) -> str | None:
     interpret = sizes is not None and sizes.interpret
     if not interpret and (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
         return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"
+    if not interpret and _too_old():
+        return f"compute capability {jax.devices()[0].compute_capability} (it needs 8.0, Ampere)"
     if request.has_bias or request.has_mask:
         return "a dense bias" if request.has_bias else "a dense mask"
     head_size = request.q_shape[-1]
     if head_size not in HEAD_SIZES:
         return f"head size {head_size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return _unsupported_numerics(request.spec.numerics)
+
+
+def _too_old() -> bool:
+    """Whether this process's GPU is older than Ampere; ahead of time, the target is not asked."""
+    if jax.default_backend() != "gpu":
+        return False
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return capability is not None and float(capability) < 8
 
 
 def _unsupported_numerics(numerics: Numerics) -> str | None:
@@ -99,7 +116,7 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], _Residuals]:
-    sizes = _block_sizes(q, spec)
+    sizes = block_sizes(q, spec)
     tile = sizes.forward
     if spec.numerics.kv_block is not None:
         tile = dataclasses.replace(tile, kv=spec.numerics.kv_block)
@@ -116,17 +133,18 @@ def _backward(
 ) -> tuple[Array, Array, Array, Extras]:
     do, dlse = cotangents
     q, k, v, extras, o_saved, lse = res
-    sizes, scalars = _block_sizes(q, spec), Scalars.of(extras, spec)
+    sizes, scalars = block_sizes(q, spec), Scalars.of(extras, spec)
     by_query = _problem(q, k, extras, spec, sizes.query_gradients)
     by_key = _problem(q, k, extras, spec, sizes.key_gradients)
-    operands = Operands(q, k, v, do, lse)
+    operands = Operands(q, k, v, do, exponent_offset(lse, by_query))
     if o_saved is None:
         delta = delta_from_probs(operands, scalars, by_query)
     else:
         delta = steps.delta_from_output(do, o_saved, spec.numerics, q.dtype)
         delta = delta[..., 0].transpose(0, 2, 1)
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    operands = operands._replace(delta=delta - dlse.transpose(0, 2, 1))
+    delta = delta - dlse.transpose(0, 2, 1)
+    operands = operands._replace(dp_offset=dp_offset(delta, by_query))
     dk, dv = key_gradients(operands, scalars, by_key)
     return query_gradients(operands, scalars, by_query), dk, dv, Extras()
 
@@ -139,11 +157,25 @@ def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Prob
     return Problem.of(q, k, extras, spec, tile, interpret=interpret)
 
 
-def _block_sizes(q: Array, spec: Spec) -> BlockSizes:
+def block_sizes(q: Array, spec: Spec) -> BlockSizes:
+    """The tiles of a call: those that it names, or those of the table."""
     if spec.block_sizes is None:
-        return default_block_sizes(q.shape[-1], splits=_splits(spec.numerics, q.dtype))
+        return default_block_sizes(
+            q.shape[-1],
+            length=q.shape[1],
+            splits=_splits(spec.numerics, q.dtype),
+            device_kind=_device_kind(),
+        )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes
+
+
+def _device_kind() -> str | None:
+    """Of the GPU that is compiled for: the mesh's, ahead of time, or the first one here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+    return None if device is None else device.device_kind
 
 
 def _splits(numerics: Numerics, dtype: np.dtype) -> bool:

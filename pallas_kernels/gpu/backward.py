@@ -17,21 +17,26 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.steps import Place
-from pallas_kernels.gpu.instructions import multiply_add
+from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
 from pallas_kernels.gpu.rounding import Rounder, format_of
 from pallas_kernels.gpu.scalars import Scalars, whole
 
 
 class Operands(NamedTuple):
-    """q, dO [B, T, N, H], k, v [B, S, K, H], lse and δ [B, N, T]; or references to their parts."""
+    """q, dO [B, T, N, H], k, v [B, S, K, H], two offsets [B, N, T]; or references to their parts.
+
+    `offset` is what the exponent of P adds to a row's scores, and `dp_offset` what dS adds to its
+    dP. They are computed once per row, outside the kernels: one of these would do it again for
+    every tile, and for every thread that holds a row.
+    """
 
     q: Any
     k: Any
     v: Any
     do: Any
-    lse: Any
-    delta: Any = None
+    offset: Any
+    dp_offset: Any = None
 
 
 class Side(NamedTuple):
@@ -50,8 +55,19 @@ class Program(NamedTuple):
     round_point: Rounder
 
 
+def exponent_offset(lse: Array, problem: Problem) -> Array:
+    """−lse, in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys."""
+    factor = LOG2E if problem.hides_exponent_noise else 1.0
+    return jnp.where(lse == -jnp.inf, jnp.float32(0), -lse) * jnp.float32(factor)
+
+
+def dp_offset(delta: Array, problem: Problem) -> Array:
+    """−δ, times scale where dS is P ∘ (dP·scale + offset)."""
+    return -delta if problem.scales_last else delta * jnp.float32(-problem.spec.scale)
+
+
 def _probs_and_dp(
-    program: Program, left: Side, right: Side, minus_lse: Array, place: Place, *, masked: bool
+    program: Program, left: Side, right: Side, offset: Array, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
     p, round_point = program.problem, program.round_point
@@ -62,34 +78,29 @@ def _probs_and_dp(
         s, factor = round_point(s * factor, "scores", n.scores, place), np.float32(1)
     log2e = np.float32(LOG2E)
     if p.hides_exponent_noise:
-        minus_log2 = minus_lse * log2e
-        log2_p = multiply_add(s, factor * log2e, minus_log2, interpret=p.interpret)
+        log2_p = multiply_add(s, factor * log2e, offset, interpret=p.interpret)
     else:
-        log2_p = (s * factor + minus_lse) * log2e
+        log2_p = (s * factor + offset) * log2e
     if masked:
         log2_p = mask_scores(log2_p, p.visible(place, program.batch, program.scalars))
-    probs = jnp.exp2(log2_p)
+    probs = exp2(log2_p, interpret=p.interpret)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
     return probs, round_point(dp, "dp", n.dp, place)
 
 
-def _rounded_ds(program: Program, probs: Array, dp: Array, delta: Array, place: Place) -> Array:
+def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
     """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
-    spec = program.problem.spec
-    ds = probs * (dp - delta)
-    if not program.problem.scales_last:
-        ds = ds * jnp.float32(spec.scale)
-    return program.round_point(ds, "ds", spec.numerics.ds, place)
+    p = program.problem
+    if p.scales_last:
+        ds = probs * (dp + offset)
+    else:
+        ds = probs * multiply_add(dp, np.float32(p.spec.scale), offset, interpret=p.interpret)
+    return program.round_point(ds, "ds", p.spec.numerics.ds, place)
 
 
 def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
     return ds_sum * jnp.float32(problem.spec.scale) if problem.scales_last else ds_sum
-
-
-def _minus(lse: Array) -> Array:
-    """−lse; 0 for rows without keys, whose scores are all MASKED."""
-    return jnp.where(lse == -jnp.inf, jnp.float32(0), -lse)
 
 
 def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
@@ -122,15 +133,17 @@ def _key_gradients(
             dk, dv = sums
             start = i * p.tile.query
             rows = Side(*(p.load_rows(r, start, p.tile.query, g) for r in (ref.q, ref.do)))
-            lse, delta = (p.load_statistics(r, start, g)[None] for r in (ref.lse, ref.delta))
+            offset, of_dp = (
+                p.load_statistics(r, start, g)[None] for r in (ref.offset, ref.dp_offset)
+            )
             place = p.place(i, j, keys_first=True)  # P and dS are then left operands as they are
-            probs, dp = _probs_and_dp(program, keys, rows, _minus(lse), place, masked=masked)
+            probs, dp = _probs_and_dp(program, keys, rows, offset, place, masked=masked)
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", n.probs_bwd, place)
             dv = dv + program.round_point.dot(
                 p_rounded, do, n.probs_bwd.result_format, format_of(do)
             )
-            ds = _rounded_ds(program, probs, dp, delta, place)
+            ds = _rounded_ds(program, probs, dp, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             return dk, dv
 
@@ -151,7 +164,9 @@ def _key_gradients(
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """dQ."""
     p = problem
-    out_spec = pl.BlockSpec((None, p.tile.query, None, p.padded_head), lambda i, n, b: (b, i, n, 0))
+    out_spec = pl.BlockSpec(
+        (None, p.tile.query, None, p.padded_head), lambda i, n, b: (b, p.query_tile(i), n, 0)
+    )
     out = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
     return _over_queries(_query_gradients, x, scalars, p, (out, out_spec))
 
@@ -159,7 +174,7 @@ def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> Array:
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """δ = rowsum(dP ∘ P), [B, N, T], in a pass of its own over the keys."""
     p = problem
-    out_spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, i))
+    out_spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
     out = jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32)
     return _over_queries(_delta, x, scalars, p, (out, out_spec))
 
@@ -172,7 +187,8 @@ def _over_queries(
     rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
     statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
-    in_specs = Operands(rows, keys, keys, rows, statistics, None if x.delta is None else statistics)
+    of_dp = None if x.dp_offset is None else statistics
+    in_specs = Operands(rows, keys, keys, rows, statistics, of_dp)
     shape, out_spec = out
     specs = ((in_specs, jax.tree.map(whole, scalars)), out_spec)
     grid = (p.q_tiles, p.heads, p.batch)
@@ -187,17 +203,17 @@ class _Walk(NamedTuple):
     i: Array
     start: Array
     rows: Side
-    minus_lse: Array
+    offset: Array
 
     @classmethod
     def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
         p = problem
-        i, head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        i, head, batch = p.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
         start = i * p.tile.query
         rows = Side(*(p.load_rows(r, start, p.tile.query) for r in (ref.q, ref.do)))
-        minus_lse = _minus(p.load_statistics(ref.lse, start))[:, None]
+        offset = p.load_statistics(ref.offset, start)[:, None]
         program = Program(p, scalars, batch, p.rounder(scalars, batch, head))
-        return cls(program, ref, i, start, rows, minus_lse)
+        return cls(program, ref, i, start, rows, offset)
 
     def sum(self, contribution: Callable[..., Array], zero: Array) -> Array:
         """The sum of contribution(P, dP, k, place) over the key tiles."""
@@ -207,25 +223,27 @@ class _Walk(NamedTuple):
             keys = Side(p.load_keys(self.ref.k, j), p.load_keys(self.ref.v, j))
             place = p.place(self.i, j)
             probs, dp = _probs_and_dp(
-                self.program, self.rows, keys, self.minus_lse, place, masked=masked
+                self.program, self.rows, keys, self.offset, place, masked=masked
             )
             return total + contribution(probs, dp, keys.for_scores, place)
 
         full, end = p.key_range(self.i, batch, scalars)
-        total = lax.fori_loop(0, full, partial(add_tile, masked=False), zero)
-        if not p.has_masked_tiles:
-            return total
-        return lax.fori_loop(full, end, partial(add_tile, masked=True), total)
+        total = zero
+        # First, because ptxas serialises all tensor-core instructions of the other order: there,
+        # a program without unmasked tiles sets the accumulator of a pending one to zero.
+        if p.has_masked_tiles:
+            total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
+        return lax.fori_loop(0, full, partial(add_tile, masked=False), total)
 
 
 def _query_gradients(ref: Operands, scalars: Scalars, dq_ref: Any, *, problem: Problem) -> None:
     p, n = problem, problem.spec.numerics
     walk = _Walk.of(ref, scalars, p)
-    delta = p.load_statistics(ref.delta, walk.start)[:, None]
+    of_dp = p.load_statistics(ref.dp_offset, walk.start)[:, None]
     round_point = walk.program.round_point
 
     def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        ds = _rounded_ds(walk.program, probs, dp, delta, place)
+        ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
     dq = walk.sum(contribution, jnp.zeros((p.tile.query, p.padded_head), jnp.float32))

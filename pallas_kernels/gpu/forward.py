@@ -18,12 +18,16 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format, get_rounding
 from lowprec_attn.steps import Place, SoftmaxState
+from pallas_kernels.gpu.instructions import exp2, is_repeated, multiply_add
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
 from pallas_kernels.gpu.rounding import Rounder, format_of
 from pallas_kernels.gpu.scalars import Scalars, whole
 
 _FLOAT32 = get_format("float32")
 _BFLOAT16 = get_rounding("bfloat16")
+
+# A tensor-core tile spreads the columns of a row over threads, in a pattern of eight columns.
+_LANES = 8
 
 
 class Outputs(NamedTuple):
@@ -42,9 +46,9 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
     out_rows = pl.BlockSpec(
-        (None, p.tile.query, None, head), lambda i, n, b: (b, _tile_index(p, i), n, 0)
+        (None, p.tile.query, None, head), lambda i, n, b: (b, p.query_tile(i), n, 0)
     )
-    statistics = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, _tile_index(p, i)))
+    statistics = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
     saved_dtype = _saved_dtype(p)
     shape = (p.batch, p.rows, p.heads, p.head_size)
     out = Outputs(
@@ -65,16 +69,11 @@ def _saved_dtype(problem: Problem) -> np.dtype | None:
     return jnp.dtype(jnp.float32 if n.saved_output == "float32" else jnp.bfloat16)
 
 
-def _tile_index(problem: Problem, i: Array) -> Array:
-    """The query tile of program i. Under causality the longest walks start first."""
-    return problem.q_tiles - 1 - i if problem.spec.is_causal else i
-
-
 def _forward(
     q_ref: Any, k_ref: Any, v_ref: Any, scalars: Scalars, *out: Any, problem: Problem
 ) -> None:
     p = problem
-    i, head, batch = _tile_index(p, pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+    i, head, batch = p.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     start = i * p.tile.query
     q = p.load_rows(q_ref, start, p.tile.query)
     round_point = p.rounder(scalars, batch, head)
@@ -82,7 +81,8 @@ def _forward(
     def step(j: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
         k, v, place = p.load_keys(k_ref, j), p.load_keys(v_ref, j), p.place(i, j)
         step_place = Place(place.rows, place.cols, j * p.tile.kv)
-        s = round_point.dot(q, k.T, format_of(q), format_of(k)) * _score_scale(p)
+        s = round_point.dot(q, k.T, format_of(q), format_of(k))
+        s = s * np.float32(p.spec.scale / p.score_unit)
         s = round_point(s, "scores", p.spec.numerics.scores, place)
         if not masked:
             return _softmax_step(state, s, v, p, round_point, step_place)
@@ -102,20 +102,36 @@ def _forward(
     _finish(state, p, round_point, start, Outputs(*out))
 
 
-def _score_scale(problem: Problem) -> np.float32:
-    return np.float32(problem.spec.scale * (LOG2E if problem.log2_units else 1.0))
-
-
 def _masked_step_changes_nothing(problem: Problem) -> bool:
-    """Whether a fully masked step leaves a row's state as it is under this rule."""
-    return isinstance(problem.spec.row_max, StandardMax | DynamicMax)
+    """Whether a fully masked step leaves a row's state as it is: no rule moves m, no point Ō."""
+    n = problem.spec.numerics
+    keeps_accumulator = n.rescale.is_identity or n.rescale.format == n.accumulator.format
+    return keeps_accumulator and isinstance(problem.spec.row_max, StandardMax | DynamicMax)
 
 
 def _initial_state(problem: Problem) -> SoftmaxState:
     row = jnp.zeros((problem.tile.query, 1), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     aux = acc if _keeps_auxiliary(problem) else None
-    return SoftmaxState(jnp.full_like(row, MASKED), row, acc, aux)
+    l = jnp.zeros((problem.tile.query, _row_sums(problem)), jnp.float32)
+    return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+
+
+def _row_sums(problem: Problem) -> int:
+    """Sums that l is kept in: 8 where only their total matters, at the end, else 1.
+
+    A thread then adds the scores that it holds itself, and no step waits for an exchange.
+    """
+    n, rule = problem.spec.numerics, problem.spec.row_max
+    return _LANES if n.stats.is_identity and rule.clamp is None else 1
+
+
+def _row_sum(p: Array, problem: Problem) -> Array:
+    """Sums over the columns of a tile that are equal modulo the number of sums, [query, sums]."""
+    sums = _row_sums(problem)
+    if sums == 1:
+        return jnp.sum(p, axis=-1, keepdims=True)
+    return jnp.sum(p.reshape(p.shape[0], -1, sums), axis=1)
 
 
 def _keeps_auxiliary(problem: Problem) -> bool:
@@ -135,14 +151,27 @@ def _softmax_step(
     m_place, l_place = (Place(place.rows, _column(which), place.step) for which in (0, 1))
     out = Place(place.rows, problem.feature_columns, place.step)
 
-    m = round_point(rule(s, state.m), "stats", n.stats, m_place)
+    r_m = jnp.max(s, axis=-1, keepdims=True)
+    below = s - r_m
+    m = rule.running_max(
+        r_m,
+        below,
+        state.m,
+        unit=problem.score_unit,
+        is_repeated=partial(is_repeated, interpret=problem.interpret),
+    )
+    m = round_point(m, "stats", n.stats, m_place)
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    p = _exp(s - subtracted, problem)
-    alpha = _exp(state.m - subtracted, problem)
+    # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): s − r_m is at hand, an entry at m gives exactly 1.
+    to_log2 = np.float32(problem.score_unit * LOG2E)
+    offset = (r_m - subtracted) * to_log2
+    log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
+    p = exp2(log2_p, interpret=problem.interpret)
+    alpha = exp2((state.m - subtracted) * to_log2, interpret=problem.interpret)
 
     p_rounded = round_point(p, "probs", n.probs, Place(place.rows, place.cols))
-    row_sum = jnp.sum(p_rounded if n.row_sum == "rounded" else p, axis=-1, keepdims=True)
+    row_sum = _row_sum(p_rounded if n.row_sum == "rounded" else p, problem)
     if rule.clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
     l = round_point(alpha * state.l + row_sum, "stats", n.stats, l_place)
@@ -158,11 +187,6 @@ def _softmax_step(
     return SoftmaxState(m, l, acc, aux)
 
 
-def _exp(x: Array, problem: Problem) -> Array:
-    """Exp in float32, as the hardware's power of two; `jnp.exp` costs four more instructions."""
-    return jnp.exp2(x if problem.log2_units else x * jnp.float32(LOG2E))
-
-
 def _column(index: int) -> Array:
     """A column index [1, 1] that tells the random bits of row statistics apart."""
     return jnp.full((1, 1), index, jnp.int32)
@@ -175,7 +199,8 @@ def _finish(
     p, n = problem, problem.spec.numerics
     place = p.features(start, p.tile.query)
     empty = state.m <= MASKED
-    divisor = jnp.where(empty, jnp.float32(1), state.l)
+    l = jnp.sum(state.l, axis=-1, keepdims=True) if _row_sums(p) > 1 else state.l
+    divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
     o = round_point(unrounded, "output", n.output_for(p.dtype), place)
     p.store(out.o, o, start, p.rows)
@@ -184,10 +209,7 @@ def _finish(
     elif out.saved is not None:
         p.store(out.saved, unrounded, start, p.rows)
 
-    if p.log2_units:
-        lse = (state.m + jnp.log2(divisor)) * jnp.float32(1 / LOG2E)
-    else:
-        lse = state.m + jnp.log(divisor)
+    lse = state.m * np.float32(p.score_unit) + jnp.log(divisor)
     lse = round_point(lse, "stats", n.stats, Place(place.rows, _column(2)))
     lse = jnp.where(empty, -jnp.inf, lse)
     p.store_statistics(out.lse, lse[:, 0], start)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from lowprec_attn.numerics import MASKED, StandardMax
+from lowprec_attn.numerics import MASKED
 from lowprec_attn.request import Extras, Spec
 from lowprec_attn.steps import Place, span
 from pallas_kernels.block_sizes import Tile
@@ -84,6 +84,10 @@ class Problem:
         """Number of query tiles, the last one maybe partial."""
         return -(-self.rows // self.tile.query)
 
+    def query_tile(self, program: Array) -> Array:
+        """The query tile of a program. Under causality the longest walks start first."""
+        return self.q_tiles - 1 - program if self.spec.is_causal else program
+
     @property
     def kv_tiles(self) -> int:
         """Number of key tiles, the last one maybe partial."""
@@ -91,28 +95,25 @@ class Problem:
 
     @property
     def hides_exponent_noise(self) -> bool:
-        """Whether P̄, P and dS are all rounded, by more than a shortcut in an exponent may cost.
+        """Whether P̄, P and dS are all rounded, by more than the backward kernels' shortcut costs.
 
-        The shortcuts take x·log2(e) of a score and of a row statistic apart, so the exponent errs
-        by about an ulp of the score instead of an ulp of the difference.
+        It takes x·log2(e) of a score and of lse apart, so the exponent errs by about an ulp of the
+        score instead of an ulp of the difference.
         """
         n = self.spec.numerics
         return not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
 
     @property
-    def log2_units(self) -> bool:
-        """Whether the forward kernel keeps scores and m in units of log 2.
+    def score_unit(self) -> float:
+        """What the forward kernel's scores and m count in: `scale`, or 1.
 
-        That saves one multiplication per score, but is possible only where nothing looks at a
-        score's own value: neither a rounding nor a rule.
+        Products q·k as they are, S = scale · s, save one multiplication per score. That is
+        possible where S and m are not rounded; a row-max rule is told the unit.
         """
-        n = self.spec.numerics
-        return (
-            self.hides_exponent_noise
-            and n.scores.is_identity
-            and n.stats.is_identity
-            and isinstance(self.spec.row_max, StandardMax)
-        )
+        n, scale = self.spec.numerics, self.spec.scale
+        # MASKED must stay far below every score in that unit too.
+        in_range = 2.0**-64 < scale < 2.0**64
+        return scale if in_range and n.scores.is_identity and n.stats.is_identity else 1.0
 
     @property
     def scales_last(self) -> bool:

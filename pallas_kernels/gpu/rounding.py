@@ -23,7 +23,7 @@ from lowprec_attn.numerics import (
     round_to,
 )
 from lowprec_attn.steps import Place
-from pallas_kernels.gpu.instructions import round_to_bfloat16
+from pallas_kernels.gpu.instructions import as_bfloat16, round_to_bfloat16
 
 _BFLOAT16 = get_rounding("bfloat16")
 
@@ -86,10 +86,16 @@ class Rounder:
         terms = []
         rest = x.astype(jnp.float32)
         for _ in range(_TERMS[fmt.name]):
-            term = self.nearest(rest, _BFLOAT16)
-            terms.append(term.astype(jnp.bfloat16))
-            rest = rest - term
+            term = self._as_bfloat16(rest)
+            terms.append(term)
+            rest = rest - term.astype(jnp.float32)
         return terms
+
+    def _as_bfloat16(self, x: Array) -> Array:
+        if self.interpret:
+            # Rounded on its bits first: XLA:CPU may leave out a cast that is taken back.
+            return self.nearest(x, _BFLOAT16).astype(jnp.bfloat16)
+        return as_bfloat16(x)
 
     def dot(self, a: Array, b: Array, a_format: Format, b_format: Format) -> Array:
         """A B with float32 accumulation, on the tensor cores.

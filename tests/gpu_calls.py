@@ -1,0 +1,131 @@
+"""Calls of the GPU kernels on the cases of the harness, with tiles of the test's choice."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import Numerics, RowMax, StandardMax
+from lowprec_attn.request import Extras, RandomStream, Spec
+from pallas_kernels.block_sizes import BlockSizes, Tile
+from pallas_kernels.gpu import attention as gpu
+
+TILE = Tile(query=16, kv=16, stages=1)
+INTERPRETED = BlockSizes(forward=TILE, key_gradients=TILE, query_gradients=TILE, interpret=True)
+# Query tiles of several steps, some of which do not exist for the first rows, and the reverse.
+TALL = BlockSizes(
+    forward=Tile(query=32, kv=64, stages=1),
+    key_gradients=Tile(query=32, kv=16, stages=1),
+    query_gradients=Tile(query=16, kv=32, stages=1),
+    interpret=True,
+)
+COMPILED = BlockSizes(
+    forward=Tile(query=64, kv=16),
+    key_gradients=Tile(query=64, kv=64),
+    query_gradients=Tile(query=64, kv=32),
+)
+
+CASES = {name: case for name, case in harness.CASES.items() if not (case.mask or case.bias)}
+CAUSAL = harness.CASES["causal"]
+REPEATED = harness.CASES["both_lengths_repeated_maxima"]
+
+PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_probs}
+RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
+
+_SEED = (3, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a run; equal calls share one compiled function."""
+
+    spec: Spec
+    implementation: Any = gpu
+    backward: bool = True
+
+    def __call__(self, arrays: dict[str, Any], extras: Extras) -> dict[str, jax.Array]:
+        """out, lse and, with `backward`, dq, dk, dv."""
+        if not self.backward:
+            out, lse = self.attend(extras, *(arrays[x] for x in "qkv"))
+            return {"out": out, "lse": lse}
+        forward = functools.partial(self.attend, extras)
+        (out, lse), pullback = jax.vjp(forward, *(arrays[x] for x in "qkv"))
+        dq, dk, dv = pullback((arrays["do"].astype(out.dtype), arrays["dlse"]))
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    def attend(
+        self, extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """O and lse."""
+        return self.implementation.attention(q, k, v, extras, self.spec)
+
+
+@functools.cache
+def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
+    # Unoptimised code: the kernels of these small cases take longer to compile than to run.
+    on_cpu = jax.default_backend() == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
+    return jax.jit(lambda *operands: call(*operands), compiler_options=options)
+
+
+def call_of(
+    case: harness.Case,
+    chosen: Numerics,
+    rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+    sizes: Any = INTERPRETED,
+    *,
+    kv_block: int = 16,
+    **options: Any,
+) -> Call:
+    """The call that a case makes; `options` are those of `Call`."""
+    spec = Spec(
+        numerics=chosen.replace(kv_block=kv_block),
+        row_max=rule,
+        scale=case.scale or case.head_size**-0.5,
+        is_causal=case.is_causal,
+        block_sizes=sizes,
+    )
+    return Call(spec, **options)
+
+
+def extras_of(case: harness.Case) -> Extras:
+    """Lengths and random bits of a case."""
+    lengths = [
+        None if x is None else jnp.array(x, jnp.int32)
+        for x in (case.query_lengths, case.key_lengths)
+    ]
+    indices = [jnp.arange(n, dtype=jnp.int32) for n in (case.batch, case.heads)]
+    return Extras(None, None, *lengths, RandomStream(jnp.array(_SEED, jnp.uint32), *indices))
+
+
+def operands_of(case: harness.Case) -> tuple[dict[str, jax.Array], Extras]:
+    """What `Call` takes."""
+    return {name: jnp.asarray(x) for name, x in harness.inputs(case).items()}, extras_of(case)
+
+
+def run(case: harness.Case, call: Call) -> harness.Arrays:
+    """Results of a call as float32 NumPy arrays."""
+    return harness.as_float32(compiled(call)(*operands_of(case)))
+
+
+def run_plain(case: harness.Case, call: Call) -> harness.Arrays:
+    """The same arithmetic in NumPy, rounding to nearest where the call rounds stochastically."""
+    spec = call.spec
+    nearest = {
+        point: str(rounding.format.name)
+        for point in numerics.POINTS
+        if (rounding := getattr(spec.numerics, point)) is not None and rounding.needs_bits
+    }
+    chosen = spec.numerics.replace(**nearest)
+    return harness.run_plain(case, harness.inputs(case), chosen, spec.row_max)
+
+
+def factor_of(chosen: Numerics) -> int:
+    """How often the error of `run_plain` is allowed: stochastic rounding moves twice as far."""
+    return 4 if chosen.needs_bits else 2

@@ -1,0 +1,286 @@
+"""What is checked of the compiled kernels on a device: one table, for the tests and the record.
+
+Every check is a frozen record whose `outcome()` measures and returns a JSON object with `passed`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from boundaries import NARROW, bits_of, boundaries, expected
+from gpu_calls import (
+    CASES,
+    CAUSAL,
+    COMPILED,
+    PRESETS,
+    RULES,
+    Call,
+    call_of,
+    compiled,
+    factor_of,
+    operands_of,
+    run,
+    run_plain,
+)
+from gpu_problems import CROSSED, LARGE, PROBLEMS, describe, device_call, noise, oracle
+from harness import Case
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from test_points import ROUNDINGS, distances
+
+from lowprec_attn import numerics, steps, tiled
+from lowprec_attn.numerics import EXACT, FLASH, POINTS, Numerics
+from lowprec_attn.steps import Place
+from pallas_kernels.gpu.rounding import Rounder
+
+Record = dict[str, Any]
+
+
+class Check(Protocol):
+    """A row of the table."""
+
+    @property
+    def case(self) -> str:
+        """The problem; checks of one case share its oracle."""
+        ...
+
+    def outcome(self) -> Record:
+        """What was measured, what it may be at most, and whether it `passed`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Errors against float64, at most twice those of the same numerics in NumPy; equal bits.
+
+    Stochastic rounding may err four times as much, and every result by `noise`.
+    """
+
+    case: str
+    preset: str
+    rule: str = "standard"
+
+    def outcome(self) -> Record:
+        problem, exact = PROBLEMS[self.case], oracle(self.case)
+        call = device_call(self.case, PRESETS[self.preset], self.rule)
+        first, second = (run(problem, call) for _ in range(2))
+        factor = factor_of(call.spec.numerics)
+        bounds = harness.bounds(run_plain(problem, call), exact, factor, noise(self.case))
+        errors = {name: harness.error(first[name], x) for name, x in exact.items()}
+        zeros = {name: harness.error_of_zeros(x) for name, x in exact.items()}
+        same_bits = all(np.array_equal(first[name], second[name]) for name in first)
+        sees_zeros = all(
+            zeros[name] > 2 * bounds[name] for name, x in exact.items() if harness.largest(x) > 1e-3
+        )
+        ratio = max(errors[name] / bounds[name] for name in errors)
+        return {
+            "shape": describe(problem),
+            "error": errors,
+            "bound": bounds,
+            "error_of_zeros": zeros,
+            "largest_error_over_bound": ratio,
+            "two_runs_equal": same_bits,
+            "passed": bool(ratio <= 1 and same_bits and sees_zeros),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Points:
+    """Each of some points in bfloat16 is there: the result lies nearer to it on than off.
+
+    Measured in units of the distance between the two, as in `test_points.closer`; without the
+    point the distance would be 1.
+    """
+
+    points: tuple[str, ...]
+    case: str = "causal"
+
+    def outcome(self) -> Record:
+        result = run(CAUSAL, self._call(*self.points))
+        away = {}
+        for point in self.points:
+            others = tuple(x for x in self.points if x != point)
+            on, off = (run_plain(CAUSAL, self._call(*x)) for x in ((*others, point), others))
+            away[point] = distances(result, on, off)
+        reached = all(away[point].keys() == ROUNDINGS[point] for point in self.points)
+        largest = max(x for by_result in away.values() for x in by_result.values())
+        return {
+            "distance": away,
+            "largest_distance": largest,
+            "bound": 0.25,
+            "passed": bool(reached and largest < 0.25),
+        }
+
+    def _call(self, *points: str) -> Call:
+        return call_of(CAUSAL, EXACT.replace(**dict.fromkeys(points, "bfloat16")), sizes=COMPILED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SignedError:
+    """The errors of `exact` that add up with one sign are 100 times below those of `flash`.
+
+    Per head ‖Σ e‖ / √(Σ ‖x‖²) over the rows, e the error of x: the relative error in RMS where
+    signs are random, up to √T times as much where they agree. The values of q, k, v are those of
+    bfloat16. In float32 arrays (stored in which the gradients are not rounded again) all results
+    are compared, in bfloat16 arrays O before its rounding, and δ formed from it.
+    """
+
+    case: str
+    dtype: str
+
+    def outcome(self) -> Record:
+        exact = self._errors(EXACT.replace(output="float32"))
+        flash = self._errors(FLASH)
+        ratio = min(flash[name] / exact[name] for name in exact)
+        return {
+            "shape": describe(self._problem),
+            "exact": exact,
+            "flash": flash,
+            "smallest_ratio": ratio,
+            "bound": 100,
+            "passed": bool(ratio >= 100),
+        }
+
+    @property
+    def _problem(self) -> Case:
+        return dataclasses.replace(PROBLEMS[self.case], dtype=self.dtype)
+
+    def _errors(self, chosen: Numerics) -> dict[str, float]:
+        """The largest over the heads, of every result."""
+        problem = PROBLEMS[self.case]
+        arrays, extras = operands_of(problem)
+        arrays = {name: x if name == "dlse" else x.astype(self.dtype) for name, x in arrays.items()}
+        spec = device_call(self.case, chosen, "standard").spec
+        device = compiled(Call(spec))(arrays, extras)
+        delta = jax.jit(
+            lambda do, o: steps.delta_from_output(do, o, chosen, jnp.dtype(self.dtype))
+        )(arrays["do"], device["out"])
+        result = harness.as_float32(device | {"delta": delta})
+        right = dict(oracle(self.case))
+        do = harness.inputs(problem)["do"].astype(np.float64)
+        right["delta"] = (do * right["out"]).sum(-1, keepdims=True)
+        gradients = ("dq", "dk", "dv") if self.dtype == "float32" else ()
+        return {
+            name: signed_error(result[name], right[name]) for name in ("out", "delta", *gradients)
+        }
+
+
+def signed_error(x: np.ndarray, exact: np.ndarray) -> float:
+    """‖Σ e‖ / √(Σ ‖x‖²) over batch and rows of [B, T, N, H], the largest over the heads."""
+    total = np.linalg.norm((x - exact).sum((0, 1)), axis=-1)
+    return float(np.max(total / np.sqrt((exact**2).sum((0, 1, 3)))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomBits:
+    """Stochastic rounding of every point draws the bits that `tiled` draws."""
+
+    case: str = "causal"
+
+    def outcome(self) -> Record:
+        problem = dataclasses.replace(CAUSAL, heads=4, kv_heads=2)
+        chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
+        tiles = tiled.BlockSizes(query=5, kv_bwd=9)
+        ours = run(problem, call_of(problem, chosen, sizes=COMPILED))
+        theirs = run(problem, call_of(problem, chosen, sizes=tiles, implementation=tiled))
+        differing = {
+            name: harness.share_of_other_roundings(ours[name], x) for name, x in theirs.items()
+        }
+        return {
+            "differing": differing,
+            "bound": 0.05,
+            "passed": max(differing.values()) < 0.05,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundTo:
+    """Rounding of all codes, midpoints and their neighbours, bit for bit that of `ml_dtypes`."""
+
+    fmt: str
+    how: str
+    case: str = "round_to"
+
+    def outcome(self) -> Record:
+        x = boundaries(self.fmt)
+        rounded = np.asarray(ROUNDINGS_ON_DEVICE[self.how](x, self.fmt))
+        right = expected(x, self.fmt)
+        both_nan = np.isnan(rounded) & np.isnan(right)
+        wrong = (bits_of(rounded) != bits_of(right)) & ~both_nan
+        return {"values": x.size, "wrong": int(wrong.sum()), "passed": not wrong.any()}
+
+
+def round_by_xla(x: np.ndarray, fmt: str) -> jax.Array:
+    return jax.jit(lambda x: numerics.round_to(x, fmt))(jnp.asarray(x))
+
+
+def round_in_kernel(x: np.ndarray, fmt: str, *, point: str) -> np.ndarray:
+    """`Rounder` in a compiled kernel of its own."""
+    size = 1024
+    padded = np.resize(x, (-(-x.size // size), size))
+    place = Place(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        rounding = numerics.get_rounding(fmt)
+        out_ref[...] = Rounder(None, interpret=False)(x_ref[...], point, rounding, place)
+
+    block = pl.BlockSpec((1, size), lambda i: (i, 0))
+    out = pl.pallas_call(
+        kernel,
+        grid=(padded.shape[0],),
+        in_specs=[block],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(jnp.asarray(padded))
+    return np.asarray(out).reshape(-1)[: x.size]
+
+
+ROUNDINGS_ON_DEVICE: dict[str, Callable[[np.ndarray, str], Any]] = {
+    "xla": round_by_xla,
+    "kernel_value": functools.partial(round_in_kernel, point="scores"),  # stays in float32
+    "kernel_operand": functools.partial(round_in_kernel, point="probs"),  # goes into a product
+}
+
+
+ARITHMETIC = [("exact", "standard"), ("flash", "standard"), ("published", "dynamic_max")]
+IN_KERNEL = ("kernel_value", "kernel_operand")
+
+CHECKS: list[Check] = [
+    *(
+        Accuracy(case=case, preset=preset, rule=rule)
+        for case in LARGE | CASES
+        for preset, rule in ARITHMETIC
+    ),
+    *(
+        Accuracy(case=case, preset=preset, rule=rule)
+        for case, preset, rule in itertools.product(CROSSED, PRESETS, RULES)
+        if not (case in CASES and (preset, rule) in ARITHMETIC)
+    ),
+    *(Points(points=(point,)) for point in POINTS),
+    *(Points(points=pair) for pair in itertools.combinations(POINTS, 2)),
+    *(
+        SignedError(case=case, dtype=dtype)
+        for case in ("grouped_1024", "one_sign_values_2048", "repeated_maxima_2048")
+        for dtype in ("float32", "bfloat16")
+    ),
+    RandomBits(),
+    *(RoundTo(fmt=fmt, how="xla") for fmt in NARROW),
+    *(RoundTo(fmt=fmt, how=how) for fmt in ("bfloat16", "float16") for how in IN_KERNEL),
+]
+
+
+def record_of(check: Check) -> Record:
+    """The outcome of a check, with its name and fields; a disagreement on −inf did not pass."""
+    assert dataclasses.is_dataclass(check)
+    record = {"check": type(check).__name__, **dataclasses.asdict(check)}
+    try:
+        return record | check.outcome()
+    except AssertionError as error:
+        return record | {"passed": False, "message": str(error)}

@@ -1,0 +1,97 @@
+"""The problems that the compiled kernels are given on a device, and what they may err by."""
+
+import dataclasses
+import functools
+
+import harness
+import jax.numpy as jnp
+from gpu_calls import CASES, COMPILED, RULES, Call, call_of
+from harness import Case
+
+from lowprec_attn.numerics import Numerics
+
+# Shapes of several default tiles each; the last ones are hard in their values.
+LONG = Case(batch=1, rows=1024, keys=1024, head_size=64, dtype="bfloat16", is_causal=True)
+LARGE = {
+    "grouped_1024": dataclasses.replace(LONG, batch=2, heads=4, kv_heads=2),
+    "grouped_2048_head_128": dataclasses.replace(
+        LONG, rows=2048, keys=2048, kv_heads=1, head_size=128
+    ),
+    "long_4096": dataclasses.replace(LONG, rows=4096, keys=4096, heads=1, kv_heads=1),
+    "full_1024_head_256": dataclasses.replace(LONG, head_size=256, kv_heads=1, is_causal=False),
+    "off_tile_lengths": dataclasses.replace(
+        LONG,
+        batch=3,
+        rows=1000,
+        keys=1531,
+        query_lengths=(1000, 17, 640),
+        key_lengths=(1531, 400, 0),
+    ),
+    "float16_1024_head_128": dataclasses.replace(LONG, head_size=128, dtype="float16"),
+    "float32_1024": dataclasses.replace(LONG, dtype="float32"),
+    "head_80_1024": dataclasses.replace(LONG, head_size=80),
+    "repeated_maxima_2048": dataclasses.replace(
+        LONG, rows=2048, keys=2048, values="repeated_maxima"
+    ),
+    "one_sign_values_2048": dataclasses.replace(
+        LONG, rows=2048, keys=2048, values="one_sign_values"
+    ),
+    "dominant_key_1024": dataclasses.replace(LONG, values="dominant_key"),
+    "large_positive_scores_1024": dataclasses.replace(LONG, values="large_positive_scores"),
+    "large_negative_scores_1024": dataclasses.replace(LONG, values="large_negative_scores"),
+}
+# Presets and rules are crossed on two: float32 of the harness, and 16 bits with default tiles.
+CROSSED = {
+    "both_lengths_repeated_maxima": CASES["both_lengths_repeated_maxima"],
+    "grouped_lengths_repeated_maxima": Case(
+        rows=200,
+        keys=200,
+        heads=4,
+        head_size=64,
+        dtype="bfloat16",
+        is_causal=True,
+        query_lengths=(200, 77),
+        key_lengths=(150, 200),
+        values="repeated_maxima",
+    ),
+}
+PROBLEMS = CASES | LARGE | CROSSED
+
+
+@functools.cache
+def oracle(case: str) -> harness.Arrays:
+    return harness.oracle(PROBLEMS[case], harness.inputs(PROBLEMS[case]))
+
+
+@functools.cache
+def noise(case: str) -> harness.Arrays:
+    """What an ulp of error in every score does, and half an ulp of the gradients as stored.
+
+    The largest entry of a gradient may stand alone (a dominant key's), and its sum may be stored as
+    the neighbour of that which `plain` stores.
+    """
+    problem, exact = PROBLEMS[case], oracle(case)
+    of_scores = harness.score_noise(problem, harness.inputs(problem))
+    half_ulp = float(jnp.finfo(problem.dtype).eps) / 2
+    stored = {name: half_ulp * harness.largest(exact[name]) for name in ("dq", "dk", "dv")}
+    return {name: of_scores[name] + stored.get(name, 0.0) for name in exact}
+
+
+def device_call(case: str, chosen: Numerics, rule: str) -> Call:
+    """Small tiles for the cases of the harness, default tiles for larger ones."""
+    problem = PROBLEMS[case]
+    if case in CASES:
+        return call_of(problem, chosen, RULES[rule], COMPILED)
+    kv_block = 64 if problem.head_size <= 128 else 16
+    return call_of(problem, chosen, RULES[rule], None, kv_block=kv_block)
+
+
+def describe(case: Case) -> str:
+    """`B2 T1024 S1024 N4 K2 H64 bfloat16 causal`."""
+    sizes = zip(
+        "BTSNKH",
+        (case.batch, case.rows, case.keys, case.heads, case.kv_heads, case.head_size),
+        strict=True,
+    )
+    words = [*(f"{axis}{size}" for axis, size in sizes), case.dtype]
+    return " ".join([*words, "causal"] if case.is_causal else words)

@@ -1,0 +1,101 @@
+"""Every numerics point of the GPU kernels, alone and in pairs: it is there, and its mutant fails.
+
+Interpreted on any machine; compiled on a device in `test_gpu_device.py`.
+"""
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import gpu_calls
+import harness
+import jax
+import pytest
+from gpu_calls import CAUSAL, TALL, Call, call_of, run, run_plain
+from test_points import CHOICES, ROUNDINGS, closer
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import EXACT, POINTS, Numerics
+from pallas_kernels.gpu.rounding import Rounder
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+# Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
+FORWARD = ("probs", "pv", "rescale", "accumulator", "stats", "output")
+PAIRS = list(itertools.combinations(POINTS, 2))
+SAMPLE = random.Random(0).sample(PAIRS, 6)
+
+
+def with_points(*points: str) -> Numerics:
+    return EXACT.replace(**dict.fromkeys(points, "bfloat16"))
+
+
+def call_with(*points: str) -> Call:
+    """`exact` with these points in bfloat16, backward only where some point acts there."""
+    backward = not set(points) <= set(FORWARD)
+    return call_of(CAUSAL, with_points(*points), sizes=TALL, backward=backward)
+
+
+@functools.cache
+def plain_with(*points: str) -> harness.Arrays:
+    return run_plain(CAUSAL, call_of(CAUSAL, with_points(*points)))
+
+
+def reached_by(point: str, result: harness.Arrays) -> set[str]:
+    return ROUNDINGS[point] & result.keys()
+
+
+def check_point(result: harness.Arrays, point: str, *others: str) -> None:
+    """`point` acts where it should, whatever the others do."""
+    on, off = (
+        {name: plain_with(*points)[name] for name in result}
+        for points in ((*others, point), others)
+    )
+    assert closer(result, on, off) == reached_by(point, result)
+
+
+def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    rounded = Rounder.__call__
+
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
+        return x if name == point else rounded(self, x, name, *rest)
+
+    monkeypatch.setattr(Rounder, "__call__", skipping)
+    # A product casts its operand to the point's format once more, as the compiled code needs it.
+    unrounded = property(lambda self: numerics.get_format("float32"))
+    monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_rounding_is_there_and_a_mutant_without_it_is_noticed(
+    point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_point(run(CAUSAL, call_with(point)), point)
+    skip_point(monkeypatch, point)
+    gpu_calls.compiled.cache_clear()
+    mutant = run(CAUSAL, call_with(point))
+    gpu_calls.compiled.cache_clear()
+    on, off = (
+        {name: plain[name] for name in mutant} for plain in (plain_with(point), plain_with())
+    )
+    assert closer(mutant, off, on) == reached_by(point, mutant)  # it lies where the point is off
+    with pytest.raises(AssertionError, match="between on and off"):
+        check_point(mutant, point)
+
+
+@pytest.mark.parametrize("choice", [name for name in CHOICES if "normalize" not in name])
+def test_choice_is_there(choice: str) -> None:
+    chosen, otherwise, reached = CHOICES[choice]
+    on, off = (run_plain(CAUSAL, call_of(CAUSAL, n)) for n in (chosen, otherwise))
+    assert closer(run(CAUSAL, call_of(CAUSAL, chosen, sizes=TALL)), on, off) == reached
+
+
+@pytest.mark.parametrize("pair", SAMPLE, ids="+".join)
+def test_of_two_points_each_is_there(pair: tuple[str, str]) -> None:
+    result = run(CAUSAL, call_with(*pair))
+    check_point(result, *pair)
+    check_point(result, *reversed(pair))

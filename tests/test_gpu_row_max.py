@@ -1,0 +1,101 @@
+"""Row-max rules as the GPU kernel calls them: in its units of score, with its own test for ties."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from lowprec_attn import numerics
+from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, row_max
+from pallas_kernels.gpu import instructions
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+ROWS, KEYS = 1024, 64
+RULES: dict[str, RowMax] = {
+    **{name: rule() for name, rule in numerics.ROW_MAX_RULES.items()},
+    "beta 7": PublishedMax(beta=7.0),
+    "tolerance 0.5": DynamicMax(tolerance=0.5),
+}
+
+
+def many_ties() -> np.ndarray:
+    """Scores of steps that repeat, or lie 1e-3 or an ulp apart, where a tolerance decides."""
+    rng = np.random.default_rng(0)
+    s = rng.integers(-6, 7, (ROWS, KEYS)) * rng.choice([0.5, 1, 9], (ROWS, 1))
+    s = (s + rng.choice([0.0, 0.0, 1e-3, 2e-3], s.shape)).astype(np.float32)
+    towards = rng.choice([-np.inf, np.inf], s[1::2].shape).astype(np.float32)
+    s[1::2] = np.nextafter(s[1::2], towards)
+    s[::5] -= 40
+    return s
+
+
+def masked(s: np.ndarray) -> np.ndarray:
+    """With some rows masked in part and some wholly."""
+    s = s.copy()
+    s[::7, 3:] = MASKED
+    s[::11] = MASKED
+    return s
+
+
+def running_max(rule: RowMax, s: np.ndarray, unit: float) -> np.ndarray:
+    """The rule after a running maximum of −3, on scores s that it is given in units of `unit`."""
+    in_units = masked(s / np.float32(unit))
+    r_m, m_prev = in_units.max(-1, keepdims=True), np.full((ROWS, 1), -3 / unit, np.float32)
+    m = np.asarray(
+        jax.jit(functools.partial(rule.running_max, unit=unit))(r_m, in_units - r_m, m_prev)
+    )
+    return m * np.float32(unit)
+
+
+def defined(rule: RowMax, s: np.ndarray) -> np.ndarray:
+    """The rule itself."""
+    return np.asarray(jax.jit(rule)(masked(s), np.full((ROWS, 1), -3, np.float32)))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_units_that_are_powers_of_two_do_not_change_a_bit(rule: RowMax) -> None:
+    s = many_ties()
+    for unit in (0.125, 4.0):
+        np.testing.assert_array_equal(running_max(rule, s, unit), defined(rule, s))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_other_units_change_roundings_only(rule: RowMax) -> None:
+    unit = float(np.float32(80**-0.5))
+    # Integers in that unit: no rounding makes or undoes a tie, or crosses a tolerance.
+    s = np.rint(many_ties()) * np.float32(unit)
+    # s / unit, r_m, β·r_m or the shift, their sum and m · unit round once each.
+    np.testing.assert_allclose(running_max(rule, s, unit), defined(rule, s), rtol=2.0**-21)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
+def test_kernels_find_the_same_ties(tolerance: float) -> None:
+    s = masked(many_ties())
+    s[:4, 1:] = s[:4, :1] - 1  # a maximum alone on the left, and on the right
+    s[2:4, -1] = s[2:4, 0] + 1
+    below = s - s.max(-1, keepdims=True)
+
+    def kernel(below_ref: jax.Array, out_ref: jax.Array) -> None:
+        repeated = instructions.is_repeated(below_ref[...], tolerance, interpret=False)
+        out_ref[...] = repeated.astype(jnp.int32)
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(ROWS // 64,),
+        in_specs=[pl.BlockSpec((64, KEYS), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((64, 1), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((ROWS, 1), jnp.int32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(jnp.asarray(below))
+    expected = np.asarray(row_max.is_repeated(jnp.asarray(below), tolerance))
+    assert 0 < expected.mean() < 1
+    np.testing.assert_array_equal(np.asarray(out) != 0, expected)

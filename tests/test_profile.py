@@ -1,0 +1,67 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import tiny_settings
+
+from lowprec_attn.gpt2 import profile
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.gpt2.settings import ModelSettings
+
+GPT2 = ModelSettings(layers=12, heads=12, width=768, context=1024, vocab_size=50304)
+
+
+def test_the_operations_of_a_step_are_six_per_weight_and_the_causal_attention():
+    positions = 1024 * 768
+    attention = 12 * 7 * 1024 * 768  # 2 products forward, 5 backward; half of T keys, 2 each
+    expected = 65536 * (6 * (parameter_count(GPT2) - positions) + attention)
+    assert profile.step_flops(GPT2, 65536) == expected
+    assert 0.8e9 < profile.step_flops(GPT2, 1) < 0.82e9
+
+
+@pytest.fixture(scope="module")
+def measured():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "_TIMED_STEPS", 2)
+        return profile.measure(tiny_settings(devices=1, steps=20))
+
+
+def test_times_and_parts_of_a_step(measured):
+    assert measured.tokens == 8 * 32
+    assert 0 < measured.busy
+    assert 0 < measured.floor < measured.seconds
+    assert sum(measured.operations.values()) == pytest.approx(measured.busy)
+    parts = {part for part, _ in measured.operations}
+    assert {"attention", "mlp", "norm", "loss", "embedding", "optimizer"} <= parts
+    assert parts <= {*profile.PARTS, "other"}
+
+
+def test_the_table_and_the_record_hold_the_same(measured):
+    record = json.loads(json.dumps(measured.as_json()))
+    assert record["tokens_per_second"] == pytest.approx(measured.tokens / measured.seconds)
+    assert record["environment"]["versions"]["jax"] == jax.__version__
+    assert f"{measured.tokens / measured.seconds:,.0f} tokens/s" in str(measured)
+    for part, kind in measured.operations:
+        assert any(line.split()[:2] == [part, kind] for line in str(measured).splitlines())
+
+
+def test_operations_are_told_apart_by_their_compiled_names():
+    def step(x, w):
+        with jax.named_scope("mlp"):
+            return jnp.sum(x @ w)
+
+    x = jnp.ones((64, 64))
+    text = jax.jit(jax.grad(step)).lower(x, x).compile().as_text()
+    names = profile._operation_names(text)
+    assert any("mlp" in source for source, _ in names.values())
+    kinds = {
+        ("custom-call.3", "__cublas$lt$matmul"): "product",
+        ("gemm_fusion_dot.14", ""): "product",
+        ("pallas_call.7", "__gpu$xla.gpu.triton"): "kernel",
+        ("all-reduce.1", ""): "communication",
+        ("input_reduce_fusion", ""): "reduction",
+        ("loop_convert_fusion", ""): "elementwise",
+    }
+    for (name, target), kind in kinds.items():
+        assert profile._kind(name, target) == kind
