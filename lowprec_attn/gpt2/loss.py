@@ -1,11 +1,15 @@
 """Cross-entropy of the tied output layer, never holding the logits of the whole batch."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
+from pallas_kernels.gpu.device import kernel_or
 
 # Logits are formed in chunks of rows of about this many numbers: 1 GiB in float32.
 _LOGITS_PER_CHUNK = 2**28
@@ -20,12 +24,13 @@ def cross_entropy(
     The products take operands in hidden's dtype and accumulate in float32; logits, log-sum-exp
     and the sum over rows are float32. Gradients are formed together with the loss, chunk by
     chunk, so that no logits are kept or formed twice; softmax − onehot, in hidden's dtype, is
-    their operand.
+    their operand. Where the computation is lowered for CUDA, one kernel turns logits into both.
     """
     table = embedding.astype(hidden.dtype)
 
     def chunk_loss(total: Array, chunk: _Chunk) -> tuple[Array, None]:
-        return total + _loss_of(_logits(chunk, table), chunk)[0], None
+        losses, _ = _plain_losses(_logits(chunk, table), chunk.targets)
+        return total + jnp.sum(losses), None
 
     total, _ = lax.scan(chunk_loss, jnp.float32(0), _chunks(hidden, targets, table))
     return total / jnp.float32(targets.size)
@@ -34,17 +39,14 @@ def cross_entropy(
 def _forward(hidden: Array, embedding: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
     """The mean loss, and the gradients of the summed loss."""
     table = embedding.astype(hidden.dtype)
+    of_rows = kernel_or(*(partial(f, dtype=table.dtype) for f in (cross_entropy_rows, _plain_rows)))
 
     def chunk_loss(sums: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
         total, d_table = sums
-        logits = _logits(chunk, table)
-        loss, lse = _loss_of(logits, chunk)
-        columns = jnp.arange(table.shape[0], dtype=jnp.int32)
-        onehot = (columns[None] == chunk.targets[:, None]).astype(jnp.float32)
-        d_logits = (jnp.exp(logits - lse[:, None]) - onehot).astype(table.dtype)
+        losses, d_logits = of_rows(_logits(chunk, table), chunk.targets)
         d_table += jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32)
         d_hidden = jnp.einsum("nv,vd->nd", d_logits, table, **_IN_FLOAT32)
-        return (total + loss, d_table), d_hidden.astype(table.dtype)
+        return (total + jnp.sum(losses), d_table), d_hidden.astype(table.dtype)
 
     zeros = (jnp.float32(0), jnp.zeros(table.shape, jnp.float32))
     chunks = _chunks(hidden, targets, table)
@@ -88,8 +90,16 @@ def _logits(chunk: _Chunk, table: Array) -> Array:
     return jnp.einsum("nd,vd->nv", chunk.hidden, table, **_IN_FLOAT32)
 
 
-def _loss_of(logits: Array, chunk: _Chunk) -> tuple[Array, Array]:
-    """The summed loss of a chunk, and the log-sum-exp of each row [n]."""
+def _plain_losses(logits: Array, targets: Array) -> tuple[Array, Array]:
+    """The loss and the log-sum-exp of each row [n]."""
     lse = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, chunk.targets[:, None], axis=-1)[:, 0]
-    return jnp.sum(lse - picked), lse
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return lse - picked, lse
+
+
+def _plain_rows(logits: Array, targets: Array, *, dtype: Any) -> tuple[Array, Array]:
+    """`cross_entropy_rows` in plain JAX."""
+    losses, lse = _plain_losses(logits, targets)
+    columns = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    onehot = (columns[None] == targets[:, None]).astype(jnp.float32)
+    return losses, (jnp.exp(logits - lse[:, None]) - onehot).astype(dtype)

@@ -14,6 +14,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from lowprec_attn.gpt2.embedding import embed
+from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.norm import LayerNorm
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
 
 # `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
@@ -51,12 +53,6 @@ def _linear(
         # By default a float32 product is one of TF32 on a GPU and of bfloat16 on a TPU.
         precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         rngs=rngs,
-    )
-
-
-def _norm(width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        width, epsilon=1e-5, use_bias=False, dtype=dtype, param_dtype=jnp.float32, rngs=rngs
     )
 
 
@@ -119,44 +115,41 @@ class CausalSelfAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next norm."""
 
     def __init__(
         self, settings: ModelSettings, heads: tuple[HeadArithmetic, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
         std = init_std(settings)
-        self.norm_1 = _norm(d, dtype, rngs)
+        self.norm_1 = LayerNorm(d, dtype, rngs)
         self.attention = CausalSelfAttention(settings, heads, rngs)
-        self.norm_2 = _norm(d, dtype, rngs)
+        self.norm_2 = LayerNorm(d, dtype, rngs)
         self.mlp_in = _linear(d, 4 * d, std, dtype, rngs)
         self.mlp_out = _linear(4 * d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
 
     def __call__(
-        self, residual: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
-    ) -> tuple[Array, LayerRecord]:
-        """The residual stream after the block, and the record of its attention."""
+        self,
+        residual: Array,
+        y: Array | None,
+        attend: Attend,
+        key: Key[Array, ""] | None,
+        tap: Array | None,
+    ) -> tuple[Array, Array, LayerRecord]:
+        """The residual stream, what is still to be added to it, and the record of the attention.
+
+        `y` is what the block before has left to be added: the norm that follows does it in one
+        pass over the stream.
+        """
         with jax.named_scope("norm"):
-            x = self.norm_1(residual)
+            residual, x = self.norm_1(residual, y)
         y, (q, k, v, o) = self.attention(x, attend, key, tap)
         with jax.named_scope("norm"):
-            residual = residual + y.astype(jnp.float32)
-            x_2 = self.norm_2(residual)
+            residual, x_2 = self.norm_2(residual, y)
         with jax.named_scope("mlp"):
-            y = self.mlp_out(_gelu(self.mlp_in(x_2)))
-        residual = residual + y.astype(jnp.float32)
-        return residual, LayerRecord(x, q, k, v, o, residual)
-
-
-@jax.checkpoint
-def _gelu(x: Array) -> Array:
-    """GELU in its tanh form, in float32; what is kept for the backward pass is x.
-
-    (1 + tanh(u)) / 2 = sigmoid(2u) takes one exponential; XLA's tanh is a rational function.
-    """
-    h = x.astype(jnp.float32)
-    u = math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)
-    return (h * jax.nn.sigmoid(2 * u)).astype(x.dtype)
+            y = self.mlp_out(gelu(self.mlp_in(x_2)))
+        after = residual + y.astype(jnp.float32)  # computed where a record is looked at
+        return residual, y, LayerRecord(x, q, k, v, o, after)
 
 
 class GPT2(nnx.Module):
@@ -191,7 +184,7 @@ class GPT2(nnx.Module):
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
         self.blocks = nnx.List([Block(settings, heads, rngs) for heads in attention.heads])
-        self.norm = _norm(settings.width, dtype, rngs)
+        self.norm = LayerNorm(settings.width, dtype, rngs)
 
     def __call__(
         self,
@@ -210,14 +203,14 @@ class GPT2(nnx.Module):
         """
         with jax.named_scope("embedding"):
             residual = embed(self.tokens.embedding[...], self.positions.embedding[...], tokens)
-        records = []
+        y, records = None, []
         for i, block in enumerate(self.blocks):
             block_key = None if key is None else jax.random.fold_in(key, i)
             tap = None if taps is None else taps[i]
-            residual, record = block(residual, attend, block_key, tap)
+            residual, y, record = block(residual, y, attend, block_key, tap)
             records.append(record)
         with jax.named_scope("norm"):
-            return self.norm(residual), tuple(records)
+            return self.norm(residual, y)[1], tuple(records)
 
 
 def parameter_count(settings: ModelSettings) -> int:

@@ -31,6 +31,7 @@ from pallas_kernels.gpu.backward import (
     key_gradients,
     query_gradients,
 )
+from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.scalars import Scalars
@@ -50,22 +51,14 @@ def unsupported(request: Request) -> str | None:
     interpret = sizes is not None and sizes.interpret
     if not interpret and (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
         return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"
-    if not interpret and _too_old():
-        return f"compute capability {jax.devices()[0].compute_capability} (it needs 8.0, Ampere)"
+    if not interpret and (capability := too_old()):
+        return f"compute capability {capability} (it needs 8.0, Ampere)"
     if request.has_bias or request.has_mask:
         return "a dense bias" if request.has_bias else "a dense mask"
     head_size = request.q_shape[-1]
     if head_size not in HEAD_SIZES:
         return f"head size {head_size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return _unsupported_numerics(request.spec.numerics)
-
-
-def _too_old() -> bool:
-    """Whether this process's GPU is older than Ampere; ahead of time, the target is not asked."""
-    if jax.default_backend() != "gpu":
-        return False
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return capability is not None and float(capability) < 8
 
 
 def _unsupported_numerics(numerics: Numerics) -> str | None:

@@ -1,0 +1,116 @@
+"""The residual stream's addition and LayerNorm, as one operation."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels.gpu import layer_norm
+from pallas_kernels.gpu.device import kernel_or
+
+
+class LayerNorm(nnx.Module):
+    """LayerNorm without bias of a residual stream, after adding a block's output to it.
+
+    It normalises the float32 residual and rounds its output alone, as PyTorch's autocast does.
+    `nnx.LayerNorm` in bfloat16 rounds its input first.
+
+    Args:
+      width: d.
+      dtype: of the normalised output, and of what is added.
+      rngs: as every layer takes it; the scale starts at 1.
+    """
+
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (width,), jnp.float32))
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(
+        self, residual: Float32[Array, "*B d"], y: Float[Array, "*B d"] | None = None
+    ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
+        """residual + y (or residual), and that normalised; see `add_norm`."""
+        return add_norm(residual, y, self.scale[...], self.dtype)
+
+
+def add_norm(
+    residual: Float32[Array, "*B d"],
+    y: Float[Array, "*B d"] | None,
+    scale: Float32[Array, "d"],
+    dtype: Any,
+) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
+    """r = residual + y, and x = (r − mean r) / √(var r + 1e-5) · scale over the last axis.
+
+    Everything is float32 but y and x. Where the computation is lowered for CUDA, the kernels of
+    `pallas_kernels.gpu.layer_norm` compute it; elsewhere the same formulas as plain JAX.
+
+    Args:
+      residual: the stream, float32.
+      y: what is added to it, in `dtype`; None: nothing.
+      scale: float32.
+      dtype: of x.
+
+    Raises:
+      ValueError: y has another dtype.
+    """
+    if y is not None and y.dtype != dtype:
+        raise ValueError(f"y must be {jnp.dtype(dtype).name}, got {y.dtype.name}")
+    shape, rows = residual.shape, (-1, residual.shape[-1])
+    y = None if y is None else y.reshape(rows)
+    residual, x = _add_norm(residual.reshape(rows), y, scale, jnp.dtype(dtype))
+    return residual.reshape(shape), x.reshape(shape)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs; `added` is () where there was a y, else None."""
+
+    residual: Array
+    scale: Array
+    added: tuple[()] | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _add_norm(residual: Array, y: Array | None, scale: Array, dtype: Any) -> tuple[Array, Array]:
+    kernel, plain = (partial(f, dtype=dtype) for f in (layer_norm.add_norm, _plain))
+    return kernel_or(kernel, plain)(residual, y, scale)
+
+
+def _forward(
+    residual: Array, y: Array | None, scale: Array, dtype: Any
+) -> tuple[tuple[Array, Array], _Saved]:
+    residual, x = _add_norm(residual, y, scale, dtype)
+    return (residual, x), _Saved(residual, scale, None if y is None else ())
+
+
+def _backward(
+    dtype: Any, saved: _Saved, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array | None, Array]:
+    adds = saved.added is not None
+    kernel, plain = (
+        partial(f, adds=adds) for f in (layer_norm.add_norm_gradients, _plain_gradients)
+    )
+    return kernel_or(kernel, plain)(saved.residual, saved.scale, *cotangents)
+
+
+_add_norm.defvjp(_forward, _backward)
+
+
+def _plain(residual: Array, y: Array | None, scale: Array, *, dtype: Any) -> tuple[Array, Array]:
+    """`layer_norm.add_norm` in plain JAX."""
+    if y is not None:
+        residual = residual + y.astype(jnp.float32)
+    x_hat, _ = layer_norm.normalize(residual, residual.shape[-1])
+    return residual, (x_hat * scale[None]).astype(dtype)
+
+
+def _plain_gradients(
+    residual: Array, scale: Array, d_residual: Array, d_x: Array, *, adds: bool
+) -> tuple[Array, Array | None, Array]:
+    """`layer_norm.add_norm_gradients` in plain JAX."""
+    width = residual.shape[-1]
+    x_hat, rho = layer_norm.normalize(residual, width)
+    d_rounded, d_x = d_x.dtype, d_x.astype(jnp.float32)
+    total = d_residual + layer_norm.residual_gradient(x_hat, rho, d_x * scale[None], width)
+    return total, (total.astype(d_rounded) if adds else None), jnp.sum(d_x * x_hat, axis=0)

@@ -1,0 +1,24 @@
+"""Which GPUs run the kernels: compute capability 8.0 (Ampere) and newer, Triton's limit."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def too_old() -> str | None:
+    """The compute capability of this process's GPU if it is below 8.0, else None.
+
+    Without a GPU, as when compiling ahead of time, nothing is known and nothing is too old.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return capability if capability is not None and float(capability) < 8 else None
+
+
+def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays: `kernel` where it is lowered for a GPU that runs it, else `plain`."""
+    return partial(lax.platform_dependent, cuda=plain if too_old() else kernel, default=plain)

@@ -1,0 +1,236 @@
+"""The trainer's kernels, cross-entropy, LayerNorm and GELU, interpreted, against float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from tiny import tiny_settings
+
+from lowprec_attn import attention
+from lowprec_attn.gpt2 import norm
+from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.step import make_steps
+from pallas_kernels.gpu import gelu as kernels
+from pallas_kernels.gpu import layer_norm
+from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows
+
+# Half an ulp of bfloat16, and room for the float32 arithmetic before it is rounded.
+BFLOAT16 = 2.0**-8 * 1.01
+COLUMNS = Columns(held=64, tile=32)
+
+# Rows shorter than what is held, in tiles only, with a remainder, and of one column.
+WIDTHS = [1, 50, 64, 128, 257]
+
+
+def logits_and_targets(width, rows=5):
+    rng = np.random.default_rng(width)
+    logits = 4 * rng.standard_normal((rows, width))
+    logits[1] += 500
+    logits[2] -= 500
+    logits[3, width // 2] = 80  # one column has all the weight
+    targets = np.array([0, width - 1, width // 2, width // 3, 2 * width // 3])
+    return jnp.asarray(logits, jnp.float32), jnp.asarray(targets, jnp.int32)
+
+
+def exact_cross_entropy(logits, targets):
+    logits, rows = np.asarray(logits, np.float64), np.arange(len(targets))
+    m = logits.max(axis=-1, keepdims=True)
+    lse = m + np.log(np.exp(logits - m).sum(axis=-1, keepdims=True))
+    gradient = np.exp(logits - lse)
+    gradient[rows, targets] -= 1
+    return (lse - logits)[rows, targets], gradient
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "columns"))
+def interpreted_cross_entropy(logits, targets, dtype, columns=COLUMNS):
+    return cross_entropy_rows(logits, targets, dtype, columns=columns, interpret=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_cross_entropy_is_that_of_float64(width, dtype):
+    logits, targets = logits_and_targets(width)
+    loss, gradient = interpreted_cross_entropy(logits, targets, dtype)
+    exact_loss, exact = exact_cross_entropy(logits, targets)
+    assert gradient.dtype == dtype
+    # lse is of the size of the logits, up to 520: half an ulp there is 2**-15, and each of lse,
+    # its logarithm and the difference rounds once; p errs as the exponent does.
+    np.testing.assert_allclose(loss, exact_loss, atol=3 * 2.0**-15)
+    relative = BFLOAT16 if dtype == "bfloat16" else 0
+    atol = 3 * 2.0**-15 * np.abs(exact).max()
+    np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=relative, atol=atol)
+
+
+def test_the_schedule_does_not_change_the_result():
+    logits, targets = logits_and_targets(257)
+    first = interpreted_cross_entropy(logits, targets, "float32")
+    for columns in (Columns(held=0, tile=16), Columns(held=256, tile=64), Columns()):
+        for a, b in zip(
+            first, interpreted_cross_entropy(logits, targets, "float32", columns), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=3 * 2.0**-15)
+
+
+@pytest.mark.parametrize("column", [0, 70, 256], ids=["held", "tile", "remainder"])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_row_that_is_not_finite_has_a_loss_that_is_not(bad, column):
+    logits, targets = logits_and_targets(257)
+    loss, _ = interpreted_cross_entropy(logits.at[2, column].set(bad), targets, "float32")
+    np.testing.assert_array_equal(np.isfinite(loss), [True, True, False, True, True])
+
+
+def norm_inputs(rows, width, dtype):
+    rng = np.random.default_rng(width)
+    residual, y, d_residual, d_x = rng.standard_normal((4, rows, width))
+    scale = 1 + 0.3 * rng.standard_normal(width)
+    residual = 3 * residual + 20  # a mean far from 0
+    residual, scale, d_residual = (
+        jnp.asarray(x, jnp.float32) for x in (residual, scale, d_residual)
+    )
+    return residual, jnp.asarray(y, dtype), scale, d_residual, jnp.asarray(d_x, dtype)
+
+
+def exact_norm(residual, y, scale, d_residual, d_x):
+    """Outputs and gradients in float64, the latter by the Jacobian of every row, written out."""
+    residual, y, scale, d_residual, d_x = (
+        np.asarray(x, np.float64) for x in (residual, y, scale, d_residual, d_x)
+    )
+    total, width = residual + y, residual.shape[-1]
+    rho = 1 / np.sqrt(total.var(axis=-1, keepdims=True) + 1e-5)
+    x_hat = (total - total.mean(axis=-1, keepdims=True)) * rho
+    jacobian = np.eye(width) - 1 / width - x_hat[:, :, None] * x_hat[:, None, :] / width
+    gradient = d_residual + np.einsum("ni,nij->nj", d_x * scale, rho[:, :, None] * jacobian)
+    return total, x_hat * scale, gradient, (d_x * x_hat).sum(axis=0)
+
+
+def kernels_with_gradients(residual, y, scale, d_residual, d_x):
+    """Outputs and gradients of the kernels; a y of None is left out."""
+    out = layer_norm.add_norm(residual, y, scale, d_x.dtype, interpret=True)
+    adds = y is not None
+    return out, layer_norm.add_norm_gradients(
+        out[0], scale, d_residual, d_x, adds=adds, interpret=True
+    )
+
+
+def plain_with_gradients(residual, y, scale, d_residual, d_x):
+    """The same of the trainer's function where it is lowered for this host."""
+
+    def function(residual, y, scale):
+        return norm.add_norm(residual, y, scale, d_x.dtype)
+
+    out, pullback = jax.vjp(function, residual, y, scale)
+    return out, pullback((d_residual, d_x))
+
+
+@pytest.mark.parametrize("function", [kernels_with_gradients, plain_with_gradients])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# 70 rows are two programs and a part of one.
+@pytest.mark.parametrize(("rows", "width"), [(70, 33), (32, 64), (1, 1)])
+@pytest.mark.parametrize("adds", [True, False], ids=["sum", "alone"])
+def test_norm_is_that_of_float64(adds, rows, width, dtype, function):
+    residual, y, scale, d_residual, d_x = norm_inputs(rows, width, dtype)
+    y = y if adds else None
+    (total, x), (d_total, d_y, d_scale) = jax.jit(function)(residual, y, scale, d_residual, d_x)
+    exact = exact_norm(residual, 0 if y is None else y, scale, d_residual, d_x)
+    # The residual, of size up to 30, is rounded at 2**-20 once; x̂ has that error times ρ.
+    rho = 1 if width > 1 else 1e-5**-0.5
+    atol = 8 * 2.0**-20 * rho
+    rounded = BFLOAT16 if dtype == "bfloat16" else 0
+    np.testing.assert_allclose(total, exact[0], atol=2.0**-20)
+    np.testing.assert_allclose(x.astype(jnp.float32), exact[1], rtol=rounded, atol=atol)
+    np.testing.assert_allclose(d_total, exact[2], atol=4 * atol)
+    np.testing.assert_allclose(d_scale, exact[3], atol=rows * 4 * atol)
+    assert (total.dtype, x.dtype) == (jnp.float32, dtype)
+    if adds:
+        np.testing.assert_array_equal(d_y, d_total.astype(dtype))
+    else:
+        assert d_y is None
+
+
+def test_the_residual_is_not_rounded_before_it_is_normalised():
+    """A stream around 1000 has 4 between neighbouring bfloat16 numbers, and variance 1."""
+    residual = 1000 + jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
+    _, x = norm.add_norm(residual, None, jnp.ones(64), "bfloat16")
+    zeros = np.zeros(residual.shape)
+    exact = exact_norm(residual, zeros, np.ones(64), zeros, zeros)[1]
+    np.testing.assert_allclose(x.astype(jnp.float32), exact, rtol=BFLOAT16, atol=1e-3)
+
+
+def test_what_is_added_has_the_format_of_the_output():
+    with pytest.raises(ValueError, match="y must be bfloat16, got float32"):
+        norm.add_norm(jnp.ones((2, 4)), jnp.ones((2, 4)), jnp.ones(4), "bfloat16")
+
+
+def exact_gelu(x):
+    """GELU and its slope in float64."""
+    u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    d_u = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    half = (1 + np.tanh(u)) / 2
+    return x * half, half + x * d_u * (1 - np.tanh(u) ** 2) / 2
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def gelu_and_slope(x, interpret):
+    if interpret:
+        return kernels.gelu(x, interpret=True), kernels.gelu_gradient(
+            x, jnp.ones_like(x), interpret=True
+        )
+    y, pullback = jax.vjp(gelu, x)
+    return y, pullback(jnp.ones_like(x))[0]
+
+
+@pytest.mark.parametrize("interpret", [True, False], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [4096, 4097])
+def test_gelu_is_that_of_float64(size, dtype, interpret):
+    x = jnp.asarray(np.r_[np.linspace(-12, 12, size - 3), -1e4, 0, 1e4], dtype)
+    found, expected = gelu_and_slope(x, interpret), exact_gelu(np.asarray(x, np.float64))
+    # The exponent, up to 100 where σ is not yet 0, errs by some ulps: σ by 100 times as much.
+    relative = (BFLOAT16 if dtype == "bfloat16" else 0) + 300 * 2.0**-24
+    for result, exact in zip(found, expected, strict=True):
+        assert result.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64), exact, rtol=relative, atol=64 * 2.0**-24
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does():
+    abstract_device = pytest.importorskip("jax.sharding").AbstractDevice
+    steps = make_steps(tiny_settings(model__layers=1), attention.dot_product_attention)
+    inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
+    device = abstract_device(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    names = ("cross_entropy_rows", "layer_norm_forward", "layer_norm_backward")
+    names += ("gelu_value", "gelu_gradient")
+    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+        traced = jax.jit(steps.train).trace(jax.eval_shape(steps.init), inputs, inputs)
+        for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+        for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert all(name in for_gpu for name in names)
+    assert "triton" not in for_cpu
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
+    logits, targets = logits_and_targets(50304)
+    rows = jax.jit(functools.partial(cross_entropy_rows, dtype=jnp.bfloat16))
+    loss, gradient = rows(logits, targets)
+    exact_loss, exact = exact_cross_entropy(logits, targets)
+    np.testing.assert_allclose(loss, exact_loss, atol=4 * 2.0**-15)
+    np.testing.assert_allclose(
+        gradient.astype(jnp.float32), exact, rtol=BFLOAT16, atol=4 * 2.0**-15
+    )
+    inputs = norm_inputs(70, 768, "bfloat16")
+    (_, x), (d_total, _, d_scale) = jax.jit(plain_with_gradients)(*inputs)
+    _, exact_x, exact_d_total, exact_d_scale = exact_norm(*inputs)
+    np.testing.assert_allclose(x.astype(jnp.float32), exact_x, rtol=BFLOAT16, atol=2.0**-17)
+    np.testing.assert_allclose(d_total, exact_d_total, atol=2.0**-15)
+    np.testing.assert_allclose(d_scale, exact_d_scale, atol=70 * 2.0**-15)
+    twice = (loss, gradient), rows(logits, targets)
+    for a, b in zip(*map(jax.tree.leaves, twice), strict=True):
+        np.testing.assert_array_equal(a, b)
