@@ -4,9 +4,11 @@
     python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR
     python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
     python train.py --config=configs/gpt2_bf16.py --profile=DIR
+    python train.py --config=configs/gpt2_bf16.py:full --distributed --workdir=DIR
 
 The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
-checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite.
+checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite. With
+--distributed the same command runs on every host of a TPU slice or GPU cluster.
 """
 
 import hashlib
@@ -28,6 +30,18 @@ _WORKDIR = flags.DEFINE_string(
 _PROFILE = flags.DEFINE_string(
     "profile", None, "Times steps on random tokens instead of training; writes into this directory."
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Several processes, usually one per host, train together."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator_address", None, "HOST:PORT of process 0, where the cluster does not tell it."
+)
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "Likewise: how many there are.")
+_PROCESS = flags.DEFINE_integer("process_id", None, "Likewise: which of them this one is.")
+_COMPILE = flags.DEFINE_string(
+    "compile", None, "Compiles for this TPU slice instead of training; see `lowprec-attn compile`."
+)
+_RECORD = flags.DEFINE_string("record", None, "With --compile: append a line of JSON to this file.")
 EXIT_BAD_INPUT = 1
 
 
@@ -42,6 +56,14 @@ def main(argv: list[str]) -> int:
     try:
         settings = train_settings(config)
         # Only now: a wrong config is told before JAX takes its seconds to start.
+        if _DISTRIBUTED.value:
+            from lowprec_attn.gpt2 import hosts
+
+            hosts.connect(_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
+        if _COMPILE.value is not None:
+            from lowprec_attn.gpt2.compile import compile_for
+
+            return compile_for(_COMPILE.value, settings, _RECORD.value and Path(_RECORD.value))
         if _PROFILE.value is not None:
             from lowprec_attn.gpt2.profile import profile
 

@@ -2,7 +2,8 @@
 
 Command:   python train.py --config=configs/gpt2_bf16.py
            python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR
-Variants:  `tiny` on a CPU, `full` on an accelerator, unless named.
+Variants:  `tiny` on a CPU, `full` on an accelerator, unless named; `medium`, `large` and `xl` are
+           the larger models of Radford et al. (2019), with 355, 774 and 1,557 M parameters.
 Cost:      tiny about 90 seconds on 2 CPU cores, compilation included.
 Result:    tiny ends far below the unigram loss of its text (the report says by how much), with
            every layer's score maximum still small: the failure needs the full model and
@@ -14,17 +15,27 @@ from ml_collections.config_dict import placeholder
 
 from lowprec_attn.numerics import Numerics
 
+# Shapes of Radford et al. (2019); learning rates of models of these sizes in Brown et al.
+# (arXiv 2005.14165, table 2.1).
+_LARGER = {
+    "medium": ({"layers": 24, "heads": 16, "width": 1024}, 3e-4),
+    "large": ({"layers": 36, "heads": 20, "width": 1280}, 2.5e-4),
+    "xl": ({"layers": 48, "heads": 25, "width": 1600}, 2e-4),
+}
+
 
 def get_config(variant: str = "") -> ConfigDict:
-    """The config of the variant `tiny`, `full`, or '' for what suits the device."""
-    if variant not in ("", "tiny", "full"):
-        raise ValueError(f"unknown variant {variant!r}; variants are tiny and full")
+    """The config of a variant, or with '' of `tiny` or `full`, whichever suits the device."""
+    if variant not in ("", "tiny", "full", *_LARGER):
+        known = ", ".join(("tiny", "full", *_LARGER))
+        raise ValueError(f"unknown variant {variant!r}; variants are {known}")
     config = ConfigDict()
     config.name = "gpt2_bf16"
     config.variant = variant or _variant_for_device()
     config.seed = 42
     config.resume_from = placeholder(str)
-    config.devices = placeholder(int)  # all local ones
+    config.devices = placeholder(int)  # all
+    config.shard_optimizer = False  # saves memory on several devices
 
     config.model = ConfigDict()
     config.model.init = "gpt2"  # or small_init, lecun_uniform
@@ -66,6 +77,10 @@ def get_config(variant: str = "") -> ConfigDict:
         _tiny(config)
     else:
         _full(config)
+    if variant in _LARGER:
+        shape, peak_lr = _LARGER[variant]
+        config.model.update(shape)
+        config.optimizer.peak_lr = peak_lr
     return config
 
 

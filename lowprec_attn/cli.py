@@ -1,4 +1,4 @@
-"""The `lowprec-attn` command: prepare data, diagnose tensors, run experiments, redraw a report."""
+"""The `lowprec-attn` command: data, diagnosis, experiments, compilation for TPUs, reports."""
 
 import argparse
 import importlib
@@ -12,6 +12,7 @@ EXIT_BAD_INPUT = 1
 # Each module has add_arguments(parser) and run(args). They are imported when asked for:
 # `diagnose` needs the core install alone, the others the trainer's packages.
 _COMMANDS = {
+    "compile": ("lowprec_attn.gpt2.compile", "does a training step fit a TPU slice? without a TPU"),
     "diagnose": ("lowprec_attn.diagnose", "what low precision does to your own q, k, v (and dO)"),
     "lab": ("lowprec_attn.lab.command", "run and compare sets of training runs"),
     "prepare": ("lowprec_attn.gpt2.prepare", "make token files from text or a data set"),
@@ -41,10 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (ValueError, RunError) as error:
         return _fail(error)
-    return 0
 
 
 def _fail(error: object) -> int:

@@ -110,6 +110,20 @@ def test_shards_are_the_rows_of_the_batch(tokens, order):
         np.testing.assert_array_equal(shard["starts"], whole["starts"])
 
 
+def test_shards_share_every_micro_batch(tokens, order):
+    whole = next(train_iterator(tokens, CONTEXT, order))
+    parts = [
+        next(train_iterator(tokens, CONTEXT, order, shard=ShardOptions(i, 2), parts=2))
+        for i in range(2)
+    ]
+    rows = [np.array([0, 2]), np.array([1, 3])]  # of micro-batches [0, 1] and [2, 3]
+    for part, own in zip(parts, rows, strict=True):
+        np.testing.assert_array_equal(part["inputs"], whole["inputs"][own])
+        np.testing.assert_array_equal(part["starts"], whole["starts"])
+    with pytest.raises(ValueError, match="in 4 micro-batches does not divide into 2 shards"):
+        next(train_iterator(tokens, CONTEXT, order, shard=ShardOptions(0, 2), parts=4))
+
+
 def test_a_batch_that_does_not_divide_into_shards(tokens, order):
     iterator = train_iterator(tokens, CONTEXT, order, shard=ShardOptions(0, 3))
     with pytest.raises(ValueError, match="a batch of 4 sequences does not divide into 3 shards"):

@@ -396,6 +396,7 @@ def test_the_environment_is_json_and_tells_nothing_private(monkeypatch):
         "backend",
         "device_kind",
         "device_count",
+        "process_count",
         "host_cpus",
         "date",
         "command",

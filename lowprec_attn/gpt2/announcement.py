@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowprec_attn import attention
+from lowprec_attn.gpt2 import hosts
 from lowprec_attn.gpt2.devices import Devices
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import HeadArithmetic, TrainSettings
@@ -17,7 +18,7 @@ from lowprec_attn.request import Request, Spec
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
     """Prints device, scale, data, arithmetic, tokens per step and run directory."""
     for title, text in _lines(settings, corpus, devices, run_dir):
-        print(f"{title:<11}{text}")
+        hosts.say(f"{title:<11}{text}")
 
 
 def _lines(
@@ -28,8 +29,11 @@ def _lines(
     device = devices.mesh.devices.flat[0]
     tokens = settings.batch_size * model.context
     default = "tiny" if device.platform == "cpu" else "full"
+    processes = jax.process_count()
+    where = f" in {processes} processes" if processes > 1 else ""
+    count = devices.mesh.devices.size
     lines = [
-        ("device", f"{devices.mesh.devices.size} x {device.device_kind}, JAX {jax.__version__}"),
+        ("device", f"{count} x {device.device_kind}{where}, JAX {jax.__version__}"),
         (
             "scale",
             f"{settings.variant} ({default} is the default on this device; "
@@ -44,7 +48,7 @@ def _lines(
             + ("" if settings.data.path else " (needs no download; data.path=DIR reads your own)"),
         ),
     ]
-    lines += [("attention", text) for text in _arithmetic(settings)]
+    lines += [("attention", text) for text in arithmetic(settings)]
     split = f" in {settings.accumulation_steps} parts" if settings.accumulation_steps > 1 else ""
     lines += [
         (
@@ -57,8 +61,13 @@ def _lines(
     return lines
 
 
-def _arithmetic(settings: TrainSettings) -> list[str]:
-    """One line per distinct arithmetic: its name, its heads, its implementation."""
+def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str]:
+    """One line per distinct arithmetic: its name, its heads, its implementation.
+
+    Args:
+      settings: of the run.
+      platform: that it is compiled for; None for this process's devices.
+    """
     groups: dict[HeadArithmetic, list[str]] = {}
     for i, layer in enumerate(settings.attention.heads):
         for head in dict.fromkeys(layer):
@@ -66,7 +75,7 @@ def _arithmetic(settings: TrainSettings) -> list[str]:
             part = "" if len(which) == len(layer) else f" heads {_ranges(which)}"
             groups.setdefault(head, []).append(f"{i}{part}")
     return [
-        f"{name_of(head)}, computed by `{_implementation(settings, head)}`"
+        f"{name_of(head)}, computed by `{_implementation(settings, head, platform)}`"
         + ("" if len(groups) == 1 else f", in layer {', '.join(places)}")
         for head, places in groups.items()
     ]
@@ -84,7 +93,7 @@ def _ranges(indices: list[int]) -> str:
     return ", ".join(map(str, indices))
 
 
-def _implementation(settings: TrainSettings, head: HeadArithmetic) -> str:
+def _implementation(settings: TrainSettings, head: HeadArithmetic, platform: str | None) -> str:
     model = settings.model
     shape = (1, model.context, model.heads, model.width // model.heads)
     request = Request(
@@ -92,5 +101,6 @@ def _implementation(settings: TrainSettings, head: HeadArithmetic) -> str:
         q_shape=shape,
         kv_shape=shape,
         dtype=jnp.dtype(model.activation_dtype),
+        platform=platform,
     )
     return attention.resolve(request, settings.attention.implementation)

@@ -10,6 +10,9 @@ written (by rename) after all of the content, removed before any of it. Whatever
 to is a leftover of a killed save or deletion: it never counts, and the next save removes it. A step
 saved again gets a fresh content directory, so that its first version counts until the second one
 does. Orbax by itself loads flipped bits silently; the hashes are there for these.
+
+Of several processes each writes and reads what lies on its devices; the first one chooses the
+content directory, verifies, and writes and removes manifests.
 """
 
 import concurrent.futures
@@ -21,14 +24,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2 import checkpoint_content
+from lowprec_attn.gpt2 import checkpoint_content, hosts
 from lowprec_attn.gpt2.manifest import DamagedError, Manifest
 
 _MANIFEST = re.compile(r"(\d{8,})\.json")
@@ -61,7 +66,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one directory on a local disk, for a single host process.
+    """The checkpoints of one run, in one directory that all of its processes see.
 
     Example:
       with Checkpoints(run_dir.checkpoints) as checkpoints:
@@ -102,9 +107,14 @@ class Checkpoints:
             that were complete stay.
         """
         self.wait()
-        arrays = checkpoint_content.copy_to_host(state)
-        copied_data_state = json.loads(json.dumps(data_state))
-        self._pending = self._worker.submit(self._write, step, arrays, copied_data_state)
+        data_copy = json.loads(json.dumps(data_state))
+        write: Callable[[], Path]
+        if jax.process_count() == 1:
+            arrays = checkpoint_content.copy_to_host(state)
+            write = partial(self._write_alone, step, arrays, data_copy)
+        else:
+            write = self._begin_together(step, state, data_copy)
+        self._pending = self._worker.submit(self._complete, step, write)
 
     def restore(self, target_state: Any) -> Restored | None:
         """Loads the newest checkpoint that is intact.
@@ -125,17 +135,25 @@ class Checkpoints:
             path, shape or dtype of an array.
         """
         self.wait()
-        skipped: dict[int, DamagedError] = {}
         with self._explain_errors("read checkpoints in"):
-            for step in self._steps_newest_first():
-                try:
-                    content = self._verified_content(step)
-                except DamagedError as damage:
-                    skipped[step] = damage
-                    self._damaged.add(step)
-                    continue
-                self._log_skipped(skipped, f"using checkpoint {step} instead")
-                return self._load(step, content, target_state)
+            found = hosts.from_first(self._newest_intact)
+            if found is None:
+                return None
+            step, content = found
+            return self._load(step, self._directory / content, target_state)
+
+    def _newest_intact(self) -> tuple[int, str] | None:
+        """Step and content directory of the checkpoint to restore."""
+        skipped: dict[int, DamagedError] = {}
+        for step in self._steps_newest_first():
+            try:
+                content = self._verified_content(step)
+            except DamagedError as damage:
+                skipped[step] = damage
+                self._damaged.add(step)
+                continue
+            self._log_skipped(skipped, f"using checkpoint {step} instead")
+            return step, content.name
         if all(isinstance(damage, _UnfinishedError) for damage in skipped.values()):
             self._log_skipped(skipped, "there is no older one, so nothing is restored")
             return None
@@ -166,14 +184,43 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Saving, in the worker thread.
+    # Saving.
 
-    def _write(self, step: int, arrays: dict[str, np.ndarray], data_state: dict[str, Any]) -> None:
+    def _begin_together(
+        self, step: int, state: Any, data_state: dict[str, Any]
+    ) -> Callable[[], Path]:
+        """Starts to write in all processes; in the main thread, where they can agree."""
         with self._explain_errors(f"write checkpoint {step} to"):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
+            wait = checkpoint_content.begin(content, state, data_state)
+
+        def write() -> Path:
+            wait()
+            return content
+
+        return write
+
+    def _write_alone(
+        self, step: int, arrays: dict[str, np.ndarray], data_state: dict[str, Any]
+    ) -> Path:
+        content = self._new_content(step)
+        checkpoint_content.write(content, arrays, data_state)
+        return content
+
+    def _new_content(self, step: int) -> Path:
+        """A content directory that is not there yet."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        paths = (self._directory / f"{step:08d}-{version}" for version in itertools.count())
+        return next(path for path in paths if not path.exists())
+
+    def _complete(self, step: int, write: Callable[[], Path]) -> None:
+        """In the worker thread: content, then manifest, with which the checkpoint exists."""
+        with self._explain_errors(f"write checkpoint {step} to"):
             try:
-                self._complete(step, arrays, data_state)
+                content = write()
+                if hosts.is_first():
+                    Manifest.of(content).write(self._manifest_path(step))
             except BaseException:
                 with contextlib.suppress(OSError):  # what it left is ignored and removed later
                     self._remove_leftovers()
@@ -181,6 +228,7 @@ class Checkpoints:
             self._damaged.discard(step)
             self._delete_older(step)
 
+    @hosts.first_only
     def _delete_older(self, step: int) -> None:
         """Leaves the newest `keep` up to `step`, not counting those known to be damaged.
 
@@ -194,18 +242,7 @@ class Checkpoints:
                 manifest.unlink()
         self._remove_leftovers()
 
-    def _complete(
-        self, step: int, arrays: dict[str, np.ndarray], data_state: dict[str, Any]
-    ) -> None:
-        """Writes the content and then the manifest, with which the checkpoint begins to exist."""
-        content = self._unused_content(step)
-        checkpoint_content.write(content, arrays, data_state)
-        Manifest.of(content).write(self._manifest_path(step))
-
-    def _unused_content(self, step: int) -> Path:
-        paths = (self._directory / f"{step:08d}-{version}" for version in itertools.count())
-        return next(path for path in paths if not path.exists())
-
+    @hosts.first_only
     def _remove_leftovers(self) -> None:
         for temporary in self._directory.glob("*.json.tmp"):
             temporary.unlink()

@@ -4,10 +4,12 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
@@ -32,13 +34,28 @@ def write(content: Path, arrays: dict[str, np.ndarray], data_state: dict[str, An
       OSError: the disk has not enough room.
       Exception: whatever Orbax raises; see `reason`.
     """
-    needed = sum(array.nbytes for array in arrays.values()) + _METADATA_BYTES
-    free = shutil.disk_usage(content.parent).free
-    if free < needed:  # asked first: Orbax prints pages of tracebacks when the disk fills up
-        shortage = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)"
-        raise OSError(errno.ENOSPC, shortage)
+    _require_room(content, arrays)
     with _orbax_context():
         ocp.save_checkpointables(content, {"state": arrays, "data": data_state})
+
+
+def begin(content: Path, state: Any, data_state: dict[str, Any]) -> Callable[[], None]:
+    """Starts to write `content` in all processes together, each the shards of its own devices.
+
+    When this returns, `state` has been copied to the host. To be called by all processes at the
+    same point of their main threads.
+
+    Returns:
+      A function, for any thread, that returns when all processes are done.
+
+    Raises:
+      OSError, Exception: as `write`, here or from the function.
+    """
+    arrays = {path: _own(leaf) for path, leaf in _leaves_by_path(state).items()}
+    _require_room(content, arrays)
+    with _orbax_context():
+        checkpointables = {"state": arrays, "data": data_state}
+        return ocp.save_checkpointables_async(content, checkpointables).result
 
 
 def read(content: Path, target_state: Any) -> tuple[Any, dict[str, Any]]:
@@ -71,6 +88,21 @@ def reason(error: BaseException) -> str:
     if code := _OS_ERROR_CODE.search(text):
         return os.strerror(int(code[1]))
     return text.splitlines()[0]
+
+
+def _require_room(content: Path, arrays: dict[str, Any]) -> None:
+    """Asked first, as Orbax prints pages of tracebacks when the disk fills up."""
+    needed = sum(array.nbytes for array in arrays.values()) + _METADATA_BYTES
+    free = shutil.disk_usage(content.parent).free
+    if free < needed:
+        shortage = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)"
+        raise OSError(errno.ENOSPC, shortage)
+
+
+def _own(array: jax.Array) -> jax.Array:
+    """An array that may be read while `array` is donated."""
+    # Orbax copies it to the host at once, but on a CPU that is a view of the same buffer.
+    return jnp.copy(array) if jax.default_backend() == "cpu" else array
 
 
 def _leaves_by_path(state: Any) -> dict[str, Any]:

@@ -37,14 +37,23 @@ class Batches:
       tokens: the text.
       context: tokens per sequence T.
       order: start indices of each step.
-      shard: which rows of every batch this process reads, shards in row order.
+      shard: which rows of every micro-batch this process reads, shards in row order.
+      parts: micro-batches of a batch.
     """
 
-    def __init__(self, tokens: Tokens, context: int, order: Order, shard: ShardOptions = _ALL_ROWS):
+    def __init__(
+        self,
+        tokens: Tokens,
+        context: int,
+        order: Order,
+        shard: ShardOptions = _ALL_ROWS,
+        parts: int = 1,
+    ):
         self._ids = np.asarray(tokens.ids)
         self._window = np.arange(context + 1)
         self._order = order
         self._shard = shard
+        self._parts = parts
 
     def __len__(self) -> int:
         """Without end: an order that ends says so itself when a step beyond it is read."""
@@ -57,13 +66,15 @@ class Batches:
           ValueError: the batch does not divide into the shards.
         """
         starts = self._order(step)
-        rows, rest = divmod(len(starts), self._shard.shard_count)
+        rows, rest = divmod(len(starts), self._parts * self._shard.shard_count)
         if rest:
+            in_parts = f" in {self._parts} micro-batches" if self._parts > 1 else ""
             raise ValueError(
-                f"a batch of {len(starts)} sequences does not divide into "
+                f"a batch of {len(starts)} sequences{in_parts} does not divide into "
                 f"{self._shard.shard_count} shards: choose a multiple"
             )
-        local = starts[self._shard.shard_index * rows :][:rows]
+        by_shard = starts.reshape(self._parts, self._shard.shard_count, rows)
+        local = by_shard[:, self._shard.shard_index].reshape(-1)
         windows = self._ids[local[:, None] + self._window].astype(np.int32)
         return {
             "step": int(step),
@@ -80,6 +91,7 @@ def train_iterator(
     *,
     start_step: int = 0,
     shard: ShardOptions = _ALL_ROWS,
+    parts: int = 1,
 ) -> grain.DatasetIterator[Batch]:
     """Batches of steps start_step, start_step + 1, … without end.
 
@@ -92,9 +104,9 @@ def train_iterator(
       context: tokens per sequence T.
       order: `SeededOrder`, `Replay`, or any function of the step.
       start_step: first step.
-      shard: rows of each batch that this process reads.
+      shard, parts: rows of each batch that this process reads; see `Batches`.
     """
-    source = Batches(tokens, context, order, shard)
+    source = Batches(tokens, context, order, shard, parts)
     iterator = iter(grain.MapDataset.source(source).to_iter_dataset(_READ_AHEAD))
     grain.experimental.set_next_index(iterator, start_step)
     return iterator
@@ -107,6 +119,7 @@ def validation_batches(
     count: int,
     *,
     shard: ShardOptions = _ALL_ROWS,
+    parts: int = 1,
 ) -> Iterator[Batch]:
     """`count` batches of windows spread evenly over the whole text, the same ones every time.
 
@@ -115,5 +128,6 @@ def validation_batches(
     windows = count * batch_size
     last_start = tokens.count - context - 1
     starts = np.arange(windows, dtype=np.int64) * last_start // max(windows - 1, 1)
-    batches = Batches(tokens, context, starts.reshape(count, batch_size).__getitem__, shard)
+    order = starts.reshape(count, batch_size).__getitem__
+    batches = Batches(tokens, context, order, shard, parts)
     return (batches[index] for index in range(count))

@@ -1,11 +1,13 @@
-"""Where a run computes: the mesh over all local devices, and its attention."""
+"""Where a run computes: the mesh over all devices, what lies where on it, and its attention."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from grain.sharding import ShardOptions
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -13,19 +15,22 @@ from lowprec_attn import attention
 from lowprec_attn.gpt2.data import Batch
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.gpt2.settings import TrainSettings
+from lowprec_attn.gpt2.step import TrainState
 
 _AXIS = "data"
+_ROWS = 8  # of a float32 tile in a TPU's memory
 
 
 class Devices(NamedTuple):
     """A one-axis mesh; parameters are replicated over it, batches split.
 
     Attributes:
-      mesh: of all local devices.
+      mesh: of all devices of the run, those of one process next to each other.
       attend: attention for arrays that are split over the batch.
       attend_part: attention for what a function under `over_devices` sees of them.
       attend_whole: attention for arrays that every device holds whole.
       accumulation_steps: micro-batches per step.
+      shard_optimizer: the optimizer's state is split over the devices.
     """
 
     mesh: Mesh
@@ -33,11 +38,17 @@ class Devices(NamedTuple):
     attend_part: Attend
     attend_whole: Attend
     accumulation_steps: int
+    shard_optimizer: bool
 
     @property
     def replicated(self) -> NamedSharding:
         """Every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def split(self) -> NamedSharding:
+        """Every device holds its part of the sequences of [A, B/A, T]."""
+        return NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
 
     @property
     def compiler_options(self) -> dict[str, bool]:
@@ -72,23 +83,83 @@ class Devices(NamedTuple):
             check_vma=False,  # Pallas calls carry no varying-axes types
         )
 
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each array of a training state lies.
+
+        A split optimizer state (ZeRO stage 1; Rajbhandari et al., arXiv 1910.02054) makes XLA
+        split the update that is computed from it as well, and gather the new parameters.
+        """
+        whole = jax.tree.map(lambda _: self.replicated, state)
+        if not self.shard_optimizer:
+            return whole
+        return whole._replace(opt_state=jax.tree.map(self._split, state.opt_state))
+
+    def _split(self, x: Any) -> NamedSharding:
+        """One axis of x in as many equal parts as the devices allow; each part on count/parts.
+
+        Parts are whole tiles of rows: smaller ones save little, and a TPU would pad them and
+        gather them by an all-reduce.
+        """
+        count = self.mesh.devices.size
+        parts = [
+            math.gcd(size // _ROWS, count) if size % _ROWS == 0 else 1 for size in x.shape[:-1]
+        ]
+        if max(parts, default=1) == 1:
+            return self.replicated
+        axis = parts.index(max(parts))
+        mesh = Mesh(self.mesh.devices.reshape(parts[axis], -1), (_AXIS, "copy"))
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, _AXIS))
+
+    @property
+    def shard(self) -> ShardOptions:
+        """The rows of every micro-batch that this process reads."""
+        return ShardOptions(jax.process_index(), jax.process_count())
+
     def put(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets as [A, B/A, T], the middle axis split over the devices."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
+        """Inputs and targets as [A, B/A, T], the middle axis split over the devices.
+
+        Args:
+          batch: its rows are those of this process's `shard`.
+        """
 
         def put(x: np.ndarray) -> jax.Array:
-            return jax.device_put(x.reshape(self.accumulation_steps, -1, x.shape[-1]), sharding)
+            rows = x.reshape(self.accumulation_steps, -1, x.shape[-1])
+            return jax.make_array_from_process_local_data(self.split, rows)
 
         return put(batch["inputs"]), put(batch["targets"])
 
+    def put_whole(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Inputs and targets [B, T] of a batch that every process has, whole on every device."""
+        inputs, targets = (
+            jax.make_array_from_process_local_data(self.replicated, x, x.shape)
+            for x in (batch["inputs"], batch["targets"])
+        )
+        return inputs, targets
 
-def local_devices(settings: TrainSettings) -> Devices:
-    """The mesh of `settings.devices`, by default all local devices of the default backend.
+
+def run_devices(settings: TrainSettings) -> Devices:
+    """The mesh of `settings.devices`, by default all devices of all processes.
 
     Raises:
       ValueError: there are fewer, or a micro-batch does not divide over them.
     """
-    devices = jax.local_devices()
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if settings.devices is not None and jax.process_count() > 1:
+        raise ValueError(
+            f"devices={settings.devices} chooses among the devices of a single process; "
+            "leave it out where several run together"
+        )
+    return mesh_over(devices, settings)
+
+
+def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
+    """The mesh of `settings.devices` of the given devices, by default all of them.
+
+    They need not be there: a program may be compiled for others.
+
+    Raises:
+      ValueError: there are fewer, or a micro-batch does not divide over them.
+    """
     if settings.devices is not None:
         if not 1 <= settings.devices <= len(devices):
             raise ValueError(f"devices={settings.devices}, but there are {len(devices)}")
@@ -105,8 +176,15 @@ def local_devices(settings: TrainSettings) -> Devices:
     whole = attention.dot_product_attention
     split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
     part = whole if one else attention.within_shard(batch_axis=_AXIS)
-    chosen = [
-        functools.partial(attend, implementation=settings.attention.implementation)
-        for attend in (split, part, whole)
-    ]
-    return Devices(mesh, *chosen, settings.accumulation_steps)
+
+    def chosen(attend: Attend) -> Attend:
+        return functools.partial(attend, implementation=settings.attention.implementation)
+
+    return Devices(
+        mesh=mesh,
+        attend=chosen(split),
+        attend_part=chosen(part),
+        attend_whole=chosen(whole),
+        accumulation_steps=settings.accumulation_steps,
+        shard_optimizer=settings.shard_optimizer,
+    )

@@ -33,9 +33,9 @@ def describe() -> dict[str, Any]:
 
     Returns:
       `versions` by package (None: not installed), `platform`, `backend`, `device_kind`,
-      `device_count`, `host_cpus`, `date` (UTC, ISO 8601), `command`, and `commit`: the git commit
-      of this project's working tree, with `-dirty` where tracked files are changed, or None
-      outside of a checkout.
+      `device_count` and `process_count` (of the whole run), `host_cpus`, `date` (UTC, ISO 8601),
+      `command`, and `commit`: the git commit of this project's working tree, with `-dirty` where
+      tracked files are changed, or None outside of a checkout.
     """
     devices = jax.devices()
     return {
@@ -48,6 +48,7 @@ def describe() -> dict[str, Any]:
         "backend": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "device_count": len(devices),
+        "process_count": jax.process_count(),
         "host_cpus": os.cpu_count(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

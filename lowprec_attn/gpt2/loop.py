@@ -6,23 +6,20 @@ before their update s (validation, diagnostics) and what the update itself gives
 norm) carry the number s, so a run resumed at s writes exactly what is missing.
 """
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
-from lowprec_attn.gpt2 import tokens
+from lowprec_attn.gpt2 import hosts, tokens
 from lowprec_attn.gpt2.checkpoint import Checkpoints
 from lowprec_attn.gpt2.data import Batch, validation_batches
 from lowprec_attn.gpt2.devices import Devices
 from lowprec_attn.gpt2.metrics import MetricsWriter
-from lowprec_attn.gpt2.nonfinite import find_culprit
+from lowprec_attn.gpt2.nonfinite import Culprit, find_culprit
 from lowprec_attn.gpt2.order import OrderRecord
 from lowprec_attn.gpt2.progress import Progress
 from lowprec_attn.gpt2.report import write_report
@@ -75,11 +72,15 @@ class Loop:
         saved_step: int | None,
     ) -> None:
         self.fixed, self.state, self.data = run, state, data
-        self.train_step = run.devices.jit(run.steps.train, donate_argnums=0)
+        everywhere = run.devices.replicated
+        placed = jax.tree.map(lambda x: x.sharding, state), everywhere
+        self.train_step = run.devices.jit(run.steps.train, donate_argnums=0, out_shardings=placed)
         self.evaluate = run.devices.jit(run.steps.evaluate)
         # The diagnostics look at one sequence, which cannot be split over devices.
+        self.first_sequence = run.devices.jit(_first_sequence, out_shardings=everywhere)
         whole = make_steps(run.settings, run.devices.attend_whole)
-        self.signals = run.devices.jit(make_signals(run.settings, whole))
+        signals = make_signals(run.settings, whole)
+        self.signals = run.devices.jit(signals, out_shardings=everywhere)
         self.root = jax.random.key(run.settings.seed)
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
@@ -88,12 +89,12 @@ class Loop:
     def run(self) -> int:
         """All remaining steps; returns the exit code."""
         settings, start = self.fixed.settings, int(self.state.step)
-        with _stop_requests() as stop, Progress(settings, start) as self.progress:
+        with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
             try:
                 for step in range(start, settings.steps):
                     self._before(step)
                     self._dispatch(step)
-                    if stop.is_set():
+                    if stop_after(step):
                         return self._stop_early(step + 1)
                 self._fetch()
             except _NotFiniteError as stopped:
@@ -118,7 +119,7 @@ class Loop:
         arrays = self.fixed.devices.put(batch)
         if _due(self.fixed.settings.diagnostics_every, step):
             self._fetch()
-            self._write_signals(step, batch)
+            self._write_signals(step, *self.first_sequence(*arrays))
         self.state, metrics = self.train_step(self.state, *arrays)
         for scalar in metrics:  # asked for later, the copy would queue behind the next step
             scalar.copy_to_host_async()
@@ -144,10 +145,8 @@ class Loop:
         seconds, tokens_done = self.progress.advance(float(metrics.loss))
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
 
-    def _write_signals(self, step: int, batch: Batch) -> None:
-        """Diagnostics of every layer and head on the first sequence of a batch."""
-        first = (batch["inputs"][:1], batch["targets"][:1])
-        inputs, targets = jax.device_put(first, self.fixed.devices.replicated)
+    def _write_signals(self, step: int, inputs: Array, targets: Array) -> None:
+        """Diagnostics of every layer and head on one sequence [1, T]."""
         key = step_key(self.root, jnp.int32(step))
         key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
         signals = jax.device_get(self.signals(self.state.params, inputs, targets, key))
@@ -156,7 +155,12 @@ class Loop:
     def _write_validation(self, step: int) -> float:
         settings, run = self.fixed.settings, self.fixed
         batches = validation_batches(
-            run.corpus.val, settings.model.context, settings.batch_size, settings.eval_batches
+            run.corpus.val,
+            settings.model.context,
+            settings.batch_size,
+            settings.eval_batches,
+            shard=run.devices.shard,
+            parts=settings.accumulation_steps,
         )
         losses = [self.evaluate(self.state.params, *run.devices.put(batch)) for batch in batches]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
@@ -173,7 +177,7 @@ class Loop:
         """The steps taken so far are kept."""
         self._fetch()
         self._save(step)
-        print(f"stopped by a signal after {step} steps; the same command continues from there")
+        hosts.say(f"stopped by a signal after {step} steps; the same command continues from there")
         return EXIT_DONE
 
     def _stop_not_finite(self, pending: _Pending) -> int:
@@ -189,12 +193,8 @@ class Loop:
             pending.arrays,
             step_key(self.root, jnp.int32(step)),
         )
-        self._write_signals(step, pending.batch)
-        run_dir = self.fixed.run_dir
-        failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
-        run_dir.write_json(run_dir.failure, failure)
-        write_report(run_dir)
-        print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+        self._write_signals(step, *self.first_sequence(*pending.arrays))
+        _report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_NOT_FINITE
 
     def _finish(self) -> int:
@@ -202,16 +202,8 @@ class Loop:
         loss = self._write_validation(settings.steps)
         if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
             first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
-            self._write_signals(settings.steps, first)
-        unigram = tokens.unigram_loss(corpus.train, corpus.val)
-        summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
-        run_dir = self.fixed.run_dir
-        run_dir.write_json(run_dir.summary, summary)
-        report = write_report(run_dir)
-        print(
-            f"validation loss {loss:.3f} nats per token, {unigram - loss:.3f} below the unigram "
-            f"model's {unigram:.3f}; report: {report}"
-        )
+            self._write_signals(settings.steps, *self.fixed.devices.put_whole(first))
+        _report_end(self.fixed.run_dir, loss, corpus)
         return EXIT_DONE
 
 
@@ -230,26 +222,26 @@ def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event that the first SIGTERM or SIGINT sets; the second one acts as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may handle signals
-        return
-    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
+    """[1, T] of a batch [A, B/A, T]."""
+    return inputs[0, :1], targets[0, :1]
 
-    def restore() -> None:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
 
-    def request(*_: object) -> None:
-        stop.set()
-        restore()
+@hosts.first_only
+def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
+    failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+    run_dir.write_json(run_dir.failure, failure)
+    write_report(run_dir)
+    print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
 
-    for number in usual:
-        signal.signal(number, request)
-    try:
-        yield stop
-    finally:
-        restore()
+
+@hosts.first_only
+def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
+    unigram = tokens.unigram_loss(corpus.train, corpus.val)
+    summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
+    run_dir.write_json(run_dir.summary, summary)
+    report = write_report(run_dir)
+    print(
+        f"validation loss {loss:.3f} nats per token, {unigram - loss:.3f} below the unigram "
+        f"model's {unigram:.3f}; report: {report}"
+    )

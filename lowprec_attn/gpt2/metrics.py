@@ -23,6 +23,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2 import hosts
 from lowprec_attn.gpt2.run_dir import RunDir, write_atomically
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -35,6 +36,8 @@ class MetricsError(RunError):
 
 class MetricsWriter:
     """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
+
+    In a run of several processes the first one writes; on the others nothing here has an effect.
 
     A record is on its way to the disk when `write` returns: kill -9 loses nothing but, at most, a
     part of the line being written, which the next writer drops.
@@ -56,6 +59,10 @@ class MetricsWriter:
           MetricsError: a file cannot be written, or holds lines that are not records.
         """
         self._where = run_dir.path
+        self._open(run_dir, start_step)
+
+    @hosts.first_only
+    def _open(self, run_dir: RunDir, start_step: int) -> None:
         with self._explain_errors():
             for path in (run_dir.metrics, run_dir.throughput):
                 _truncate(path, start_step)
@@ -63,6 +70,7 @@ class MetricsWriter:
             self._throughput = _LineFile(run_dir.throughput)
             self._events = _EventFile(run_dir.tensorboard, start_step)
 
+    @hosts.first_only
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Records something about a step.
 
@@ -75,6 +83,7 @@ class MetricsWriter:
         """
         self._append(self._metrics, step, values)
 
+    @hosts.first_only
     def write_throughput(self, step: int, seconds: float, tokens: int) -> None:
         """Records that the steps since the last such record took `seconds` for `tokens` tokens.
 
@@ -84,6 +93,7 @@ class MetricsWriter:
         rate = {"seconds": seconds, "tokens_per_second": tokens / seconds}
         self._append(self._throughput, step, rate)
 
+    @hosts.first_only
     def flush(self) -> None:
         """Brings everything written so far to the disk."""
         with self._explain_errors():
@@ -91,6 +101,7 @@ class MetricsWriter:
             self._throughput.flush()
             self._events.flush()
 
+    @hosts.first_only
     def close(self) -> None:
         """Flushes and closes the files."""
         with self._explain_errors():

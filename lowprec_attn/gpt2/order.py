@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64
 
+from lowprec_attn.gpt2 import hosts
 from lowprec_attn.gpt2.tokens import DataError, writing
 
 Order = Callable[[int], Int64[np.ndarray, " B"]]
@@ -118,7 +119,8 @@ class OrderRecord:
     """Writes the order of a run, line by line as the steps are taken.
 
     Every line is handed to the operating system before `append` returns, so it survives the
-    process. A line that a crash cut off does not count; `truncate` removes it.
+    process. A line that a crash cut off does not count; `truncate` removes it. Of several
+    processes the first one writes; on the others nothing here has an effect.
 
     Args:
       path: the record; continued if it exists.
@@ -133,6 +135,7 @@ class OrderRecord:
         self.steps = sum(line.endswith(b"\n") for line in lines)
         self._cut_off = self.steps < len(lines)
 
+    @hosts.first_only
     def append(self, step: int, starts: Int64[np.ndarray, " B"]) -> None:
         """Writes the line of `step`.
 
@@ -149,6 +152,7 @@ class OrderRecord:
             file.write(",".join(map(str, starts.tolist())).encode() + b"\n")
         self.steps += 1
 
+    @hosts.first_only
     def truncate(self, steps: int) -> None:
         """Keeps the first `steps` lines; shortening a file is one operation of the file system.
 

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from lowprec_attn.gpt2 import environment
 from lowprec_attn.gpt2.data import Batch
-from lowprec_attn.gpt2.devices import Devices, local_devices
+from lowprec_attn.gpt2.devices import Devices, run_devices
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.run_dir import write_atomically
 from lowprec_attn.gpt2.settings import ModelSettings, TrainSettings
@@ -123,11 +123,13 @@ def profile(settings: TrainSettings, out: Path) -> int:
 
 def measure(settings: TrainSettings) -> Profile:
     """The profile of training steps with these settings on this process's devices."""
-    devices = local_devices(settings)
+    devices = run_devices(settings)
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    state = jax.jit(steps.init, out_shardings=devices.replicated)()
+    placed = devices.shardings(jax.eval_shape(steps.init))
+    state = jax.jit(steps.init, out_shardings=placed)()
     batch = devices.put(_random_batch(settings))
-    lowered = devices.jit(steps.train, donate_argnums=0).lower(state, *batch)
+    step = devices.jit(steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated))
+    lowered = step.lower(state, *batch)
     train = lowered.compile()
     state = _run(train, state, batch, steps=3)
 

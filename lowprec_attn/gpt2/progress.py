@@ -6,6 +6,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from lowprec_attn.gpt2 import hosts
 from lowprec_attn.gpt2.settings import TrainSettings
 
 _STEPS_OF_RATE = 20
@@ -17,8 +18,14 @@ class Progress:
     def __init__(self, settings: TrainSettings, start: int) -> None:
         self._tokens_per_step = settings.batch_size * settings.model.context
         # A pipe or a log file gets a line every ten seconds, a terminal a live bar.
-        self._bar = tqdm(total=settings.steps, initial=start, unit="step", dynamic_ncols=True)
-        if not self._bar.fp.isatty():
+        self._bar = tqdm(
+            total=settings.steps,
+            initial=start,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not hosts.is_first(),
+        )
+        if not self._bar.disable and not self._bar.fp.isatty():
             self._bar.mininterval = 10.0
         # The rate shown is that of the last steps together: a single one may have waited for
         # diagnostics, or have been waited for.

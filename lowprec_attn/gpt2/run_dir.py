@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2 import environment
+from lowprec_attn.gpt2 import environment, hosts
 
 # What a creation that was killed half-way may have left; config.json comes last.
 _CREATED_BEFORE_CONFIG = {
@@ -66,7 +66,8 @@ class RunDir:
         """Creates a run directory, or reopens the one of an interrupted run with the same config.
 
         A creation that was killed at any instant is completed by the next call. The directory
-        stays locked until `close`, or until the process ends in whatever way.
+        stays locked until `close`, or until the process ends in whatever way. Of several processes
+        the first one does it, and the others fail if it does or if they do not see the directory.
 
         Args:
           path: the directory; parents are created.
@@ -77,17 +78,25 @@ class RunDir:
             process, or cannot be written.
         """
         run_dir = cls(path)
-        config = json.loads(json.dumps(config))  # as it reads back: tuples are lists, keys strings
-        with run_dir._explain_errors():
-            run_dir.path.mkdir(parents=True, exist_ok=True)
-            run_dir._refuse_foreign_files()
-            try:
-                run_dir._acquire_lock()
-                run_dir._record_start(config)
-            except BaseException:
-                run_dir.close()
-                raise
+        hosts.from_first(lambda: run_dir._create(config))
+        hosts.require_everywhere(
+            run_dir.config.exists(),
+            f"does not see the run directory {run_dir.path}; choose a --workdir on a file system "
+            "that all processes share",
+        )
         return run_dir
+
+    def _create(self, config: Mapping[str, Any]) -> None:
+        config = json.loads(json.dumps(config))  # as it reads back: tuples are lists, keys strings
+        with self._explain_errors():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign_files()
+            try:
+                self._acquire_lock()
+                self._record_start(config)
+            except BaseException:
+                self.close()
+                raise
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes or replaces one of the JSON files in one step.

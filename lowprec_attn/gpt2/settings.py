@@ -105,7 +105,8 @@ class TrainSettings:
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       checkpoints_kept: how many of the newest checkpoints stay on disk.
-      devices: how many local devices to use, None for all.
+      devices: how many devices to use, None for all.
+      shard_optimizer: split the optimizer's state over the devices.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
     """
 
@@ -126,3 +127,4 @@ class TrainSettings:
     eval_batches: int = 8
     resume_from: str | None = None
     devices: int | None = None
+    shard_optimizer: bool = False

@@ -3,24 +3,26 @@
 A run directory holds config, environment, data order, metrics, checkpoints and the report.
 """
 
+import hashlib
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lowprec_attn.gpt2 import builtin_text, tokens
+from lowprec_attn.gpt2 import builtin_text, hosts, tokens
 from lowprec_attn.gpt2.announcement import announce
 from lowprec_attn.gpt2.checkpoint import Checkpoints, Restored
 from lowprec_attn.gpt2.data import train_iterator
-from lowprec_attn.gpt2.devices import Devices, local_devices
+from lowprec_attn.gpt2.devices import run_devices
 from lowprec_attn.gpt2.loop import Loop, Run
 from lowprec_attn.gpt2.metrics import MetricsWriter
 from lowprec_attn.gpt2.order import OrderRecord, Replay, SeededOrder
 from lowprec_attn.gpt2.run_dir import RunDir, write_atomically
 from lowprec_attn.gpt2.settings import DataSettings, TrainSettings
-from lowprec_attn.gpt2.step import Steps, make_steps
+from lowprec_attn.gpt2.step import Steps, TrainState, make_steps
 
 
 def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> int:
@@ -38,22 +40,32 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
       ValueError, CheckpointError, RunDirError, MetricsError: data, checkpoint or run directory
         cannot serve; one clear line.
     """
-    devices = local_devices(settings)
+    devices = run_devices(settings)
     corpus = open_corpus(settings.data)
     corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
     draw = _order(settings, corpus.train)
     # The text is part of what defines a run: the built-in one differs between Python versions.
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
+    config = {**config, "text_sha256": identity}
+    _require_one_run(config, workdir)
     with (
-        RunDir.open(workdir, {**config, "text_sha256": identity}) as run_dir,
+        hosts.ending_together(),
+        RunDir.open(workdir, config) as run_dir,
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
     ):
         announce(settings, corpus, devices, run_dir.path)
         steps = make_steps(settings, devices.attend_part, devices.over_devices)
-        data = train_iterator(corpus.train, settings.model.context, draw)
-        restored = _restore(settings, devices, steps, run_dir, checkpoints)
+        data = train_iterator(
+            corpus.train,
+            settings.model.context,
+            draw,
+            shard=devices.shard,
+            parts=settings.accumulation_steps,
+        )
+        placed = devices.shardings(jax.eval_shape(steps.init))
+        restored = _restore(settings, steps, placed, run_dir, checkpoints)
         if restored is None:
-            state, start = jax.jit(steps.init, out_shardings=devices.replicated)(), 0
+            state, start = jax.jit(steps.init, out_shardings=placed)(), 0
         else:
             state, start = restored.state, restored.step
             data.set_state(restored.data_state)
@@ -80,19 +92,20 @@ def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder 
 
 def _restore(
     settings: TrainSettings,
-    devices: Devices,
     steps: Steps,
+    placed: TrainState,
     run_dir: RunDir,
     checkpoints: Checkpoints,
 ) -> Restored | None:
     """The newest intact checkpoint of this run, else of `resume_from`, else None."""
     target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=devices.replicated),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         jax.eval_shape(steps.init),
+        placed,
     )
     restored = checkpoints.restore(target)
     if restored is not None:
-        print(f"resuming at step {restored.step}")
+        hosts.say(f"resuming at step {restored.step}")
     elif settings.resume_from is not None:
         restored = _restore_other(settings.resume_from, run_dir, target)
     return restored
@@ -107,12 +120,26 @@ def _restore_other(resume_from: str, run_dir: RunDir, target: Any) -> Restored:
         restored = checkpoints.restore(target)
     if restored is None:
         raise ValueError(f"resume_from={resume_from} holds no complete checkpoint")
+    _record_origin(source, run_dir, restored.step)
+    return restored
+
+
+@hosts.first_only
+def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
     with source.data_order.open("rb") as file:
-        lines = list(itertools.islice(file, restored.step))
+        lines = list(itertools.islice(file, step))
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
-    origin = {"run": str(source.path), "step": restored.step, "changed": changed}
-    run_dir.write_json(run_dir.origin, origin)
+    run_dir.write_json(run_dir.origin, {"run": str(source.path), "step": step, "changed": changed})
     listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
-    print(f"from step {restored.step} of {source.path}, changed: {listed or 'nothing'}")
-    return restored
+    print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
+
+
+def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:
+    """All processes must have been started for the same run."""
+    described = json.dumps([config, str(workdir.absolute()), jax.__version__])
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    hosts.require_everywhere(
+        digest == hosts.from_first(lambda: digest),
+        "has another config, text, --workdir or JAX than process 0; start all of them alike",
+    )

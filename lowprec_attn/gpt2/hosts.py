@@ -1,0 +1,161 @@
+"""A run in several processes, usually one per host: who writes, what all agree on, when they stop.
+
+Every process computes the same steps on its own devices and its own rows of each batch. The first
+one alone writes records and reports; checkpoints are written by all of them together. In a run of
+one process everything here is trivial.
+"""
+
+import functools
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lowprec_attn.errors import RunError
+
+# A process that fails waits so long for the others to end as well, then ends them.
+_SHUTDOWN_SECONDS = 20
+
+_Args = ParamSpec("_Args")
+
+
+def connect(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """Makes this process one of several; before anything else of JAX is used.
+
+    Args:
+      coordinator_address: HOST:PORT at which the first process listens.
+      num_processes: of the run.
+      process_id: of this one, from 0. What is None is found out on Cloud TPU, SLURM and the other
+        clusters that `jax.distributed` knows.
+
+    Raises:
+      RunError: too late, or not known and not given.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except RuntimeError as error:
+        if "must be called before" not in str(error):
+            raise
+        raise RunError(
+            "this process uses its devices already, so it cannot join others; where the config "
+            "chose its variant by the device, name it: --config=FILE:full"
+        ) from error
+    except ValueError as error:
+        raise RunError(
+            f"this cluster is not recognised ({error}); pass --coordinator_address=HOST:PORT, "
+            "--num_processes and --process_id"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes; asking starts no device."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def first_only(function: Callable[_Args, object]) -> Callable[_Args, None]:
+    """The function on the first process, nothing on the others."""
+
+    @functools.wraps(function)
+    def on_first(*args: _Args.args, **kwargs: _Args.kwargs) -> None:
+        if is_first():
+            function(*args, **kwargs)
+
+    return on_first
+
+
+@first_only
+def say(text: str) -> None:
+    """Prints a line, once for all processes."""
+    print(text)
+
+
+def from_first(function: Callable[[], Any]) -> Any:
+    """What the function returns on the first process, JSON-able, on all of them.
+
+    Raises:
+      RunError: it failed on the first process, where its own error is raised.
+    """
+    if not jax.distributed.is_initialized():
+        return function()
+    answer: dict[str, Any] = {}
+    failure: BaseException | None = None
+    if is_first():
+        try:
+            answer = {"value": function()}
+        except BaseException as error:
+            failure = error
+    text = json.dumps(answer).encode()
+    length = int(multihost_utils.broadcast_one_to_all(np.array(len(text))))
+    padded = np.frombuffer(text.ljust(length)[:length], np.uint8)
+    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)))
+    if failure is not None:
+        raise failure
+    if "value" not in answer:
+        raise RunError("the first process failed; its own output says why")
+    return answer["value"]
+
+
+@contextmanager
+def ending_together() -> Iterator[None]:
+    """Leaves its body in no process before the first one does, which has the most to write."""
+    yield
+    from_first(lambda: None)
+
+
+def require_everywhere(holds: bool, problem: str) -> None:
+    """Fails on every process if something does not hold on one.
+
+    Raises:
+      RunError: `process N {problem}`.
+    """
+    if not jax.distributed.is_initialized():
+        everywhere = np.array([holds])
+    else:
+        everywhere = np.ravel(multihost_utils.process_allgather(np.array(holds)))
+    if not everywhere.all():
+        raise RunError(f"process {int(np.argmin(everywhere))} {problem}")
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[int], bool]]:
+    """A function of the step, asked once in each: whether to stop after it.
+
+    In a single process SIGTERM and SIGINT ask for it; the second one acts as usual. Of several
+    processes any may get SIGTERM, and all stop after the same step (within about a second).
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda step: stop.is_set()  # only the main thread may handle signals
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+    def request(*_: object) -> None:
+        stop.set()
+        restore()
+
+    for number in usual:
+        signal.signal(number, request)
+    try:
+        yield lambda step: stop.is_set()
+    finally:
+        restore()

@@ -1,0 +1,166 @@
+"""`lowprec-attn compile`: what a step takes of a TPU. The compiler's part needs libtpu and is slow:
+`pytest -m tpu_compile`."""
+
+import importlib.util
+import json
+
+import pytest
+from command import ROOT
+from tiny import tiny_settings
+
+from lowprec_attn import cli
+from lowprec_attn.gpt2.compile import _advice
+from lowprec_attn.gpt2.devices import run_devices
+from lowprec_attn.gpt2.footprint import collectives, step_footprint
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.gpt2.tpu_slice import Slice, SliceError
+
+PROGRAM = """
+  %all-reduce.1 = (f32[128,4]{1,0:T(8,128)}, f32[]) all-reduce(%a, %b), replica_groups={}
+  %all-reduce-start = f32[10]{0} all-reduce-start(%c), replica_groups={}
+  %all-reduce-done = f32[10]{0} all-reduce-done(%all-reduce-start)
+  %ag = (bf16[2,8]{1,0}, bf16[8,8]{1,0}, u32[]{:S(2)}) all-gather-start(%d), dimensions={0}
+  %agd = bf16[8,8]{1,0} all-gather-done(%ag)
+  ROOT %fusion = f32[10]{0} fusion(%agd), calls=%all-reduce-like
+"""
+
+
+def test_collectives_are_counted_with_the_bytes_of_their_results():
+    assert collectives(PROGRAM) == {"all-gather": (1, 128), "all-reduce": (2, 2052 + 40)}
+
+
+def test_the_footprint_of_a_step_on_simulated_devices():
+    model = {"model__width": 64, "model__vocab_size": 320, "model__context": 64}
+    whole, split = (
+        step_footprint(settings, run_devices(settings))
+        for settings in (
+            tiny_settings(devices=8, shard_optimizer=shard_optimizer, **model)
+            for shard_optimizer in (False, True)
+        )
+    )
+    parameters = 4 * parameter_count(tiny_settings(**model).model)
+    # The gradients; loss and norms besides.
+    for footprint in (whole, split):
+        assert parameters <= footprint.collectives["all-reduce"][1] < 1.01 * parameters
+    # Parameters, two moments, and counters and the batch; an eighth of the moments, and the new
+    # parameters are gathered.
+    assert 3 * parameters < whole.arguments < 3.1 * parameters
+    assert 1.25 * parameters < split.arguments < 1.35 * parameters
+    assert "all-gather" not in whole.collectives
+    assert 0.9 * parameters < split.collectives["all-gather"][1] <= parameters
+    assert whole.kernels == 0
+    assert whole.total > whole.temporaries > parameters
+
+
+@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "v5e:big", "v5e:16"])
+def test_an_unknown_slice_is_refused_with_an_example(name):
+    with pytest.raises(SliceError, match=f"unknown topology '{name}'.*v5e:16x16.*tpu7x"):
+        Slice.of(name)
+
+
+def test_advice_names_the_fields_that_help():
+    facts = {"devices": 4, "parameters": 2**30}
+    settings = tiny_settings(batch_size=64, accumulation_steps=8)
+    assert [line.split(": ")[-1] for line in _advice(facts, settings)] == [
+        "--config.accumulation_steps=16",
+        "--config.shard_optimizer=True (6.0 GiB)",
+        "a larger slice, or a generation with more memory",
+    ]
+    settings = tiny_settings(batch_size=64, accumulation_steps=16, shard_optimizer=True)
+    assert [line.split(": ")[-1] for line in _advice(facts, settings)] == [
+        "--config.accumulation_steps=1 (4.0 GiB)",
+        "a larger slice, or a generation with more memory",
+    ]
+
+
+def test_the_trainer_compiles_in_a_process_prepared_for_libtpu(tmp_path, capfd):
+    trainer = tmp_path / "trainer.py"
+    trainer.write_text(
+        "import os, sys\nprint(*sys.argv[1:], os.environ['TPU_SKIP_MDS_QUERY'])\nsys.exit(1)\n"
+    )
+    command = ["compile", "--topology=v5e:2x2", "--config=a.py:full", "--config.steps=3"]
+    assert cli.main([*command, f"--trainer={trainer}"]) == 1
+    printed = capfd.readouterr().out.split()
+    assert printed == ["--config=a.py:full", "--config.steps=3", "--compile=v5e:2x2", "1"]
+
+
+def test_without_a_trainer_it_says_where_to_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["compile", "--topology=v5e:2x2", "--config=a.py:full"]) == 1
+    assert "there is no train.py; run in the checkout" in capsys.readouterr().err
+
+
+# The compiler itself.
+
+needs_libtpu = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu"),
+]
+SMALL = {
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.width": 128,
+    "model.context": 256,
+    "model.vocab_size": 512,
+    "batch_size": 16,
+    "accumulation_steps": 2,
+}
+
+
+def compiled(record, topology, code=0, **changes):
+    """What `lowprec-attn compile` records of a small model."""
+    flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
+    command = ["compile", f"--topology={topology}", "--config=configs/gpt2_bf16.py:tiny"]
+    trainer = "--trainer=" + str(ROOT / "train.py")
+    assert cli.main([*command, trainer, f"--record={record}", *flags]) == code
+    return json.loads(record.read_text().splitlines()[-1])
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    return tmp_path / "compile.jsonl"
+
+
+class TestCompiler:
+    pytestmark = needs_libtpu
+
+    @pytest.mark.parametrize(
+        ("topology", "devices"),
+        [("v4:1x1x1", 1), ("v5e:1x1", 1), ("v5p:1x1x1", 1), ("v6e:1x1", 1), ("tpu7x:1x1x1", 2)],
+    )
+    def test_one_chip_of_every_generation(self, record, topology, devices):
+        facts = compiled(record, topology)
+        assert facts["fits"]
+        assert facts["devices"] == devices
+        assert "computed by `tpu`" in facts["attention"][0]
+        assert facts["kernels"] == 3 * SMALL["model.layers"]
+        assert ("all-reduce" in facts["collectives"]) == (devices > 1)
+
+    def test_a_slice_of_256_chips_with_a_split_optimizer_state(self, record, capfd):
+        changes = {"batch_size": 256, "accumulation_steps": 1, "shard_optimizer": True}
+        facts = compiled(record, "v5e:16x16", **changes)
+        assert facts["hosts"] == 64
+        parameters = 4 * facts["parameters"]
+        assert facts["bytes"]["arguments"] < 1.25 * parameters
+        assert parameters <= facts["collectives"]["all-reduce"][1] < 1.01 * parameters
+        assert 0.95 * parameters < facts["collectives"]["all-gather"][1] <= parameters
+        printed = capfd.readouterr().out
+        for word in ("256 x TPU v5 lite (64 hosts), 15.75 GiB", "all-gather", "fits (libtpu"):
+            assert word in printed
+
+    def test_what_does_not_fit_is_said_with_advice(self, record, capfd):
+        """A vocabulary whose parameters and moments alone take more than a chip has."""
+        changes = {"model.vocab_size": 12_000_000, "attention.implementation": "tpu"}
+        facts = compiled(record, "v5e:2x2", code=1, **changes)
+        assert not facts["fits"]
+        printed = capfd.readouterr().out
+        assert "does not fit" in printed
+        assert "--config.shard_optimizer=True" in printed
+
+    def test_a_batch_that_does_not_divide_and_a_slice_that_is_not_offered(self, record, capfd):
+        command = ["compile", "--config=configs/gpt2_bf16.py:tiny"]
+        assert cli.main([*command, "--topology=v5e:16x16"]) == 1
+        assert "does not divide over 256 devices" in capfd.readouterr().err
+        assert cli.main([*command, "--topology=v5e:3x5"]) == 1
+        assert "the TPU compiler does not know v5e:3x5" in capfd.readouterr().err

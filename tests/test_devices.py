@@ -1,0 +1,109 @@
+"""What lies where on several devices: batches, and an optimizer state that is split over them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_settings
+
+from lowprec_attn.gpt2.checkpoint import Checkpoints
+from lowprec_attn.gpt2.devices import run_devices
+from lowprec_attn.gpt2.step import make_steps
+
+STEPS = 4
+
+
+def batches(settings):
+    rng = np.random.default_rng(1)
+    shape = (settings.batch_size, settings.model.context)
+    for _ in range(STEPS):
+        ids = rng.integers(0, settings.model.vocab_size, shape).astype(np.int32)
+        yield {"inputs": ids, "targets": np.roll(ids, -1, axis=1)}
+
+
+def trained(shard_optimizer):
+    """The state after some steps on 8 devices, their metrics, and where the state lies."""
+    settings = tiny_settings(
+        devices=8,
+        batch_size=16,
+        shard_optimizer=shard_optimizer,
+        model__width=64,
+        model__vocab_size=320,
+        model__context=64,
+    )
+    devices = run_devices(settings)
+    steps = make_steps(settings, devices.attend_part, devices.over_devices)
+    placed = devices.shardings(jax.eval_shape(steps.init))
+    state = jax.jit(steps.init, out_shardings=placed)()
+    train = devices.jit(steps.train, out_shardings=(placed, devices.replicated))
+    metrics = []
+    for batch in batches(settings):
+        state, m = train(state, *devices.put(batch))
+        metrics.append(jax.device_get(m))
+    return state, metrics
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return trained(shard_optimizer=False)
+
+
+@pytest.fixture(scope="module")
+def split():
+    return trained(shard_optimizer=True)
+
+
+def bytes_per_device(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_a_split_optimizer_state_takes_an_eighth_and_the_parameters_are_whole(whole, split):
+    states = whole[0], split[0]
+    full, part = (bytes_per_device(state.opt_state) for state in states)
+    # Every matrix is split; the scales of the norms and the counters are not.
+    assert full / 8 < part < full / 8 + 4096
+    assert bytes_per_device(states[0].params) == bytes_per_device(states[1].params)
+
+
+def test_a_split_optimizer_state_changes_no_step(whole, split):
+    """Gradients are the same; the norm that clips them is summed in another order."""
+    for a, b in zip(whole[1], split[1], strict=True):
+        np.testing.assert_allclose(b.loss, a.loss, rtol=1e-6)
+        np.testing.assert_allclose(b.grad_norm, a.grad_norm, rtol=1e-6)
+        assert b.applied
+    # Adam divides by the root of the second moment: what is near zero may move by one step of lr.
+    a, b = (jax.device_get(state.params) for state in (whole[0], split[0]))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("order", [("whole", "split"), ("split", "whole")])
+def test_a_checkpoint_is_restored_into_the_other_placement(request, tmp_path, order):
+    (source, _), (target, _) = (request.getfixturevalue(name) for name in order)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(STEPS, source, {"next_index": STEPS})
+        restored = checkpoints.restore(target)
+    for x, saved, like in zip(*map(jax.tree.leaves, (restored.state, source, target)), strict=True):
+        assert x.sharding == like.sharding
+        np.testing.assert_array_equal(x, saved)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((64, 3), 8), ((3, 128, 5), 8), ((32, 64), 4), ((4, 12), 1), ((256,), 1), ((), 1)],
+)
+def test_arrays_that_do_not_divide_are_split_as_far_as_they_do(shape, parts):
+    devices = run_devices(tiny_settings(devices=8, shard_optimizer=True))
+    x = jnp.arange(np.prod(shape, dtype=int), dtype=jnp.float32).reshape(shape)
+    placed = jax.device_put(x, devices._split(x))
+    assert placed.addressable_shards[0].data.size * parts == x.size
+    np.testing.assert_array_equal(placed, x)
+
+
+def test_a_batch_is_split_within_each_micro_batch():
+    settings = tiny_settings(devices=4, accumulation_steps=2)
+    ids = np.arange(8 * 32, dtype=np.int32).reshape(8, 32)
+    inputs, targets = run_devices(settings).put({"inputs": ids, "targets": ids + 1})
+    np.testing.assert_array_equal(inputs, ids.reshape(2, 4, 32))
+    np.testing.assert_array_equal(targets, ids.reshape(2, 4, 32) + 1)
+    assert {shard.data.shape for shard in inputs.addressable_shards} == {(2, 1, 32)}

@@ -1,0 +1,138 @@
+"""The trainer in several processes of one machine, each with its own simulated devices."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import command
+import numpy as np
+import pytest
+from test_train_kills import wait_for_steps
+
+from lowprec_attn.gpt2 import metrics
+
+# Two parts, so that rows are dealt out to the processes within each micro-batch.
+RUN = {**command.TINY, "accumulation_steps": 2, "model.layers": 1}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start(cache, workdir, *, processes, devices, own=None, **changes):
+    """The processes of a run; `devices` is how many each has, `own` are flags that differ."""
+    arguments = ["--config=configs/gpt2_bf16.py:tiny", f"--workdir={workdir}"]
+    arguments += [f"--config.{name}={value}" for name, value in {**RUN, **changes}.items()]
+    if processes > 1:
+        arguments += [
+            "--distributed",
+            f"--coordinator_address=localhost:{free_port()}",
+            f"--num_processes={processes}",
+        ]
+    return [
+        launch(cache, [*arguments, f"--process_id={i}", *(own[i] if own else ())], devices)
+        for i in range(processes)
+    ]
+
+
+def launch(cache, arguments, devices):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "train.py", *arguments],
+        cwd=command.ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(processes, code=0):
+    """What each of them printed."""
+    return [command.finish(process, code) for process in processes]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("compilations")
+
+
+def records(workdir):
+    return (workdir / "metrics.jsonl").read_bytes(), (workdir / "data_order.txt").read_bytes()
+
+
+def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(cache, tmp_path):
+    """Of two numbers each, so that no sum has an order of its own."""
+    finish(start(cache, tmp_path / "one", processes=1, devices=2))
+    workdir = tmp_path / "two"
+    killed = start(cache, workdir, processes=2, devices=1)
+    while not (workdir / "checkpoints" / "00000004.json").exists():
+        assert all(process.poll() is None for process in killed)
+        time.sleep(0.01)
+    for process in killed:
+        process.send_signal(signal.SIGKILL)
+    for process in killed:
+        process.communicate()
+    assert records(workdir) != records(tmp_path / "one")
+    (out, _), (silent, _) = finish(start(cache, workdir, processes=2, devices=1))
+    assert "resuming at step 4" in out
+    assert "2 x cpu in 2 processes" in out
+    assert "resuming" not in silent
+    assert "validation loss" not in silent
+    assert records(workdir) == records(tmp_path / "one")
+    environments = json.loads((workdir / "environment.json").read_text())
+    assert [e["process_count"] for e in environments] == [2, 2]
+
+
+def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(cache, tmp_path):
+    """With split moments each process writes what only it has; one process then reads them all."""
+    workdir = tmp_path / "run"
+    fields = {"steps": 40, "checkpoint_every": 0, "diagnostics_every": 0, "eval_every": 0}
+    stopped = start(
+        cache, workdir, processes=2, devices=2, shard_optimizer=True, **fields | {"steps": 4000}
+    )
+    wait_for_steps(stopped[0], workdir / "throughput.jsonl", 3)
+    stopped[1].send_signal(signal.SIGTERM)
+    (out, _), _ = finish(stopped)
+    done = int(out.split("stopped by a signal after ")[1].split()[0])
+    assert [int(path.stem) for path in (workdir / "checkpoints").glob("*.json")] == [done]
+    content = workdir / "checkpoints" / f"{done:08d}-0" / "state"
+    assert {path.name for path in content.glob("ocdbt.*")} == {"ocdbt.process_0", "ocdbt.process_1"}
+    # The schedules differ only in the far end of the learning rate: compare one run with itself.
+    fields |= {"steps": done + 5, "resume_from": workdir}
+    finish(start(cache, tmp_path / "one", processes=1, devices=4, **fields))
+    finish(start(cache, tmp_path / "two", processes=2, devices=2, shard_optimizer=True, **fields))
+    one, two = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [r["step"] for r in two if "loss" in r] == list(range(done, done + 5))
+    for a, b in zip(one, two, strict=True):
+        for name in a:
+            # Sums over four devices in another order, seen through bfloat16 activations.
+            np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)
+
+
+def test_processes_that_were_started_differently_all_say_so(cache, tmp_path):
+    own = [["--config.seed=1"], ["--config.seed=2"]]
+    for _, err in finish(start(cache, tmp_path / "run", processes=2, devices=1, own=own), code=1):
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+        assert "process 1 has another config, text, --workdir or JAX than process 0" in line
+        assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_config_that_looked_at_the_device_is_too_early(cache):
+    flags = ["--config=configs/gpt2_bf16.py", "--distributed", "--num_processes=1"]
+    flags += ["--process_id=0", f"--coordinator_address=localhost:{free_port()}"]
+    _, err = command.finish(launch(cache, flags, devices=1), code=1)
+    assert "name it: --config=FILE:full" in err.splitlines()[-1]
