@@ -78,8 +78,8 @@ def dot_product_attention(
       row_max: a row-max rule, likewise.
       key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
-      implementation: `'gpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the fastest that
-        supports the request on the platform that the call is lowered for.
+      implementation: `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the
+        fastest that supports the request on the platform that the call is lowered for.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
         what is rounded where.
       return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].

@@ -15,15 +15,16 @@ from lowprec_attn import dense, tiled
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
 # Fastest first: `implementation=None` takes the first that supports the request.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "tiled": tiled, "dense": dense}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "tpu": tpu, "tiled": tiled, "dense": dense}
 
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
-_PLATFORMS = ("cuda", "default")
+_PLATFORMS = ("cuda", "tpu", "default")
 
 
 class Part(NamedTuple):

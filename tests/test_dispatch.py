@@ -20,7 +20,8 @@ def request(numerics_=numerics.FLASH, **options):
 
 
 def test_the_fastest_implementation_of_each_platform_is_chosen():
-    assert resolve_by_platform(request(), None) == {"cuda": "gpu", "default": "tiled"}
+    names = {"cuda": "gpu", "tpu": "tpu", "default": "tiled"}
+    assert resolve_by_platform(request(), None) == names
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_fastest_implementation_of_each_platform_is_chosen():
     ],
 )
 def test_what_the_kernels_decline_goes_to_the_same_arithmetic_elsewhere(asked, name):
-    assert resolve_by_platform(asked, None) == {"cuda": name, "default": name}
+    assert resolve_by_platform(asked, None) == dict.fromkeys(("cuda", "tpu", "default"), name)
 
 
 @pytest.mark.parametrize(("capability", "name"), [("7.5", "tiled"), ("8.0", "gpu")])
@@ -48,9 +49,11 @@ def test_a_chosen_implementation_serves_every_platform():
     assert set(resolve_by_platform(request(), "dense").values()) == {"dense"}
 
 
-def test_the_kernels_cannot_be_forced_where_there_is_no_gpu():
-    with pytest.raises(NotImplementedError, match=r"'gpu' does not support this platform.*tiled"):
-        resolve_by_platform(request(), "gpu")
+@pytest.mark.parametrize("name", ["gpu", "tpu"])
+def test_the_kernels_cannot_be_forced_where_there_is_no_such_device(name):
+    match = f"'{name}' does not support this platform.*tiled"
+    with pytest.raises(NotImplementedError, match=match):
+        resolve_by_platform(request(), name)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -66,5 +69,8 @@ def test_the_platform_that_a_call_is_lowered_for_decides():
         traced = jax.jit(jax.grad(loss)).trace(q)
         assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
+        for_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
     for kernel in ("forward", "key_gradients", "query_gradients"):
         assert f"attention_{kernel}" in for_gpu
+        assert f"attention_{kernel}" in for_tpu
+    assert "tpu_custom_call" in for_tpu

@@ -1,0 +1,1 @@
+"""Flash attention for TPUs (v4 and newer) in Pallas, lowered through Mosaic."""

@@ -1,0 +1,187 @@
+"""Attention on TPUs: forward and backward kernels under one `custom_vjp`.
+
+Serves float32 and bfloat16 at every numerics point, to nearest or stochastically, and every
+row-max rule; causal or not, grouped heads, lengths, any sequence length. What it declines,
+`unsupported` names; `tiled` serves it.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn import steps
+from lowprec_attn.numerics import POINTS, Numerics
+from lowprec_attn.request import Extras, Request, Spec
+from pallas_kernels.tpu.backward import Operands, delta_from_probs, key_gradients, query_gradients
+from pallas_kernels.tpu.block_sizes import LANES, BlockSizes, Tile, block_sizes_of, too_large
+from pallas_kernels.tpu.forward import forward
+from pallas_kernels.tpu.problem import Problem
+from pallas_kernels.tpu.scalars import Scalars
+
+FORMATS = ("float32", "bfloat16")
+MODES = ("nearest", "stochastic")
+HEAD_SIZES = range(16, 257)
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request the kernels cannot serve, or None."""
+    sizes = request.spec.block_sizes
+    if sizes is not None and not isinstance(sizes, BlockSizes):
+        expected = "pallas_kernels.tpu.block_sizes.BlockSizes"
+        return f"block_sizes of type {type(sizes).__name__} (it takes {expected})"
+    interpreted = sizes is not None and sizes.interpret is not None
+    if not interpreted and (request.platform or jax.default_backend()) != "tpu":
+        return "this platform (it needs a TPU, or BlockSizes(interpret=...))"
+    if request.has_bias or request.has_mask:
+        return "a dense bias" if request.has_bias else "a dense mask"
+    if request.dtype.name not in FORMATS:
+        return f"{request.dtype.name} q, k and v (it takes {' and '.join(FORMATS)})"
+    if request.q_shape[-1] not in HEAD_SIZES:
+        return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
+    if reason := _unsupported_numerics(request.spec.numerics):
+        return reason
+    (_, rows, _, head_size), keys = request.q_shape, request.kv_shape[1]
+    kv_block, itemsize = request.spec.numerics.kv_block, request.dtype.itemsize
+    tiles = block_sizes_of(sizes, kv_block, rows, keys, head_size, itemsize)
+    return too_large(tiles, head_size, itemsize)
+
+
+def _unsupported_numerics(numerics: Numerics) -> str | None:
+    if numerics.normalize_probs:
+        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
+    if numerics.kv_block is not None and numerics.kv_block % LANES:
+        return f"kv_block={numerics.kv_block} (its steps have multiples of {LANES} keys)"
+    for point in POINTS:
+        rounding = getattr(numerics, point)
+        if rounding is None:
+            continue
+        if rounding.format.name not in FORMATS or rounding.mode not in MODES:
+            return f"{point}={rounding}"
+    return None
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
+
+    Raises:
+      ValueError: a stochastic point without random bits.
+    """
+    if spec.numerics.needs_bits and extras.stream is None:
+        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, Array], steps.Residuals]:
+    inputs = steps.Grouped(q, k, v, extras)
+    p = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
+    qs, ks, vs = _padded_inputs(inputs, p)
+    out = forward(qs, ks, vs, Scalars.of(extras, spec), p)
+    rows = q.shape[-2]
+    o = _by_group(out.o, p)[..., :rows, :]
+    lse = _by_group(out.lse, p)[..., 0, :rows]
+    saved = None
+    if spec.numerics.delta != "dp_p":
+        saved = o if out.saved is None else _by_group(out.saved, p)[..., :rows, :]
+    return (o, lse), steps.Residuals(inputs, saved, lse)
+
+
+def _backward(
+    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Extras]:
+    inputs, (do, dlse) = res.inputs, cotangents
+    sizes, scalars = _sizes_of(inputs, spec), Scalars.of(inputs.extras, spec)
+    by_query, by_key = (
+        _problem(inputs, spec, tile) for tile in (sizes.query_gradients, sizes.key_gradients)
+    )
+    # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
+    lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
+
+    def operands(p: Problem, delta: Array | None) -> Operands:
+        q, k, v = _padded_inputs(inputs, p)
+        delta = None if delta is None else _statistics(delta, p, 0.0)
+        return Operands(q, k, v, _padded_rows(do, p), _statistics(lse, p, jnp.inf), delta)
+
+    if res.o_saved is None:
+        delta = _by_group(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)
+        delta = delta[..., 0, : do.shape[-2]]
+    else:
+        delta = steps.delta_from_output(do, res.o_saved, spec.numerics, inputs.q.dtype)[..., 0]
+    # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+    delta = delta - dlse
+    dq = query_gradients(operands(by_query, delta), scalars, by_query)
+    dk, dv = key_gradients(operands(by_key, delta), scalars, by_key)
+    dq = _by_group(dq, by_query)[..., : do.shape[-2], :]
+    keys = inputs.k.shape[-2]
+    return dq, dk[..., :keys, :], dv[..., :keys, :], Extras()
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _problem(inputs: steps.Grouped, spec: Spec, tile: Tile) -> Problem:
+    batch, kv_heads, group, rows, head_size = inputs.q.shape
+    keys = inputs.k.shape[-2]
+    return Problem(
+        spec=spec,
+        batch=batch,
+        rows=rows,
+        keys=keys,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        dtype=inputs.q.dtype,
+        tile=tile,
+        interpret=_sizes_of(inputs, spec).interpret,
+        has_query_lengths=inputs.extras.query_lengths is not None,
+        has_key_lengths=inputs.extras.key_lengths is not None,
+    )
+
+
+def _sizes_of(inputs: steps.Grouped, spec: Spec) -> BlockSizes:
+    (*_, rows, head_size), keys = inputs.q.shape, inputs.k.shape[-2]
+    given = spec.block_sizes
+    assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
+    kv_block, itemsize = spec.numerics.kv_block, inputs.q.dtype.itemsize
+    return block_sizes_of(given, kv_block, rows, keys, head_size, itemsize)
+
+
+def _padded_inputs(inputs: steps.Grouped, p: Problem) -> tuple[Array, Array, Array]:
+    """q (times the scale where that is exact), k, v as the kernels take them."""
+    q = inputs.q * jnp.asarray(p.spec.scale, inputs.q.dtype) if p.scales_queries else inputs.q
+    return _padded_rows(q, p), _pad(inputs.k, p.padded_keys), _pad(inputs.v, p.padded_keys)
+
+
+def _padded_rows(x: Array, p: Problem) -> Array:
+    """[B, K, G, T, H] as [B, N, T, H], T in whole tiles."""
+    return _pad(x.reshape(p.batch, p.heads, *x.shape[3:]), p.padded_rows)
+
+
+def _pad(x: Array, size: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)))
+
+
+def _statistics(x: Array, p: Problem, fill: float) -> Array:
+    """[B, K, G, T] as [B, N, 1, T], T in whole tiles."""
+    x = x.reshape(p.batch, p.heads, 1, p.rows)
+    padding = ((0, 0), (0, 0), (0, 0), (0, p.padded_rows - p.rows))
+    return jnp.pad(x, padding, constant_values=fill)
+
+
+def _by_group(x: Array, p: Problem) -> Array:
+    """[B, N, ...] as [B, K, G, ...]."""
+    return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:])

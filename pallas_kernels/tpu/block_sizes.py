@@ -1,0 +1,149 @@
+"""Tile sizes of the TPU kernels and what they need of VMEM: speed only, never what is rounded."""
+
+import dataclasses
+
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+
+# What a kernel may take of VMEM, bytes: what the compiler grants by itself on v4 to v5p.
+VMEM_LIMIT = 16 * 2**20
+
+# Blocks of query rows and of keys that a kernel reads and writes, by its field in `BlockSizes`: q,
+# O and O for δ (maybe float32 where q is not); q, dO, k, v, dK and dV; q, dO, dQ, k and v.
+_WINDOWS = {"forward": (5, 2), "key_gradients": (2, 4), "query_gradients": (3, 2)}
+
+# Arrays [query, kv] of float32 that a schedule keeps at most; tests measure it.
+_SCORE_ARRAYS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One kernel's tile.
+
+    Attributes:
+      query: query rows of a tile, a multiple of 128.
+      kv: keys of a tile, likewise. In the forward kernel a tile is one online-softmax step;
+        where `Numerics.kv_block` sets the size of a step, a tile holds as many whole ones as fit.
+
+    Raises:
+      ValueError: a size that the lanes of a register do not divide.
+    """
+
+    query: int
+    kv: int
+
+    def __post_init__(self) -> None:
+        for name in ("query", "kv"):
+            size = getattr(self, name)
+            if size < LANES or size % LANES:
+                raise ValueError(f"tile size {name} must be a multiple of {LANES}, got {size}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """The tiles of the three TPU kernels.
+
+    Attributes:
+      forward: O and lse.
+      key_gradients: dK and dV; a program owns `kv` keys and walks over the queries.
+      query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and walks over
+        the keys.
+      interpret: parameters of Pallas' TPU interpreter, to run the kernels in it on any platform
+        (for tests); None to compile them.
+    """
+
+    forward: Tile
+    key_gradients: Tile
+    query_gradients: Tile
+    interpret: pltpu.InterpretParams | None = None
+
+
+def block_sizes_of(
+    given: BlockSizes | None,
+    kv_block: int | None,
+    rows: int,
+    keys: int,
+    head_size: int,
+    itemsize: int,
+) -> BlockSizes:
+    """The tiles of a call: those given or the default, cut to its size, with whole softmax steps.
+
+    Args:
+      given: the caller's choice.
+      kv_block: keys per online-softmax step, None for one step per tile.
+      rows, keys: T and S.
+      head_size: H.
+      itemsize: bytes of an element of q, k, v.
+    """
+    sizes = given or _default_block_sizes(head_size)
+    forward, by_key, by_query = (
+        Tile(query=min(tile.query, _multiple(rows, LANES)), kv=min(tile.kv, _multiple(keys, LANES)))
+        for tile in (sizes.forward, sizes.key_gradients, sizes.query_gradients)
+    )
+    if kv_block is not None:
+        step = min(kv_block, _multiple(keys, LANES))
+        steps = min(max(forward.kv // step, 1), -(-keys // step))
+        forward = dataclasses.replace(forward, kv=steps * step)
+        if given is None:
+            forward = _fitting("forward", forward, head_size, itemsize) or forward
+    return BlockSizes(
+        forward=forward,
+        key_gradients=by_key,
+        query_gradients=by_query,
+        interpret=sizes.interpret,
+    )
+
+
+def _default_block_sizes(head_size: int) -> BlockSizes:
+    """Tiles of low cost in the compiler's schedules for v5e and v6e (`pallas_kernels.tpu.cost`)."""
+    tile = Tile(query=512 if head_size <= 128 else 256, kv=512)
+    return BlockSizes(forward=tile, key_gradients=tile, query_gradients=tile)
+
+
+def _multiple(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def too_large(sizes: BlockSizes, head_size: int, itemsize: int) -> str | None:
+    """Which tile does not fit VMEM, and one that does; None where all fit.
+
+    Args:
+      sizes: as `block_sizes_of` gives them.
+      head_size: H.
+      itemsize: bytes of an element of q, k, v.
+    """
+    for kernel in _WINDOWS:
+        tile = getattr(sizes, kernel)
+        need = vmem_bytes(kernel, tile, head_size, itemsize)
+        if need > VMEM_LIMIT:
+            other = _fitting(kernel, tile, head_size, itemsize)
+            advice = f"{other} fits" if other else "no tile with as many keys does"
+            return (
+                f"{kernel}={tile}, which needs up to {need >> 20} MiB of VMEM "
+                f"of {VMEM_LIMIT >> 20} ({advice})"
+            )
+    return None
+
+
+def _fitting(kernel: str, tile: Tile, head_size: int, itemsize: int) -> Tile | None:
+    """The largest tile of as many keys and at most as many rows that fits, or None."""
+    for query in range(tile.query, 0, -LANES):
+        smaller = dataclasses.replace(tile, query=query)
+        if vmem_bytes(kernel, smaller, head_size, itemsize) <= VMEM_LIMIT:
+            return smaller
+    return None
+
+
+def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
+    """What a kernel with this tile needs at most, whatever the numerics.
+
+    The blocks of rows and keys, each twice because the next is fetched meanwhile; the running sums
+    and row statistics; and what spills of the scores and of what is formed from them.
+    """
+    columns = _multiple(head_size, LANES)
+    rows, keys = _WINDOWS[kernel]
+    windows = 2 * itemsize * (rows * tile.query + keys * tile.kv) * columns
+    owned = tile.kv if kernel == "key_gradients" else tile.query
+    sums = 2 * owned * columns + 2 * tile.query * LANES
+    return windows + 4 * (sums + _SCORE_ARRAYS * tile.query * tile.kv)

@@ -1,0 +1,220 @@
+"""One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED
+from lowprec_attn.request import Spec
+from lowprec_attn.steps import Place
+from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Tile
+from pallas_kernels.tpu.rounding import Rounder
+from pallas_kernels.tpu.scalars import Scalars
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes and tiles of one kernel. Arrays come padded to whole tiles.
+
+    Attributes:
+      spec: the call's static part.
+      batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H, without padding.
+      dtype: of q, k, v.
+      tile: query rows and keys of a tile.
+      interpret: parameters of the interpreter, None to compile.
+      has_query_lengths, has_key_lengths: whether the call has them.
+    """
+
+    spec: Spec
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: np.dtype
+    tile: Tile
+    interpret: pltpu.InterpretParams | None
+    has_query_lengths: bool
+    has_key_lengths: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_tiles(self) -> int:
+        """Number of query tiles."""
+        return -(-self.rows // self.tile.query)
+
+    @property
+    def kv_tiles(self) -> int:
+        """Number of key tiles."""
+        return -(-self.keys // self.tile.kv)
+
+    @property
+    def padded_rows(self) -> int:
+        """T in whole tiles."""
+        return self.q_tiles * self.tile.query
+
+    @property
+    def padded_keys(self) -> int:
+        """S in whole tiles."""
+        return self.kv_tiles * self.tile.kv
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether the kernels are given q · scale instead of q: exact for a power of two.
+
+        Then S needs no factor, nor does dS: rounding commutes with it, and dK = dSᵀ (q · scale).
+        """
+        return math.frexp(self.spec.scale)[0] == 0.5
+
+    def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
+        """Rounding in the program of one batch element and query head."""
+        return Rounder(scalars.stream(batch, head), self.interpret is not None)
+
+    def key_range(self, i: Array, size: int, batch: Array, scalars: Scalars) -> "Range":
+        """Of the blocks of `size` keys: those that query tile i sees in full, and at all."""
+        rows = self.tile.query
+        full, end = jnp.int32(self.keys // size), jnp.int32(-(-self.keys // size))
+        if self.spec.is_causal:
+            full = jnp.minimum(full, lax.div(i * rows + 1, size))
+            end = jnp.minimum(end, lax.div((i + 1) * rows + size - 1, size))
+        if scalars.key_lengths is not None:
+            length = scalars.key_lengths[batch]
+            full = jnp.minimum(full, lax.div(length, size))
+            end = jnp.minimum(end, lax.div(length + size - 1, size))
+        if scalars.query_lengths is not None:
+            end = jnp.where(i * rows < scalars.query_lengths[batch], end, 0)
+        return Range(jnp.int32(0), full, end)
+
+    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> "Range":
+        """Of the query tiles: the first that sees key tile j, and the end of those that do."""
+        rows, size = self.tile.query, self.tile.kv
+        begin, end = jnp.int32(0), jnp.int32(self.q_tiles)
+        if self.spec.is_causal:
+            begin = jnp.minimum(lax.div(j * size, rows), end)
+        if scalars.query_lengths is not None:
+            length = scalars.query_lengths[batch]
+            end = jnp.minimum(end, lax.div(length + rows - 1, rows))
+        if scalars.key_lengths is not None:
+            end = jnp.where(j * size < scalars.key_lengths[batch], end, 0)
+        return Range(begin, begin, end)
+
+    @property
+    def has_masked_tiles(self) -> bool:
+        """Whether some visited tile may not be seen in full."""
+        return self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
+
+    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
+        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs."""
+        limit: Any = self.keys
+        if scalars.key_lengths is not None:
+            limit = jnp.minimum(scalars.key_lengths[batch], limit)
+        seen = place.cols < limit
+        if self.spec.is_causal:
+            seen = seen & (place.cols <= place.rows)
+        return seen
+
+
+class Range(NamedTuple):
+    """Blocks begin ... end − 1 are visited, those before `full` without a mask."""
+
+    begin: Array
+    full: Array
+    end: Array
+
+    def clamp(self, index: Array) -> Array:
+        """The nearest visited block: what lies outside is then not fetched."""
+        return jnp.clip(index, self.begin, jnp.maximum(self.end - 1, self.begin))
+
+
+def indices(start: Array | int, size: int, axis: int) -> Array:
+    """The indices start ... start + size − 1, [size, 1] (axis 0) or [1, size]."""
+    shape = (size, 1) if axis == 0 else (1, size)
+    return lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
+
+
+def column(index: int) -> Array:
+    """A column index [1, 1] that tells the random bits of row statistics apart."""
+    return jnp.full((1, 1), index, jnp.int32)
+
+
+def mask_scores(s: Array, seen: Array) -> Array:
+    """Scores with MASKED where `seen` is False."""
+    return jnp.where(seen, s, jnp.float32(MASKED))
+
+
+def lanes(x: Array, size: int) -> Array:
+    """A row statistic [rows, 128], equal in all lanes, with `size` columns instead."""
+    if size > LANES:
+        x = jnp.tile(x, (1, -(-size // LANES)))
+    return x[:, :size]
+
+
+def to_columns(row: Array) -> Array:
+    """Statistics [1, rows] as [rows, 128], equal in all lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def to_row(columns: Array) -> Array:
+    """Statistics [rows, 128] as [1, rows]."""
+    return columns.T[:1]
+
+
+class Grid(NamedTuple):
+    """How a kernel is laid out.
+
+    Attributes:
+      sizes: programs per axis.
+      parallel: how many leading axes are independent; the others run in order and share scratch.
+      in_specs, out_specs: block specifications.
+      scratch: shapes of float32 scratch.
+    """
+
+    sizes: tuple[int, ...]
+    parallel: int
+    in_specs: Any
+    out_specs: Any
+    scratch: tuple[tuple[int, ...], ...]
+
+
+def call(body: Callable[..., None], problem: Problem, grid: Grid, out: Any) -> Callable[..., Any]:
+    """`pl.pallas_call` of (scalars, inputs).
+
+    Args:
+      body: the kernel, of references to scalars, inputs, outputs and scratch, and of `problem`;
+        names it.
+      problem: whether to interpret.
+      grid: the layout.
+      out: shapes and dtypes of the outputs.
+    """
+    sequential = len(grid.sizes) - grid.parallel
+    return pl.pallas_call(
+        partial(body, problem=problem),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid.sizes,
+            in_specs=grid.in_specs,
+            out_specs=grid.out_specs,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in grid.scratch],
+        ),
+        out_shape=out,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=(pltpu.PARALLEL,) * grid.parallel + (pltpu.ARBITRARY,) * sequential,
+            vmem_limit_bytes=VMEM_LIMIT,
+        ),
+        interpret=problem.interpret or False,
+        name=f"attention{body.__name__}",
+    )
