@@ -208,11 +208,11 @@ class DynamicMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         repeated = is_repeated(below, self.tolerance / unit)
-        shift = jnp.maximum(jnp.float32(self.beta - 1.0) * r_m, -r_m)
-        shift = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shift)
-        shift = jnp.minimum(shift, jnp.float32(self.max_shift / unit))
-        # A fully masked step is all ties, but MASKED + shift == MASKED in float32.
-        return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
+        shifted = jnp.maximum(jnp.float32(self.beta) * r_m, jnp.float32(0))
+        shifted = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shifted)
+        shifted = jnp.minimum(shifted, r_m + jnp.float32(self.max_shift / unit))
+        # A fully masked step is all ties, but MASKED + max_shift == MASKED in float32.
+        return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))
 
 
 def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:

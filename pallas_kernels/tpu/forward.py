@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format
+from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax, get_format
 from lowprec_attn.steps import Place, SoftmaxState
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
@@ -177,8 +177,7 @@ def _softmax_step(state: SoftmaxState, s: Array, v: Array, step: _Step) -> Softm
     m_place, l_place = (Place(place.rows, column(which), place.step) for which in (0, 1))
     out = Place(place.rows, indices(0, p.head_size, 1), place.step)
 
-    candidates = s if isinstance(rule, StandardMax) else _two_largest(s)
-    m = round_point(rule(candidates, state.m), "stats", n.stats, m_place)
+    m = round_point(_running_max(rule, s, state.m), "stats", n.stats, m_place)
     subtracted = m
     if masked:
         # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
@@ -208,20 +207,32 @@ def _softmax_step(state: SoftmaxState, s: Array, v: Array, step: _Step) -> Softm
     return SoftmaxState(m, l, acc, aux)
 
 
-def _two_largest(s: Array) -> Array:
-    """The two largest of the columns that share a lane, [rows, at most 256].
+def _running_max(rule: RowMax, s: Array, m_prev: Array) -> Array:
+    """`rule(s, m_prev)`, in fewer instructions where the rule asks for repeated maxima."""
+    if isinstance(rule, StandardMax):
+        return rule(s, m_prev)
+    largest, second = _two_largest_by_lane(s)
+    r_m = jnp.max(largest, axis=-1, keepdims=True)
+    lane = lax.broadcasted_iota(jnp.int32, largest.shape, 1)
+    others = jnp.where(lane == jnp.argmax(largest, axis=-1, keepdims=True), second, largest)
+    runner_up = jnp.max(others, axis=-1, keepdims=True)
 
-    They hold the maximum of a row and, if a second entry lies near it, that one or another as near:
-    all that a rule asks of the scores, at a third of its work.
-    """
+    def is_repeated(below: Array, tolerance: float) -> Array:
+        if tolerance == 0:
+            return runner_up == r_m
+        return ~(below < -jnp.float32(tolerance))  # NaN, of an infinite r_m, counts as near
+
+    return rule.running_max(r_m, runner_up - r_m, m_prev, is_repeated=is_repeated)
+
+
+def _two_largest_by_lane(s: Array) -> tuple[Array, Array]:
+    """The largest and the second of the columns that share a lane, [rows, 128] each."""
     largest, *rest = (s[:, start : start + LANES] for start in range(0, s.shape[1], LANES))
-    if len(rest) < 2:
-        return s
     second = jnp.full_like(largest, -jnp.inf)
     for x in rest:
         second = jnp.maximum(second, jnp.minimum(largest, x))
         largest = jnp.maximum(largest, x)
-    return jnp.concatenate([largest, second], axis=1)
+    return largest, second
 
 
 def _sums_by_lane(problem: Problem) -> bool:
