@@ -23,6 +23,11 @@ def unsupported(request: Request) -> str | None:
     return None
 
 
+def keys_per_step(request: Request) -> int:
+    """All keys: there is one step."""
+    return request.kv_shape[1]
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

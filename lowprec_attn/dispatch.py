@@ -88,6 +88,17 @@ def resolve(request: Request, implementation: str | None = None) -> str:
     return implementation
 
 
+def keys_per_step(request: Request, implementation: str | None = None) -> int:
+    """Keys of one online-softmax step of what serves the request on its platform.
+
+    Without `kv_block` every implementation has a step of its own, and the step is arithmetic.
+
+    Raises:
+      ValueError, NotImplementedError: as `resolve`.
+    """
+    return IMPLEMENTATIONS[resolve(request, implementation)].keys_per_step(request)
+
+
 @functools.cache
 def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
     """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`."""

@@ -1,7 +1,8 @@
 """What every implementation of attention receives, and how it declines.
 
 An implementation is a function `attention(q, k, v, extras, spec) -> (out, lse)` with its own
-`custom_vjp`, and a function `unsupported(request) -> str | None` that names what it cannot serve.
+`custom_vjp`; a function `unsupported(request) -> str | None` that names what it cannot serve; and
+`keys_per_step(request) -> int`, which tells how many keys a step of its softmax has.
 """
 
 import dataclasses

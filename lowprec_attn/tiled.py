@@ -52,6 +52,11 @@ def unsupported(request: Request) -> str | None:
     return None
 
 
+def keys_per_step(request: Request) -> int:
+    """Keys of one online-softmax step."""
+    return request.spec.numerics.kv_block or DEFAULT_KV_BLOCK
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

@@ -127,7 +127,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
-    monkeypatch.setattr(comparison, "SCORES_PER_CHUNK", 2**12)  # chunks of 9 to 17 of 40 rows
+    monkeypatch.setattr(comparison, "SCORES_PER_CHUNK_ON_CPU", 2**12)  # 9 to 17 of 40 rows
     num, is_causal, keys = CASES[case]
     q, k, v, _ = make_arrays(keys=keys)
     spec = make_spec(num, is_causal=is_causal)

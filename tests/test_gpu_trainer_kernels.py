@@ -150,6 +150,31 @@ def test_norm_is_that_of_float64(adds, rows, width, dtype, function):
         assert d_y is None
 
 
+@pytest.mark.parametrize("function", [kernels_with_gradients, plain_with_gradients])
+def test_a_residual_that_nothing_else_reads_has_no_gradient(function):
+    residual, y, scale, d_residual, d_x = norm_inputs(70, 33, "bfloat16")
+
+    def alone(residual, y, scale):
+        return norm.add_norm(residual, y, scale, y.dtype)[1]
+
+    expected = function(residual, y, scale, jnp.zeros_like(d_residual), d_x)[1]
+    if function is kernels_with_gradients:
+        found = function(residual, y, scale, None, d_x)[1]
+    else:
+        found = jax.vjp(alone, residual, y, scale)[1](d_x)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_norm_that_nothing_reads_hands_the_gradient_of_the_residual_on():
+    residual, y, scale, d_residual, _ = norm_inputs(4, 8, "float32")
+    _, pullback = jax.vjp(lambda *args: norm.add_norm(*args, "float32")[0], residual, y, scale)
+    for found, expected in zip(
+        pullback(d_residual), (d_residual, d_residual, jnp.zeros_like(scale)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_the_residual_is_not_rounded_before_it_is_normalised():
     """A stream around 1000 has 4 between neighbouring bfloat16 numbers, and variance 1."""
     residual = 1000 + jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)

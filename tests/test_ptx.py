@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from tiny import tiny_settings
 
-from lowprec_attn import numerics
+from lowprec_attn import attention, numerics
+from lowprec_attn.gpt2 import loss
+from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, Spec
 from pallas_kernels.gpu import attention as gpu
@@ -86,6 +90,19 @@ ROUNDED_IN = {
 }
 
 
+def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
+    """The function for one GPU, with arguments of these shapes."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="one", target_config=str(target), topology="1x1x1"
+    )
+    there = SingleDeviceSharding(topology.devices[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
+    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+
+
 @functools.cache
 def ptx(
     chosen: Numerics,
@@ -95,12 +112,7 @@ def ptx(
     target: Target = H200,
 ) -> dict[str, str]:
     """The PTX of each kernel of a causal forward and backward pass."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="one", target_config=str(target), topology="1x1x1"
-    )
-    x = jax.ShapeDtypeStruct(
-        (1, 256, 2, head_size), jnp.dtype(dtype), sharding=SingleDeviceSharding(topology.devices[0])
-    )
+    x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.dtype(dtype))
     spec = Spec(numerics=chosen, row_max=rule, scale=0.1, is_causal=True)
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -110,12 +122,9 @@ def ptx(
         (out, lse), pullback = jax.vjp(attend, q, k, v)
         return out, pullback((jnp.ones_like(out), lse))
 
-    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.sharding.use_abstract_mesh(mesh):
-            lowered = jax.jit(step).trace(x, x, x).lower(lowering_platforms=("cuda",))
-        lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
+        lowered(step, x, x, x, target=target).compile(compiler_options=options)
         texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
     result = {}
     for text in texts:
@@ -245,3 +254,28 @@ def assembled(text: str) -> str:
             capture_output=True,
             text=True,
         ).stderr
+
+
+def test_a_training_step_has_no_loops_and_adds_products_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop splits the CUDA graph of a step; a sum of products apart from them is one more pass.
+
+    In place are the three chunks of the loss after the first, in the gradient of the embedding, and
+    the gradients of a norm by two of three projections.
+    """
+    settings = tiny_settings(
+        model__layers=1, model__width=128, model__context=128, model__vocab_size=512
+    )
+    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", 256 * 512)
+    steps = make_steps(settings, attention.dot_product_attention)
+    ids = jax.ShapeDtypeStruct((1, 8, 128), jnp.int32)
+    step = lowered(steps.train, jax.eval_shape(steps.init), ids, ids, target=H200)
+    options = {
+        "xla_gpu_deterministic_ops": True,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_autotune_level": 0,
+    }
+    text = step.compile(compiler_options=options).as_text()
+    assert not re.search(r" while\(", text)
+    assert len(re.findall(r'"beta":1[,.}]', text)) == 3 + 2

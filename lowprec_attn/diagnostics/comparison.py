@@ -25,8 +25,10 @@ from lowprec_attn.grid import Grid
 from lowprec_attn.numerics import EXACT, StandardMax, get_format
 from lowprec_attn.request import Extras, Spec
 
-# Scores held at a time, over batch and heads: 4 MiB per float32 temporary.
-SCORES_PER_CHUNK = 2**20
+# Scores held at a time, over batch and heads: 16 MiB per float32 temporary. A CPU is the faster for
+# temporaries that stay in its caches.
+SCORES_PER_CHUNK = 2**22
+SCORES_PER_CHUNK_ON_CPU = 2**20
 
 _EXACT = EXACT.replace(output="float32")
 
@@ -146,11 +148,13 @@ class _Chunk:
             s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
             v_block = grid.key_rows(self.tiles.v, j)
             new = steps.softmax_step(state, s_block, v_block, spec, extras, place)
-            visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            visited = steps.visited(extras, place, causal=spec.is_causal)
             return steps.keep_unvisited(new, state, visited)
 
         start = steps.initial_state(self.q, self.tiles.v, spec)
-        return lax.fori_loop(0, grid.kv_end(self.i), step, start)
+        # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
+        # of a loop whose length is not known when it is compiled.
+        return lax.fori_loop(0, grid.kv_blocks, step, start)
 
     def exact(self, s: Array, spec: Spec) -> steps.SoftmaxState:
         """Float32 softmax of s in one step over all keys."""
@@ -222,11 +226,13 @@ def _grid(q: Array, k: Array, spec: Spec) -> Grid:
                 f"{spec.numerics.kv_block}; leave it out"
             )
         block_kv = keys
-    chunk_rows = SCORES_PER_CHUNK // (batch * heads * keys)
+    on_cpu = jax.default_backend() == "cpu"
+    scores = SCORES_PER_CHUNK_ON_CPU if on_cpu else SCORES_PER_CHUNK
+    chunks = -(-length // max(scores // (batch * heads * keys), 8))
     return Grid(
         rows=length,
         keys=keys,
-        block_q=min(max(chunk_rows, 8), length),
+        block_q=-(-length // chunks),
         block_kv=min(block_kv, keys),
         is_causal=spec.is_causal,
     )

@@ -54,9 +54,9 @@ def attention_signals(
       repeated for the query heads of its group.
 
     Cost: about 10·B·N·T·S·H FLOP in matrix products (14 with x; 6 without dO), no causal
-    skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores. For
-    B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and 72 MiB on 2 CPU cores
-    (`python -m lowprec_attn.diagnostics.cost`).
+    skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores (2^22 on an
+    accelerator). For B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and
+    68 MiB on 2 CPU cores (`python -m lowprec_attn.diagnostics.cost`).
 
     `_*` stands for _mean, _rms, _max and _coherence of `errors.signed_error` over the B·T rows.
 

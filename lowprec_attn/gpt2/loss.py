@@ -11,8 +11,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 from pallas_kernels.gpu.device import kernel_or
 
-# Logits are formed in chunks of rows of about this many numbers: 1 GiB in float32.
-_LOGITS_PER_CHUNK = 2**28
+# Logits are formed in chunks of rows of about this many numbers: 2 GiB in float32, and 1 GiB more
+# for their gradient in 16 bits.
+_LOGITS_PER_CHUNK = 2**29
+# Chunks without a loop around them: a GPU then has no gaps between their kernels.
+_UNROLLED = 8
 
 
 @jax.custom_vjp
@@ -41,17 +44,20 @@ def _forward(hidden: Array, embedding: Array, targets: Array) -> tuple[Array, tu
     table = embedding.astype(hidden.dtype)
     of_rows = kernel_or(*(partial(f, dtype=table.dtype) for f in (cross_entropy_rows, _plain_rows)))
 
-    def chunk_loss(sums: tuple[Array, Array], chunk: _Chunk) -> tuple[tuple[Array, Array], Array]:
-        total, d_table = sums
-        losses, d_logits = of_rows(_logits(chunk, table), chunk.targets)
-        d_table += jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32)
-        d_hidden = jnp.einsum("nv,vd->nd", d_logits, table, **_IN_FLOAT32)
-        return (total + jnp.sum(losses), d_table), d_hidden.astype(table.dtype)
+    def chunk_loss(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, Array]:
+        losses, d_logits = of_rows(_logits(chunk, sums.table), chunk.targets)
+        d_hidden = jnp.einsum("nv,vd->nd", d_logits, sums.table, **_IN_FLOAT32)
+        # The product first: XLA's GPU compiler then lets every one of them add to the sum in place.
+        d_table = jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32) + sums.d_table
+        sums = _Sums(sums.loss + jnp.sum(losses), d_table, sums.table)
+        # Chunk by chunk: XLA would put off products with d_logits, and so keep that of many chunks.
+        return lax.optimization_barrier(sums), d_hidden.astype(table.dtype)
 
-    zeros = (jnp.float32(0), jnp.zeros(table.shape, jnp.float32))
+    sums = _Sums(jnp.float32(0), jnp.zeros(table.shape, jnp.float32), table)
     chunks = _chunks(hidden, targets, table)
-    (total, d_table), d_hidden = lax.scan(chunk_loss, zeros, chunks)
-    return total / jnp.float32(targets.size), (d_hidden.reshape(hidden.shape), d_table)
+    sums, d_hidden = lax.scan(chunk_loss, sums, chunks, unroll=_UNROLLED)
+    mean = sums.loss / jnp.float32(targets.size)
+    return mean, (d_hidden.reshape(hidden.shape), sums.d_table)
 
 
 def _backward(residuals: tuple[Array, Array], d_loss: Array) -> tuple[Array, Array, None]:
@@ -64,6 +70,14 @@ def _backward(residuals: tuple[Array, Array], d_loss: Array) -> tuple[Array, Arr
 cross_entropy.defvjp(_forward, _backward)
 
 _IN_FLOAT32 = {"preferred_element_type": jnp.float32, "precision": lax.Precision.HIGHEST}
+
+
+class _Sums(NamedTuple):
+    """Over the chunks so far: the loss and the gradient of the table [V, d], float32; the table."""
+
+    loss: Array
+    d_table: Array
+    table: Array
 
 
 class _Chunk(NamedTuple):

@@ -64,6 +64,24 @@ def init_std(settings: ModelSettings) -> float:
     ]
 
 
+@jax.custom_vjp
+def _three_times(x: Array) -> tuple[Array, Array, Array]:
+    """x for three products, whose gradients are added in an order of our choice."""
+    return x, x, x
+
+
+def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[Array]:
+    """XLA's GPU compiler lets the product that is the left operand of a sum add to the right one.
+
+    By itself JAX puts the sum of the last two on the left, which costs a pass of its own.
+    """
+    first, second, third = gradients
+    return (first + (second + third),)
+
+
+_three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
+
+
 class CausalSelfAttention(nnx.Module):
     """Multi-head causal attention with the arithmetic given per head."""
 
@@ -89,9 +107,9 @@ class CausalSelfAttention(nnx.Module):
         b, t, d = x.shape
         head_size = d // self.num_heads
         with jax.named_scope("projections"):
+            projections = zip((self.query, self.key, self.value), _three_times(x), strict=True)
             q, k, v = (
-                project(x).reshape(b, t, self.num_heads, head_size)
-                for project in (self.query, self.key, self.value)
+                project(x).reshape(b, t, self.num_heads, head_size) for project, x in projections
             )
         scale = head_size**-0.5
         if self.scale_placement == "qk":

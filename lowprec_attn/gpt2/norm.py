@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.gpu import layer_norm
@@ -77,24 +78,29 @@ def _add_norm(residual: Array, y: Array | None, scale: Array, dtype: Any) -> tup
     return kernel_or(kernel, plain)(residual, y, scale)
 
 
-def _forward(
-    residual: Array, y: Array | None, scale: Array, dtype: Any
-) -> tuple[tuple[Array, Array], _Saved]:
-    residual, x = _add_norm(residual, y, scale, dtype)
-    return (residual, x), _Saved(residual, scale, None if y is None else ())
+def _forward(residual: Any, y: Any, scale: Any, dtype: Any) -> tuple[tuple[Array, Array], _Saved]:
+    """Of `CustomVJPPrimal`s, as symbolic zeros want it."""
+    y = None if y is None else y.value
+    residual, x = _add_norm(residual.value, y, scale.value, dtype)
+    return (residual, x), _Saved(residual, scale.value, None if y is None else ())
 
 
 def _backward(
-    dtype: Any, saved: _Saved, cotangents: tuple[Array, Array]
+    dtype: Any, saved: _Saved, cotangents: tuple[Any, Any]
 ) -> tuple[Array, Array | None, Array]:
+    d_residual, d_x = cotangents
+    if isinstance(d_residual, SymbolicZero):  # the last norm's: nothing else reads the stream
+        d_residual = None
+    if isinstance(d_x, SymbolicZero):
+        d_x = jnp.zeros(d_x.shape, d_x.dtype)
     adds = saved.added is not None
     kernel, plain = (
         partial(f, adds=adds) for f in (layer_norm.add_norm_gradients, _plain_gradients)
     )
-    return kernel_or(kernel, plain)(saved.residual, saved.scale, *cotangents)
+    return kernel_or(kernel, plain)(saved.residual, saved.scale, d_residual, d_x)
 
 
-_add_norm.defvjp(_forward, _backward)
+_add_norm.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _plain(residual: Array, y: Array | None, scale: Array, *, dtype: Any) -> tuple[Array, Array]:
@@ -106,11 +112,13 @@ def _plain(residual: Array, y: Array | None, scale: Array, *, dtype: Any) -> tup
 
 
 def _plain_gradients(
-    residual: Array, scale: Array, d_residual: Array, d_x: Array, *, adds: bool
+    residual: Array, scale: Array, d_residual: Array | None, d_x: Array, *, adds: bool
 ) -> tuple[Array, Array | None, Array]:
     """`layer_norm.add_norm_gradients` in plain JAX."""
     width = residual.shape[-1]
     x_hat, rho = layer_norm.normalize(residual, width)
     d_rounded, d_x = d_x.dtype, d_x.astype(jnp.float32)
-    total = d_residual + layer_norm.residual_gradient(x_hat, rho, d_x * scale[None], width)
+    total = layer_norm.residual_gradient(x_hat, rho, d_x * scale[None], width)
+    if d_residual is not None:
+        total = d_residual + total
     return total, (total.astype(d_rounded) if adds else None), jnp.sum(d_x * x_hat, axis=0)

@@ -38,6 +38,15 @@ def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
     return optax.chain(*parts)
 
 
+def can_overflow(settings: OptimizerSettings) -> bool:
+    """Whether a finite state and a gradient of finite norm can give an update that is not finite.
+
+    m̂ is a mean of gradients, which are below 2⁶⁴: their squares have a finite sum. So
+    |m̂| / (√v̂ + ε) stays below 2⁶⁴ / ε, within float32 unless ε is tiny or 0.
+    """
+    return settings.eps < 2**-60
+
+
 def _zero_over_zero_is_zero(adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """Adam with ε = 0: a parameter that never had a gradient gets no update instead of NaN."""
 

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.gpt2.settings import TrainSettings
+from lowprec_attn.dispatch import keys_per_step
+from lowprec_attn.gpt2.model import LayerRecord
+from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, TrainSettings
 from lowprec_attn.gpt2.step import Steps
+from lowprec_attn.numerics import Numerics
+from lowprec_attn.request import Extras, Request, Spec
 
 Signals = dict[str, dict[str, Array]]
 
@@ -45,7 +49,7 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
                 record.k,
                 record.v,
                 d_outputs[i].astype(record.o.dtype),
-                numerics=[head.numerics for head in heads],
+                numerics=[_as_computed(head, record, settings.attention) for head in heads],
                 row_max=[head.row_max for head in heads],
                 scale=scale,
                 is_causal=True,
@@ -59,3 +63,13 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
         return result
 
     return signals
+
+
+def _as_computed(
+    head: HeadArithmetic, record: LayerRecord, attention: AttentionSettings
+) -> Numerics:
+    """The head's numerics, in the softmax steps of the implementation that computes it."""
+    spec = Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True)
+    request = Request.of(record.q, record.k, Extras(), spec)
+    step = keys_per_step(request, attention.implementation)
+    return head.numerics.replace(kv_block=step)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from lowprec_attn.gpt2.loss import cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend
-from lowprec_attn.gpt2.optimizer import adamw, learning_rate
+from lowprec_attn.gpt2.optimizer import adamw, can_overflow, learning_rate
 from lowprec_attn.gpt2.settings import TrainSettings
 
 
@@ -119,7 +119,8 @@ def make_steps(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        finite &= jnp.isfinite(optax.tree.norm(updates))
+        if can_overflow(settings.optimizer):  # otherwise spared: it takes two passes over the state
+            finite &= jnp.isfinite(optax.tree.norm(updates))
         applied = finite & ~state.failed
         new = TrainState(params, opt_state, state.step + 1, state.failed)
         old = state._replace(failed=jnp.bool_(True))

@@ -75,6 +75,12 @@ def _unsupported_numerics(numerics: Numerics) -> str | None:
     return None
 
 
+def keys_per_step(request: Request) -> int:
+    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
+    return request.spec.numerics.kv_block or block_sizes(q, request.spec).forward.kv
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -150,7 +156,7 @@ def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Prob
     return Problem.of(q, k, extras, spec, tile, interpret=interpret)
 
 
-def block_sizes(q: Array, spec: Spec) -> BlockSizes:
+def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
     """The tiles of a call: those that it names, or those of the table."""
     if spec.block_sizes is None:
         return default_block_sizes(

@@ -102,7 +102,7 @@ def _forward(residual_ref: Any, scale_ref: Any, *refs: Any, width: int) -> None:
 def add_norm_gradients(
     residual: Float32[Array, "n d"],
     scale: Float32[Array, "d"],
-    d_residual: Float32[Array, "n d"],
+    d_residual: Float32[Array, "n d"] | None,
     d_x: Float[Array, "n d"],
     *,
     adds: bool,
@@ -113,7 +113,7 @@ def add_norm_gradients(
     Args:
       residual: the sum, as `add_norm` returned it.
       scale: as given to it.
-      d_residual, d_x: gradients of what it returned.
+      d_residual, d_x: gradients of what it returned; None for a residual that has none.
       adds: whether there was a y; its gradient is that of the residual in d_x's dtype.
       interpret: run in the interpreter.
     """
@@ -128,10 +128,11 @@ def add_norm_gradients(
         )
     )
     dtypes = (jnp.float32, d_x.dtype) if adds else (jnp.float32,)
+    given = () if d_residual is None else (d_residual,)
     *gradients, parts = _call(
-        partial(_backward, count=n, width=width),
+        partial(_backward, count=n, width=width, inputs=len(given)),
         grid=(programs,),
-        in_specs=(rows, whole, rows, rows),
+        in_specs=(rows, whole, rows, *(rows for _ in given)),
         out_specs=(*(rows for _ in dtypes), part),
         out_shape=(
             *(jax.ShapeDtypeStruct((n, width), dtype) for dtype in dtypes),
@@ -139,30 +140,32 @@ def add_norm_gradients(
         ),
         warps=padded // 512,
         interpret=interpret,
-    )(residual, scale[None], d_residual, d_x)
+    )(residual, scale[None], d_x, *given)
     return gradients[0], (gradients[1] if adds else None), jnp.sum(parts, axis=0)
 
 
 def _backward(
     residual_ref: Any,
     scale_ref: Any,
-    d_residual_ref: Any,
     d_x_ref: Any,
-    *out: Any,
+    *refs: Any,
     count: int,
     width: int,
+    inputs: int,
 ) -> None:
-    *gradient_refs, d_scale_ref = out
+    """`refs`: d_residual if `inputs` is 1, the gradients, and this program's part of d_scale."""
+    *rest, d_scale_ref = refs
+    d_residual_refs, gradient_refs = rest[:inputs], rest[inputs:]
     inside = _inside(scale_ref, width)
     scale = _load(scale_ref, inside)
 
     def add_row(i: Array, d_scale: Array) -> Array:
-        residual, d_residual, d_x = (
-            _load(ref.at[pl.ds(i, 1)], inside) for ref in (residual_ref, d_residual_ref, d_x_ref)
+        residual, d_x, *d_residual = (
+            _load(ref.at[pl.ds(i, 1)], inside) for ref in (residual_ref, d_x_ref, *d_residual_refs)
         )
         x_hat, rho = normalize(residual, width, inside)
         d_x = d_x.astype(jnp.float32)
-        total = d_residual + residual_gradient(x_hat, rho, d_x * scale, width)
+        total = sum(d_residual, residual_gradient(x_hat, rho, d_x * scale, width))
         for ref in gradient_refs:
             plt.store(ref.at[pl.ds(i, 1)], total.astype(ref.dtype), mask=inside)
         return d_scale + d_x * x_hat

@@ -14,7 +14,13 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn import steps
 from lowprec_attn.numerics import POINTS, Numerics
 from lowprec_attn.request import Extras, Request, Spec
-from pallas_kernels.tpu.backward import Operands, delta_from_probs, key_gradients, query_gradients
+from pallas_kernels.tpu.backward import (
+    Operands,
+    delta_from_probs,
+    key_gradients,
+    lse_unit,
+    query_gradients,
+)
 from pallas_kernels.tpu.block_sizes import LANES, BlockSizes, Tile, block_sizes_of, too_large
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.problem import Problem
@@ -42,10 +48,21 @@ def unsupported(request: Request) -> str | None:
         return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     if reason := _unsupported_numerics(request.spec.numerics):
         return reason
+    return too_large(_sizes_for(request), request.q_shape[-1], request.dtype.itemsize)
+
+
+def keys_per_step(request: Request) -> int:
+    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    tile = _sizes_for(request).forward
+    return min(request.spec.numerics.kv_block or tile.kv, tile.kv)
+
+
+def _sizes_for(request: Request) -> BlockSizes:
     (_, rows, _, head_size), keys = request.q_shape, request.kv_shape[1]
+    given = request.spec.block_sizes
+    assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
     kv_block, itemsize = request.spec.numerics.kv_block, request.dtype.itemsize
-    tiles = block_sizes_of(sizes, kv_block, rows, keys, head_size, itemsize)
-    return too_large(tiles, head_size, itemsize)
+    return block_sizes_of(given, kv_block, rows, keys, head_size, itemsize)
 
 
 def _unsupported_numerics(numerics: Numerics) -> str | None:
@@ -114,7 +131,8 @@ def _backward(
     def operands(p: Problem, delta: Array | None) -> Operands:
         q, k, v = _padded_inputs(inputs, p)
         delta = None if delta is None else _statistics(delta, p, 0.0)
-        return Operands(q, k, v, _padded_rows(do, p), _statistics(lse, p, jnp.inf), delta)
+        scores_lse = _statistics(lse / jnp.float32(lse_unit(p)), p, jnp.inf)
+        return Operands(q, k, v, _padded_rows(do, p), scores_lse, delta)
 
     if res.o_saved is None:
         delta = _by_group(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)

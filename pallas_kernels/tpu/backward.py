@@ -22,6 +22,7 @@ from pallas_kernels.tpu.problem import (
     Problem,
     Range,
     call,
+    exponential,
     indices,
     lanes,
     mask_scores,
@@ -33,7 +34,10 @@ from pallas_kernels.tpu.scalars import Scalars
 
 
 class Operands(NamedTuple):
-    """q, dO [B, N, T, H], k, v [B, K, S, H], lse and δ [B, N, 1, T]; or references to tiles."""
+    """q, dO [B, N, T, H], k, v [B, K, S, H], lse and δ [B, N, 1, T]; or references to tiles.
+
+    lse counts in `lse_unit`, as the scores do that it is subtracted from.
+    """
 
     q: Any
     k: Any
@@ -59,6 +63,11 @@ class Side(NamedTuple):
     for_dp: Array
 
 
+def lse_unit(problem: Problem) -> float:
+    """What lse counts in: lse = lse_unit · `Operands.lse`."""
+    return problem.score_unit("scores")
+
+
 def _probs_and_dp(
     program: Program, left: Side, right: Side, lse: Array, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
@@ -67,12 +76,13 @@ def _probs_and_dp(
     n = p.spec.numerics
     a, b = left.for_scores, right.for_scores
     s = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
-    if not p.scales_queries:
+    unit = lse_unit(p)
+    if not p.scales_queries and unit == 1:
         s = s * jnp.float32(p.spec.scale)
     s = round_point(s, "scores", n.scores, place)
     if masked:
         s = mask_scores(s, p.visible(place, program.batch, program.scalars))
-    probs = jnp.exp(s - lse)
+    probs = exponential(s - lse, unit)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
     return probs, round_point(dp, "dp", n.dp, place)

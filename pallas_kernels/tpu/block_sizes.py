@@ -76,7 +76,7 @@ def block_sizes_of(
       head_size: H.
       itemsize: bytes of an element of q, k, v.
     """
-    sizes = given or _default_block_sizes(head_size)
+    sizes = given or _default_block_sizes(head_size, keys)
     forward, by_key, by_query = (
         Tile(query=min(tile.query, _multiple(rows, LANES)), kv=min(tile.kv, _multiple(keys, LANES)))
         for tile in (sizes.forward, sizes.key_gradients, sizes.query_gradients)
@@ -95,9 +95,15 @@ def block_sizes_of(
     )
 
 
-def _default_block_sizes(head_size: int) -> BlockSizes:
-    """Tiles of low cost in the compiler's schedules for v5e and v6e (`pallas_kernels.tpu.cost`)."""
-    tile = Tile(query=512 if head_size <= 128 else 256, kv=512)
+def _default_block_sizes(head_size: int, keys: int) -> BlockSizes:
+    """Tiles of low cost in the compiler's schedules for v5e and v6e (`pallas_kernels.tpu.cost`).
+
+    Longer steps have less overhead; over few keys more of theirs lie above the diagonal.
+    """
+    if head_size > 128:
+        tile = Tile(query=256, kv=512)
+    else:
+        tile = Tile(query=512, kv=1024 if keys >= 8192 else 512)
     return BlockSizes(forward=tile, key_gradients=tile, query_gradients=tile)
 
 

@@ -25,6 +25,7 @@ from pallas_kernels.tpu.problem import (
     Problem,
     call,
     column,
+    exponential,
     indices,
     lanes,
     mask_scores,
@@ -114,18 +115,21 @@ def _forward(
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
 
-    size = step_size(p)
+    unit, size = _score_unit(p), step_size(p)
     per_tile = p.tile.kv // size
     visited = p.key_range(i, size, batch, scalars)
-    rows = indices(i * p.tile.query, p.tile.query, 0)
+
+    def rows() -> Array:
+        """Of the tile; formed within each branch, where most have no use for them."""
+        return indices(i * p.tile.query, p.tile.query, 0)
 
     def take_step(within: int, *, masked: bool) -> None:
         step = j * per_tile + within
         keys = pl.ds(within * size, size)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        place = Place(rows, indices(step * size, size, 1), step * size)
+        place = Place(rows(), indices(step * size, size, 1), step * size)
         s = round_point.dot(q_ref[...], k, format_of(q_ref), format_of(k), COLUMNS)
-        if not p.scales_queries:
+        if not p.scales_queries and unit == 1:
             s = s * jnp.float32(p.spec.scale)
         s = round_point(s, "scores", p.spec.numerics.scores, place)
         if masked:
@@ -134,7 +138,7 @@ def _forward(
         new = _softmax_step(old, s, v, _Step(p, round_point, place, masked))
         if masked and not _masked_step_changes_nothing(p):
             # A step that lies wholly beyond what a row may see by position does not exist for it.
-            first = Place(rows, indices(step * size, 1, 1))
+            first = Place(rows(), indices(step * size, 1, 1))
             seen = p.visible(first, batch, scalars)
             new = jax.tree.map(functools.partial(jnp.where, seen), new, old)
         for ref, x in zip(state_ref, new, strict=True):
@@ -152,7 +156,7 @@ def _forward(
     def finish() -> None:
         state = _read(state_ref)
         limit = None if scalars.query_lengths is None else scalars.query_lengths[batch]
-        _finish(state, p, round_point, rows, limit, out)
+        _finish(state, p, round_point, rows(), limit, out)
 
 
 def _read(state: SoftmaxState) -> SoftmaxState:
@@ -177,13 +181,14 @@ def _softmax_step(state: SoftmaxState, s: Array, v: Array, step: _Step) -> Softm
     m_place, l_place = (Place(place.rows, column(which), place.step) for which in (0, 1))
     out = Place(place.rows, indices(0, p.head_size, 1), place.step)
 
-    m = round_point(_running_max(rule, s, state.m), "stats", n.stats, m_place)
+    unit = _score_unit(p)
+    m = round_point(_running_max(rule, s, state.m, unit), "stats", n.stats, m_place)
     subtracted = m
     if masked:
         # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
         subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    probs = jnp.exp(s - lanes(subtracted, s.shape[1]))
-    alpha = jnp.exp(state.m - subtracted)
+    probs = exponential(s - lanes(subtracted, s.shape[1]), unit)
+    alpha = exponential(state.m - subtracted, unit)
 
     rounded = round_point(probs, "probs", n.probs, place)
     summed = rounded if n.row_sum == "rounded" else probs
@@ -207,7 +212,11 @@ def _softmax_step(state: SoftmaxState, s: Array, v: Array, step: _Step) -> Softm
     return SoftmaxState(m, l, acc, aux)
 
 
-def _running_max(rule: RowMax, s: Array, m_prev: Array) -> Array:
+def _score_unit(problem: Problem) -> float:
+    return problem.score_unit("scores", "stats")
+
+
+def _running_max(rule: RowMax, s: Array, m_prev: Array, unit: float) -> Array:
     """`rule(s, m_prev)`, in fewer instructions where the rule asks for repeated maxima."""
     if isinstance(rule, StandardMax):
         return rule(s, m_prev)
@@ -222,7 +231,7 @@ def _running_max(rule: RowMax, s: Array, m_prev: Array) -> Array:
             return runner_up == r_m
         return ~(below < -jnp.float32(tolerance))  # NaN, of an infinite r_m, counts as near
 
-    return rule.running_max(r_m, runner_up - r_m, m_prev, is_repeated=is_repeated)
+    return rule.running_max(r_m, runner_up - r_m, m_prev, unit=unit, is_repeated=is_repeated)
 
 
 def _two_largest_by_lane(s: Array) -> tuple[Array, Array]:
@@ -278,6 +287,6 @@ def _finish(
     elif out.saved is not None:
         out.saved[...] = unrounded
 
-    lse = state.m + jnp.log(divisor)
+    lse = state.m * jnp.float32(_score_unit(p)) + jnp.log(divisor)
     lse = round_point(lse, "stats", n.stats, Place(rows, column(2)))
     out.lse[...] = to_row(jnp.where(empty, -jnp.inf, lse))

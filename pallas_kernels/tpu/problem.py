@@ -80,6 +80,18 @@ class Problem:
         """
         return math.frexp(self.spec.scale)[0] == 0.5
 
+    def score_unit(self, *rounded: str) -> float:
+        """What a kernel's scores s count in, S = score_unit · s: 1, or `scale`.
+
+        Products q·k as they are, where none of the points `rounded` rounds S or what it is compared
+        with: the scale then goes into `exponential`, one multiplication per score fewer.
+        """
+        numerics, scale = self.spec.numerics, self.spec.scale
+        rounds = any(not getattr(numerics, point).is_identity for point in rounded)
+        # MASKED must stay far below every score in that unit too.
+        in_range = 2.0**-64 < scale < 2.0**64
+        return 1.0 if self.scales_queries or rounds or not in_range else scale
+
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
         return Rounder(scalars.stream(batch, head), self.interpret is not None)
@@ -154,6 +166,11 @@ def column(index: int) -> Array:
 def mask_scores(s: Array, seen: Array) -> Array:
     """Scores with MASKED where `seen` is False."""
     return jnp.where(seen, s, jnp.float32(MASKED))
+
+
+def exponential(x: Array, unit: float) -> Array:
+    """exp(unit · x)."""
+    return jnp.exp(x) if unit == 1 else jnp.exp2(x * np.float32(unit * math.log2(math.e)))
 
 
 def lanes(x: Array, size: int) -> Array:
