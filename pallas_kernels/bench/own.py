@@ -22,9 +22,10 @@ from lowprec_attn.request import Extras, RandomStream, Request, Spec
 from pallas_kernels.bench.problem import Problem
 from pallas_kernels.bench.timing import Attention, JaxCandidate
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.tpu import attention as tpu
 
 # The fastest of ours on a platform, as JAX names it; `tiled` on any other.
-FASTEST: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu)}
+FASTEST: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu), "tpu": ("tpu", tpu)}
 
 
 def implementation(platform: str) -> tuple[str, ModuleType]:

@@ -28,7 +28,7 @@ from lowprec_attn.numerics import get_preset, get_row_max
 from lowprec_attn.request import Extras, RandomStream, Request, Spec
 from pallas_kernels.tpu import attention, peers
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
-from pallas_kernels.tpu.schedules import Schedule, read_schedules
+from pallas_kernels.tpu.schedules import PASSES, Schedule, read_schedules
 
 # The smallest slice of each generation that the compiler knows.
 TOPOLOGIES = {
@@ -38,6 +38,9 @@ TOPOLOGIES = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }
+
+# All passes together take four times as long to write as the compiler takes to run.
+_DUMP = f"--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={'|'.join(PASSES)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,9 +110,12 @@ def compile_calls(calls: Sequence[Call], *, timeout: float = 600.0) -> list[Resu
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",  # this host has no TPU to ask for its surroundings
+            # This host has no TPU: nothing must ask for its surroundings.
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
+            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} {_DUMP}",
         }
         child = subprocess.run(
             [sys.executable, "-m", __name__, folder],
@@ -177,13 +183,13 @@ def _peer(call: Call) -> Callable[..., Array]:
 def _compiled(calls: list[Call], folder: Path) -> Iterator[dict[str, Any]]:
     """Compiles in this process; libtpu dumps to `folder`."""
     for call in calls:
-        start, error = time.perf_counter(), None
+        start, error, schedules = time.perf_counter(), None, {}
         try:
             _compile(call)
+            schedules = {name: x.record for name, x in read_schedules(folder).items()}
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"
         seconds = time.perf_counter() - start
-        schedules = {name: x.record for name, x in read_schedules(folder).items()}
         for path in folder.iterdir():
             path.unlink()
         yield {"schedules": schedules, "error": error, "seconds": seconds}

@@ -11,11 +11,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+# What is read of the compiler's passes: the code, and the memory that it was given.
+PASSES = ("final_bundles", "post-delay-converter")
+
 _BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(LB|LH|PB|PF|CT|LE)?\s*:[ >]*\{")
 _LOOP = re.compile(r"^\s*0x[0-9a-f]+\s+LB: ", re.MULTILINE)
 _BRANCH = re.compile(r"sbr\.rel \(")
-# A register of float32 becomes bfloat16, and back where the value stays float32.
-_CONVERSION = re.compile(r"= (vpack\.c\.bf16|vunpack\.c\.[lh]\.bf16|vcvt\.\S+)")
+# A register of float32 becomes bfloat16, and back where the value stays float32. Stochastic
+# rounding adds random bits and clears the lower half of the sum.
+_CONVERSION = re.compile(
+    r"= (vpack\.c\.bf16|vunpack\.c\.[lh]\.bf16|vcvt\.\S+|vand\.u32 4294901760)"
+)
 _ALLOCATION = re.compile(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+), scoped")
 
 
@@ -40,8 +46,9 @@ class Schedule:
 
     Attributes:
       blocks: the grid's loop, in the order of the code.
-      conversions: instructions that convert to or from bfloat16, by name.
-      vmem: bytes of VMEM that the kernel allocates, spilled registers included.
+      conversions: instructions that convert to or from bfloat16, or round to it, by name.
+      vmem: bytes of VMEM that the kernel allocates, spilled registers included; without windows
+        on arrays that XLA keeps in VMEM whole because they are small.
     """
 
     blocks: tuple[Block, ...]
@@ -131,5 +138,7 @@ def _blocks(text: str) -> tuple[Block, ...]:
 
 def _vmem(text: str) -> int:
     spans = [(int(offset, 16), int(size, 16)) for size, offset in _ALLOCATION.findall(text)]
+    if not spans:  # a single tile, whose sums stay in registers and whose arrays are in VMEM whole
+        return 0
     # The kernel's own memory begins where the arrays end that XLA put into VMEM for other reasons.
     return max(sum(span) for span in spans) - min(offset for offset, _ in spans)

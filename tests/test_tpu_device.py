@@ -1,0 +1,51 @@
+"""The compiled TPU kernels on a TPU, by the checks that run interpreted elsewhere.
+
+JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0 tests/test_tpu_device.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_calls import PRESETS, RULES, run
+from test_tpu_kernels import CASES, REPEATED, check_accuracy, tpu_call
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.dispatch import resolve_by_platform
+from lowprec_attn.numerics import EXACT
+from lowprec_attn.request import Extras, Request
+
+pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("strict_promotion")]
+
+COMPILED = {"sizes": None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exact_arithmetic_is_as_accurate_as_plain_float32(case: str) -> None:
+    check_accuracy(CASES[case], tpu_call(CASES[case], EXACT, **COMPILED))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_as_accurate_as_plain(preset: str, rule: str) -> None:
+    check_accuracy(REPEATED, tpu_call(REPEATED, PRESETS[preset], RULES[rule], **COMPILED))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_runs_have_equal_bits(preset: str) -> None:
+    call = tpu_call(REPEATED, PRESETS[preset], **COMPILED)
+    first, second = run(REPEATED, call), run(REPEATED, call)
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, second[name], err_msg=name)
+
+
+def test_a_call_without_a_choice_takes_the_kernels() -> None:
+    q = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
+    chosen = attention.dot_product_attention(q, q, q, is_causal=True, numerics=numerics.FLASH)
+    forced = attention.dot_product_attention(
+        q, q, q, is_causal=True, numerics=numerics.FLASH, implementation="tpu"
+    )
+    np.testing.assert_array_equal(np.asarray(chosen), np.asarray(forced))
+    spec = tpu_call(REPEATED, numerics.FLASH, **COMPILED).spec
+    assert resolve_by_platform(Request.of(q, q, Extras(), spec), None)["tpu"] == "tpu"
+    assert jax.default_backend() == "tpu"
