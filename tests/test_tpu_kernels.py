@@ -181,9 +181,13 @@ def test_on_two_cores_and_a_race_there_is_noticed(
 
     monkeypatch.setattr(forward, "call", careless)
     compiled.cache_clear()
-    run(case, dataclasses.replace(call, backward=False))
+    try:
+        run(case, dataclasses.replace(call, backward=False))
+        found = capfd.readouterr().out
+    except jax.errors.JaxRuntimeError as error:  # what JAX 0.12 makes of a race
+        found = str(error)
     compiled.cache_clear()
-    assert "RACE DETECTED" in capfd.readouterr().out
+    assert "RACE DETECTED" in found
 
 
 def test_vmap_with_its_own_lengths() -> None:
