@@ -3,17 +3,21 @@
 
 import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 from command import ROOT
 from tiny import tiny_settings
 
 from lowprec_attn import cli
-from lowprec_attn.gpt2.compile import _advice
+from lowprec_attn.gpt2.compile import _ENVIRONMENT, _advice
 from lowprec_attn.gpt2.devices import run_devices
 from lowprec_attn.gpt2.footprint import collectives, step_footprint
 from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.gpt2.tpu_slice import Slice, SliceError
+from lowprec_attn.gpt2.tpu_slice import GENERATIONS, Slice, SliceError
 
 PROGRAM = """
   %all-reduce.1 = (f32[128,4]{1,0:T(8,128)}, f32[]) all-reduce(%a, %b), replica_groups={}
@@ -122,6 +126,25 @@ def record(tmp_path, monkeypatch):
     return tmp_path / "compile.jsonl"
 
 
+# A program that no chip has room for, on the first device of each slice.
+TOO_LARGE = """
+import sys
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from lowprec_attn.gpt2.tpu_slice import Slice
+
+for name in sys.argv[1:]:
+    sharding = SingleDeviceSharding(Slice.of(name).devices[0])
+    x = jax.ShapeDtypeStruct((2**40,), "int8", sharding=sharding)
+    try:
+        jax.jit(lambda x: -x).lower(x).compile()
+    except jax.errors.JaxRuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
 class TestCompiler:
     pytestmark = needs_libtpu
 
@@ -136,6 +159,22 @@ class TestCompiler:
         assert "computed by `tpu`" in facts["attention"][0]
         assert facts["kernels"] == 3 * SMALL["model.layers"]
         assert ("all-reduce" in facts["collectives"]) == (devices > 1)
+
+    def test_the_memory_of_every_generation_is_what_the_compiler_has(self):
+        slices = [f"{name}:{'2x2' if name in ('v5e', 'v6e') else '2x2x1'}" for name in GENERATIONS]
+        child = subprocess.run(
+            [sys.executable, "-c", TOO_LARGE, *slices],
+            cwd=ROOT,
+            env=os.environ | _ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        available = re.findall(r"exceeds available HBM \((.*)G\)", child.stdout)
+        assert len(available) == len(GENERATIONS), child.stderr
+        for gib, (name, generation) in zip(available, GENERATIONS.items(), strict=True):
+            # libtpu 0.0.42 and 0.0.48 differ by 0.01.
+            assert float(gib) == pytest.approx(generation.hbm / 2**30, abs=0.015), name
 
     def test_a_slice_of_256_chips_with_a_split_optimizer_state(self, record, capfd):
         changes = {"batch_size": 256, "accumulation_steps": 1, "shard_optimizer": True}

@@ -13,6 +13,9 @@ VMEM_LIMIT = 16 * 2**20
 # O and O for δ (maybe float32 where q is not); q, dO, k, v, dK and dV; q, dO, dQ, k and v.
 _WINDOWS = {"forward": (5, 2), "key_gradients": (2, 4), "query_gradients": (3, 2)}
 
+# Of these, operands of products: those in float32 are kept as two or three bfloat16 terms as well.
+_OPERANDS = {"forward": (1, 2), "key_gradients": (2, 2), "query_gradients": (2, 2)}
+
 # Arrays [query, kv] of float32 that a schedule keeps at most; tests measure it.
 _SCORE_ARRAYS = 4
 
@@ -76,7 +79,7 @@ def block_sizes_of(
       head_size: H.
       itemsize: bytes of an element of q, k, v.
     """
-    sizes = given or _default_block_sizes(head_size, keys)
+    sizes = given or _default_block_sizes(keys, head_size, itemsize)
     forward, by_key, by_query = (
         Tile(query=min(tile.query, _multiple(rows, LANES)), kv=min(tile.kv, _multiple(keys, LANES)))
         for tile in (sizes.forward, sizes.key_gradients, sizes.query_gradients)
@@ -95,7 +98,7 @@ def block_sizes_of(
     )
 
 
-def _default_block_sizes(head_size: int, keys: int) -> BlockSizes:
+def _default_block_sizes(keys: int, head_size: int, itemsize: int) -> BlockSizes:
     """Tiles of low cost in the compiler's schedules for v5e and v6e (`pallas_kernels.tpu.cost`).
 
     Longer steps have less overhead; over few keys more of theirs lie above the diagonal.
@@ -103,7 +106,7 @@ def _default_block_sizes(head_size: int, keys: int) -> BlockSizes:
     if head_size > 128:
         tile = Tile(query=256, kv=512)
     else:
-        tile = Tile(query=512, kv=1024 if keys >= 8192 else 512)
+        tile = Tile(query=512, kv=1024 if keys >= 8192 and itemsize == 2 else 512)
     return BlockSizes(forward=tile, key_gradients=tile, query_gradients=tile)
 
 
@@ -144,12 +147,18 @@ def _fitting(kernel: str, tile: Tile, head_size: int, itemsize: int) -> Tile | N
 def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
     """What a kernel with this tile needs at most, whatever the numerics.
 
-    The blocks of rows and keys, each twice because the next is fetched meanwhile; the running sums
-    and row statistics; and what spills of the scores and of what is formed from them.
+    The blocks of rows and keys, each twice because the next is fetched meanwhile; the terms of
+    those in float32; the running sums and row statistics; and what spills of the scores and of what
+    is formed from them.
     """
     columns = _multiple(head_size, LANES)
-    rows, keys = _WINDOWS[kernel]
-    windows = 2 * itemsize * (rows * tile.query + keys * tile.kv) * columns
+
+    def numbers(blocks: tuple[int, int]) -> int:
+        rows, keys = blocks
+        return (rows * tile.query + keys * tile.kv) * columns
+
+    windows = 2 * itemsize * numbers(_WINDOWS[kernel])
+    terms = 4 * numbers(_OPERANDS[kernel]) if itemsize == 4 else 0
     owned = tile.kv if kernel == "key_gradients" else tile.query
     sums = 2 * owned * columns + 2 * tile.query * LANES
-    return windows + 4 * (sums + _SCORE_ARRAYS * tile.query * tile.kv)
+    return windows + terms + 4 * (sums + _SCORE_ARRAYS * tile.query * tile.kv)

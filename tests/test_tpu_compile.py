@@ -1,0 +1,282 @@
+"""The TPU kernels compiled by the TPU's own compiler, for every generation, on a host without one.
+
+Needs libtpu (`pip install -e '.[tpu-compile]'`); no device. `pytest -m tpu_compile`.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+from collections import Counter
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from lowprec_attn.numerics import POINTS, PRESETS
+from lowprec_attn.request import Request
+from pallas_kernels.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
+from pallas_kernels.tpu.attention import unsupported
+from pallas_kernels.tpu.block_sizes import VMEM_LIMIT, block_sizes_of, vmem_bytes
+from pallas_kernels.tpu.schedules import Schedule
+
+pytestmark = [
+    pytest.mark.tpu_compile,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="needs libtpu: pip install -e '.[tpu-compile]'",
+    ),
+]
+
+FORWARD, KEY, QUERY, DELTA = "forward", "key_gradients", "query_gradients", "delta"
+Schedules = dict[str, Schedule]
+
+
+@functools.cache
+def results(calls: tuple[Call, ...]) -> dict[Call, Result]:
+    """Compiles all calls in one process: it takes as long to start as some of them to compile."""
+    return dict(zip(calls, compile_calls(calls), strict=True))
+
+
+def kernels(call: Call, calls: tuple[Call, ...]) -> Schedules:
+    """The compiled kernels of a call, one of `calls`, by name."""
+    result = results(calls)[call]
+    assert result.error is None, result.error
+    names = "|".join((FORWARD, KEY, QUERY, DELTA))
+    found = {}
+    for operation, schedule in result.schedules.items():
+        match = re.search(rf"attention_({names})_", operation)
+        assert match is not None, operation
+        found[match[1]] = schedule
+    return found
+
+
+def large(generation: str, **changes: Any) -> Call:
+    """A call on arrays so large that XLA does not keep them in VMEM whole: it takes windows."""
+    call = Call(generation=generation, **changes)
+    return dataclasses.replace(call, batch=2**18 // call.length)
+
+
+DECLINED = {"standard": "normalize_probs"}
+GROUPS = {
+    "generations": tuple(
+        Call(generation=generation, length=length, row_max=rule)
+        for generation in TOPOLOGIES
+        for length in (1024, 32768)
+        for rule in ("standard", "dynamic_max")
+    ),
+    "presets": tuple(
+        Call(generation=generation, preset=preset)
+        for generation in ("v5e", "v6e")
+        for preset in PRESETS
+        if preset not in DECLINED
+    ),
+    "shapes": (
+        Call(generation="v5e", length=1000, keys=1100),
+        Call(generation="v6e", length=1100, keys=1000),
+        Call(generation="v5e", length=1000, has_lengths=True),
+        Call(generation="v5e", heads=8, kv_heads=2),
+        Call(generation="v5e", length=1000, heads=8, kv_heads=2, has_lengths=True, head_size=80),
+        Call(generation="v5e", head_size=32),
+        Call(generation="v5e", head_size=128),
+        Call(generation="v5e", head_size=256),
+        Call(generation="v5e", dtype="float32"),
+        Call(generation="v5e", length=1),
+    ),
+    # What takes most memory: `exact` has the most terms of operands to keep.
+    "memory": (
+        large("v5e", row_max="dynamic_max"),
+        large("v5e", preset="published", head_size=128),
+        large("v5e", preset="auxiliary_output"),
+        large("v4", preset="exact"),
+        large("v5e", preset="exact", head_size=256),
+        large("v5e", preset="exact", dtype="float32", length=8192),
+        large("v5e", preset="exact", dtype="float32", head_size=256),
+        large("v5e", preset="exact", tile=(128, 128)),
+        large("v5e", preset="exact", tile=(256, 1024)),
+        large("v5e", preset="exact", tile=(1024, 256)),
+    ),
+}
+
+
+def label(call: Call) -> str:
+    """What of a call is not the default."""
+    pairs = ((field, getattr(call, field.name)) for field in dataclasses.fields(Call))
+    return "-".join(
+        f"{field.name}={value}" if isinstance(value, int) else str(value)
+        for field, value in pairs
+        if value != field.default and field.name != "batch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "call"),
+    [
+        pytest.param(group, call, id=f"{group}-{label(call)}")
+        for group, calls in GROUPS.items()
+        for call in calls
+    ],
+)
+def test_kernels_compile_and_take_no_more_memory_than_foretold(group: str, call: Call) -> None:
+    schedules = kernels(call, GROUPS[group])
+    in_its_own_pass = {DELTA} if call.spec.numerics.delta == "dp_p" else set()
+    assert schedules.keys() == {FORWARD, KEY, QUERY} | in_its_own_pass
+    for name, schedule in schedules.items():
+        kernel = QUERY if name == DELTA else name  # δ has the tile of dQ, and less to keep
+        assert schedule.vmem <= memory_bound(call, kernel) <= VMEM_LIMIT, name
+
+
+def memory_bound(call: Call, kernel: str) -> int:
+    """What the kernel may take of VMEM."""
+    given: Any = call.spec.block_sizes
+    size, itemsize = call.head_size, jnp.dtype(call.dtype).itemsize
+    sizes = block_sizes_of(given, None, call.length, call.keys or call.length, size, itemsize)
+    return vmem_bytes(kernel, getattr(sizes, kernel), size, itemsize)
+
+
+@pytest.mark.parametrize(
+    "call", [Call(generation="v5e", preset=preset) for preset in DECLINED], ids=label
+)
+def test_a_preset_that_is_not_served_is_declined_by_name(call: Call) -> None:
+    error = results((call,))[call].error
+    assert error is not None
+    assert error.startswith(f"NotImplementedError: {DECLINED[call.preset]}")
+
+
+def test_a_tile_that_does_not_fit_is_refused_and_the_alternative_compiles() -> None:
+    """A call has one tile for all kernels here, so several may be refused, one after another."""
+    call = Call(generation="v5e", length=4096, tile=(2048, 2048))
+    refused = []
+    while reason := refusal(call):
+        match = re.match(r"(\w+)=.*\(Tile\(query=(\d+), kv=(\d+)\) fits\)", reason)
+        assert match is not None, reason
+        refused.append(match[1])
+        call = dataclasses.replace(call, tile=(int(match[2]), int(match[3])))
+    assert refused[0] == FORWARD
+    assert len(refused) == len(set(refused))
+    assert kernels(call, (call,)).keys() == {FORWARD, KEY, QUERY}
+
+
+def refusal(call: Call) -> str | None:
+    """Why the kernels do not serve a call, or None."""
+    shape = (call.batch, call.length, call.heads, call.head_size)
+    dtype = jnp.dtype(call.dtype)
+    request = Request(spec=call.spec, q_shape=shape, kv_shape=shape, dtype=dtype, platform="tpu")
+    return unsupported(request)
+
+
+# Roundings. In tiles of 128 × 128 and heads of 64, S, P̄, P, dP, dS, O, the sums and the row
+# statistics are 16 registers of float32 each; what is done to a tile stands in the code twice, with
+# a mask and without.
+_TILE = 2 * 16
+# By point, the registers that each kernel rounds.
+ROUNDED = {
+    "scores": {FORWARD: _TILE, KEY: _TILE, QUERY: _TILE},
+    "probs": {FORWARD: _TILE},
+    "pv": {FORWARD: _TILE},
+    "rescale": {FORWARD: _TILE},
+    "accumulator": {FORWARD: _TILE},
+    "stats": {FORWARD: 2 * _TILE + 16},  # m, l; lse once
+    "output": {FORWARD: 16},
+    "probs_bwd": {KEY: _TILE},
+    "dp": {KEY: _TILE, QUERY: _TILE},
+    "ds": {KEY: _TILE, QUERY: _TILE},
+    "grads": {KEY: 2 * 16, QUERY: 16},  # dK, dV; dQ
+}
+# They go into a product. In float32 they do so as three terms, of which two come back to be
+# subtracted from the rest; rounded they are one term, and none comes back.
+OPERANDS = ("probs", "probs_bwd", "ds")
+
+
+def point_call(generation: str, **points: str) -> Call:
+    """`exact` with some points changed, on float32 arrays: what is stored rounds nothing."""
+    return Call(
+        generation=generation,
+        preset="exact",
+        points=tuple(points.items()),
+        dtype="float32",
+        length=256,
+        tile=(128, 128),
+    )
+
+
+ROUNDING = tuple(
+    point_call(generation, **points)
+    for generation in ("v5e", "v6e")
+    for points in (
+        {},
+        *({point: mode} for point in POINTS for mode in ("bfloat16", "bfloat16:stochastic")),
+        {"probs": "bfloat16", "row_sum": "rounded"},
+    )
+)
+
+
+def returning(schedule: Schedule) -> int:
+    """Registers of float32 that have gone through bfloat16: those that come back from it.
+
+    v5e packs and unpacks each by itself (`vunpack.c.l`), v6e two at once (`.l` and `.h`).
+    """
+    return sum(n for name, n in schedule.conversions.items() if name.startswith("vunpack"))
+
+
+def masked(schedule: Schedule) -> int:
+    """Registers of float32 whose lower half is cleared, the last step of stochastic rounding."""
+    return schedule.conversions["vand.u32 4294901760"]
+
+
+def check_nearest(point: str, schedules: Schedules, unrounded: Schedules) -> None:
+    """The kernels with a point in bfloat16 have its roundings, against those without."""
+    for kernel, schedule in schedules.items():
+        expected = ROUNDED[point].get(kernel, 0) * (-2 if point in OPERANDS else 1)
+        assert returning(schedule) - returning(unrounded[kernel]) == expected, kernel
+        if expected:
+            packed = [x[kernel].conversions["vpack.c.bf16"] for x in (schedules, unrounded)]
+            assert (packed[0] - packed[1]) * expected > 0, kernel
+
+
+def check_stochastic(point: str, schedules: Schedules) -> None:
+    """The kernels with a stochastic point round it, and `exact` has no other such rounding."""
+    counts = {kernel: n for kernel, schedule in schedules.items() if (n := masked(schedule))}
+    assert counts == ROUNDED[point]
+
+
+def without_one(schedules: Schedules, kernel: str, instruction: str) -> Schedules:
+    """A compiler's result in which one register of one kernel is not rounded."""
+    fewer = schedules[kernel].conversions - Counter([instruction])
+    return schedules | {kernel: dataclasses.replace(schedules[kernel], conversions=fewer)}
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+@pytest.mark.parametrize("point", POINTS)
+def test_rounding_to_nearest_is_there_and_a_dropped_one_is_noticed(
+    generation: str, point: str
+) -> None:
+    unrounded = kernels(point_call(generation), ROUNDING)
+    rounded = kernels(point_call(generation, **{point: "bfloat16"}), ROUNDING)
+    check_nearest(point, rounded, unrounded)
+    # A kernel that does not round is that of `exact`; so is one that lost a product's one term.
+    for kernel in ROUNDED[point]:
+        with pytest.raises(AssertionError):
+            check_nearest(point, rounded | {kernel: unrounded[kernel]}, unrounded)
+        with pytest.raises(AssertionError):
+            check_nearest(point, without_one(rounded, kernel, "vunpack.c.l.bf16"), unrounded)
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+@pytest.mark.parametrize("point", POINTS)
+def test_stochastic_rounding_is_there_and_a_dropped_one_is_noticed(
+    generation: str, point: str
+) -> None:
+    rounded = kernels(point_call(generation, **{point: "bfloat16:stochastic"}), ROUNDING)
+    check_stochastic(point, rounded)
+    for kernel in ROUNDED[point]:
+        with pytest.raises(AssertionError):
+            check_stochastic(point, without_one(rounded, kernel, "vand.u32 4294901760"))
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+def test_the_row_sum_sees_rounded_probabilities(generation: str) -> None:
+    """One that only a product sees rounds by being packed; one that is summed comes back."""
+    alone = kernels(point_call(generation, probs="bfloat16"), ROUNDING)
+    summed = kernels(point_call(generation, probs="bfloat16", row_sum="rounded"), ROUNDING)
+    assert returning(summed[FORWARD]) - returning(alone[FORWARD]) == _TILE
