@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from boundaries import NARROW, bits_of, boundaries, expected
-from gpu_calls import (
+from gpu_problems import CROSSED, LARGE, PROBLEMS, describe, device_call, noise, oracle
+from harness import Case
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from kernel_calls import (
     CASES,
     CAUSAL,
     COMPILED,
@@ -28,10 +32,6 @@ from gpu_calls import (
     run,
     run_plain,
 )
-from gpu_problems import CROSSED, LARGE, PROBLEMS, describe, device_call, noise, oracle
-from harness import Case
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from test_points import ROUNDINGS, distances
 
 from lowprec_attn import numerics, steps, tiled

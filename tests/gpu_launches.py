@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_calls import PRESETS, RULES, Call, call_of, operands_of
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from kernel_calls import PRESETS, RULES, Call, call_of, operands_of
 
 # Lengths off the tile, grouped heads, keys that no row sees; default tiles.
 LENGTHS = Case(

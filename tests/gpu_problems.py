@@ -5,8 +5,8 @@ import functools
 
 import harness
 import jax.numpy as jnp
-from gpu_calls import CASES, COMPILED, RULES, Call, call_of
 from harness import Case
+from kernel_calls import CASES, COMPILED, RULES, Call, call_of
 
 from lowprec_attn.numerics import Numerics
 

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from gpu_calls import PRESETS
 from gpu_checks import CHECKS, Check, Record, record_of
+from kernel_calls import PRESETS
 
 from pallas_kernels.bench.records import environment, write
 

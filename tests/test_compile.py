@@ -13,11 +13,12 @@ from command import ROOT
 from tiny import tiny_settings
 
 from lowprec_attn import cli
-from lowprec_attn.gpt2.compile import _ENVIRONMENT, _advice
+from lowprec_attn.gpt2.compile import _advice
 from lowprec_attn.gpt2.devices import run_devices
 from lowprec_attn.gpt2.footprint import collectives, step_footprint
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.tpu_slice import GENERATIONS, Slice, SliceError
+from pallas_kernels.tpu import compiler_host
 
 PROGRAM = """
   %all-reduce.1 = (f32[128,4]{1,0:T(8,128)}, f32[]) all-reduce(%a, %b), replica_groups={}
@@ -165,7 +166,7 @@ class TestCompiler:
         child = subprocess.run(
             [sys.executable, "-c", TOO_LARGE, *slices],
             cwd=ROOT,
-            env=os.environ | _ENVIRONMENT,
+            env=os.environ | compiler_host.ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=120,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_calls import CASES, CAUSAL, INTERPRETED, REPEATED, TALL, call_of, run, run_plain
+from kernel_calls import CASES, CAUSAL, INTERPRETED, REPEATED, TALL, call_of, run, run_plain
 
 from lowprec_attn import attention, numerics, tiled
 from lowprec_attn.dispatch import resolve

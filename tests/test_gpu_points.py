@@ -6,26 +6,20 @@ Interpreted on any machine; compiled on a device in `test_gpu_device.py`.
 import functools
 import itertools
 import random
-from typing import Any
 
-import gpu_calls
 import harness
-import jax
+import kernel_calls
 import pytest
-from gpu_calls import CAUSAL, TALL, Call, call_of, run, run_plain
+from kernel_calls import CAUSAL, FORWARD, TALL, Call, call_of, run, run_plain, skip_point
 from test_points import CHOICES, ROUNDINGS, closer
 
-from lowprec_attn import numerics
 from lowprec_attn.numerics import EXACT, POINTS, Numerics
-from pallas_kernels.gpu.rounding import Rounder
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-# Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
-FORWARD = ("probs", "pv", "rescale", "accumulator", "stats", "output")
 PAIRS = list(itertools.combinations(POINTS, 2))
 SAMPLE = random.Random(0).sample(PAIRS, 6)
 
@@ -58,27 +52,15 @@ def check_point(result: harness.Arrays, point: str, *others: str) -> None:
     assert closer(result, on, off) == reached_by(point, result)
 
 
-def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    rounded = Rounder.__call__
-
-    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else rounded(self, x, name, *rest)
-
-    monkeypatch.setattr(Rounder, "__call__", skipping)
-    # A product casts its operand to the point's format once more, as the compiled code needs it.
-    unrounded = property(lambda self: numerics.get_format("float32"))
-    monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)
-
-
 @pytest.mark.parametrize("point", POINTS)
 def test_rounding_is_there_and_a_mutant_without_it_is_noticed(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_point(run(CAUSAL, call_with(point)), point)
     skip_point(monkeypatch, point)
-    gpu_calls.compiled.cache_clear()
+    kernel_calls.compiled.cache_clear()
     mutant = run(CAUSAL, call_with(point))
-    gpu_calls.compiled.cache_clear()
+    kernel_calls.compiled.cache_clear()
     on, off = (
         {name: plain[name] for name in mutant} for plain in (plain_with(point), plain_with())
     )

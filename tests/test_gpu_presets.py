@@ -6,7 +6,7 @@ backward pass is run once per preset. On a device `test_gpu_device.py` runs all 
 
 import harness
 import pytest
-from gpu_calls import PRESETS, REPEATED, RULES, Call, call_of, factor_of, run, run_plain
+from kernel_calls import PRESETS, REPEATED, RULES, Call, call_of, factor_of, run, run_plain
 from test_points import closer
 
 pytestmark = [

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_calls import PRESETS, RULES, run
+from kernel_calls import PRESETS, RULES, run
 from test_tpu_kernels import CASES, REPEATED, check_accuracy, tpu_call
 
 from lowprec_attn import attention, numerics

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_calls import (
+from harness import Case
+from jax.experimental.pallas import tpu as pltpu
+from kernel_calls import (
     PRESETS,
     RULES,
     Call,
@@ -23,8 +25,6 @@ from gpu_calls import (
     run,
     run_plain,
 )
-from harness import Case
-from jax.experimental.pallas import tpu as pltpu
 from test_points import closer
 
 from lowprec_attn import numerics, tiled

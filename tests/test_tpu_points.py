@@ -4,20 +4,16 @@ In Pallas' interpreter; `test_tpu_compile.py` finds the roundings in the code fo
 """
 
 import functools
-from typing import Any
 
-import gpu_calls
 import harness
-import jax
+import kernel_calls
 import pytest
-from gpu_calls import Call, run, run_plain
 from harness import Case
+from kernel_calls import FORWARD, Call, run, run_plain, skip_point
 from test_points import CHOICES, ROUNDINGS, closer
 from test_tpu_kernels import no_races, tpu_call
 
-from lowprec_attn import numerics
 from lowprec_attn.numerics import EXACT, POINTS
-from pallas_kernels.tpu.rounding import Rounder
 
 __all__ = ["no_races"]
 
@@ -25,9 +21,6 @@ pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
 
 # Two steps of keys for every row, so that `rescale` acts.
 CASE = Case(batch=1, rows=20, keys=140, heads=1, kv_heads=1)
-
-# Points that the forward kernel alone rounds at.
-FORWARD = ("probs", "pv", "rescale", "accumulator", "stats", "output")
 
 
 def call_with(*points: str) -> Call:
@@ -46,27 +39,15 @@ def check_point(result: harness.Arrays, point: str) -> None:
     assert closer(result, on, off) == ROUNDINGS[point] & result.keys()
 
 
-def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    rounded = Rounder.__call__
-
-    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else rounded(self, x, name, *rest)
-
-    monkeypatch.setattr(Rounder, "__call__", skipping)
-    # A product casts its operand to the point's format once more, as the compiled code needs it.
-    unrounded = property(lambda self: numerics.get_format("float32"))
-    monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)
-
-
 @pytest.mark.parametrize("point", POINTS)
 def test_rounding_is_there_and_a_mutant_without_it_is_noticed(
     point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_point(run(CASE, call_with(point)), point)
     skip_point(monkeypatch, point)
-    gpu_calls.compiled.cache_clear()
+    kernel_calls.compiled.cache_clear()
     mutant = run(CASE, call_with(point))
-    gpu_calls.compiled.cache_clear()
+    kernel_calls.compiled.cache_clear()
     with pytest.raises(AssertionError, match="between on and off"):
         check_point(mutant, point)
 

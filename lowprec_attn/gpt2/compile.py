@@ -27,19 +27,10 @@ from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.profile import step_flops
 from lowprec_attn.gpt2.settings import TrainSettings
 from lowprec_attn.gpt2.tpu_slice import Slice
+from pallas_kernels.tpu import compiler_host
 
 _GIB = 2**30
 EXIT_DOES_NOT_FIT = 1
-
-# libtpu reads these when it is loaded. This host has no TPU: nothing must ask for its
-# surroundings, and no other process with libtpu is in the way.
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     command.append(f"--compile={args.topology}")
     if args.record is not None:
         command.append(f"--record={args.record}")
-    return subprocess.run(command, env=os.environ | _ENVIRONMENT).returncode
+    return subprocess.run(command, env=os.environ | compiler_host.ENVIRONMENT).returncode
 
 
 def compile_for(topology: str, settings: TrainSettings, record: Path | None = None) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
-from lowprec_attn.numerics import POINTS, Numerics
+from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes
 from pallas_kernels.gpu.backward import (
@@ -35,9 +35,9 @@ from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.scalars import Scalars
+from pallas_kernels.rounding import unsupported_rounding
 
 FORMATS = ("float32", "bfloat16", "float16")
-MODES = ("nearest", "stochastic")
 KV_BLOCKS = (16, 32, 64, 128)
 HEAD_SIZES = range(16, 257)
 
@@ -66,13 +66,7 @@ def _unsupported_numerics(numerics: Numerics) -> str | None:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     if numerics.kv_block is not None and numerics.kv_block not in KV_BLOCKS:
         return f"kv_block={numerics.kv_block} (its tiles have {', '.join(map(str, KV_BLOCKS))})"
-    for point in POINTS:
-        rounding = getattr(numerics, point)
-        if rounding is None:
-            continue
-        if rounding.format.name not in FORMATS or rounding.mode not in MODES:
-            return f"{point}={rounding}"
-    return None
+    return unsupported_rounding(numerics, FORMATS)
 
 
 def keys_per_step(request: Request) -> int:

@@ -19,8 +19,9 @@ from jaxtyping import Array
 from lowprec_attn.steps import Place
 from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
-from pallas_kernels.gpu.rounding import Rounder, format_of
+from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
+from pallas_kernels.rounding import format_of
 
 
 class Operands(NamedTuple):

@@ -20,8 +20,9 @@ from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format, g
 from lowprec_attn.steps import Place, SoftmaxState
 from pallas_kernels.gpu.instructions import exp2, is_repeated, multiply_add
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
-from pallas_kernels.gpu.rounding import Rounder, format_of
+from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
+from pallas_kernels.rounding import format_of
 
 _FLOAT32 = get_format("float32")
 _BFLOAT16 = get_rounding("bfloat16")

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import get_preset, get_row_max
 from lowprec_attn.request import Extras, RandomStream, Request, Spec
-from pallas_kernels.tpu import attention, peers
+from pallas_kernels.tpu import attention, compiler_host, peers
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 from pallas_kernels.tpu.schedules import PASSES, Schedule, read_schedules
 
@@ -108,19 +108,11 @@ def compile_calls(calls: Sequence[Call], *, timeout: float = 600.0) -> list[Resu
       RuntimeError: the process failed as a whole.
     """
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            # This host has no TPU: nothing must ask for its surroundings.
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} {_DUMP}",
-        }
+        dump = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} {_DUMP}"}
         child = subprocess.run(
             [sys.executable, "-m", __name__, folder],
             input=json.dumps([dataclasses.asdict(call) for call in calls]),
-            env=environment,
+            env=os.environ | compiler_host.ENVIRONMENT | dump,
             capture_output=True,
             text=True,
             timeout=timeout,

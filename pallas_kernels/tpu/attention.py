@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
-from lowprec_attn.numerics import POINTS, Numerics
+from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
+from pallas_kernels.rounding import unsupported_rounding
 from pallas_kernels.tpu.backward import (
     Operands,
     delta_from_probs,
@@ -27,7 +28,6 @@ from pallas_kernels.tpu.problem import Problem
 from pallas_kernels.tpu.scalars import Scalars
 
 FORMATS = ("float32", "bfloat16")
-MODES = ("nearest", "stochastic")
 HEAD_SIZES = range(16, 257)
 
 
@@ -70,13 +70,7 @@ def _unsupported_numerics(numerics: Numerics) -> str | None:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     if numerics.kv_block is not None and numerics.kv_block % LANES:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {LANES} keys)"
-    for point in POINTS:
-        rounding = getattr(numerics, point)
-        if rounding is None:
-            continue
-        if rounding.format.name not in FORMATS or rounding.mode not in MODES:
-            return f"{point}={rounding}"
-    return None
+    return unsupported_rounding(numerics, FORMATS)
 
 
 def attention(

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.steps import Place
+from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
     Grid,
@@ -29,7 +30,7 @@ from pallas_kernels.tpu.problem import (
     to_columns,
     to_row,
 )
-from pallas_kernels.tpu.rounding import COLUMNS, ROWS, Rounder, format_of
+from pallas_kernels.tpu.rounding import COLUMNS, ROWS, Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
 

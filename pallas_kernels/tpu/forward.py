@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax, get_format
 from lowprec_attn.steps import Place, SoftmaxState
+from pallas_kernels.rounding import BFLOAT16, format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
     Grid,
@@ -31,7 +32,7 @@ from pallas_kernels.tpu.problem import (
     mask_scores,
     to_row,
 )
-from pallas_kernels.tpu.rounding import BFLOAT16, COLUMNS, ROWS, Rounder, format_of
+from pallas_kernels.tpu.rounding import COLUMNS, ROWS, Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
 _FLOAT32 = get_format("float32")

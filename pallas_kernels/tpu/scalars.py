@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.request import Extras, Spec
-from pallas_kernels.tpu.rounding import Stream
+from pallas_kernels.rounding import Stream
 
 
 class Scalars(NamedTuple):

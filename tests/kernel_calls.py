@@ -1,4 +1,4 @@
-"""Calls of the GPU kernels on the cases of the harness, with tiles of the test's choice."""
+"""Calls of the kernels on the cases of the harness, with tiles of the test's choice."""
 
 import dataclasses
 import functools
@@ -8,12 +8,14 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
+import pytest
 
 from lowprec_attn import numerics
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, RandomStream, Spec
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.rounding import Rounder
 
 TILE = Tile(query=16, kv=16, stages=1)
 INTERPRETED = BlockSizes(forward=TILE, key_gradients=TILE, query_gradients=TILE, interpret=True)
@@ -36,6 +38,9 @@ REPEATED = harness.CASES["both_lengths_repeated_maxima"]
 
 PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_probs}
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
+
+# Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
+FORWARD = ("probs", "pv", "rescale", "accumulator", "stats", "output")
 
 _SEED = (3, 7)
 
@@ -129,3 +134,16 @@ def run_plain(case: harness.Case, call: Call) -> harness.Arrays:
 def factor_of(chosen: Numerics) -> int:
     """How often the error of `run_plain` is allowed: stochastic rounding moves twice as far."""
     return 4 if chosen.needs_bits else 2
+
+
+def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    """Kernels traced from now on do not round at the point."""
+    rounded = Rounder.__call__
+
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
+        return x if name == point else rounded(self, x, name, *rest)
+
+    monkeypatch.setattr(Rounder, "__call__", skipping)
+    # A product casts its operand to the point's format once more, as the compiled code needs it.
+    unrounded = property(lambda self: numerics.get_format("float32"))
+    monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)

@@ -1,0 +1,134 @@
+"""Rounding and split products inside a kernel, as far as they are the same on every device.
+
+In the interpreter XLA:CPU would drop a pair of casts, so there the integer `round_to` rounds;
+compiled, a device's own conversions do. Both give the same bits for every float32 but NaN, which
+stays NaN. Stochastic rounding is `round_to` everywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lowprec_attn.numerics import (
+    POINTS,
+    Format,
+    Numerics,
+    Rounding,
+    counter_bits,
+    get_format,
+    get_rounding,
+    round_to,
+)
+from lowprec_attn.steps import Place
+
+MODES = ("nearest", "stochastic")
+BFLOAT16 = get_rounding("bfloat16")
+
+# Terms of 8 significant bits that hold 8, 11 and 24 bits exactly.
+_TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}
+
+
+def unsupported_rounding(numerics: Numerics, formats: tuple[str, ...]) -> str | None:
+    """The first point whose rounding kernels with these formats cannot do, or None."""
+    for point in POINTS:
+        rounding = getattr(numerics, point)
+        if rounding is None:
+            continue
+        if rounding.format.name not in formats or rounding.mode not in MODES:
+            return f"{point}={rounding}"
+    return None
+
+
+class Stream(NamedTuple):
+    """Scalars that random bits of this program depend on: seed words, batch, head indices."""
+
+    seed: tuple[Array, Array]
+    batch: Array
+    head: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounder:
+    """Rounds tiles [rows, columns] of one program. A device adds its product, `dot`.
+
+    Attributes:
+      stream: random bits; None where no point draws any.
+      interpret: whether the kernel runs in the interpreter.
+    """
+
+    stream: Stream | None
+    interpret: bool
+
+    def __call__(self, x: Array, point: str, rounding: Rounding, place: Place) -> Array:
+        """x rounded at a numerics point; float32 in, float32 out."""
+        if rounding.is_identity:
+            return x
+        if not rounding.needs_bits:
+            return self.nearest_at(x, point, rounding)
+        assert self.stream is not None  # `attention` asks for it
+        bits = counter_bits(
+            self.stream.seed,  # type: ignore[arg-type]  # two scalars index as an array of two
+            POINTS.index(point),
+            self.stream.batch,
+            self.stream.head,
+            place.rows,
+            place.cols,
+            place.step,
+        )
+        return round_to(x, rounding.format, rounding.mode, jnp.broadcast_to(bits, x.shape))
+
+    def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
+        """`nearest`, by the instructions that suit a point."""
+        return self.nearest(x, rounding)
+
+    def nearest(self, x: Array, rounding: Rounding) -> Array:
+        """x rounded to nearest, ties to even."""
+        if self.interpret:
+            return round_to(x, rounding.format)
+        return x.astype(rounding.format.dtype).astype(jnp.float32)
+
+    def as_bfloat16(self, x: Array) -> Array:
+        """x as bfloat16, to nearest."""
+        if self.interpret:
+            # Rounded on its bits first: XLA:CPU may leave out a cast that is taken back.
+            return self.nearest(x, BFLOAT16).astype(jnp.bfloat16)
+        return x.astype(jnp.bfloat16)
+
+    def split(self, x: Array, fmt: Format) -> list[Array]:
+        """bfloat16 terms, largest first, whose sum is x (of values of `fmt`)."""
+        terms = []
+        rest = x.astype(jnp.float32)
+        for _ in range(_TERMS[fmt.name]):
+            term = self.as_bfloat16(rest)
+            terms.append(term)
+            rest = rest - term.astype(jnp.float32)
+        return terms
+
+    def split_product(
+        self,
+        a: Array,
+        b: Array,
+        a_format: Format,
+        b_format: Format,
+        multiply: Callable[[Array, Array], Array],
+    ) -> Array:
+        """The product of a and b, split exactly, from products of their terms.
+
+        Smallest products come first; those below 2⁻²⁴ of the largest are left out.
+        """
+        a_terms, b_terms = self.split(a, a_format), self.split(b, b_format)
+        pairs = [(i, j) for i in range(len(a_terms)) for j in range(len(b_terms)) if i + j <= 2]
+        total = None
+        for i, j in sorted(pairs, key=sum, reverse=True):
+            product = multiply(a_terms[i], b_terms[j])
+            total = product if total is None else total + product
+        assert total is not None
+        return total
+
+
+def format_of(x: Array) -> Format:
+    """The format of an array's dtype."""
+    return get_format(x.dtype.name)
