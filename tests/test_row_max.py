@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import harness
 import jax
@@ -9,16 +10,36 @@ import jax.numpy as jnp
 import numpy as np
 import plain
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
+from pallas_kernels import block_sizes
+from pallas_kernels.tpu import block_sizes as tpu_block_sizes
 
-pytestmark = pytest.mark.usefixtures("strict_promotion")
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 RULES: dict[str, RowMax] = {
     "standard": StandardMax(),
     "published": PublishedMax(),
     "dynamic_max": DynamicMax(),
+}
+# Kernels in the interpreter.
+GPU_TILE = block_sizes.Tile(query=64, kv=64, stages=1)
+TPU_TILE = tpu_block_sizes.Tile(query=128, kv=128)
+TILES: dict[str, Any] = {
+    "gpu": block_sizes.BlockSizes(
+        forward=GPU_TILE, key_gradients=GPU_TILE, query_gradients=GPU_TILE, interpret=True
+    ),
+    "tpu": tpu_block_sizes.BlockSizes(
+        forward=TPU_TILE,
+        key_gradients=TPU_TILE,
+        query_gradients=TPU_TILE,
+        interpret=pltpu.InterpretParams(),
+    ),
 }
 NEVER = MASKED  # the running maximum before the first step
 
@@ -149,6 +170,41 @@ def test_infinite_scores(rule: RowMax, implementation: str) -> None:
 
     assert np.isnan(out([np.inf, 0.0])).all()
     np.testing.assert_allclose(out([-np.inf, 0.0]), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("implementation", ["tiled", "gpu", "tpu"])
+def test_steps_of_minus_infinity_alone_count_as_masked(rule: RowMax, implementation: str) -> None:
+    rng = np.random.default_rng(0)
+    shape = (1, 256, 1, 32)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(3))
+    q = q.at[..., 0].set(1.0)
+
+    def attend(first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """O and lse where S = −inf for keys first, ..., end − 1."""
+        out = attention.dot_product_attention(
+            q,
+            k.at[:, first:end, :, 0].set(-np.inf),
+            v,
+            row_max=rule,
+            numerics=numerics.FLASH.replace(kv_block=128),
+            implementation=implementation,
+            block_sizes=TILES.get(implementation),
+            return_residual=True,
+        )
+        return np.asarray(out[0], np.float32), np.asarray(out[1])
+
+    for first in (0, 128):
+        other = slice(128 - first, 256 - first)
+        float32 = (x.astype(jnp.float32) for x in (q, k[:, other], v[:, other]))
+        exact = jax.nn.dot_product_attention(*float32)
+        # P̄ and O are rounded to bfloat16, |v| is below 5.
+        np.testing.assert_allclose(attend(first, first + 128)[0], exact, atol=5 * 2**-8)
+    out, lse = attend(0, 256)
+    np.testing.assert_array_equal(out, 0.0)
+    # As in a row that is masked wholly, the published rule raises m to 0 and clamps each sum.
+    expected = np.log(2e-10) if isinstance(rule, PublishedMax) else -np.inf
+    np.testing.assert_allclose(lse, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", ["repeated_maxima", "mask_padding", "large_negative_scores"])

@@ -73,7 +73,7 @@ class RowMax(Protocol):
         """The running m of a step with maximum r_m and scores r_m + below.
 
         Args:
-          r_m: rowmax(S) of the step.
+          r_m: rowmax(S) of the step; max(rowmax(S), MASKED) will do.
           below: S − r_m.
           m_prev: the running m before the step.
           unit: scores, r_m and both m count in this many units of S, > 0.
@@ -157,7 +157,8 @@ class PublishedMax(_Rule):
         is_repeated: IsRepeated = is_repeated,
     ) -> Rows:
         """See `RowMax`."""
-        repeated = is_repeated(below, self.tolerance / unit)
+        # −inf counts as masked, whether `below` is then NaN or, above a bounded r_m, −inf.
+        repeated = is_repeated(below, self.tolerance / unit) | (r_m <= MASKED)
         shifted = jnp.where(r_m > 0, jnp.float32(self.beta) * r_m, jnp.float32(0))
         # r_m = 0 shifts to 0 as well: the case that the published rule leaves unhandled.
         return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))

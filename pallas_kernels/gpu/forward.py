@@ -152,7 +152,8 @@ def _softmax_step(
     m_place, l_place = (Place(place.rows, _column(which), place.step) for which in (0, 1))
     out = Place(place.rows, problem.feature_columns, place.step)
 
-    r_m = jnp.max(s, axis=-1, keepdims=True)
+    # At least MASKED: −inf − (−inf) would be NaN.
+    r_m = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.float32(MASKED))
     below = s - r_m
     m = rule.running_max(
         r_m,
