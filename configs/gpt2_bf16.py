@@ -41,6 +41,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.init = "gpt2"  # or small_init, lecun_uniform
     config.model.scale_placement = "scores"  # or qk
     config.model.activation_dtype = "bfloat16"
+    config.model.logits_dtype = "float32"  # bfloat16 is faster, and what PyTorch's autocast does
 
     config.attention = ConfigDict()
     config.attention.numerics = "published"

@@ -105,6 +105,11 @@ def _check(settings: TrainSettings) -> None:
         model,
         f"a multiple of {model.heads} heads",
     )
+    if model.logits_dtype == "bfloat16":  # they are read as words of two
+        bfloat16 = model.activation_dtype == "bfloat16"
+        _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
+        even = model.vocab_size % 2 == 0
+        _require(even, "model", "vocab_size", model, "even if logits_dtype is bfloat16")
     for name in ("peak_lr", "end_lr", "eps", "weight_decay", "warmup_steps"):
         value = getattr(optimizer, name)
         _require(0 <= value < math.inf, "optimizer", name, optimizer, "0 or more and finite")

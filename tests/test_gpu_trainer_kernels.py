@@ -19,20 +19,20 @@ from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows
 
 # Half an ulp of bfloat16, and room for the float32 arithmetic before it is rounded.
 BFLOAT16 = 2.0**-8 * 1.01
-COLUMNS = Columns(held=64, tile=32)
+COLUMNS = Columns(held=64, tile=32, warps=4)
 
 # Rows shorter than what is held, in tiles only, with a remainder, and of one column.
 WIDTHS = [1, 50, 64, 128, 257]
 
 
-def logits_and_targets(width, rows=5):
+def logits_and_targets(width, rows=5, dtype="float32"):
     rng = np.random.default_rng(width)
     logits = 4 * rng.standard_normal((rows, width))
     logits[1] += 500
     logits[2] -= 500
     logits[3, width // 2] = 80  # one column has all the weight
     targets = np.array([0, width - 1, width // 2, width // 3, 2 * width // 3])
-    return jnp.asarray(logits, jnp.float32), jnp.asarray(targets, jnp.int32)
+    return jnp.asarray(logits, dtype), jnp.asarray(targets, jnp.int32)
 
 
 def exact_cross_entropy(logits, targets):
@@ -49,10 +49,15 @@ def interpreted_cross_entropy(logits, targets, dtype, columns=COLUMNS):
     return cross_entropy_rows(logits, targets, dtype, columns=columns, interpret=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+# Formats of logits and gradient; bfloat16 logits come as words of two columns.
+FORMATS = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+
+
+@pytest.mark.parametrize(("logits_dtype", "dtype"), FORMATS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_cross_entropy_is_that_of_float64(width, dtype):
-    logits, targets = logits_and_targets(width)
+def test_cross_entropy_is_that_of_float64(width, logits_dtype, dtype):
+    width *= 2 if logits_dtype == "bfloat16" else 1
+    logits, targets = logits_and_targets(width, dtype=logits_dtype)
     loss, gradient = interpreted_cross_entropy(logits, targets, dtype)
     exact_loss, exact = exact_cross_entropy(logits, targets)
     assert gradient.dtype == dtype
@@ -64,22 +69,37 @@ def test_cross_entropy_is_that_of_float64(width, dtype):
     np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=relative, atol=atol)
 
 
-def test_the_schedule_does_not_change_the_result():
-    logits, targets = logits_and_targets(257)
-    first = interpreted_cross_entropy(logits, targets, "float32")
-    for columns in (Columns(held=0, tile=16), Columns(held=256, tile=64), Columns()):
-        for a, b in zip(
-            first, interpreted_cross_entropy(logits, targets, "float32", columns), strict=True
-        ):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=3 * 2.0**-15)
+@pytest.mark.parametrize(("logits_dtype", "dtype"), [FORMATS[0], FORMATS[2]])
+def test_the_schedule_does_not_change_the_result(logits_dtype, dtype):
+    logits, targets = logits_and_targets(514, dtype=logits_dtype)
+    first = interpreted_cross_entropy(logits, targets, dtype)
+    relative = 2.0**-7 if dtype == "bfloat16" else 1e-5  # an ulp, where one rounds up, one down
+    for columns in (
+        Columns(held=0, tile=16, warps=4),
+        Columns(held=256, tile=64, warps=4),
+        Columns(held=256, tile=2, warps=4),
+        None,
+    ):
+        other = interpreted_cross_entropy(logits, targets, dtype, columns)
+        for a, b in zip(first, other, strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=relative, atol=3 * 2.0**-15)
 
 
-@pytest.mark.parametrize("column", [0, 70, 256], ids=["held", "tile", "remainder"])
+@pytest.mark.parametrize("logits_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("column", [0, 141, 513], ids=["held", "tile", "remainder"])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_a_row_that_is_not_finite_has_a_loss_that_is_not(bad, column):
-    logits, targets = logits_and_targets(257)
-    loss, _ = interpreted_cross_entropy(logits.at[2, column].set(bad), targets, "float32")
+def test_a_row_that_is_not_finite_has_a_loss_that_is_not(bad, column, logits_dtype):
+    logits, targets = logits_and_targets(514, dtype=logits_dtype)
+    loss, _ = interpreted_cross_entropy(logits.at[2, column].set(bad), targets, "bfloat16")
     np.testing.assert_array_equal(np.isfinite(loss), [True, True, False, True, True])
+
+
+def test_what_words_of_two_logits_cannot_hold_is_refused():
+    for width, dtype in ((3, "bfloat16"), (4, "float32")):
+        logits, targets = jnp.zeros((1, width), jnp.bfloat16), jnp.zeros(1, jnp.int32)
+        with pytest.raises(ValueError, match=f"got {width} columns and {dtype}"):
+            cross_entropy_rows(logits, targets, dtype)
 
 
 def norm_inputs(rows, width, dtype):
@@ -242,20 +262,20 @@ def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
-    logits, targets = logits_and_targets(50304)
     rows = jax.jit(functools.partial(cross_entropy_rows, dtype=jnp.bfloat16))
-    loss, gradient = rows(logits, targets)
-    exact_loss, exact = exact_cross_entropy(logits, targets)
-    np.testing.assert_allclose(loss, exact_loss, atol=4 * 2.0**-15)
-    np.testing.assert_allclose(
-        gradient.astype(jnp.float32), exact, rtol=BFLOAT16, atol=4 * 2.0**-15
-    )
+    for logits_dtype in ("float32", "bfloat16"):
+        logits, targets = logits_and_targets(50304, dtype=logits_dtype)
+        loss, gradient = rows(logits, targets)
+        exact_loss, exact = exact_cross_entropy(logits, targets)
+        np.testing.assert_allclose(loss, exact_loss, atol=4 * 2.0**-15)
+        np.testing.assert_allclose(
+            gradient.astype(jnp.float32), exact, rtol=BFLOAT16, atol=4 * 2.0**-15
+        )
+        for a, b in zip((loss, gradient), rows(logits, targets), strict=True):
+            np.testing.assert_array_equal(a, b)
     inputs = norm_inputs(70, 768, "bfloat16")
     (_, x), (d_total, _, d_scale) = jax.jit(plain_with_gradients)(*inputs)
     _, exact_x, exact_d_total, exact_d_scale = exact_norm(*inputs)
     np.testing.assert_allclose(x.astype(jnp.float32), exact_x, rtol=BFLOAT16, atol=2.0**-17)
     np.testing.assert_allclose(d_total, exact_d_total, atol=2.0**-15)
     np.testing.assert_allclose(d_scale, exact_d_scale, atol=70 * 2.0**-15)
-    twice = (loss, gradient), rows(logits, targets)
-    for a, b in zip(*map(jax.tree.leaves, twice), strict=True):
-        np.testing.assert_array_equal(a, b)

@@ -22,6 +22,7 @@ from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.gpt2 import loss
+from lowprec_attn.gpt2.devices import compiler_options
 from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, Spec
@@ -256,26 +257,30 @@ def assembled(text: str) -> str:
         ).stderr
 
 
+@pytest.mark.parametrize(("logits", "chunks"), [("float32", 4), ("bfloat16", 2)])
 def test_a_training_step_has_no_loops_and_adds_products_in_place(
-    monkeypatch: pytest.MonkeyPatch,
+    logits: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop splits the CUDA graph of a step; a sum of products apart from them is one more pass.
 
-    In place are the three chunks of the loss after the first, in the gradient of the embedding, and
-    the gradients of a norm by two of three projections.
+    In place are the chunks of the loss after the first, in the gradient of the embedding, and the
+    gradients of a norm by two of three projections. Products write logits of either format.
     """
     settings = tiny_settings(
-        model__layers=1, model__width=128, model__context=128, model__vocab_size=512
+        model__layers=1,
+        model__width=128,
+        model__context=128,
+        model__vocab_size=512,
+        model__logits_dtype=logits,
     )
-    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", 256 * 512)
+    monkeypatch.setattr(loss, "_BYTES_PER_CHUNK", 4 * 256 * 512)
     steps = make_steps(settings, attention.dot_product_attention)
     ids = jax.ShapeDtypeStruct((1, 8, 128), jnp.int32)
     step = lowered(steps.train, jax.eval_shape(steps.init), ids, ids, target=H200)
-    options = {
-        "xla_gpu_deterministic_ops": True,
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_autotune_level": 0,
-    }
+    options = {**compiler_options("gpu"), "xla_gpu_autotune_level": 0}
     text = step.compile(compiler_options=options).as_text()
     assert not re.search(r" while\(", text)
-    assert len(re.findall(r'"beta":1[,.}]', text)) == 3 + 2
+    assert len(re.findall(r'"beta":1[,.}]', text)) == chunks - 1 + 2
+    short = {"float32": "f32", "bfloat16": "bf16"}[logits]
+    products = re.findall(rf"\({short}\[{1024 // chunks},512\].* custom-call\(.*__cublas", text)
+    assert len(products) == chunks

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from tiny import tiny_settings, with_optimizer
 from configs import gpt2_bf16
 from lowprec_attn import attention
 from lowprec_attn.gpt2 import loss as loss_module
-from lowprec_attn.gpt2.devices import run_devices
+from lowprec_attn.gpt2.devices import compiler_options, run_devices
 from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
 from lowprec_attn.gpt2.model import GPT2, parameter_count
@@ -277,7 +278,7 @@ def test_every_arithmetic_of_the_config_traces_through_a_step(case):
 
 @pytest.mark.parametrize("rows", [24, 6, 2], ids=["one chunk", "four chunks", "a loop of chunks"])
 def test_the_chunked_loss_is_optax_cross_entropy(rows, monkeypatch):
-    monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", rows * 40)
+    monkeypatch.setattr(loss_module, "_BYTES_PER_CHUNK", rows * 4 * 40)
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((3, 8, 16)), jnp.float32)
     table = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
@@ -295,9 +296,40 @@ def test_the_chunked_loss_is_optax_cross_entropy(rows, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_bfloat16_logits_are_rounded_once_and_nothing_else_is():
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(4 * rng.standard_normal((3, 8, 16)), jnp.bfloat16)
+    table = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 40, (3, 8)), jnp.int32)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options("cpu"))
+    def ours(hidden, table):
+        loss, grads = jax.value_and_grad(cross_entropy, (0, 1))(hidden, table, targets, "bfloat16")
+        return loss, cross_entropy(hidden, table, targets, "bfloat16"), grads
+
+    def expected(dtype):
+        x, w = (np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (hidden, table))
+        logits = jnp.asarray(np.einsum("btd,vd->btv", x, w), jnp.float32).astype(dtype)
+        logits = np.asarray(logits, np.float64)
+        lse = np.log(np.exp(logits).sum(-1))
+        losses = lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        d_logits = np.exp(logits - lse[..., None]) - np.eye(40)[targets]
+        return losses.mean(), np.einsum("btv,vd->btd", d_logits, w) / losses.size
+
+    loss, loss_alone, (d_hidden, _) = ours(hidden, table)
+    rounded, d_rounded = expected("bfloat16")
+    np.testing.assert_allclose(loss, rounded, rtol=1e-6)
+    np.testing.assert_allclose(loss_alone, rounded, rtol=1e-6)
+    assert abs(expected("float32")[0] - rounded) > 1e-4
+    # softmax − onehot, the table and the result are bfloat16.
+    d_hidden = np.asarray(d_hidden, np.float64)
+    np.testing.assert_allclose(d_hidden, d_rounded, atol=2**-8 * np.abs(d_rounded).max())
+
+
 def test_chunks_divide_the_rows_and_stay_within_the_limit():
-    assert _chunk_count(1024, 50304) == 1
-    assert _chunk_count(32 * 1024, 50304) == 4
+    assert _chunk_count(1024, 4 * 50304) == 1
+    assert _chunk_count(32 * 1024, 4 * 50304) == 4
+    assert _chunk_count(32 * 1024, 2 * 50304) == 2
     assert _chunk_count(7, 2**40) == 7
 
 

@@ -21,6 +21,21 @@ _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
 
 
+def compiler_options(platform: str) -> dict[str, bool]:
+    """XLA options of every jitted function of a run.
+
+    By default XLA may drop the rounding of a bfloat16 activation between two operations. On a GPU
+    its reductions and scatters need not give the same bits twice; and it considers products of its
+    own, which lose to cuBLAS here, but not before it has taken apart what cuBLAS would have added
+    in place.
+    """
+    options = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_deterministic_ops"] = True
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
+
+
 class Devices(NamedTuple):
     """A one-axis mesh; parameters are replicated over it, batches split.
 
@@ -52,15 +67,8 @@ class Devices(NamedTuple):
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """XLA options of every jitted function of the run.
-
-        By default XLA may drop the rounding of a bfloat16 activation between two operations;
-        on a GPU its reductions and scatters need not give the same bits twice.
-        """
-        options = {"xla_allow_excess_precision": False}
-        if self.mesh.devices.flat[0].platform == "gpu":
-            options["xla_gpu_deterministic_ops"] = True
-        return options
+        """See the function of this name."""
+        return compiler_options(self.mesh.devices.flat[0].platform)
 
     def jit(self, function: Any, **options: Any) -> Any:
         """`jax.jit` with the run's compiler options."""

@@ -11,41 +11,54 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 from pallas_kernels.gpu.device import kernel_or
 
-# Logits are formed in chunks of rows of about this many numbers: 2 GiB in float32, and 1 GiB more
-# for their gradient in 16 bits.
-_LOGITS_PER_CHUNK = 2**29
+# Logits are formed in chunks of rows of about this size; their gradient takes as much again in
+# 16 bits, half of it beside float32 logits.
+_BYTES_PER_CHUNK = 2**31
 # Chunks without a loop around them: a GPU then has no gaps between their kernels.
 _UNROLLED = 8
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
-    hidden: Float[Array, "B T d"], embedding: Float[Array, "V d"], targets: Int[Array, "B T"]
+    hidden: Float[Array, "B T d"],
+    embedding: Float[Array, "V d"],
+    targets: Int[Array, "B T"],
+    logits_dtype: str = "float32",
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats of logits = hidden · embeddingᵀ.
 
-    The products take operands in hidden's dtype and accumulate in float32; logits, log-sum-exp
-    and the sum over rows are float32. Gradients are formed together with the loss, chunk by
-    chunk, so that no logits are kept or formed twice; softmax − onehot, in hidden's dtype, is
-    their operand. Where the computation is lowered for CUDA, one kernel turns logits into both.
+    The products take operands in hidden's dtype and accumulate in float32; logits are rounded to
+    `logits_dtype`; log-sum-exp and the sum over rows are float32. Gradients are formed together
+    with the loss, chunk by chunk, so that no logits are kept or formed twice; softmax − onehot, in
+    hidden's dtype, is their operand. Where the computation is lowered for CUDA, one kernel turns
+    logits into both.
+
+    Args:
+      hidden: last hidden state.
+      embedding: the table.
+      targets: ids below V.
+      logits_dtype: float32; or bfloat16, which hidden must then be and V even.
     """
     table = embedding.astype(hidden.dtype)
 
     def chunk_loss(total: Array, chunk: _Chunk) -> tuple[Array, None]:
-        losses, _ = _plain_losses(_logits(chunk, table), chunk.targets)
+        losses, _ = _plain_losses(_logits(chunk, table, logits_dtype), chunk.targets)
         return total + jnp.sum(losses), None
 
-    total, _ = lax.scan(chunk_loss, jnp.float32(0), _chunks(hidden, targets, table))
+    total, _ = lax.scan(chunk_loss, jnp.float32(0), _chunks(hidden, targets, table, logits_dtype))
     return total / jnp.float32(targets.size)
 
 
-def _forward(hidden: Array, embedding: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+def _forward(
+    hidden: Array, embedding: Array, targets: Array, logits_dtype: str
+) -> tuple[Array, tuple[Array, Array]]:
     """The mean loss, and the gradients of the summed loss."""
     table = embedding.astype(hidden.dtype)
     of_rows = kernel_or(*(partial(f, dtype=table.dtype) for f in (cross_entropy_rows, _plain_rows)))
 
     def chunk_loss(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, Array]:
-        losses, d_logits = of_rows(_logits(chunk, sums.table), chunk.targets)
+        logits = _logits(chunk, sums.table, logits_dtype)
+        losses, d_logits = of_rows(logits, chunk.targets)
         d_hidden = jnp.einsum("nv,vd->nd", d_logits, sums.table, **_IN_FLOAT32)
         # The product first: XLA's GPU compiler then lets every one of them add to the sum in place.
         d_table = jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32) + sums.d_table
@@ -54,13 +67,15 @@ def _forward(hidden: Array, embedding: Array, targets: Array) -> tuple[Array, tu
         return lax.optimization_barrier(sums), d_hidden.astype(table.dtype)
 
     sums = _Sums(jnp.float32(0), jnp.zeros(table.shape, jnp.float32), table)
-    chunks = _chunks(hidden, targets, table)
+    chunks = _chunks(hidden, targets, table, logits_dtype)
     sums, d_hidden = lax.scan(chunk_loss, sums, chunks, unroll=_UNROLLED)
     mean = sums.loss / jnp.float32(targets.size)
     return mean, (d_hidden.reshape(hidden.shape), sums.d_table)
 
 
-def _backward(residuals: tuple[Array, Array], d_loss: Array) -> tuple[Array, Array, None]:
+def _backward(
+    logits_dtype: str, residuals: tuple[Array, Array], d_loss: Array
+) -> tuple[Array, Array, None]:
     d_hidden, d_table = residuals
     # The mean's 1/n comes last, in float32: softmax − onehot keeps its range in any format.
     factor = d_loss / jnp.float32(d_hidden.shape[0] * d_hidden.shape[1])
@@ -87,25 +102,28 @@ class _Chunk(NamedTuple):
     targets: Array
 
 
-def _chunks(hidden: Array, targets: Array, table: Array) -> _Chunk:
-    count = _chunk_count(targets.size, table.shape[0])
+def _chunks(hidden: Array, targets: Array, table: Array, logits_dtype: str) -> _Chunk:
+    count = _chunk_count(targets.size, table.shape[0] * jnp.dtype(logits_dtype).itemsize)
     return _Chunk(hidden.reshape(count, -1, hidden.shape[-1]), targets.reshape(count, -1))
 
 
-def _chunk_count(rows: int, vocabulary: int) -> int:
-    """The smallest divisor of `rows` that keeps a chunk within _LOGITS_PER_CHUNK, if any does."""
+def _chunk_count(rows: int, bytes_per_row: int) -> int:
+    """The smallest divisor of `rows` that keeps a chunk within _BYTES_PER_CHUNK, if any does."""
     for count in range(1, rows):
-        if rows % count == 0 and rows // count * vocabulary <= _LOGITS_PER_CHUNK:
+        if rows % count == 0 and rows // count * bytes_per_row <= _BYTES_PER_CHUNK:
             return count
     return rows
 
 
-def _logits(chunk: _Chunk, table: Array) -> Array:
-    return jnp.einsum("nd,vd->nv", chunk.hidden, table, **_IN_FLOAT32)
+def _logits(chunk: _Chunk, table: Array, dtype: str) -> Array:
+    """The product rounds its float32 sums as it writes them: a pass of its own would cost more."""
+    options = {**_IN_FLOAT32, "preferred_element_type": jnp.dtype(dtype)}
+    return jnp.einsum("nd,vd->nv", chunk.hidden, table, **options)
 
 
 def _plain_losses(logits: Array, targets: Array) -> tuple[Array, Array]:
     """The loss and the log-sum-exp of each row [n]."""
+    logits = logits.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     return lse - picked, lse
@@ -116,4 +134,4 @@ def _plain_rows(logits: Array, targets: Array, *, dtype: Any) -> tuple[Array, Ar
     losses, lse = _plain_losses(logits, targets)
     columns = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     onehot = (columns[None] == targets[:, None]).astype(jnp.float32)
-    return losses, (jnp.exp(logits - lse[:, None]) - onehot).astype(dtype)
+    return losses, (jnp.exp(logits.astype(jnp.float32) - lse[:, None]) - onehot).astype(dtype)

@@ -35,6 +35,8 @@ class ModelSettings:
         `qk` multiplies q and k by H^(-1/4) each, before the product and in their own format.
       activation_dtype: format of the activations between layers (the residual stream and all
         parameters stay float32).
+      logits_dtype: format of the logits: float32; or bfloat16, as PyTorch's autocast has them,
+        which spares memory traffic (with bfloat16 activations and an even vocab_size).
     """
 
     layers: int
@@ -45,6 +47,7 @@ class ModelSettings:
     init: InitStd = "gpt2"
     scale_placement: Literal["scores", "qk"] = "scores"
     activation_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    logits_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

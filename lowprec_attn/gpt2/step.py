@@ -91,7 +91,8 @@ def make_steps(
         model = nnx.merge(graph, params)
         hidden, records = model(inputs, attend, key if needs_key else None, taps)
         with jax.named_scope("loss"):
-            return cross_entropy(hidden, model.tokens.embedding[...], targets), records
+            table, dtype = model.tokens.embedding[...], settings.model.logits_dtype
+            return cross_entropy(hidden, table, targets, dtype), records
 
     def init() -> TrainState:
         params = nnx.state(_model(settings, root), nnx.Param)

@@ -209,11 +209,12 @@ class DynamicMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         repeated = is_repeated(below, self.tolerance / unit)
-        shifted = jnp.maximum(jnp.float32(self.beta) * r_m, jnp.float32(0))
-        shifted = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shifted)
-        shifted = jnp.minimum(shifted, r_m + jnp.float32(self.max_shift / unit))
+        # From r_m to β·r_m if positive, to 0 if negative; for β = 2 in either case |r_m|.
+        shift = jnp.maximum(jnp.float32(self.beta - 1.0) * r_m, jnp.float32(-1.0) * r_m)
+        shift = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shift)
+        shift = jnp.minimum(shift, jnp.float32(self.max_shift / unit))
         # A fully masked step is all ties, but MASKED + max_shift == MASKED in float32.
-        return jnp.maximum(m_prev, jnp.where(repeated, shifted, r_m))
+        return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
 
 
 def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:

@@ -45,6 +45,51 @@ def as_bfloat16(x: Array) -> Array:
     )[0]
 
 
+def from_bfloat16_pairs(
+    words: Array, after: Array | None = None, *, interpret: bool
+) -> tuple[Array, Array]:
+    """The lower and the upper halves of words of two bfloat16 numbers, as float32.
+
+    Args:
+      words: int32.
+      after: a value that is to be known first, broadcast to `words`. The compiler then keeps the
+        words until there, not what it unpacked before, which takes twice the registers.
+      interpret: plain JAX.
+    """
+    if interpret or after is None:
+        lower, upper = words << 16, words & jnp.int32(-(2**16))
+        return _as_float32(lower), _as_float32(upper)
+    lower, upper = (
+        plt.elementwise_inline_asm(
+            instruction,
+            args=[words, jnp.broadcast_to(after, words.shape)],
+            constraints="=f,r,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float32)],
+        )[0]
+        for instruction in ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;")
+    )
+    return lower, upper
+
+
+def _as_float32(words: Array) -> Array:
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def to_bfloat16_pairs(lower: Array, upper: Array, *, interpret: bool) -> Array:
+    """Words, int32, of two float32 numbers each, rounded to bfloat16, to nearest-even."""
+    if interpret:
+        pairs = jnp.stack([lower, upper], axis=-1).astype(jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(pairs, jnp.int32)
+    return plt.elementwise_inline_asm(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        args=[lower, upper],
+        constraints="=r,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(lower.shape, jnp.int32)],
+    )[0]
+
+
 def multiply_add(x: Array, factor: np.float32, y: Array, *, interpret: bool) -> Array:
     """x · factor + y, rounded once where compiled; y broadcasts to x."""
     if interpret:

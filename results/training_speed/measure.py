@@ -3,11 +3,13 @@
     python results/training_speed/measure.py OUT.jsonl --data DIR [--nanogpt DIR] [--devices 1 4]
 
 Every arm is a run of train.py: 300 steps of GPT-2 124M, context 1024, 64 sequences per device and
-step, diagnostics every 100 steps. The rate is that of steps 101 to 300: all tokens by all seconds,
-two rounds of diagnostics among them (their first round, which compiles, is at step 0).
+step, diagnostics every 100 steps, logits in bfloat16 (as in nanoGPT) or float32. The rate is that
+of steps 101 to 300: all tokens by all seconds, two rounds of diagnostics among them (their first
+round, which compiles, is at step 0).
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,19 +29,20 @@ def main() -> None:
     parser.add_argument("--nanogpt", help="a checkout of nanoGPT")
     parser.add_argument("--devices", type=int, nargs="+", default=[1])
     parser.add_argument("--numerics", nargs="+", default=["flash", "published"])
+    parser.add_argument("--logits", nargs="+", default=["bfloat16", "float32"])
     args = parser.parse_args()
     if args.nanogpt:
         command = [sys.executable, str(HERE / "nanogpt.py"), args.nanogpt, str(PER_DEVICE)]
         _append(args.out, json.loads(_run(command).splitlines()[-1]))
-    for devices in args.devices:
-        for numerics in args.numerics:
-            _append(args.out, _train(numerics, devices, args.data))
+    for logits, devices, numerics in itertools.product(args.logits, args.devices, args.numerics):
+        _append(args.out, _train(numerics, logits, devices, args.data))
 
 
-def _train(numerics: str, devices: int, data: str) -> dict:
+def _train(numerics: str, logits: str, devices: int, data: str) -> dict:
     with tempfile.TemporaryDirectory() as workdir:
         options = {
             "attention.numerics": numerics,
+            "model.logits_dtype": logits,
             "devices": devices,
             "batch_size": PER_DEVICE * devices,
             "accumulation_steps": 1,
@@ -61,6 +64,7 @@ def _train(numerics: str, devices: int, data: str) -> dict:
     tokens = sum(step["seconds"] * step["tokens_per_second"] for step in late)
     return {
         "name": f"lowprec-attn {numerics}",
+        "logits_dtype": logits,
         "devices": devices,
         "batch_size": PER_DEVICE * devices,
         "tokens_per_second": round(tokens / seconds),
