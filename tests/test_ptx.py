@@ -27,6 +27,7 @@ from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, Spec
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 nvidia = pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -123,16 +124,19 @@ def ptx(
         (out, lse), pullback = jax.vjp(attend, q, k, v)
         return out, pullback((jnp.ones_like(out), lse))
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"}
-        lowered(step, x, x, x, target=target).compile(compiler_options=options)
-        texts = [path.read_text() for path in Path(folder).glob("*.ptx")]
     result = {}
-    for text in texts:
+    for text in dumped(lowered(step, x, x, x, target=target)):
         if found := re.search(r"\.entry attention_(\w+)", text):
             result[found.group(1)] = text
     assert set(KERNELS) <= result.keys()
     return result
+
+
+def dumped(program: Any) -> list[str]:
+    """The PTX of a lowered program, one text per kernel of its own or group of XLA's."""
+    with tempfile.TemporaryDirectory() as folder:
+        program.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": "ptx"})
+        return [path.read_text() for path in Path(folder).glob("*.ptx")]
 
 
 def conversions(text: str, fmt: str) -> int:
@@ -233,6 +237,25 @@ def test_products_run_beside_other_instructions(preset: str, head_size: int) -> 
     """`ptxas` reports where it makes every tensor-core instruction wait for the one before."""
     for name, text in ptx(numerics.PRESETS[preset], head_size=head_size).items():
         assert "serialized" not in assembled(text), name
+
+
+@pytest.mark.parametrize(("dtype", "programs"), [("float32", 2), ("bfloat16", 3)])
+def test_programs_of_the_cross_entropy_share_a_multiprocessor(dtype: str, programs: int) -> None:
+    """One reads while another computes: with fewer the kernel waits for memory."""
+    logits = jax.ShapeDtypeStruct((64, 50304), jnp.dtype(dtype))
+    targets = jax.ShapeDtypeStruct((64,), jnp.int32)
+    rows = functools.partial(cross_entropy_rows, dtype=jnp.bfloat16)
+    (text,) = (
+        text
+        for text in dumped(lowered(rows, logits, targets, target=H200))
+        if ".entry cross_entropy_rows" in text
+    )
+    threads, registers = (
+        int(re.findall(pattern, report)[0])
+        for pattern, report in ((r"\.reqntid (\d+)", text), (r"Used (\d+)", assembled(text)))
+    )
+    # Registers come in eights per thread, 65,536 to a multiprocessor.
+    assert 65536 // (threads * -(-registers // 8) * 8) >= programs
 
 
 def test_powers_of_two_are_single_instructions() -> None:

@@ -134,16 +134,15 @@ def _row(
         m, l = state
         largest = reduce(jnp.maximum, values(words))
         new = jnp.maximum(m, jnp.max(largest, axis=0, keepdims=True))
+        l = l * power(m - new)  # after the sum, it costs the registers of a second program
         terms = reduce(operator.add, (power(x - new) for x in values(words, new)))
-        return new, l * power(m - new) + jnp.sum(terms, axis=0, keepdims=True)
+        return new, l + jnp.sum(terms, axis=0, keepdims=True)
 
     def store(words: Array, start: Array | int, mask: Array | None = None) -> None:
         logits = values(words, lse)
-        places = (len(logits) * span(start, words.size) + i for i in range(len(logits)))
-        gradients = [
-            power(x - lse) - (place == target).astype(jnp.float32)
-            for x, place in zip(logits, places, strict=True)
-        ]
+        place = len(logits) * span(start, words.size)
+        onehot = [(place + i == target).astype(jnp.float32) for i in range(len(logits))]
+        gradients = [power(x - lse) - y for x, y in zip(logits, onehot, strict=True)]
         if packed:
             out = to_bfloat16_pairs(*gradients, interpret=interpret)
         else:
