@@ -346,7 +346,12 @@ def metrics_lines(last, failed=False):
             for i in range(LAYERS)
         }
         yield {"step": step, "signals": dict(sorted(layers.items()))}
-    yield {"step": last, "val_loss": 2.25}
+    yield from ({"step": step, "val_loss": loss} for step, loss in val_losses(last).items())
+
+
+def val_losses(last):
+    """Of the arm that ends at step 57: up by 0.75 meanwhile, and back again."""
+    return {20: 3.0, 40: 3.75, last: 2.25} if last == 57 else {50: 3.0, last: 2.25}
 
 
 @pytest.fixture
@@ -382,10 +387,10 @@ def test_the_table_reads_the_layers_by_their_number(collected):
     calm, wild = (line for line in text.splitlines() if line[:6] in ("| act=", "| calm", "| wild"))
     at_50, at_100 = score(50, 10), score(100, 10)
     others = score(100, 1)
-    cells = f"{at_50:.0f} | {at_100:.0f} | {others:.0f} | 12.0 | 2.250 | no |"
+    cells = f"{at_50:.0f} | {at_100:.0f} | {others:.0f} | 12.0 | 2.250 | none | no |"
     assert calm == f"| act=finish | {cells}"
     others = score(50, 1)
-    assert wild == f"| act=nan | {at_50:.0f} | – | {others:.0f} | 12.0 | 2.250 | 57 |"
+    assert wild == f"| act=nan | {at_50:.0f} | – | {others:.0f} | 12.0 | 2.250 | 0.75 at 40 | 57 |"
 
 
 def test_the_figure_has_a_panel_an_arm_and_a_line_a_layer(collected):

@@ -1,6 +1,6 @@
 """The comparison of arms as a Markdown table."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ def markdown(records: Sequence[ArmRecord], layer: int, steps: Sequence[int] | No
         "other layers",
         "W_Q norm",
         "validation loss",
+        "its largest rise",
         "not finite at step",
     ]
     rows = [header, ["---"] * len(header), *(_row(record, layer, steps) for record in records)]
@@ -31,7 +32,8 @@ def markdown(records: Sequence[ArmRecord], layer: int, steps: Sequence[int] | No
     return (
         f"Largest |score| of layer {layer} by step (layers count from 0); then, at an arm's last "
         f"recorded step: the largest |score| of\nany other layer, the largest spectral norm of a "
-        f"head's W_Q in layer {layer}, and the validation loss.\n\n{table}"
+        f"head's W_Q in layer {layer}, the validation loss and the most by which it exceeded an "
+        f"earlier one.\n\n{table}"
     )
 
 
@@ -59,8 +61,20 @@ def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
         _number(max(others)) if others else "–",
         f"{record.largest('query_weight_norm', last, layer):.1f}",
         f"{losses[max(losses)]:.3f}" if losses else "–",
+        _largest_rise(losses),
         f"{record.failure['step']}" if record.failure else "no",
     ]
+
+
+def _largest_rise(losses: Mapping[int, float]) -> str:
+    """How far a loss lies above the smallest before it, and at which step that is most."""
+    steps = sorted(losses)
+    if len(steps) < 2:
+        return "–"
+    values = np.array([losses[step] for step in steps])
+    rises = values - np.minimum.accumulate(values)
+    last = int(np.argmax(rises))
+    return "none" if rises[last] == 0 else f"{rises[last]:.2f} at {steps[last]}"
 
 
 def _number(x: float) -> str:
