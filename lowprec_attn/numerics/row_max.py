@@ -209,7 +209,8 @@ class DynamicMax(_Rule):
     ) -> Rows:
         """See `RowMax`."""
         repeated = is_repeated(below, self.tolerance / unit)
-        # From r_m to β·r_m if positive, to 0 if negative; for β = 2 in either case |r_m|.
+        # From r_m to β·r_m if positive, to 0 if negative; for β = 2 in either case |r_m|, which the
+        # compilers find behind the product, but not behind Triton's negation, a difference.
         shift = jnp.maximum(jnp.float32(self.beta - 1.0) * r_m, jnp.float32(-1.0) * r_m)
         shift = jnp.where(r_m == 0, jnp.float32((self.beta - 1.0) / unit), shift)
         shift = jnp.minimum(shift, jnp.float32(self.max_shift / unit))
