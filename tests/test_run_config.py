@@ -83,6 +83,13 @@ BAD = [
     ({"model__depth": 3}, "depth", "layers"),
     ({"model__heads": 3}, "32", "multiple of 3"),
     ({"model__init": "xavier"}, "'xavier'", "small_init"),
+    ({"model__logits_dtype": "float16"}, "'float16'", "float32, bfloat16"),
+    ({"model__logits_dtype": "bfloat16"}, "257", "even if logits_dtype is bfloat16"),  # words
+    (
+        {"model__logits_dtype": "bfloat16", "model__activation_dtype": "float32"},
+        "'float32'",
+        "bfloat16 if logits_dtype is",
+    ),
     ({"optimizer__peak_lr": "fast"}, "'fast'", "float"),
     ({"optimizer__peak_lr": -1.0}, "-1.0", "0 or more"),
     ({"optimizer__b2": 1.0}, "1.0", "[0, 1)"),
