@@ -7,15 +7,14 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
+import kernel_calls
 import numpy as np
 import plain
 import pytest
-from jax.experimental.pallas import tpu as pltpu
+import test_tpu_kernels
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
-from pallas_kernels import block_sizes
-from pallas_kernels.tpu import block_sizes as tpu_block_sizes
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -27,20 +26,7 @@ RULES: dict[str, RowMax] = {
     "published": PublishedMax(),
     "dynamic_max": DynamicMax(),
 }
-# Kernels in the interpreter.
-GPU_TILE = block_sizes.Tile(query=64, kv=64, stages=1)
-TPU_TILE = tpu_block_sizes.Tile(query=128, kv=128)
-TILES: dict[str, Any] = {
-    "gpu": block_sizes.BlockSizes(
-        forward=GPU_TILE, key_gradients=GPU_TILE, query_gradients=GPU_TILE, interpret=True
-    ),
-    "tpu": tpu_block_sizes.BlockSizes(
-        forward=TPU_TILE,
-        key_gradients=TPU_TILE,
-        query_gradients=TPU_TILE,
-        interpret=pltpu.InterpretParams(),
-    ),
-}
+TILES: dict[str, Any] = {"gpu": kernel_calls.INTERPRETED, "tpu": test_tpu_kernels.INTERPRETED}
 NEVER = MASKED  # the running maximum before the first step
 
 

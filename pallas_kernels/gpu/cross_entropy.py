@@ -47,6 +47,9 @@ class Columns:
 _FLOAT32 = Columns(held=16384, tile=8192, warps=8)
 _BFLOAT16 = Columns(held=4096, tile=4096, warps=4)
 
+# The int32 word of two bfloat16 −inf.
+_TWICE_MINUS_INFINITY = 0xFF80FF80 - 2**32
+
 
 def cross_entropy_rows(
     logits: Float[Array, "n V"],
@@ -178,7 +181,3 @@ def _row(
         store(load(start, "evict_first"), start)
 
     lax.fori_loop(0, tiles, walk_back, None)
-
-
-# The word of two bfloat16 −inf, 0xFF80FF80.
-_TWICE_MINUS_INFINITY = 0xFF80FF80 - 2**32

@@ -6,6 +6,8 @@ powers of two, at three more instructions each. In the interpreter the same func
 JAX.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,26 +25,27 @@ _ROUND_PAIR = """{
 }"""
 
 
+def _instruction(
+    text: str, constraints: str, *args: Array, dtype: Any = jnp.float32, pack: int = 1
+) -> Array:
+    """PTX on arrays of one shape, `pack` elements at a time; the result has that shape too."""
+    return plt.elementwise_inline_asm(
+        text,
+        args=args,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
+    )[0]
+
+
 def round_to_bfloat16(x: Array) -> Array:
     """Nearest-even float32 values that bfloat16 holds; compiled code only."""
-    return plt.elementwise_inline_asm(
-        _ROUND_PAIR,
-        args=[x],
-        constraints="=f,=f,f,f",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )[0]
+    return _instruction(_ROUND_PAIR, "=f,=f,f,f", x, pack=2)
 
 
 def as_bfloat16(x: Array) -> Array:
     """float32 as bfloat16, to nearest-even, two at a time even where both are extended again."""
-    return plt.elementwise_inline_asm(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        args=[x],
-        constraints="=r,f,f",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)],
-    )[0]
+    return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", x, dtype=jnp.bfloat16, pack=2)
 
 
 def from_bfloat16_pairs(
@@ -59,16 +62,9 @@ def from_bfloat16_pairs(
     if interpret or after is None:
         lower, upper = words << 16, words & jnp.int32(-(2**16))
         return _as_float32(lower), _as_float32(upper)
-    lower, upper = (
-        plt.elementwise_inline_asm(
-            instruction,
-            args=[words, jnp.broadcast_to(after, words.shape)],
-            constraints="=f,r,f",
-            pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float32)],
-        )[0]
-        for instruction in ("shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xffff0000;")
-    )
+    after = jnp.broadcast_to(after, words.shape)
+    lower = _instruction("shl.b32 $0, $1, 16;", "=f,r,f", words, after)
+    upper = _instruction("and.b32 $0, $1, 0xffff0000;", "=f,r,f", words, after)
     return lower, upper
 
 
@@ -81,13 +77,7 @@ def to_bfloat16_pairs(lower: Array, upper: Array, *, interpret: bool) -> Array:
     if interpret:
         pairs = jnp.stack([lower, upper], axis=-1).astype(jnp.bfloat16)
         return jax.lax.bitcast_convert_type(pairs, jnp.int32)
-    return plt.elementwise_inline_asm(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        args=[lower, upper],
-        constraints="=r,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(lower.shape, jnp.int32)],
-    )[0]
+    return _instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", lower, upper, dtype=jnp.int32)
 
 
 def multiply_add(x: Array, factor: np.float32, y: Array, *, interpret: bool) -> Array:
@@ -95,26 +85,13 @@ def multiply_add(x: Array, factor: np.float32, y: Array, *, interpret: bool) -> 
     if interpret:
         return x * factor + y
     bits = int(np.float32(factor).view(np.uint32))
-    return plt.elementwise_inline_asm(
-        f"fma.rn.f32 $0, $1, 0f{bits:08X}, $2;",
-        args=[x, jnp.broadcast_to(y, x.shape)],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )[0]
+    y = jnp.broadcast_to(y, x.shape)
+    return _instruction(f"fma.rn.f32 $0, $1, 0f{bits:08X}, $2;", "=f,f,f", x, y)
 
 
 def exp2(x: Array, *, interpret: bool) -> Array:
     """2^x within 2 ulp; where compiled, powers below the smallest normal number are 0."""
-    if interpret:
-        return jnp.exp2(x)
-    return plt.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-    )[0]
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
 
 
 def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
@@ -128,13 +105,7 @@ def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
         return row_max.is_repeated(below, tolerance)
     distance = below if tolerance == 0 else below + jnp.float32(tolerance)
     left, right = jnp.split(distance, 2, axis=-1)
-    words = plt.elementwise_inline_asm(
-        "prmt.b32 $0, $1, $2, 0xFFBB;",
-        args=[left, right],
-        constraints="=r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(left.shape, jnp.int32)],
-    )[0]
+    words = _instruction("prmt.b32 $0, $1, $2, 0xFFBB;", "=r,r,r", left, right, dtype=jnp.int32)
     total = jnp.sum(words, axis=-1, keepdims=True)
     # The word of a far left entry is 2^16 − 1, of a far right one −2^16, of both −1.
     half = left.shape[-1]
