@@ -7,7 +7,8 @@ written as words of two columns.
 
 The floors on one H200, for 16,384 rows of 50,304 logits with their gradient in bfloat16, at
 4.3 TB/s: float32 logits 4.9 GB, 1.15 ms; bfloat16 logits 3.3 GB, 0.77 ms. The kernel takes 1.76 and
-1.17 ms, because it is the cache that moves every column but the kept ones once more.
+1.17 ms (results/training_speed/step_variants_h200.jsonl), because it is the cache that moves every
+column but the kept ones once more.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class Columns:
     warps: int
 
 
-# The fastest of some ten each on one H200.
+# The fastest of those timed on one H200.
 _FLOAT32 = Columns(held=16384, tile=8192, warps=8)
 _BFLOAT16 = Columns(held=4096, tile=4096, warps=4)
 
