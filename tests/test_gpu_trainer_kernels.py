@@ -11,6 +11,7 @@ from tiny import tiny_settings
 
 from lowprec_attn import attention
 from lowprec_attn.gpt2 import norm
+from lowprec_attn.gpt2.devices import compiler_options
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.step import make_steps
 from pallas_kernels.gpu import gelu as kernels
@@ -243,19 +244,23 @@ def test_gelu_is_that_of_float64(size, dtype, interpret):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does():
+@pytest.mark.parametrize("activation_dtype", ["bfloat16", "float32"])
+def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does(activation_dtype):
     abstract_device = pytest.importorskip("jax.sharding").AbstractDevice
-    steps = make_steps(tiny_settings(model__layers=1), attention.dot_product_attention)
+    settings = tiny_settings(model__layers=1, model__activation_dtype=activation_dtype)
+    steps = make_steps(settings, attention.dot_product_attention)
     inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
     device = abstract_device(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     names = ("cross_entropy_rows", "layer_norm_forward", "layer_norm_backward")
-    names += ("gelu_value", "gelu_gradient")
+    names += ("gelu_gradient",)
     with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
         traced = jax.jit(steps.train).trace(jax.eval_shape(steps.init), inputs, inputs)
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
         for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert all(name in for_gpu for name in names)
+    # GELU of a bfloat16 product is left to the product.
+    assert ("gelu_value" in for_gpu) == (activation_dtype == "float32")
     assert "triton" not in for_cpu
 
 
@@ -279,3 +284,27 @@ def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     np.testing.assert_allclose(x.astype(jnp.float32), exact_x, rtol=BFLOAT16, atol=2.0**-17)
     np.testing.assert_allclose(d_total, exact_d_total, atol=2.0**-15)
     np.testing.assert_allclose(d_scale, exact_d_scale, atol=70 * 2.0**-15)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("rows", [1, 2, 70, 4096])
+def test_gelu_of_a_compiled_product_is_that_of_float64(rows):
+    """Of more than one row it is GELU of the float32 sums, not of the product in bfloat16."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.standard_normal((rows, 768)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((768, 3072)) * 4 / 768**0.5, jnp.bfloat16)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options("gpu"))
+    def product_and_gelu(x, kernel):
+        h = jnp.dot(x, kernel)
+        return h, gelu(h)
+
+    h, y = product_and_gelu(x, kernel)
+    sums = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    # 768 products of up to 4 · 0.6 err by 2**-24 of the sum's terms each.
+    np.testing.assert_allclose(np.asarray(h, np.float64), sums, rtol=BFLOAT16, atol=2.0**-16)
+    exact, _ = exact_gelu(sums if rows > 1 else np.asarray(h, np.float64))
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=BFLOAT16, atol=2.0**-16)
+    for first, second in zip((h, y), product_and_gelu(x, kernel), strict=True):
+        np.testing.assert_array_equal(first, second)

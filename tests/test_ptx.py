@@ -239,7 +239,7 @@ def test_products_run_beside_other_instructions(preset: str, head_size: int) -> 
         assert "serialized" not in assembled(text), name
 
 
-@pytest.mark.parametrize(("dtype", "programs"), [("float32", 2), ("bfloat16", 3)])
+@pytest.mark.parametrize(("dtype", "programs"), [("float32", 2), ("bfloat16", 2)])
 def test_programs_of_the_cross_entropy_share_a_multiprocessor(dtype: str, programs: int) -> None:
     """One reads while another computes: with fewer the kernel waits for memory."""
     logits = jax.ShapeDtypeStruct((64, 50304), jnp.dtype(dtype))
@@ -287,7 +287,8 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
     """A loop splits the CUDA graph of a step; a sum of products apart from them is one more pass.
 
     In place are the chunks of the loss after the first, in the gradient of the embedding, and the
-    gradients of a norm by two of three projections. Products write logits of either format.
+    gradients of a norm by two of three projections. Products write logits of either format. GELU
+    belongs to the product before it, and none of its steps is left to be carried out in bfloat16.
     """
     settings = tiny_settings(
         model__layers=1,
@@ -304,6 +305,8 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
     text = step.compile(compiler_options=options).as_text()
     assert not re.search(r" while\(", text)
     assert len(re.findall(r'"beta":1[,.}]', text)) == chunks - 1 + 2
+    assert text.count('"epilogue":"GELU_AUX"') == 1
+    assert "tanh" not in text
     short = {"float32": "f32", "bfloat16": "bf16"}[logits]
     products = re.findall(rf"\({short}\[{1024 // chunks},512\].* custom-call\(.*__cublas", text)
     assert len(products) == chunks

@@ -192,6 +192,7 @@ class Loop:
             self.state.params,
             pending.arrays,
             step_key(self.root, jnp.int32(step)),
+            jit=self.fixed.devices.jit,
         )
         self._write_signals(step, *self.first_sequence(*pending.arrays))
         _report_failure(self.fixed.run_dir, step, culprit)

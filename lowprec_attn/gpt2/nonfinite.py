@@ -4,6 +4,7 @@ Replays the failing batch on the last good parameters and follows the values in 
 which they were computed: forward through the layers, the loss, then backward from the last one.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ def find_culprit(
     params: Any,
     batch: tuple[Int[Array, "A M T"], Int[Array, "A M T"]],
     key: Key[Array, ""],
+    jit: Callable[..., Any] = jax.jit,
 ) -> Culprit:
     """The first non-finite value of a step.
 
@@ -61,8 +63,9 @@ def find_culprit(
       params: the last good parameters.
       batch: inputs and targets of the failing step, by micro-batch.
       key: the key of that step; see `step.step_key`.
+      jit: compiles as the step was compiled; see `devices.Devices.jit`.
     """
-    flags_of = jax.jit(lambda *args: _flags(settings, steps, *args))
+    flags_of = jit(lambda *args: _flags(settings, steps, *args))
     for i in range(batch[0].shape[0]):
         flags = jax.device_get(
             flags_of(params, batch[0][i], batch[1][i], jax.random.fold_in(key, i))
