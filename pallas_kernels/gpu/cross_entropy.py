@@ -121,7 +121,6 @@ def _row(
     held, tile = columns.held, columns.tile
     tiles, rest = divmod(width - held, tile)
     packed = logits_ref.dtype == jnp.int32
-    per_word = 2 if packed else 1
     target = target_ref[...]
 
     def power(x: Array) -> Array:
@@ -145,16 +144,9 @@ def _row(
 
     def store(words: Array, start: Array | int, mask: Array | None = None) -> None:
         logits = values(words, lse)
-        probs = [power(x - lse) for x in logits]
-
-        def less_onehot(*probs: Array) -> tuple[Array, ...]:
-            place = len(probs) * span(start, words.size)
-            onehot = ((place + i == target).astype(jnp.float32) for i in range(len(probs)))
-            return tuple(p - y for p, y in zip(probs, onehot, strict=True))
-
-        word = target_ref[0] // per_word
-        here = (word >= start) & (word < start + words.size)
-        gradients = lax.cond(here, less_onehot, lambda *probs: probs, *probs)
+        place = len(logits) * span(start, words.size)
+        onehot = [(place + i == target).astype(jnp.float32) for i in range(len(logits))]
+        gradients = [power(x - lse) - y for x, y in zip(logits, onehot, strict=True)]
         if packed:
             out = to_bfloat16_pairs(*gradients, interpret=interpret)
         else:
@@ -176,6 +168,7 @@ def _row(
         remainder = plt.load(window, mask=inside, other=other, eviction_policy="evict_first")
         m, l = add(remainder, (m, l))
     lse = m + jnp.log(l)
+    per_word = 2 if packed else 1
     of_target = values(logits_ref[pl.ds(target_ref[0] // per_word, 1)])
     loss_ref[...] = lse - jnp.where(target % 2 == 0, of_target[0], of_target[-1])
 
