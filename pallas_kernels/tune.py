@@ -94,7 +94,7 @@ def kernel(name: str, tile: Tile, numerics: Numerics) -> Callable[..., Inputs]:
             return tuple(x for x in out if x is not None)
         if name == "key_gradients":
             return key_gradients(operands, scalars, problem)
-        return (query_gradients(operands, scalars, problem),)
+        return query_gradients(operands, scalars, problem)
 
     return run
 

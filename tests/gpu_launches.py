@@ -1,6 +1,7 @@
-"""Launches the GPU kernels of one preset with every rule on small shapes, for `compute-sanitizer`.
+"""Launches GPU kernels on small shapes, for `compute-sanitizer`.
 
-    python tests/gpu_launches.py flash
+    python tests/gpu_launches.py flash     # attention with a preset and every rule
+    python tests/gpu_launches.py trainer   # cross-entropy, LayerNorm and GELU
     python tests/gpu_launches.py beyond    # a kernel that stores outside its array
     python tests/gpu_launches.py race      # a kernel whose warps write one word of shared memory
 
@@ -19,6 +20,9 @@ from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from kernel_calls import PRESETS, RULES, Call, call_of, operands_of
+
+from pallas_kernels.gpu import gelu, layer_norm
+from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
 # Lengths off the tile, grouped heads, keys that no row sees; default tiles.
 LENGTHS = Case(
@@ -62,11 +66,29 @@ def launch(case: Case, call: Call) -> Any:
     return out, lse, backward(pullback, arrays["do"].astype(out.dtype), arrays["dlse"])
 
 
+def launch_trainer() -> int:
+    """Runs the trainer's kernels, forward and backward, off their tiles; the number of calls."""
+    logits, targets = jnp.ones((3, 9000)), jnp.array([0, 4500, 8999])
+    residual, y, scale = jnp.ones((70, 96)), jnp.ones((70, 96), jnp.bfloat16), jnp.ones(96)
+    x = jnp.ones(5000, jnp.bfloat16)
+    results = [
+        cross_entropy_rows(logits, targets, jnp.bfloat16),
+        cross_entropy_rows(logits.astype(jnp.bfloat16), targets, jnp.bfloat16),
+        layer_norm.add_norm(residual, y, scale, y.dtype),
+        layer_norm.add_norm_gradients(residual, scale, residual, y, adds=True),
+        gelu.gelu(x),
+        gelu.gelu_gradient(x, x),
+    ]
+    jax.block_until_ready(results)
+    return len(results)
+
+
 _SIZE = 1024
+# Volatile: otherwise each thread keeps the word that it wrote, and nothing is read.
 _ONE_WORD = """{
     .shared .align 4 .b32 word;
-    st.shared.f32 [word], $1;
-    ld.shared.f32 $0, [word];
+    st.volatile.shared.f32 [word], $1;
+    ld.volatile.shared.f32 $0, [word];
 }"""
 
 
@@ -95,6 +117,7 @@ def launch_fault(fault: str) -> int:
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct((_SIZE,), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        name="attention_fault",  # the sanitizer looks at the kernels of attention alone
     )
     jax.block_until_ready(run(jnp.arange(_SIZE, dtype=jnp.float32)))
     return 1
@@ -103,9 +126,12 @@ def launch_fault(fault: str) -> int:
 def main() -> None:
     """Launches what is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=[*PRESETS, *FAULTS])
+    parser.add_argument("what", choices=[*PRESETS, "trainer", *FAULTS])
     what = parser.parse_args().what
-    count = launch_fault(what) if what in FAULTS else launch_preset(what)
+    if what == "trainer":
+        count = launch_trainer()
+    else:
+        count = launch_fault(what) if what in FAULTS else launch_preset(what)
     print(f"launched {what}: {count} calls")
 
 

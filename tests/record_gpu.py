@@ -3,7 +3,8 @@
     python tests/record_gpu.py --out results/gpu_conformance_h200.jsonl
 
 JSON lines: the environment, one line per check of `gpu_checks.CHECKS`, and one per run of
-`compute-sanitizer` (memcheck, racecheck) on every preset. Exits with 1 if something did not pass.
+`compute-sanitizer` (memcheck, racecheck) on the kernels of attention, with every preset, and on
+those of the trainer. Exits with 1 if something did not pass.
 """
 
 import argparse
@@ -33,6 +34,13 @@ CLEAN = {
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
 FAULTS = {"memcheck": "beyond", "racecheck": "race"}
+LAUNCHED = (*PRESETS, "trainer")
+# The report of single hazards: the default one, an analysis, stays empty on the race of `FAULTS`.
+REPORT = {"memcheck": [], "racecheck": ["--racecheck-report", "all"]}
+# XLA's own kernels would take most of the time of a racecheck.
+ATTENTION_ALONE = {"memcheck": [], "racecheck": ["--kernel-name", "kns=attention"]}
+# Each sanitizer talks to its target over up to ten ports from one on; several run at once.
+FIRST_PORT, PORTS = 50000, 16
 # Arrays as allocations of their own; no CUDA graphs, so that kernels are launched one by one.
 SANITIZED = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -71,8 +79,8 @@ def sanitizer_records(program: str, runs: list[tuple[str, str]]) -> Iterator[Rec
 
 
 def sanitizer_runs(pattern: str) -> list[tuple[str, str]]:
-    """Every tool with every preset, and with a kernel that has a fault; those that match."""
-    runs = [(tool, what) for tool in CLEAN for what in (*PRESETS, FAULTS[tool])]
+    """Every tool with everything launched, and with a kernel that has a fault; those that match."""
+    runs = [(tool, what) for tool in CLEAN for what in (*LAUNCHED, FAULTS[tool])]
     return [run for run in runs if re.search(pattern, " ".join(run))]
 
 
@@ -80,7 +88,7 @@ def sanitizer_record(program: str, run: tuple[str, str]) -> Record:
     """One run of one tool; the end of its output where it did not pass."""
     tool, what = run
     start = time.monotonic()
-    code, output = run_limited([program, "--tool", tool, sys.executable, str(LAUNCHES), what])
+    code, output = run_limited([*sanitizer_command(program, run), str(LAUNCHES), what])
     lines = output.splitlines()
     summary = [line.removeprefix("========= ") for line in lines if "SUMMARY:" in line]
     launched = [line for line in lines if line.startswith("launched ")]
@@ -95,10 +103,20 @@ def sanitizer_record(program: str, run: tuple[str, str]) -> Record:
         "launched": launched[0].removeprefix("launched ") if launched else what,
         "has_fault": has_fault,
         "seconds": round(time.monotonic() - start, 1),
+        "exit_status": code,
         "summary": summary,
         "passed": passed,
     }
     return record if passed else record | {"output": lines[-40:]}
+
+
+def sanitizer_command(program: str, run: tuple[str, str]) -> list[str]:
+    """The command up to the script that is to be run."""
+    tool, what = run
+    port = FIRST_PORT + PORTS * sanitizer_runs("").index(run)
+    which = [] if what == "trainer" else ATTENTION_ALONE[tool]
+    where = ["--target-processes", "application-only", "--port", str(port)]
+    return [program, "--tool", tool, *REPORT[tool], *which, *where, sys.executable]
 
 
 def run_limited(command: list[str]) -> tuple[int | None, str]:

@@ -25,7 +25,7 @@ from lowprec_attn.gpt2.progress import Progress
 from lowprec_attn.gpt2.report import write_report
 from lowprec_attn.gpt2.run_dir import RunDir
 from lowprec_attn.gpt2.settings import TrainSettings
-from lowprec_attn.gpt2.signals import make_signals
+from lowprec_attn.gpt2.signals import Signals, make_signals
 from lowprec_attn.gpt2.step import StepMetrics, Steps, TrainState, make_steps, step_key
 
 EXIT_DONE = 0
@@ -52,6 +52,7 @@ class _Pending(NamedTuple):
     arrays: tuple[jax.Array, jax.Array]
     data_state: dict[str, Any]  # before the batch was drawn
     metrics: StepMetrics
+    signals: Signals | None
 
 
 class Loop:
@@ -117,13 +118,14 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
+        signals = None
         if _due(self.fixed.settings.diagnostics_every, step):
-            self._fetch()
-            self._write_signals(step, *self.first_sequence(*arrays))
+            signals = self._signals(step, *self.first_sequence(*arrays))
         self.state, metrics = self.train_step(self.state, *arrays)
-        for scalar in metrics:  # asked for later, the copy would queue behind the next step
-            scalar.copy_to_host_async()
-        dispatched = _Pending(batch, arrays, data_state, metrics)
+        # Asked for later, the copies would queue behind the next step.
+        for array in jax.tree.leaves((metrics, signals)):
+            array.copy_to_host_async()
+        dispatched = _Pending(batch, arrays, data_state, metrics, signals)
         self._fetch()
         self.pending = dispatched
 
@@ -136,8 +138,10 @@ class Loop:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        metrics = jax.device_get(pending.metrics)
         step = int(pending.batch["step"])
+        if pending.signals is not None:
+            self._write_signals(step, pending.signals)
+        metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
         self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
         if not metrics.applied:
@@ -145,12 +149,14 @@ class Loop:
         seconds, tokens_done = self.progress.advance(float(metrics.loss))
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
 
-    def _write_signals(self, step: int, inputs: Array, targets: Array) -> None:
-        """Diagnostics of every layer and head on one sequence [1, T]."""
+    def _signals(self, step: int, inputs: Array, targets: Array) -> Signals:
+        """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
         key = step_key(self.root, jnp.int32(step))
         key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
-        signals = jax.device_get(self.signals(self.state.params, inputs, targets, key))
-        self.fixed.metrics.write(step, {"signals": signals})
+        return self.signals(self.state.params, inputs, targets, key)
+
+    def _write_signals(self, step: int, signals: Signals) -> None:
+        self.fixed.metrics.write(step, {"signals": jax.device_get(signals)})
 
     def _write_validation(self, step: int) -> float:
         settings, run = self.fixed.settings, self.fixed
@@ -194,7 +200,7 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        self._write_signals(step, *self.first_sequence(*pending.arrays))
+        self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
         _report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_NOT_FINITE
 
@@ -203,7 +209,9 @@ class Loop:
         loss = self._write_validation(settings.steps)
         if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
             first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
-            self._write_signals(settings.steps, *self.fixed.devices.put_whole(first))
+            self._write_signals(
+                settings.steps, self._signals(settings.steps, *self.fixed.devices.put_whole(first))
+            )
         _report_end(self.fixed.run_dir, loss, corpus)
         return EXIT_DONE
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn import steps
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes
@@ -130,16 +129,15 @@ def _backward(
     by_query = _problem(q, k, extras, spec, sizes.query_gradients)
     by_key = _problem(q, k, extras, spec, sizes.key_gradients)
     operands = Operands(q, k, v, do, exponent_offset(lse, by_query))
+    dlse = dlse.transpose(0, 2, 1)
     if o_saved is None:
-        delta = delta_from_probs(operands, scalars, by_query)
+        delta = delta_from_probs(operands, scalars, by_query) - dlse
+        operands = operands._replace(dp_offset=dp_offset(delta, by_query))
     else:
-        delta = steps.delta_from_output(do, o_saved, spec.numerics, q.dtype)
-        delta = delta[..., 0].transpose(0, 2, 1)
-    # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    delta = delta - dlse.transpose(0, 2, 1)
-    operands = operands._replace(dp_offset=dp_offset(delta, by_query))
-    dk, dv = key_gradients(operands, scalars, by_key)
-    return query_gradients(operands, scalars, by_query), dk, dv, Extras()
+        operands = operands._replace(o=o_saved, dlse=dlse)
+    dq, of_dp = query_gradients(operands, scalars, by_query)
+    operands = operands._replace(dp_offset=of_dp, o=None, dlse=None)
+    return dq, *key_gradients(operands, scalars, by_key), Extras()
 
 
 _attend.defvjp(_forward, _backward)

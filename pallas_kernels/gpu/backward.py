@@ -23,13 +23,20 @@ from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.rounding import format_of
 
+# δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
+# fourth program per multiprocessor.
+_DELTA_COLUMNS = 32
+
 
 class Operands(NamedTuple):
     """q, dO [B, T, N, H], k, v [B, S, K, H], two offsets [B, N, T]; or references to their parts.
 
     `offset` is what the exponent of P adds to a row's scores, and `dp_offset` what dS adds to its
-    dP. They are computed once per row, outside the kernels: one of these would do it again for
-    every tile, and for every thread that holds a row.
+    dP. They are computed once per row: a kernel that walks over rows would do it again for every
+    tile, and for every thread that holds a row.
+
+    In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
+    hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T].
     """
 
     q: Any
@@ -38,6 +45,8 @@ class Operands(NamedTuple):
     do: Any
     offset: Any
     dp_offset: Any = None
+    o: Any = None
+    dlse: Any = None
 
 
 class Side(NamedTuple):
@@ -162,38 +171,44 @@ def _key_gradients(
         p.store(out, round_point(x, "grads", n.grads_for(p.dtype), place), start, p.keys)
 
 
-def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> Array:
-    """dQ."""
+def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
+    """dQ and the `dp_offset` that dS had."""
     p = problem
-    out_spec = pl.BlockSpec(
+    rows = pl.BlockSpec(
         (None, p.tile.query, None, p.padded_head), lambda i, n, b: (b, p.query_tile(i), n, 0)
     )
-    out = jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)
-    return _over_queries(_query_gradients, x, scalars, p, (out, out_spec))
+    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), rows)
+    if x.dp_offset is not None:
+        return _over_queries(_query_gradients, x, scalars, p, [dq])[0], x.dp_offset
+    dq, formed = _over_queries(_query_gradients, x, scalars, p, [dq, _row_statistic(p)])
+    return dq, formed
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """δ = rowsum(dP ∘ P), [B, N, T], in a pass of its own over the keys."""
+    return _over_queries(_delta, x, scalars, problem, [_row_statistic(problem)])[0]
+
+
+def _row_statistic(problem: Problem) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
     p = problem
-    out_spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
-    out = jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32)
-    return _over_queries(_delta, x, scalars, p, (out, out_spec))
+    spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
+    return jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32), spec
 
 
 def _over_queries(
-    body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, out: Any
-) -> Array:
-    """Runs a kernel with one program per query tile and head."""
+    body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
+) -> Any:
+    """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
     p, head = problem, problem.padded_head
     rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
     keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
     statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
-    of_dp = None if x.dp_offset is None else statistics
-    in_specs = Operands(rows, keys, keys, rows, statistics, of_dp)
-    shape, out_spec = out
-    specs = ((in_specs, jax.tree.map(whole, scalars)), out_spec)
+    every = Operands(rows, keys, keys, rows, statistics, statistics, rows, statistics)
+    given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
+    shapes, out_specs = zip(*outputs, strict=True)
+    specs = ((Operands(*given), jax.tree.map(whole, scalars)), out_specs)
     grid = (p.q_tiles, p.heads, p.batch)
-    return call(body, p, grid, specs, shape)(x, scalars)
+    return call(body, p, grid, specs, shapes)(x, scalars)
 
 
 class _Walk(NamedTuple):
@@ -237,11 +252,15 @@ class _Walk(NamedTuple):
         return lax.fori_loop(0, full, partial(add_tile, masked=False), total)
 
 
-def _query_gradients(ref: Operands, scalars: Scalars, dq_ref: Any, *, problem: Problem) -> None:
+def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
     p, n = problem, problem.spec.numerics
     walk = _Walk.of(ref, scalars, p)
-    of_dp = p.load_statistics(ref.dp_offset, walk.start)[:, None]
     round_point = walk.program.round_point
+    if ref.dp_offset is None:
+        of_dp = dp_offset(_delta_from_output(walk), p)
+        p.store_statistics(out[1], of_dp[:, 0], walk.start)
+    else:
+        of_dp = p.load_statistics(ref.dp_offset, walk.start)[:, None]
 
     def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
         ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
@@ -250,7 +269,23 @@ def _query_gradients(ref: Operands, scalars: Scalars, dq_ref: Any, *, problem: P
     dq = walk.sum(contribution, jnp.zeros((p.tile.query, p.padded_head), jnp.float32))
     dq = _scaled_sum(dq, p)
     dq = round_point(dq, "grads", n.grads_for(p.dtype), p.features(walk.start, p.tile.query, 0))
-    p.store(dq_ref, dq, walk.start, p.rows)
+    p.store(out[0], dq, walk.start, p.rows)
+
+
+def _delta_from_output(walk: _Walk) -> Array:
+    """δ = rowsum(dO ∘ O), [query, 1], as `steps.delta_from_output`; less dlse.
+
+    d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+    """
+    p, n = walk.program.problem, walk.program.problem.spec.numerics
+    parts = (p.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (walk.ref.do, walk.ref.o))
+    delta = jnp.zeros((p.tile.query, 1), jnp.float32)
+    for do, o in zip(*parts, strict=True):
+        products = do.astype(jnp.float32) * o.astype(jnp.float32)
+        if n.delta == "do_o_storage":
+            products = walk.program.round_point.nearest(products, n.output_for(p.dtype))
+        delta = delta + jnp.sum(products, axis=-1, keepdims=True)
+    return delta - p.load_statistics(walk.ref.dlse, walk.start)[:, None]
 
 
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -202,28 +202,46 @@ class Problem:
         """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
         return self._load(ref, start, size, self.rows, *index)
 
+    def load_row_parts(self, ref: Any, start: Array | int, columns: int) -> Iterator[Array]:
+        """The rows of a query tile, `columns` (a power of two) or fewer at a time."""
+        columns = min(columns, self.padded_head)
+        for first in range(0, self.padded_head, columns):
+            yield self._load(ref, start, self.tile.query, self.rows, columns=(first, columns))
+
     def load_keys(self, ref: Any, j: Array | int) -> Array:
         """Tile j of a [keys, H] reference; zeros outside."""
         return self._load(ref, j * self.tile.kv, self.tile.kv, self.keys)
 
-    def _load(self, ref: Any, start: Array | int, size: int, limit: int, *index: Any) -> Array:
-        window = ref.at[(pl.ds(start, size), *index, slice(None))]
-        mask = self._inside(start, size, limit)
+    def _load(
+        self,
+        ref: Any,
+        start: Array | int,
+        size: int,
+        limit: int,
+        *index: Any,
+        columns: tuple[int, int] | None = None,
+    ) -> Array:
+        columns = columns or (0, self.padded_head)
+        window = ref.at[(pl.ds(start, size), *index, pl.ds(*columns))]
+        mask = self._inside(start, size, limit, columns)
         return window[...] if mask is None else plt.load(window, mask=mask, other=0)
 
     def store(self, ref: Any, x: Array, start: Array | int, limit: int) -> None:
         """Stores a tile [size, H] that lies at rows start ... of `limit`."""
-        mask = self._inside(start, x.shape[0], limit)
+        mask = self._inside(start, x.shape[0], limit, (0, self.padded_head))
         plt.store(ref, x.astype(ref.dtype), mask=mask)
 
-    def _inside(self, start: Array | int, size: int, limit: int) -> Array | None:
+    def _inside(
+        self, start: Array | int, size: int, limit: int, columns: tuple[int, int]
+    ) -> Array | None:
+        """Where rows start ... and columns (first, count) lie inside; None: everywhere."""
         mask = None
         if limit % size != 0:
             mask = span(start, size)[:, None] < limit
         if self.padded_head != self.head_size:
-            columns = span(0, self.padded_head)[None] < self.head_size
-            mask = columns if mask is None else mask & columns
-        return None if mask is None else jnp.broadcast_to(mask, (size, self.padded_head))
+            inside = span(*columns)[None] < self.head_size
+            mask = inside if mask is None else mask & inside
+        return None if mask is None else jnp.broadcast_to(mask, (size, columns[1]))
 
     def load_statistics(self, ref: Any, start: Array | int, *index: Any) -> Array:
         """A row statistic [query] of a [..., rows] reference; zeros outside."""
