@@ -61,3 +61,15 @@ def test_a_healthy_step_points_at_the_update(run):
     found = find_culprit(settings, steps, params, batch, jax.random.key(0))
     assert found.layer is None
     assert "update" in found.what
+
+
+def test_the_search_is_compiled_as_it_is_told(run):
+    settings, steps, params, batch = run
+    compiled = []
+
+    def jit(function):
+        compiled.append(function)
+        return jax.jit(function)
+
+    find_culprit(settings, steps, params, batch, jax.random.key(0), jit=jit)
+    assert len(compiled) == 1
