@@ -287,7 +287,7 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
 
 
 def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.dtype) -> Array:
-    """δ = rowsum(dO ∘ O_saved), [B, K, G, T, 1], for queries of `dtype`."""
+    """δ = rowsum(dO ∘ O_saved), [..., 1], for queries of `dtype`; may be summed over parts of H."""
     products = do.astype(jnp.float32) * o_saved.astype(jnp.float32)
     if numerics.delta == "do_o_storage":
         products = round_to(products, numerics.output_for(dtype).format)

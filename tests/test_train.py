@@ -63,6 +63,20 @@ def test_a_run_directory_holds_everything(finished):
     assert summary["below_unigram"] == summary["unigram_loss"] - summary["val_loss"]
 
 
+def test_signals_are_of_the_parameters_before_the_step(command, tmp_path):
+    """The same whatever the step then does to these parameters."""
+    found = []
+    for peak_lr in (0.001, 0.1):
+        workdir = tmp_path / str(peak_lr)
+        short = {"steps": 1, "optimizer__warmup_steps": 0, "diagnostics_every": 1}
+        finish(command(workdir, optimizer__peak_lr=peak_lr, **short))
+        records = metrics.read(workdir / "metrics.jsonl")
+        found.append({r["step"]: r["signals"] for r in records if "signals" in r})
+    slow, fast = found
+    assert slow[0] == fast[0]
+    assert slow[1] != fast[1]
+
+
 def test_the_same_command_on_a_finished_run_changes_nothing(command, finished):
     workdir, _ = finished
     before = (workdir / "metrics.jsonl").read_bytes()

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn import steps
 from lowprec_attn.steps import Place
 from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
@@ -36,7 +37,8 @@ class Operands(NamedTuple):
     tile, and for every thread that holds a row.
 
     In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
-    hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T].
+    hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T], the gradient of
+    lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
     """
 
     q: Any
@@ -273,19 +275,13 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
 
 
 def _delta_from_output(walk: _Walk) -> Array:
-    """δ = rowsum(dO ∘ O), [query, 1], as `steps.delta_from_output`; less dlse.
-
-    d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    """
-    p, n = walk.program.problem, walk.program.problem.spec.numerics
-    parts = (p.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (walk.ref.do, walk.ref.o))
+    """δ = rowsum(dO ∘ O), [query, 1], less dlse."""
+    p, ref = walk.program.problem, walk.ref
+    parts = (p.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
     delta = jnp.zeros((p.tile.query, 1), jnp.float32)
     for do, o in zip(*parts, strict=True):
-        products = do.astype(jnp.float32) * o.astype(jnp.float32)
-        if n.delta == "do_o_storage":
-            products = walk.program.round_point.nearest(products, n.output_for(p.dtype))
-        delta = delta + jnp.sum(products, axis=-1, keepdims=True)
-    return delta - p.load_statistics(walk.ref.dlse, walk.start)[:, None]
+        delta = delta + steps.delta_from_output(do, o, p.spec.numerics, p.dtype)
+    return delta - p.load_statistics(ref.dlse, walk.start)[:, None]
 
 
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
