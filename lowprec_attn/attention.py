@@ -26,7 +26,7 @@ from lowprec_attn.dispatch import (
     resolve_by_platform,
 )
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
-from lowprec_attn.request import Extras, RandomStream, Request, Spec
+from lowprec_attn.request import Extras, RandomStream, Request, Spec, planes
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -40,8 +40,8 @@ __all__ = [
 
 def dot_product_attention(
     q: Float[ArrayLike, "B T N H"],
-    k: Float[ArrayLike, "B S K H"],
-    v: Float[ArrayLike, "B S K H"],
+    k: Float[ArrayLike, "B S K H"] | None = None,
+    v: Float[ArrayLike, "B S K H"] | None = None,
     bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
@@ -62,7 +62,9 @@ def dot_product_attention(
     in `numerics` too; reverse mode only. Works under `jit`, `vmap` and `checkpoint`.
 
     Args:
-      q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together.
+      q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together. Without k and
+        v all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU kernels read
+        that array, and write its gradient, in place.
       k: keys [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
       v: values, like k.
       bias: added to the scores.
@@ -98,7 +100,7 @@ def dot_product_attention(
       >>> dot_product_attention(q, k, v, is_causal=True).shape
       (1, 8, 2, 32)
     """
-    call = _prepare(
+    call, unbatched = _prepare(
         (q, k, v, bias, mask),
         scale=scale,
         is_causal=is_causal,
@@ -111,7 +113,7 @@ def dot_product_attention(
         block_sizes=block_sizes,
     )
     out, lse = compute(call)
-    if jnp.ndim(q) == 3:
+    if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
 
@@ -128,20 +130,22 @@ def _prepare(
     key: Key[Array, ""] | None = None,
     implementation: str | None = None,
     block_sizes: Hashable = None,
-) -> Call:
-    """Validates a call once and decides who computes which heads."""
-    q, k, v = (jnp.asarray(x) for x in arrays[:3])
-    if q.ndim == k.ndim == v.ndim == 3:
-        q, k, v = (x[None] for x in (q, k, v))
-        arrays = (
-            *arrays[:3],
-            *(x if x is None or jnp.ndim(x) != 3 else x[None] for x in arrays[3:]),
-        )
+) -> tuple[Call, bool]:
+    """Validates a call once and decides who computes which heads.
+
+    Returns:
+      The call, and whether its arrays came without a batch axis.
+    """
+    operands, unbatched = validation.batched(*arrays[:3])
+    bias, mask = arrays[3:]
+    if unbatched:
+        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
+    q, k, v = planes(*operands)
     validation.check_inputs(q, k, v)
     batch, _, heads, head_size = q.shape
     extras = Extras(
-        validation.pairs("bias", arrays[3], q, k),
-        validation.pairs("mask", arrays[4], q, k),
+        validation.pairs("bias", bias, q, k),
+        validation.pairs("mask", mask, q, k),
         validation.lengths("query_seq_lengths", query_seq_lengths, batch),
         validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         None if key is None else RandomStream.of(key, batch, heads),
@@ -162,7 +166,7 @@ def _prepare(
         part = spec(numerics=numerics_, row_max=row_max_)
         request = Request.of(q, k, extras, part)
         parts.append(Part(which, part, resolve_by_platform(request, implementation)))
-    return Call(q, k, v, extras, tuple(parts))
+    return Call(operands, extras, tuple(parts)), unbatched
 
 
 def sharded(
@@ -188,22 +192,25 @@ def sharded(
             raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
 
     def attend(
-        q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
+        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
     ) -> Array | tuple[Array, Array]:
-        _check_batched(q)
         return_residual = options.pop("return_residual", False)
-        call = _prepare((q, k, v, bias, mask), **options)
+        call = _batched(*_prepare((q, k, v, bias, mask), **options))
         _check_divides(mesh, batch_axis, head_axis, call)
-        qkv = PartitionSpec(batch_axis, None, head_axis, None)
-        in_specs = (qkv, qkv, qkv, _extras_specs(call.extras, batch_axis, head_axis))
+        heads = PartitionSpec(batch_axis, None, head_axis, None)
+        packed = PartitionSpec(batch_axis, None, None, head_axis, None)
+        in_specs = (
+            (packed,) if len(call.arrays) == 1 else (heads,) * 3,
+            _extras_specs(call.extras, batch_axis, head_axis),
+        )
         run = jax.shard_map(
-            lambda q, k, v, extras: compute(Call(q, k, v, extras, call.parts)),
+            lambda arrays, extras: compute(Call(arrays, extras, call.parts)),
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=(qkv, PartitionSpec(batch_axis, None, head_axis)),
+            out_specs=(heads, PartitionSpec(batch_axis, None, head_axis)),
             check_vma=False,  # Pallas calls carry no varying-axes types
         )
-        arrays = (call.q, call.k, call.v, call.extras)
+        arrays = (call.arrays, call.extras)
         if AxisType.Explicit in mesh.axis_types:  # the default of `jax.make_mesh`
             shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
             arrays = jax.sharding.reshard(arrays, shardings)
@@ -226,14 +233,13 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     """
 
     def attend(
-        q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, **options: Any
+        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
     ) -> Array | tuple[Array, Array]:
-        _check_batched(q)
         return_residual = options.pop("return_residual", False)
-        call = _prepare((q, k, v, bias, mask), **options)
+        call = _batched(*_prepare((q, k, v, bias, mask), **options))
         stream = call.extras.stream
         if stream is not None:
-            start = jax.lax.axis_index(batch_axis) * jnp.int32(q.shape[0])
+            start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
             stream = stream._replace(batch=stream.batch + start)
             call = call._replace(extras=call.extras._replace(stream=stream))
         out, lse = compute(call)
@@ -242,22 +248,28 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     return attend
 
 
-def _check_batched(q: Any) -> None:
-    if jnp.ndim(q) != 4:
-        raise ValueError(f"q must be [batch, length, heads, head size], got shape {jnp.shape(q)}")
+def _batched(call: Call, unbatched: bool) -> Call:
+    if unbatched:
+        packed = "3, " if len(call.arrays) == 1 else ""
+        raise ValueError(
+            f"q must be [batch, length, {packed}heads, head size], "
+            f"got shape {call.arrays[0].shape[1:]}"
+        )
+    return call
 
 
 def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, call: Call) -> None:
-    if batch_axis is not None and call.q.shape[0] % mesh.shape[batch_axis]:
+    q, k, _ = call.qkv
+    if batch_axis is not None and q.shape[0] % mesh.shape[batch_axis]:
         raise ValueError(
-            f"batch {call.q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "
+            f"batch {q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "
             f"of mesh axis {batch_axis!r}"
         )
     if head_axis is None:
         return
-    if call.k.shape[2] % mesh.shape[head_axis]:
+    if k.shape[2] % mesh.shape[head_axis]:
         raise ValueError(
-            f"{call.k.shape[2]} key heads do not divide over {mesh.shape[head_axis]} devices "
+            f"{k.shape[2]} key heads do not divide over {mesh.shape[head_axis]} devices "
             f"of mesh axis {head_axis!r}"
         )
     if len(call.parts) > 1:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from lowprec_attn import dense, tiled
 from lowprec_attn.numerics import Numerics
-from lowprec_attn.request import Extras, Request, Spec
+from lowprec_attn.request import Extras, Request, Spec, planes
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.tpu import attention as tpu
 
@@ -36,13 +36,16 @@ class Part(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One validated call."""
+    """One validated call; `arrays` are q, k and v, or one packed array of them."""
 
-    q: Array
-    k: Array
-    v: Array
+    arrays: tuple[Array, ...]
     extras: Extras
     parts: tuple[Part, ...]
+
+    @property
+    def qkv(self) -> tuple[Array, Array, Array]:
+        """q, k and v."""
+        return planes(*self.arrays)
 
 
 def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
@@ -112,7 +115,7 @@ def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
 def compute(call: Call) -> tuple[Array, Array]:
     """One call per part, heads put back in order."""
     if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
-        return _run(call.parts[0], call.q, call.k, call.v, call.extras)
+        return _run(call.parts[0], call.arrays, call.extras)
     results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
     order = np.argsort([head for part in call.parts for head in part.heads])
     # Parts may hand on O in different formats; the widest one holds them all.
@@ -122,19 +125,27 @@ def compute(call: Call) -> tuple[Array, Array]:
     return out, jnp.concatenate([lse for _, lse in results], axis=2)[:, :, order]
 
 
-def _run(part: Part, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
+def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, Array]:
     """The part's implementation; where platforms differ, chosen when the call is lowered."""
     by_platform = {
-        platform: functools.partial(IMPLEMENTATIONS[name].attention, spec=part.spec)
+        platform: functools.partial(_attend, IMPLEMENTATIONS[name], part.spec)
         for platform, name in part.implementations.items()
     }
     if len(set(part.implementations.values())) == 1:
-        return by_platform["default"](q, k, v, extras)
-    return lax.platform_dependent(q, k, v, extras, **by_platform)
+        return by_platform["default"](arrays, extras)
+    return lax.platform_dependent(arrays, extras, **by_platform)
 
 
-def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[Array, Array, Array, Extras]:
-    q, k, v, extras, _ = call
+def _attend(
+    module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
+) -> tuple[Array, Array]:
+    if len(arrays) == 1 and hasattr(module, "packed_attention"):
+        return module.packed_attention(*arrays, extras, spec)
+    return module.attention(*planes(*arrays), extras, spec)
+
+
+def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:
+    (q, k, v), extras = call.qkv, call.extras
     group = q.shape[2] // k.shape[2]
     query_heads = np.array(heads)
     kv_heads = np.unique(query_heads // group)
@@ -145,4 +156,4 @@ def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[Array, Array, Arr
     if stream is not None:
         stream = stream._replace(head=stream.head[query_heads])
     extras = extras._replace(bias=bias, mask=mask, stream=stream)
-    return q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads], extras
+    return (q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads]), extras

@@ -2,7 +2,9 @@
 
 An implementation is a function `attention(q, k, v, extras, spec) -> (out, lse)` with its own
 `custom_vjp`; a function `unsupported(request) -> str | None` that names what it cannot serve; and
-`keys_per_step(request) -> int`, which tells how many keys a step of its softmax has.
+`keys_per_step(request) -> int`, which tells how many keys a step of its softmax has. One that can
+read q, k and v where they lie packed in one array [B, T, 3, N, H], and write its gradient there,
+has `packed_attention(qkv, extras, spec)` too, the same otherwise; others get the planes.
 """
 
 import dataclasses
@@ -74,6 +76,15 @@ class Extras(NamedTuple):
     query_lengths: Int32[Array, "B"] | None = None
     key_lengths: Int32[Array, "B"] | None = None
     stream: RandomStream | None = None
+
+
+def planes(*arrays: Array) -> tuple[Array, Array, Array]:
+    """q, k and v, given as such or as one array [B, T, 3, N, H] of them."""
+    if len(arrays) == 1:
+        packed = arrays[0]
+        return packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
+    q, k, v = arrays
+    return q, k, v
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,28 @@ from lowprec_attn.numerics import DynamicMax, Numerics, RowMax
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
 
 
+def batched(
+    q: ArrayLike, k: ArrayLike | None, v: ArrayLike | None
+) -> tuple[tuple[Array, ...], bool]:
+    """q, k and v, or the packed array q, with a batch axis; and whether they came without one.
+
+    Raises:
+      ValueError: k or v alone is missing, or both are and q is not packed.
+    """
+    if (k is None) != (v is None):
+        missing, given = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} is missing beside {given}; pass both, or neither")
+    arrays = tuple(jnp.asarray(x) for x in (q, k, v) if x is not None)
+    packed = len(arrays) == 1
+    if packed and (arrays[0].ndim not in (4, 5) or arrays[0].shape[-3] != 3):
+        raise ValueError(
+            "without k and v, q must be [batch, length, 3, heads, head size], "
+            f"got shape {arrays[0].shape}"
+        )
+    unbatched = all(x.ndim == (4 if packed else 3) for x in arrays)
+    return tuple(x[None] for x in arrays) if unbatched else arrays, unbatched
+
+
 def check_inputs(q: Array, k: Array, v: Array) -> None:
     """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype."""
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
@@ -17,6 +18,7 @@ from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.norm import LayerNorm
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
+from lowprec_attn.request import planes
 
 # `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
 Attend = Callable[..., Any]
@@ -64,24 +66,6 @@ def init_std(settings: ModelSettings) -> float:
     ]
 
 
-@jax.custom_vjp
-def _three_times(x: Array) -> tuple[Array, Array, Array]:
-    """x for three products, whose gradients are added in an order of our choice."""
-    return x, x, x
-
-
-def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[Array]:
-    """XLA's GPU compiler lets the product that is the left operand of a sum add to the right one.
-
-    By itself JAX puts the sum of the last two on the left, which costs a pass of its own.
-    """
-    first, second, third = gradients
-    return (first + (second + third),)
-
-
-_three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
-
-
 class CausalSelfAttention(nnx.Module):
     """Multi-head causal attention with the arithmetic given per head."""
 
@@ -90,7 +74,6 @@ class CausalSelfAttention(nnx.Module):
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
         std = init_std(settings)
-        # One product of all three would have to be copied apart for the attention kernels.
         self.query = _linear(d, d, std, dtype, rngs)
         self.key = _linear(d, d, std, dtype, rngs)
         self.value = _linear(d, d, std, dtype, rngs)
@@ -107,19 +90,14 @@ class CausalSelfAttention(nnx.Module):
         b, t, d = x.shape
         head_size = d // self.num_heads
         with jax.named_scope("projections"):
-            projections = zip((self.query, self.key, self.value), _three_times(x), strict=True)
-            q, k, v = (
-                project(x).reshape(b, t, self.num_heads, head_size) for project, x in projections
-            )
+            qkv = self._project(x).reshape(b, t, 3, self.num_heads, head_size)
         scale = head_size**-0.5
         if self.scale_placement == "qk":
-            factor = jnp.asarray(math.sqrt(scale), q.dtype)
-            q, k, scale = q * factor, k * factor, 1.0
+            factors = np.array([math.sqrt(scale), math.sqrt(scale), 1]).reshape(1, 1, 3, 1, 1)
+            qkv, scale = qkv * jnp.asarray(factors, qkv.dtype), 1.0
         with jax.named_scope("attention"):
             o = attend(
-                q,
-                k,
-                v,
+                qkv,
                 is_causal=True,
                 scale=scale,
                 numerics=self.numerics,
@@ -129,7 +107,16 @@ class CausalSelfAttention(nnx.Module):
         if tap is not None:
             o = o + tap.astype(o.dtype)
         with jax.named_scope("projections"):
-            return self.out(o.reshape(b, t, d)), (q, k, v, o)
+            return self.out(o.reshape(b, t, d)), (*planes(qkv), o)
+
+    def _project(self, x: Array) -> Array:
+        """x times the weights of query, key and value [.., 3 d], as one product.
+
+        x is read once, and the three parts of its gradient are one sum in float32.
+        """
+        projections = (self.query, self.key, self.value)
+        weights = jnp.concatenate([linear.kernel[...] for linear in projections], axis=1)
+        return jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
 
 
 class Block(nnx.Module):

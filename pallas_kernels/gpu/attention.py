@@ -86,28 +86,47 @@ def attention(
     Raises:
       ValueError: a stochastic point without random bits.
     """
-    if spec.numerics.needs_bits and extras.stream is None:
-        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
-    return _attend(q, k, v, extras, spec)
+    return _attend((q, k, v), extras, spec)
+
+
+def packed_attention(
+    qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """The same of q, k and v in one array, which the kernels read, and write its gradient, as it is.
+
+    Raises:
+      ValueError: as `attention`.
+    """
+    return _attend((qkv,), extras, spec)
+
+
+# q, k and v, or one packed array of them.
+_Arrays = tuple[Array, ...]
 
 
 class _Residuals(NamedTuple):
-    q: Array
-    k: Array
-    v: Array
+    arrays: _Arrays
     extras: Extras
     o_saved: Array | None
     lse: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
-    return _forward(q, k, v, extras, spec)[0]
+def _separate(arrays: _Arrays) -> _Arrays:
+    """q, k and v, each of them the packed array if there is one."""
+    return arrays * 3 if len(arrays) == 1 else arrays
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(arrays, extras, spec)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+    arrays: _Arrays, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], _Residuals]:
+    if spec.numerics.needs_bits and extras.stream is None:
+        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+    q, k, v = _separate(arrays)
     sizes = block_sizes(q, spec)
     tile = sizes.forward
     if spec.numerics.kv_block is not None:
@@ -117,14 +136,15 @@ def _forward(
     saved = None
     if spec.numerics.delta != "dp_p":
         saved = out.o if out.saved is None else out.saved
-    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(q, k, v, extras, saved, out.lse)
+    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, extras, saved, out.lse)
 
 
 def _backward(
     spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, Array, Extras]:
+) -> tuple[_Arrays, Extras]:
     do, dlse = cotangents
-    q, k, v, extras, o_saved, lse = res
+    arrays, extras, o_saved, lse = res
+    q, k, v = _separate(arrays)
     sizes, scalars = block_sizes(q, spec), Scalars.of(extras, spec)
     by_query = _problem(q, k, extras, spec, sizes.query_gradients)
     by_key = _problem(q, k, extras, spec, sizes.key_gradients)
@@ -137,7 +157,10 @@ def _backward(
         operands = operands._replace(o=o_saved, dlse=dlse)
     dq, of_dp = query_gradients(operands, scalars, by_query)
     operands = operands._replace(dp_offset=of_dp, o=None, dlse=None)
-    return dq, *key_gradients(operands, scalars, by_key), Extras()
+    if by_key.packed:
+        operands = operands._replace(gradients=dq)
+        return key_gradients(operands, scalars, by_key), Extras()
+    return (dq, *key_gradients(operands, scalars, by_key)), Extras()
 
 
 _attend.defvjp(_forward, _backward)

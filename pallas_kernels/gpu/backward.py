@@ -32,6 +32,8 @@ _DELTA_COLUMNS = 32
 class Operands(NamedTuple):
     """q, dO [B, T, N, H], k, v [B, S, K, H], two offsets [B, N, T]; or references to their parts.
 
+    Where q, k and v are packed each of them is the whole array.
+
     `offset` is what the exponent of P adds to a row's scores, and `dp_offset` what dS adds to its
     dP. They are computed once per row: a kernel that walks over rows would do it again for every
     tile, and for every thread that holds a row.
@@ -39,6 +41,8 @@ class Operands(NamedTuple):
     In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
     hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T], the gradient of
     lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
+
+    `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
     q: Any
@@ -49,6 +53,7 @@ class Operands(NamedTuple):
     dp_offset: Any = None
     o: Any = None
     dlse: Any = None
+    gradients: Any = None
 
 
 class Side(NamedTuple):
@@ -115,25 +120,37 @@ def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
     return ds_sum * jnp.float32(problem.spec.scale) if problem.scales_last else ds_sum
 
 
-def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
-    """dK and dV, summed over the query heads of each group."""
-    p, head = problem, problem.padded_head
-    rows = pl.BlockSpec((None, p.rows, p.group, head), lambda j, h, b: (b, 0, h, 0))
-    keys = pl.BlockSpec((None, p.keys, None, head), lambda j, h, b: (b, 0, h, 0))
+def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, ...]:
+    """dK and dV, summed over the query heads of each group; packed, one array with dQ too."""
+    p = problem
+
+    def program(j: Array, h: Array, b: Array) -> tuple[Any, Any, Any]:
+        return b, 0, h
+
+    q, do = (p.block(p.rows, program, plane=plane, heads=p.group) for plane in (0, None))
+    k, v = (p.block(p.keys, program, plane=plane) for plane in (1, 2))
     statistics = pl.BlockSpec((None, p.group, p.rows), lambda j, h, b: (b, h, 0))
-    out_spec = pl.BlockSpec((None, p.tile.kv, None, head), lambda j, h, b: (b, j, h, 0))
-    in_specs = Operands(rows, keys, keys, rows, statistics, statistics)
+    if p.packed:
+        blocks = (
+            pl.BlockSpec(
+                (None, p.tile.kv, 3, None, p.padded_head), lambda j, h, b: (b, j, 0, h, 0)
+            ),
+        )
+        gradients, aliases = blocks[0], {6: 0}
+    else:
+        blocks = (p.block(p.tile.kv, lambda j, h, b: (b, j, h)),) * 2
+        gradients, aliases = None, {}
+    in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients)
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
-    specs = ((in_specs, jax.tree.map(whole, scalars)), (out_spec, out_spec))
+    specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (p.kv_tiles, p.kv_heads, p.batch)
-    dk, dv = call(_key_gradients, p, grid, specs, (out, out))(x, scalars)
-    return dk, dv
+    shapes = (out,) * len(blocks)
+    return tuple(call(_key_gradients, p, grid, specs, shapes, aliases)(x, scalars))
 
 
-def _key_gradients(
-    ref: Operands, scalars: Scalars, dk_ref: Any, dv_ref: Any, *, problem: Problem
-) -> None:
+def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
     p, n = problem, problem.spec.numerics
+    dk_ref, dv_ref = (out[0].at[:, jnp.int32(plane)] for plane in (1, 2)) if p.packed else out
     j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     keys = Side(p.load_keys(ref.k, j), p.load_keys(ref.v, j))
     begin, full, end = p.query_range(j, batch, scalars)
@@ -176,9 +193,7 @@ def _key_gradients(
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
     """dQ and the `dp_offset` that dS had."""
     p = problem
-    rows = pl.BlockSpec(
-        (None, p.tile.query, None, p.padded_head), lambda i, n, b: (b, p.query_tile(i), n, 0)
-    )
+    rows = p.block(p.tile.query, lambda i, n, b: (b, p.query_tile(i), n), plane=0)
     dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), rows)
     if x.dp_offset is not None:
         return _over_queries(_query_gradients, x, scalars, p, [dq])[0], x.dp_offset
@@ -201,11 +216,16 @@ def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
-    p, head = problem, problem.padded_head
-    rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
+    p = problem
+
+    def rows(plane: int | None = None) -> pl.BlockSpec:
+        return p.block(p.rows, lambda i, n, b: (b, 0, n), plane=plane)
+
+    k, v = (
+        p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2)
+    )
     statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
-    every = Operands(rows, keys, keys, rows, statistics, statistics, rows, statistics)
+    every = Operands(rows(0), k, v, rows(), statistics, statistics, rows(), statistics)
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
     specs = ((Operands(*given), jax.tree.map(whole, scalars)), out_specs)

@@ -41,14 +41,14 @@ class Outputs(NamedTuple):
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the kernel."""
-    p, head = problem, problem.padded_head
+    p = problem
     n = p.spec.numerics
     grid = (p.q_tiles, p.heads, p.batch)
-    rows = pl.BlockSpec((None, p.rows, None, head), lambda i, n, b: (b, 0, n, 0))
-    keys = pl.BlockSpec((None, p.keys, None, head), lambda i, n, b: (b, 0, n // p.group, 0))
-    out_rows = pl.BlockSpec(
-        (None, p.tile.query, None, head), lambda i, n, b: (b, p.query_tile(i), n, 0)
+    rows = p.block(p.rows, lambda i, n, b: (b, 0, n), plane=0)
+    keys, values = (
+        p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2)
     )
+    out_rows = p.block(p.tile.query, lambda i, n, b: (b, p.query_tile(i), n))
     statistics = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
     saved_dtype = _saved_dtype(p)
     shape = (p.batch, p.rows, p.heads, p.head_size)
@@ -58,7 +58,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
     )
     out_specs = Outputs(out_rows, statistics, None if saved_dtype is None else out_rows)
-    specs = ((rows, keys, keys, jax.tree.map(whole, scalars)), out_specs)
+    specs = ((rows, keys, values, jax.tree.map(whole, scalars)), out_specs)
     return Outputs(*call(_forward, p, grid, specs, out)(q, k, v, scalars))
 
 

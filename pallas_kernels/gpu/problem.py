@@ -30,6 +30,7 @@ class Problem:
     Attributes:
       spec: the call's static part.
       batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
+      packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
       dtype: of q, k, v.
       tile: query rows and keys of a tile, warps, stages.
       interpret: run in the interpreter.
@@ -43,6 +44,7 @@ class Problem:
     heads: int
     kv_heads: int
     head_size: int
+    packed: bool
     dtype: np.dtype
     tile: Tile
     interpret: bool
@@ -53,15 +55,16 @@ class Problem:
     def of(
         cls, q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile, *, interpret: bool
     ) -> "Problem":
-        """The problem of a call with these arrays."""
+        """The problem of a call with these arrays; q and k may be the packed one."""
         return cls(
             spec=spec,
             batch=q.shape[0],
             rows=q.shape[1],
             keys=k.shape[1],
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            head_size=q.shape[3],
+            heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            head_size=q.shape[-1],
+            packed=q.ndim == 5,
             dtype=np.dtype(q.dtype),
             tile=tile,
             interpret=interpret,
@@ -121,6 +124,30 @@ class Problem:
         ds = self.spec.numerics.ds
         is_power_of_two = math.frexp(self.spec.scale)[0] == 0.5
         return ds.is_identity or (ds.format.name == "bfloat16" and is_power_of_two)
+
+    def block(
+        self,
+        size: int,
+        index: Callable[..., tuple[Any, Any, Any]],
+        *,
+        plane: int | None = None,
+        heads: int | None = None,
+    ) -> pl.BlockSpec:
+        """`size` rows of one head, or of `heads` of them, of an array [B, T, N, H].
+
+        Args:
+          size: rows of a block.
+          index: of a program: batch element, block of rows, head or block of heads.
+          plane: of q, k, v (0, 1, 2) or their gradients, which may be packed.
+          heads: None for one head, without an axis.
+        """
+        planes = (plane,) if self.packed and plane is not None else ()
+
+        def place(*program: Array) -> tuple[Any, ...]:
+            batch, rows, head = index(*program)
+            return batch, rows, *planes, head, 0
+
+        return pl.BlockSpec((None, size, *(None for _ in planes), heads, self.padded_head), place)
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
@@ -265,7 +292,12 @@ def mask_scores(s: Array, seen: Array) -> Array:
 
 
 def call(
-    body: Callable[..., None], problem: Problem, grid: tuple[int, ...], specs: Any, out: Any
+    body: Callable[..., None],
+    problem: Problem,
+    grid: tuple[int, ...],
+    specs: Any,
+    out: Any,
+    aliases: dict[int, int] | None = None,
 ) -> Callable[..., Any]:
     """`pl.pallas_call` with the problem's schedule.
 
@@ -275,6 +307,7 @@ def call(
       grid: number of programs.
       specs: block specifications of (inputs, outputs).
       out: shapes and dtypes of the outputs.
+      aliases: leaves of the inputs that an output is written into, by number.
     """
     in_specs, out_specs = specs
     return pl.pallas_call(
@@ -283,6 +316,7 @@ def call(
         in_specs=in_specs,
         out_specs=out_specs,
         out_shape=out,
+        input_output_aliases=aliases or {},
         compiler_params=plt.CompilerParams(
             num_warps=problem.tile.warps, num_stages=problem.tile.stages
         ),
