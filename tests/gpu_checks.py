@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from boundaries import NARROW, bits_of, boundaries, expected
-from gpu_problems import CROSSED, LARGE, PROBLEMS, describe, device_call, noise, oracle
+from gpu_problems import CROSSED, LARGE, PACKED, PROBLEMS, describe, device_call, noise, oracle
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -65,10 +65,14 @@ class Accuracy:
     case: str
     preset: str
     rule: str = "standard"
+    delta: str | None = None  # None: the preset's
 
     def outcome(self) -> Record:
         problem, exact = PROBLEMS[self.case], oracle(self.case)
-        call = device_call(self.case, PRESETS[self.preset], self.rule)
+        chosen = PRESETS[self.preset]
+        if self.delta is not None:
+            chosen = chosen.replace(delta=self.delta)
+        call = device_call(self.case, chosen, self.rule)
         first, second = (run(problem, call) for _ in range(2))
         factor = factor_of(call.spec.numerics)
         bounds = harness.bounds(run_plain(problem, call), exact, factor, noise(self.case))
@@ -88,6 +92,21 @@ class Accuracy:
             "two_runs_equal": same_bits,
             "passed": bool(ratio <= 1 and same_bits and sees_zeros),
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """q, k and v in one array give the bits that they give apart."""
+
+    case: str
+    preset: str
+
+    def outcome(self) -> Record:
+        problem = PACKED[self.case]
+        apart = call_of(problem, PRESETS[self.preset], sizes=None, kv_block=64)
+        results = [run(problem, dataclasses.replace(apart, packed=x)) for x in (False, True)]
+        equal = {name: np.array_equal(x, results[1][name]) for name, x in results[0].items()}
+        return {"shape": describe(problem), "equal": equal, "passed": all(equal.values())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,6 +282,9 @@ CHECKS: list[Check] = [
         for case, preset, rule in itertools.product(CROSSED, PRESETS, RULES)
         if not (case in CASES and (preset, rule) in ARITHMETIC)
     ),
+    *(Accuracy(case=case, preset="flash", delta="do_o_storage") for case in CROSSED),  # no preset's
+    *(Packed(case=case, preset="flash") for case in PACKED if case != "off_tile_1000"),
+    *(Packed(case="off_tile_1000", preset=preset) for preset in PRESETS),
     *(Points(points=(point,)) for point in POINTS),
     *(Points(points=pair) for pair in itertools.combinations(POINTS, 2)),
     *(

@@ -37,6 +37,8 @@ LENGTHS = Case(
     key_lengths=(75,),
     values="repeated_maxima",
 )
+# q, k and v in one array, which the backward kernels write into one after the other.
+PACKED = Case(batch=2, rows=77, keys=77, head_size=64, dtype="bfloat16", is_causal=True)
 # A head size between powers of two, operands that are split, tiles that are all seen in full.
 SPLIT = Case(batch=1, rows=130, keys=100, head_size=40)
 
@@ -45,6 +47,7 @@ def launch_preset(preset: str) -> int:
     """Runs forward and backward with every rule; the number of calls."""
     calls = [(LENGTHS, call_of(LENGTHS, PRESETS[preset], rule, None)) for rule in RULES.values()]
     calls.append((SPLIT, call_of(SPLIT, PRESETS[preset], sizes=None)))
+    calls.append((PACKED, call_of(PACKED, PRESETS[preset], sizes=None, packed=True)))
     for case, call in calls:
         jax.block_until_ready(launch(case, call))
     return len(calls)
@@ -62,7 +65,7 @@ def launch(case: Case, call: Call) -> Any:
         return pullback(cotangents)
 
     arrays, extras = operands_of(case)
-    (out, lse), pullback = forward(extras, *(arrays[x] for x in "qkv"))
+    (out, lse), pullback = forward(extras, *call.qkv(arrays))
     return out, lse, backward(pullback, arrays["do"].astype(out.dtype), arrays["dlse"])
 
 

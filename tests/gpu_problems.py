@@ -40,6 +40,15 @@ LARGE = {
     "large_positive_scores_1024": dataclasses.replace(LONG, values="large_positive_scores"),
     "large_negative_scores_1024": dataclasses.replace(LONG, values="large_negative_scores"),
 }
+# Those whose q, k and v fit into one array.
+PACKED = {
+    "long_4096": LARGE["long_4096"],
+    "head_80_1024": LARGE["head_80_1024"],
+    "off_tile_1000": dataclasses.replace(
+        LONG, batch=2, rows=1000, keys=1000, query_lengths=(1000, 640), key_lengths=(400, 1000)
+    ),
+    "float32_1024": LARGE["float32_1024"],
+}
 # Presets and rules are crossed on two: float32 of the harness, and 16 bits with default tiles.
 CROSSED = {
     "both_lengths_repeated_maxima": CASES["both_lengths_repeated_maxima"],

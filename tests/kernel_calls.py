@@ -12,7 +12,7 @@ import pytest
 
 from lowprec_attn import numerics
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
-from lowprec_attn.request import Extras, RandomStream, Spec
+from lowprec_attn.request import Extras, RandomStream, Spec, planes
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.rounding import Rounder
@@ -47,27 +47,36 @@ _SEED = (3, 7)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a run; equal calls share one compiled function."""
+    """The static part of a run; equal calls share one compiled function.
+
+    `packed`: q, k and v go in, and their gradients come out, as one array.
+    """
 
     spec: Spec
     implementation: Any = gpu
     backward: bool = True
+    packed: bool = False
 
     def __call__(self, arrays: dict[str, Any], extras: Extras) -> dict[str, jax.Array]:
         """out, lse and, with `backward`, dq, dk, dv."""
+        qkv = self.qkv(arrays)
         if not self.backward:
-            out, lse = self.attend(extras, *(arrays[x] for x in "qkv"))
+            out, lse = self.attend(extras, *qkv)
             return {"out": out, "lse": lse}
-        forward = functools.partial(self.attend, extras)
-        (out, lse), pullback = jax.vjp(forward, *(arrays[x] for x in "qkv"))
-        dq, dk, dv = pullback((arrays["do"].astype(out.dtype), arrays["dlse"]))
+        (out, lse), pullback = jax.vjp(functools.partial(self.attend, extras), *qkv)
+        dq, dk, dv = planes(*pullback((arrays["do"].astype(out.dtype), arrays["dlse"])))
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
-    def attend(
-        self, extras: Extras, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def qkv(self, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
+        """What `attend` takes: q, k and v, or one array of them."""
+        qkv = tuple(arrays[x] for x in "qkv")
+        return (jnp.stack(qkv, axis=2),) if self.packed else qkv
+
+    def attend(self, extras: Extras, *qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         """O and lse."""
-        return self.implementation.attention(q, k, v, extras, self.spec)
+        module = self.implementation
+        attention = module.packed_attention if self.packed else module.attention
+        return attention(*qkv, extras, self.spec)
 
 
 @functools.cache

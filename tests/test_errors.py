@@ -36,6 +36,18 @@ def sharded_over_heads(**options: Any) -> Any:
 VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "rank of q": (lambda: attend(x(6, 4)), r"q must be \[batch.*\(6, 4\)"),
     "rank of k": (lambda: attend(k=x(5, 2, 8)), r"k must be.*\(5, 2, 8\)"),
+    "neither k nor v, of three axes": (
+        lambda: dot_product_attention(x(3, 4, 8)),
+        r"without k and v, q must be \[batch, length, 3, .*\(3, 4, 8\)",
+    ),
+    "neither k nor v, q alone": (
+        lambda: dot_product_attention(x(2, 6, 4, 8)),
+        r"without k and v, q must be .*\(2, 6, 4, 8\)",
+    ),
+    "k alone": (
+        lambda: dot_product_attention(x(2, 6, 4, 8), x(2, 6, 4, 8)),
+        "v is missing beside k; pass both, or neither",
+    ),
     "empty axis": (lambda: attend(x(2, 0, 4, 8)), r"q has an empty axis.*\(2, 0, 4, 8\)"),
     "integer q": (lambda: attend(x(2, 6, 4, 8, dtype=jnp.int32)), "q must be one of.*int32"),
     "mixed dtypes": (

@@ -13,6 +13,7 @@ from lowprec_attn import attention
 from lowprec_attn.gpt2 import norm
 from lowprec_attn.gpt2.devices import compiler_options
 from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.gpt2.step import make_steps
 from pallas_kernels.gpu import gelu as kernels
 from pallas_kernels.gpu import layer_norm
@@ -248,7 +249,7 @@ def test_gelu_is_that_of_float64(size, dtype, interpret):
 def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does(activation_dtype):
     abstract_device = pytest.importorskip("jax.sharding").AbstractDevice
     settings = tiny_settings(model__layers=1, model__activation_dtype=activation_dtype)
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention, packed=True))
     inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
     device = abstract_device(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)

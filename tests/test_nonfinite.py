@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_settings
 
 from lowprec_attn import attention
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.gpt2.nonfinite import Culprit, find_culprit
 from lowprec_attn.gpt2.step import make_steps
 
@@ -14,7 +15,7 @@ from lowprec_attn.gpt2.step import make_steps
 @pytest.fixture(scope="module")
 def run():
     settings = tiny_settings(attention__points={"scores": "float8_e4m3fn"})
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
     ids = np.random.default_rng(0).integers(0, 257, (1, 4, 33))
     batch = tuple(jnp.asarray(x, jnp.int32) for x in (ids[..., :-1], ids[..., 1:]))
     return settings, steps, jax.jit(steps.init)().params, batch

@@ -23,6 +23,7 @@ from tiny import tiny_settings
 from lowprec_attn import attention, numerics
 from lowprec_attn.gpt2 import loss
 from lowprec_attn.gpt2.devices import compiler_options
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, Spec
@@ -280,15 +281,18 @@ def assembled(text: str) -> str:
         ).stderr
 
 
-@pytest.mark.parametrize(("logits", "chunks"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("logits", "chunks", "packed"), [("float32", 4, False), ("bfloat16", 2, True)]
+)
 def test_a_training_step_has_no_loops_and_adds_products_in_place(
-    logits: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    logits: str, chunks: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop splits the CUDA graph of a step; a sum of products apart from them is one more pass.
 
     In place are the chunks of the loss after the first, in the gradient of the embedding, and the
-    gradients of a norm by two of three projections. Products write logits of either format. GELU
-    belongs to the product before it, and none of its steps is left to be carried out in bfloat16.
+    gradients of a norm by two of three projections, which packed are one. Nobody copies q, k, v or
+    a gradient of them. Products write logits of either format. GELU belongs to the product before
+    it, and none of its steps is left to be carried out in bfloat16.
     """
     settings = tiny_settings(
         model__layers=1,
@@ -298,13 +302,16 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
         model__logits_dtype=logits,
     )
     monkeypatch.setattr(loss, "_BYTES_PER_CHUNK", 4 * 256 * 512)
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention, packed))
     ids = jax.ShapeDtypeStruct((1, 8, 128), jnp.int32)
     step = lowered(steps.train, jax.eval_shape(steps.init), ids, ids, target=H200)
     options = {**compiler_options("gpu"), "xla_gpu_autotune_level": 0}
     text = step.compile(compiler_options=options).as_text()
     assert not re.search(r" while\(", text)
-    assert len(re.findall(r'"beta":1[,.}]', text)) == chunks - 1 + 2
+    assert len(re.findall(r'"beta":1[,.}]', text)) == chunks - 1 + (0 if packed else 2)
+    if packed:
+        entry = text[text.index("\nENTRY") :]
+        assert not re.findall(r"= bf16\[(?:8,128|1024),\S+ (?:copy|fusion)\(", entry)
     assert text.count('"epilogue":"GELU_AUX"') == 1
     assert "tanh" not in text
     short = {"float32": "f32", "bfloat16": "bf16"}[logits]

@@ -9,6 +9,7 @@ from tiny import tiny_settings
 from lowprec_attn import attention, numerics, tiled
 from lowprec_attn.dispatch import keys_per_step
 from lowprec_attn.gpt2 import signals
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import StandardMax
 from lowprec_attn.request import Request, Spec
@@ -89,7 +90,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
         attention__implementation=implementation,
         attention__kv_block=kv_block,
     )
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
     inputs = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     params = jax.eval_shape(steps.init).params
     jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))

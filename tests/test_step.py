@@ -14,7 +14,7 @@ from lowprec_attn.gpt2 import loss as loss_module
 from lowprec_attn.gpt2.devices import compiler_options, run_devices
 from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
-from lowprec_attn.gpt2.model import GPT2, parameter_count
+from lowprec_attn.gpt2.model import GPT2, Attend, parameter_count
 from lowprec_attn.gpt2.optimizer import adamw, can_overflow, learning_rate
 from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import PRESETS
@@ -32,7 +32,7 @@ def batch(settings, seed=0):
 
 def start(settings):
     """The functions of a run, its first state, and the compiled step."""
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
     return steps, jax.jit(steps.init)(), jax.jit(steps.train)
 
 
@@ -243,13 +243,37 @@ def test_both_places_of_the_scale_agree_in_float32_and_differ_in_bfloat16():
             model__activation_dtype=dtype,
             attention__numerics="exact",
         )
-        steps = make_steps(settings, attention.dot_product_attention)
+        steps = make_steps(settings, Attend(attention.dot_product_attention))
         state = jax.jit(steps.init)()
         inputs, targets = batch(settings)
         return float(jax.jit(steps.evaluate)(state.params, inputs, targets))
 
     np.testing.assert_allclose(loss("qk", "float32"), loss("scores", "float32"), rtol=1e-6)
     assert loss("qk", "bfloat16") != loss("scores", "bfloat16")
+
+
+def test_one_product_of_query_key_and_value_is_three():
+    def step(dtype, placement, packed):
+        settings = tiny_settings(
+            model__width=64,
+            model__scale_placement=placement,
+            model__activation_dtype=dtype,
+            attention__numerics="exact",
+        )
+        steps = make_steps(settings, Attend(attention.dot_product_attention, packed=packed))
+        state = jax.jit(steps.init)()
+        inputs, targets = (x[0] for x in batch(settings))
+        loss_and_grads = jax.value_and_grad(lambda *args: steps.loss(*args)[0])
+        return jax.jit(loss_and_grads)(state.params, inputs, targets)
+
+    for placement in ("qk", "scores"):
+        (loss, grads), (packed_loss, packed_grads) = (
+            step("float32", placement, packed) for packed in (False, True)
+        )
+        np.testing.assert_allclose(packed_loss, loss, rtol=1e-6)
+        for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(packed_grads), strict=True):
+            np.testing.assert_allclose(y, x, atol=1e-5 * np.abs(x).max())
+    np.testing.assert_allclose(step("bfloat16", "qk", True)[0], loss, rtol=1e-3)
 
 
 ARITHMETIC = {
@@ -266,7 +290,7 @@ ARITHMETIC = {
 @pytest.mark.parametrize("case", ARITHMETIC)
 def test_every_arithmetic_of_the_config_traces_through_a_step(case):
     settings = tiny_settings(**ARITHMETIC[case])
-    steps = make_steps(settings, attention.dot_product_attention)
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
     state = jax.eval_shape(steps.init)
     inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
     after, metrics = jax.eval_shape(steps.train, state, inputs, inputs)

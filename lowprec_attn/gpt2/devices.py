@@ -185,8 +185,12 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
     split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
     part = whole if one else attention.within_shard(batch_axis=_AXIS)
 
-    def chosen(attend: Attend) -> Attend:
-        return functools.partial(attend, implementation=settings.attention.implementation)
+    implementation = settings.attention.implementation
+    # The GPU kernels alone read q, k and v as one product gives them.
+    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu")
+
+    def chosen(function: Callable[..., Any]) -> Attend:
+        return Attend(functools.partial(function, implementation=implementation), packed)
 
     return Devices(
         mesh=mesh,

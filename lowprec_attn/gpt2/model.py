@@ -4,6 +4,7 @@ Parameters and the residual stream are float32; what enters a matrix product is 
 `activation_dtype` there, as autocast does.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +21,19 @@ from lowprec_attn.gpt2.norm import LayerNorm
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
 from lowprec_attn.request import planes
 
-# `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
-Attend = Callable[..., Any]
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """Attention as the model calls it.
+
+    Attributes:
+      function: `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
+      packed: form q, k and v by one product and hand that over as it is, for kernels that read it
+        so; otherwise it would have to be copied apart.
+    """
+
+    function: Callable[..., Any]
+    packed: bool = False
 
 
 class LayerRecord(NamedTuple):
@@ -66,6 +78,24 @@ def init_std(settings: ModelSettings) -> float:
     ]
 
 
+@jax.custom_vjp
+def _three_times(x: Array) -> tuple[Array, Array, Array]:
+    """x for three products, whose gradients are added in an order of our choice."""
+    return x, x, x
+
+
+def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[Array]:
+    """XLA's GPU compiler lets the product that is the left operand of a sum add to the right one.
+
+    By itself JAX puts the sum of the last two on the left, which costs a pass of its own.
+    """
+    first, second, third = gradients
+    return (first + (second + third),)
+
+
+_three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
+
+
 class CausalSelfAttention(nnx.Module):
     """Multi-head causal attention with the arithmetic given per head."""
 
@@ -88,16 +118,15 @@ class CausalSelfAttention(nnx.Module):
     ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
         """The projected output, and q, k, v, O. `tap` is added to O: its gradient is dO."""
         b, t, d = x.shape
-        head_size = d // self.num_heads
+        scale = (d // self.num_heads) ** -0.5
         with jax.named_scope("projections"):
-            qkv = self._project(x).reshape(b, t, 3, self.num_heads, head_size)
-        scale = head_size**-0.5
-        if self.scale_placement == "qk":
-            factors = np.array([math.sqrt(scale), math.sqrt(scale), 1]).reshape(1, 1, 3, 1, 1)
-            qkv, scale = qkv * jnp.asarray(factors, qkv.dtype), 1.0
+            project = self._packed_projection if attend.packed else self._projections
+            qkv: tuple[Array, ...] = project(x)
+            if self.scale_placement == "qk":
+                qkv, scale = _scaled_qk(qkv, math.sqrt(scale)), 1.0
         with jax.named_scope("attention"):
-            o = attend(
-                qkv,
+            o = attend.function(
+                *qkv,
                 is_causal=True,
                 scale=scale,
                 numerics=self.numerics,
@@ -107,16 +136,32 @@ class CausalSelfAttention(nnx.Module):
         if tap is not None:
             o = o + tap.astype(o.dtype)
         with jax.named_scope("projections"):
-            return self.out(o.reshape(b, t, d)), (*planes(qkv), o)
+            return self.out(o.reshape(b, t, d)), (*planes(*qkv), o)
 
-    def _project(self, x: Array) -> Array:
-        """x times the weights of query, key and value [.., 3 d], as one product.
+    def _projections(self, x: Array) -> tuple[Array, Array, Array]:
+        """q, k and v [B, T, N, H] by three products."""
+        heads = (*x.shape[:2], self.num_heads, -1)
+        of_query, of_key, of_value = _three_times(x)
+        return (
+            self.query(of_query).reshape(heads),
+            self.key(of_key).reshape(heads),
+            self.value(of_value).reshape(heads),
+        )
 
-        x is read once, and the three parts of its gradient are one sum in float32.
-        """
-        projections = (self.query, self.key, self.value)
-        weights = jnp.concatenate([linear.kernel[...] for linear in projections], axis=1)
-        return jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
+    def _packed_projection(self, x: Array) -> tuple[Array]:
+        """The same by one product [B, T, 3, N, H]: x is read once, its gradient is one sum."""
+        linears = (self.query, self.key, self.value)
+        weights = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
+        qkv = jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
+        return (qkv.reshape(*x.shape[:2], 3, self.num_heads, -1),)
+
+
+def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
+    """q and k times a factor in their dtype, and v; or the packed array of them."""
+    factors = np.array([factor, factor, 1])
+    if len(qkv) == 1:
+        return (qkv[0] * jnp.asarray(factors.reshape(1, 1, 3, 1, 1), qkv[0].dtype),)
+    return tuple(x * jnp.asarray(f, x.dtype) for x, f in zip(qkv, factors, strict=True))
 
 
 class Block(nnx.Module):
@@ -202,7 +247,7 @@ class GPT2(nnx.Module):
 
         Args:
           tokens: ids below vocab_size.
-          attend: `attention.dot_product_attention` or its form for a mesh.
+              attend: see there.
           key: PRNG key for stochastic rounding.
           taps: added to every layer's attention output; zeros whose gradients are dO.
         """

@@ -92,7 +92,7 @@ def attention(
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """The same of q, k and v in one array, which the kernels read, and write its gradient, as it is.
+    """The same of q, k and v in one array; the kernels read it, and write its gradient, in place.
 
     Raises:
       ValueError: as `attention`.
@@ -121,9 +121,7 @@ def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
     return _forward(arrays, extras, spec)[0]
 
 
-def _forward(
-    arrays: _Arrays, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], _Residuals]:
+def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
     q, k, v = _separate(arrays)

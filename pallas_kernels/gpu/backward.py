@@ -131,21 +131,19 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     k, v = (p.block(p.keys, program, plane=plane) for plane in (1, 2))
     statistics = pl.BlockSpec((None, p.group, p.rows), lambda j, h, b: (b, h, 0))
     if p.packed:
-        blocks = (
-            pl.BlockSpec(
-                (None, p.tile.kv, 3, None, p.padded_head), lambda j, h, b: (b, j, 0, h, 0)
-            ),
-        )
-        gradients, aliases = blocks[0], {6: 0}
+        block = (None, p.tile.kv, 3, None, p.padded_head)
+        gradients = pl.BlockSpec(block, lambda j, h, b: (b, j, 0, h, 0))
+        blocks = [gradients]
     else:
-        blocks = (p.block(p.tile.kv, lambda j, h, b: (b, j, h)),) * 2
-        gradients, aliases = None, {}
+        gradients = None
+        blocks = [p.block(p.tile.kv, lambda j, h, b: (b, j, h))] * 2
     in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients)
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (p.kv_tiles, p.kv_heads, p.batch)
-    shapes = (out,) * len(blocks)
-    return tuple(call(_key_gradients, p, grid, specs, shapes, aliases)(x, scalars))
+    # The array that dQ was written into is the last of the operands.
+    aliases = {len(jax.tree.leaves(x)) - 1: 0} if p.packed else {}
+    return tuple(call(_key_gradients, p, grid, specs, [out] * len(blocks), aliases)(x, scalars))
 
 
 def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
@@ -221,9 +219,7 @@ def _over_queries(
     def rows(plane: int | None = None) -> pl.BlockSpec:
         return p.block(p.rows, lambda i, n, b: (b, 0, n), plane=plane)
 
-    k, v = (
-        p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2)
-    )
+    k, v = (p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2))
     statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
     every = Operands(rows(0), k, v, rows(), statistics, statistics, rows(), statistics)
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))

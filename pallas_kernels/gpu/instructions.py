@@ -108,8 +108,9 @@ def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
     rows, entries = distance.shape
     pairs = jnp.split(distance.reshape(rows // 16, 16, entries), 2, axis=1)
     words = _instruction("prmt.b32 $0, $1, $2, 0xFFBB;", "=r,r,r", *pairs, dtype=jnp.int32)
-    # A word is 2^16 − 1 where the first row's entry is far, −2^16 the second's, −1 both. The sum of
-    # all words + 1 is 2^16 (near₂ − near₁) + near₁: times 2^16 + 1, modulo 2^32, 2^16 near₂ + near₁.
+    # A word is 2^16 − 1 where the first row's entry is far, −2^16 the second's, −1 both. The sum
+    # of words + 1 is 2^16 (near₂ − near₁) + near₁; times 2^16 + 1, modulo 2^32, it holds near₂
+    # in its upper half and near₁ in its lower one.
     total = jnp.sum(words + 1, axis=-1)
     near = (total + (total << 16))[:, None]
     which = jax.lax.broadcasted_iota(jnp.int32, (1, 2, 1), 1)
