@@ -140,7 +140,7 @@ def _prepare(
     bias, mask = arrays[3:]
     if unbatched:
         bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
-    q, k, v = planes(*operands)
+    q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
     validation.check_inputs(q, k, v)
     batch, _, heads, head_size = q.shape
     extras = Extras(
@@ -259,7 +259,7 @@ def _batched(call: Call, unbatched: bool) -> Call:
 
 
 def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, call: Call) -> None:
-    q, k, _ = call.qkv
+    q, k, _ = jax.eval_shape(planes, *call.arrays)
     if batch_axis is not None and q.shape[0] % mesh.shape[batch_axis]:
         raise ValueError(
             f"batch {q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "

@@ -42,11 +42,6 @@ class Call(NamedTuple):
     extras: Extras
     parts: tuple[Part, ...]
 
-    @property
-    def qkv(self) -> tuple[Array, Array, Array]:
-        """q, k and v."""
-        return planes(*self.arrays)
-
 
 def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
     """The implementation of a request for every platform; raises as `resolve`.
@@ -145,7 +140,7 @@ def _attend(
 
 
 def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:
-    (q, k, v), extras = call.qkv, call.extras
+    (q, k, v), extras = planes(*call.arrays), call.extras
     group = q.shape[2] // k.shape[2]
     query_heads = np.array(heads)
     kv_heads = np.unique(query_heads // group)

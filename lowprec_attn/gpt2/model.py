@@ -149,7 +149,10 @@ class CausalSelfAttention(nnx.Module):
         )
 
     def _packed_projection(self, x: Array) -> tuple[Array]:
-        """The same by one product [B, T, 3, N, H]: x is read once, its gradient is one sum."""
+        """The same by one product, [B, T, 3, N, H].
+
+        x is read once, and its gradient is one float32 sum, rounded once.
+        """
         linears = (self.query, self.key, self.value)
         weights = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
         qkv = jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
@@ -247,7 +250,7 @@ class GPT2(nnx.Module):
 
         Args:
           tokens: ids below vocab_size.
-              attend: see there.
+          attend: attention.
           key: PRNG key for stochastic rounding.
           taps: added to every layer's attention output; zeros whose gradients are dO.
         """

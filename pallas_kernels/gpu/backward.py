@@ -124,11 +124,11 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     """dK and dV, summed over the query heads of each group; packed, one array with dQ too."""
     p = problem
 
-    def program(j: Array, h: Array, b: Array) -> tuple[Any, Any, Any]:
+    def all_rows(j: Array, h: Array, b: Array) -> tuple[Array, int, Array]:
         return b, 0, h
 
-    q, do = (p.block(p.rows, program, plane=plane, heads=p.group) for plane in (0, None))
-    k, v = (p.block(p.keys, program, plane=plane) for plane in (1, 2))
+    q, do = (p.block(p.rows, all_rows, plane=plane, heads=p.group) for plane in (0, None))
+    k, v = (p.block(p.keys, all_rows, plane=plane) for plane in (1, 2))
     statistics = pl.BlockSpec((None, p.group, p.rows), lambda j, h, b: (b, h, 0))
     if p.packed:
         block = (None, p.tile.kv, 3, None, p.padded_head)
