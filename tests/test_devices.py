@@ -1,5 +1,7 @@
 """What lies where on several devices: batches, and an optimizer state that is split over them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from tiny import tiny_settings
 
 from lowprec_attn.gpt2.checkpoint import Checkpoints
-from lowprec_attn.gpt2.devices import run_devices
+from lowprec_attn.gpt2.devices import mesh_over, run_devices
 from lowprec_attn.gpt2.step import make_steps
 
 STEPS = 4
@@ -107,3 +109,25 @@ def test_a_batch_is_split_within_each_micro_batch():
     np.testing.assert_array_equal(inputs, ids.reshape(2, 4, 32))
     np.testing.assert_array_equal(targets, ids.reshape(2, 4, 32) + 1)
     assert {shard.data.shape for shard in inputs.addressable_shards} == {(2, 1, 32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a mesh and a run ask of a device that is not there."""
+
+    platform: str
+    id: int = 0
+    process_index: int = 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "implementation", "packed"),
+    [("gpu", None, True), ("gpu", "gpu", True), ("gpu", "tiled", False), ("tpu", None, False)],
+)
+def test_query_key_and_value_are_packed_where_kernels_read_them_so(
+    platform, implementation, packed
+):
+    settings = tiny_settings(attention__implementation=implementation)
+    devices = mesh_over([Device(platform)], settings)
+    attends = devices.attend, devices.attend_part, devices.attend_whole
+    assert [attend.packed for attend in attends] == [packed] * 3
