@@ -191,42 +191,29 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
     """dQ and the `dp_offset` that dS had."""
     p = problem
-    rows = p.block(p.tile.query, lambda i, n, b: (b, p.query_tile(i), n), plane=0)
-    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), rows)
+    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), p.tile_rows(0))
     if x.dp_offset is not None:
         return _over_queries(_query_gradients, x, scalars, p, [dq])[0], x.dp_offset
-    dq, formed = _over_queries(_query_gradients, x, scalars, p, [dq, _row_statistic(p)])
+    dq, formed = _over_queries(_query_gradients, x, scalars, p, [dq, p.tile_statistics])
     return dq, formed
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """δ = rowsum(dP ∘ P), [B, N, T], in a pass of its own over the keys."""
-    return _over_queries(_delta, x, scalars, problem, [_row_statistic(problem)])[0]
-
-
-def _row_statistic(problem: Problem) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-    p = problem
-    spec = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
-    return jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32), spec
+    return _over_queries(_delta, x, scalars, problem, [problem.tile_statistics])[0]
 
 
 def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
-    p = problem
-
-    def rows(plane: int | None = None) -> pl.BlockSpec:
-        return p.block(p.rows, lambda i, n, b: (b, 0, n), plane=plane)
-
-    k, v = (p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2))
+    p, rows = problem, problem.head_rows()
     statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
-    every = Operands(rows(0), k, v, rows(), statistics, statistics, rows(), statistics)
+    every = Operands(p.head_rows(0), *p.head_keys, rows, statistics, statistics, rows, statistics)
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
     specs = ((Operands(*given), jax.tree.map(whole, scalars)), out_specs)
-    grid = (p.q_tiles, p.heads, p.batch)
-    return call(body, p, grid, specs, shapes)(x, scalars)
+    return call(body, p, p.query_grid, specs, shapes)(x, scalars)
 
 
 class _Walk(NamedTuple):

@@ -43,23 +43,18 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     """Runs the kernel."""
     p = problem
     n = p.spec.numerics
-    grid = (p.q_tiles, p.heads, p.batch)
-    rows = p.block(p.rows, lambda i, n, b: (b, 0, n), plane=0)
-    keys, values = (
-        p.block(p.keys, lambda i, n, b: (b, 0, n // p.group), plane=plane) for plane in (1, 2)
-    )
-    out_rows = p.block(p.tile.query, lambda i, n, b: (b, p.query_tile(i), n))
-    statistics = pl.BlockSpec((None, None, p.tile.query), lambda i, n, b: (b, n, p.query_tile(i)))
+    lse, statistics = p.tile_statistics
     saved_dtype = _saved_dtype(p)
     shape = (p.batch, p.rows, p.heads, p.head_size)
     out = Outputs(
         jax.ShapeDtypeStruct(shape, n.output_dtype(p.dtype)),
-        jax.ShapeDtypeStruct((p.batch, p.heads, p.rows), jnp.float32),
+        lse,
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
     )
+    out_rows = p.tile_rows()
     out_specs = Outputs(out_rows, statistics, None if saved_dtype is None else out_rows)
-    specs = ((rows, keys, values, jax.tree.map(whole, scalars)), out_specs)
-    return Outputs(*call(_forward, p, grid, specs, out)(q, k, v, scalars))
+    specs = ((p.head_rows(0), *p.head_keys, jax.tree.map(whole, scalars)), out_specs)
+    return Outputs(*call(_forward, p, p.query_grid, specs, out)(q, k, v, scalars))
 
 
 def _saved_dtype(problem: Problem) -> np.dtype | None:

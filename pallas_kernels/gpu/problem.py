@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -148,6 +149,38 @@ class Problem:
             return batch, rows, *planes, head, 0
 
         return pl.BlockSpec((None, size, *(None for _ in planes), heads, self.padded_head), place)
+
+    # Of kernels with one program per query tile, query head and batch element:
+
+    @property
+    def query_grid(self) -> tuple[int, int, int]:
+        """The number of programs."""
+        return self.q_tiles, self.heads, self.batch
+
+    def head_rows(self, plane: int | None = None) -> pl.BlockSpec:
+        """All rows of the program's head; plane: see `block`."""
+        return self.block(self.rows, lambda i, n, b: (b, 0, n), plane=plane)
+
+    @property
+    def head_keys(self) -> tuple[pl.BlockSpec, pl.BlockSpec]:
+        """All rows of k, and of v, that its head sees."""
+
+        def index(i: Array, n: Array, b: Array) -> tuple[Any, Any, Any]:
+            return b, 0, n // self.group
+
+        return self.block(self.keys, index, plane=1), self.block(self.keys, index, plane=2)
+
+    def tile_rows(self, plane: int | None = None) -> pl.BlockSpec:
+        """The rows of its tile; plane: see `block`."""
+        return self.block(self.tile.query, lambda i, n, b: (b, self.query_tile(i), n), plane=plane)
+
+    @property
+    def tile_statistics(self) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """A float32 array [B, N, T], and the part of it that belongs to the rows of its tile."""
+        return (
+            jax.ShapeDtypeStruct((self.batch, self.heads, self.rows), jnp.float32),
+            pl.BlockSpec((None, None, self.tile.query), lambda i, n, b: (b, n, self.query_tile(i))),
+        )
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
