@@ -76,15 +76,64 @@ def test_other_units_change_roundings_only(rule: RowMax) -> None:
     np.testing.assert_allclose(running_max(rule, s, unit), defined(rule, s), rtol=2.0**-21)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
-def test_kernels_find_the_same_ties(tolerance: float) -> None:
+def many_distances() -> np.ndarray:
+    """S − r_m of such steps, as kernels have them."""
     s = masked(many_ties())
     s[:4, 1:] = s[:4, :1] - 1  # a maximum alone on the left, and on the right
     s[2:4, -1] = s[2:4, 0] + 1
     below = s - s.max(-1, keepdims=True)
-    below[16:20] = -np.inf  # scores of −inf, above a bounded r_m: no rule asks for these rows
-    below[40:44] = -np.inf  # and those 8 apart from them are counted in the same word
+    # Scores of −inf, above a bounded r_m: no rule asks for these rows, but a word that counts one
+    # of them, in its lower half or its upper one, counts the row 8 above or below, too.
+    below[16:20] = below[40:44] = -np.inf
+    return below
+
+
+def check_repeated(repeated: np.ndarray, below: np.ndarray, tolerance: float) -> None:
+    """That these are the rows with repeated maxima, of those that a rule asks for."""
+    asked = np.isfinite(below).any(-1)
+    expected = np.asarray(row_max.is_repeated(jnp.asarray(below), tolerance))
+    assert 0 < expected.mean() < 1
+    np.testing.assert_array_equal(repeated[asked], expected[asked])
+
+
+def execute(text: str, constraints: str, *args: jax.Array, dtype: type) -> jax.Array:
+    """The PTX that counts negative numbers, for every place of the arrays, in NumPy."""
+    assert constraints.split(",") == ["=r", *("r" for _ in args)]
+    value = {f"${i}": np.asarray(x).view(np.int32) for i, x in enumerate(args, 1)}
+    for line in text.strip("{} \n").split(";")[:-1]:
+        name, operands = line.strip().split(" ", 1)
+        target, *given = (x.strip() for x in operands.split(","))
+        given = [value.get(x, x) for x in given]
+        if name == "mov.b32":
+            value[target] = np.full(args[0].shape, int(given[0]), np.uint32)
+        elif name == "cvt.pack.sat.s2.s32.b32":
+            high, low = (np.clip(x, -2, 1).astype(np.uint32) & 3 for x in given[:2])
+            value[target] = given[2] << 4 | high << 2 | low
+        elif name == "and.b32":
+            value[target] = given[0] & np.uint32(int(given[1], 16))
+        elif name == "popc.b32":
+            value[target] = np.bitwise_count(given[0])
+        else:
+            assert name == ".reg"
+    return jnp.asarray(value["$0"], dtype)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
+@pytest.mark.parametrize("keys", [KEYS, 2 * KEYS])
+def test_the_code_of_kernels_finds_the_same_ties(
+    keys: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instructions, "_instruction", execute)
+    below = many_distances()
+    below = np.hstack([below - 1] * (keys // KEYS - 1) + [below])
+    repeated = instructions.is_repeated(jnp.asarray(below), tolerance, interpret=False)
+    check_repeated(np.asarray(repeated), below, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
+def test_kernels_find_the_same_ties(tolerance: float) -> None:
+    below = many_distances()
 
     def kernel(below_ref: jax.Array, out_ref: jax.Array) -> None:
         repeated = instructions.is_repeated(below_ref[...], tolerance, interpret=False)
@@ -98,7 +147,4 @@ def test_kernels_find_the_same_ties(tolerance: float) -> None:
         out_shape=jax.ShapeDtypeStruct((ROWS, 1), jnp.int32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
     )(jnp.asarray(below))
-    expected = np.asarray(row_max.is_repeated(jnp.asarray(below), tolerance))
-    assert 0 < expected.mean() < 1
-    asked = np.isfinite(below).any(-1)
-    np.testing.assert_array_equal((np.asarray(out) != 0)[asked], expected[asked])
+    check_repeated(np.asarray(out) != 0, below, tolerance)

@@ -112,8 +112,8 @@ def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
     signed = tolerance > 0
     far = _count_negative(first, signed) + (_count_negative(second, signed) << 16)
     near = entries * (2**16 + 1) - jnp.sum(far, axis=-1)[:, None]
-    # ≠ 1 takes less time than > 1 in the lower half. None are near only where all scores are −∞,
-    # whose r_m no rule shifts.
+    # ≠ 1 takes less time than > 1 in the lower half. They differ where no entry is near: all scores
+    # are −∞, and no rule's m depends on the answer.
     which = jax.lax.broadcasted_iota(jnp.int32, (1, 2, 1), 1)
     repeated = jnp.where(which == 0, near & jnp.int32(2**16 - 1) != 1, near >= 2 * 2**16)
     return repeated.reshape(rows, 1)
