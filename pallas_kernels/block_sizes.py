@@ -115,6 +115,11 @@ _OTHER = _Table(
 _TABLES = {"NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 
 
+def is_hopper(device_kind: str | None) -> bool:
+    """Whether a GPU, as JAX names it, is of NVIDIA's Hopper generation."""
+    return (device_kind or "").startswith(tuple(_TABLES))
+
+
 def default_block_sizes(
     head_size: int, *, length: int, splits: bool = False, device_kind: str | None = None
 ) -> BlockSizes:

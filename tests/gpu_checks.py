@@ -8,13 +8,24 @@ import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
+from unittest import mock
 
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 from boundaries import NARROW, bits_of, boundaries, expected
-from gpu_problems import CROSSED, LARGE, PACKED, PROBLEMS, describe, device_call, noise, oracle
+from gpu_problems import (
+    CROSSED,
+    LARGE,
+    PACKED,
+    PROBLEMS,
+    TIES,
+    describe,
+    device_call,
+    noise,
+    oracle,
+)
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -37,6 +48,7 @@ from test_points import ROUNDINGS, distances
 from lowprec_attn import numerics, steps, tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, Numerics
 from lowprec_attn.steps import Place
+from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.rounding import Rounder
 
 Record = dict[str, Any]
@@ -107,6 +119,39 @@ class Packed:
         results = [run(problem, dataclasses.replace(apart, packed=x)) for x in (False, True)]
         equal = {name: np.array_equal(x, results[1][name]) for name, x in results[0].items()}
         return {"shape": describe(problem), "equal": equal, "passed": all(equal.values())}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ties:
+    """Ties counted by a warp are those that are found by exchanging counts.
+
+    A row-max rule moves m where it finds a tie, and P̄ is rounded elsewhere: nothing but the last
+    bits of O tells. As few may differ as another order of the sums of l explains, against those in
+    which the standard rule differs.
+    """
+
+    case: str
+    preset: str
+    rule: str
+
+    def outcome(self) -> Record:
+        result, standard = (self._out(rule) for rule in (self.rule, "standard"))
+        with mock.patch.object(Problem, "counts_ties_by_warp", False):
+            exchanged = self._out(self.rule)
+        differing = {
+            "exchanged": float(np.mean(result != exchanged)),
+            "standard": float(np.mean(result != standard)),
+        }
+        return {
+            "shape": describe(PROBLEMS[self.case]),
+            "differing": differing,
+            "passed": 1000 * differing["exchanged"] < differing["standard"],
+        }
+
+    def _out(self, rule: str) -> np.ndarray:
+        call = device_call(self.case, PRESETS[self.preset], rule)
+        forward = compiled.__wrapped__(dataclasses.replace(call, backward=False))
+        return harness.as_float32(forward(*operands_of(PROBLEMS[self.case])))["out"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,6 +330,13 @@ CHECKS: list[Check] = [
     *(Accuracy(case=case, preset="flash", delta="do_o_storage") for case in CROSSED),  # no preset's
     *(Packed(case=case, preset="flash") for case in PACKED if case != "off_tile_1000"),
     *(Packed(case="off_tile_1000", preset=preset) for preset in PRESETS),
+    *(
+        Ties(case=case, preset=preset, rule=rule)
+        for case in TIES
+        for preset in ("flash", "published")
+        for rule in RULES
+        if rule != "standard"
+    ),
     *(Points(points=(point,)) for point in POINTS),
     *(Points(points=pair) for pair in itertools.combinations(POINTS, 2)),
     *(

@@ -64,7 +64,23 @@ CROSSED = {
         values="repeated_maxima",
     ),
 }
-PROBLEMS = CASES | LARGE | CROSSED
+# Most rows tie in most steps, in every layout of scores that the default tiles give.
+TIES = {
+    f"ties_head_{head_size}_{dtype}": dataclasses.replace(
+        LONG, rows=300, keys=300, head_size=head_size, dtype=dtype, values="small_integers"
+    )
+    for head_size, dtype in (
+        (32, "bfloat16"),
+        (64, "bfloat16"),
+        (64, "float16"),
+        (64, "float32"),
+        (80, "bfloat16"),
+        (128, "bfloat16"),
+        (128, "float16"),
+        (256, "bfloat16"),
+    )
+}
+PROBLEMS = CASES | LARGE | CROSSED | TIES
 
 
 @functools.cache

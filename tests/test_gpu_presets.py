@@ -5,9 +5,23 @@ backward pass is run once per preset. On a device `test_gpu_device.py` runs all 
 """
 
 import harness
+import numpy as np
 import pytest
-from kernel_calls import PRESETS, REPEATED, RULES, Call, call_of, factor_of, run, run_plain
+from kernel_calls import (
+    PRESETS,
+    REPEATED,
+    RULES,
+    Call,
+    call_of,
+    compiled,
+    factor_of,
+    operands_of,
+    run,
+    run_plain,
+)
 from test_points import closer
+
+from pallas_kernels.gpu.problem import Problem
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -42,3 +56,16 @@ def test_presets_with_other_rules_are_as_accurate_as_plain(preset: str, rule: st
     standard = call_of(REPEATED, PRESETS[preset])
     plain = (only(result, run_plain(REPEATED, how)) for how in (call, standard))
     assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum of the rule
+
+
+@pytest.mark.parametrize("preset", ["flash", "published"])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "standard"])
+def test_a_copy_of_m_for_each_thread_of_a_row_changes_no_bit(
+    preset: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = call_of(REPEATED, PRESETS[preset], RULES[rule], backward=False)
+    expected = run(REPEATED, call)
+    monkeypatch.setattr(Problem, "counts_ties_by_warp", True)
+    result = harness.as_float32(compiled.__wrapped__(call)(*operands_of(REPEATED)))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x, err_msg=name)

@@ -1,6 +1,7 @@
 """Row-max rules as the GPU kernel calls them: in its units of score, with its own test for ties."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -96,38 +97,60 @@ def check_repeated(repeated: np.ndarray, below: np.ndarray, tolerance: float) ->
     np.testing.assert_array_equal(repeated[asked], expected[asked])
 
 
-def execute(text: str, constraints: str, *args: jax.Array, dtype: type) -> jax.Array:
-    """The PTX that counts negative numbers, for every place of the arrays, in NumPy."""
-    assert constraints.split(",") == ["=r", *("r" for _ in args)]
-    value = {f"${i}": np.asarray(x).view(np.int32) for i, x in enumerate(args, 1)}
+def execute(text: str, constraints: str, *args: jax.Array, dtype: type, pack: int = 1) -> jax.Array:
+    """The PTX that counts negative numbers, for every place of the arrays, in NumPy.
+
+    A thread is given `pack` places of an array at a time: one, or those in rows i and i + 8 of
+    sixteen, as a tensor-core product leaves them to it.
+    """
+    assert constraints.split(",") == ["=r"] * pack + ["r"] * pack * len(args)
+    shape = args[0].shape
+    place = (-1, pack, 8, *shape[1:]) if pack > 1 else (1, 1, *shape)
+    given = (x for array in args for x in np.split(np.reshape(array, place), pack, axis=1))
+    value = {f"${i}": x.view(np.int32) for i, x in enumerate(given, pack)}
     for line in text.strip("{} \n").split(";")[:-1]:
-        name, operands = line.strip().split(" ", 1)
-        target, *given = (x.strip() for x in operands.split(","))
-        given = [value.get(x, x) for x in given]
-        if name == "mov.b32":
-            value[target] = np.full(args[0].shape, int(given[0]), np.uint32)
-        elif name == "cvt.pack.sat.s2.s32.b32":
-            high, low = (np.clip(x, -2, 1).astype(np.uint32) & 3 for x in given[:2])
-            value[target] = given[2] << 4 | high << 2 | low
-        elif name == "and.b32":
-            value[target] = given[0] & np.uint32(int(given[1], 16))
-        elif name == "popc.b32":
-            value[target] = np.bitwise_count(given[0])
-        else:
-            assert name == ".reg"
-    return jnp.asarray(value["$0"], dtype)
+        name, *operands = re.findall(r"[.$\w]+", line)
+        match name, [value.get(x, x) for x in operands[1:]]:
+            case ".reg", _:
+                continue
+            case "mov.b32", [str(number)]:
+                value[operands[0]] = np.full_like(value["$2"], int(number, 0), np.uint32)
+            case "mov.b32", [register]:
+                value[operands[0]] = register
+            case "cvt.pack.sat.s2.s32.b32", [*pair, word]:
+                high, low = (np.clip(x, -2, 1).astype(np.uint32) & 3 for x in pair)
+                value[operands[0]] = word << 4 | high << 2 | low
+            case "and.b32", [word, mask]:
+                value[operands[0]] = word & np.uint32(int(mask, 0))
+            case "popc.b32", [word]:
+                value[operands[0]] = np.bitwise_count(word)
+            case "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc", [_, _, _, *x]:
+                # Rows of A are words of four threads; every column of B is that of ones.
+                first, second, ones, start, *_ = x
+                for name, word in ((operands[0], first), (operands[2], second)):
+                    count = np.bitwise_count(word & ones).sum(-1, keepdims=True)
+                    value[name] = count + start
+            case _:
+                pytest.fail(f"the test does not know {line}")
+    results = np.concatenate([value[f"${i}"] for i in range(pack)], axis=1)
+    return jnp.asarray(results.reshape(shape), dtype)
+
+
+WAYS = {"exchange": instructions.is_repeated, "warp": instructions.is_repeated_by_warp}
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
 @pytest.mark.parametrize("keys", [KEYS, 2 * KEYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_the_code_of_kernels_finds_the_same_ties(
-    keys: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    way: str, keys: int, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instructions, "_instruction", execute)
     below = many_distances()
     below = np.hstack([below - 1] * (keys // KEYS - 1) + [below])
-    repeated = instructions.is_repeated(jnp.asarray(below), tolerance, interpret=False)
-    check_repeated(np.asarray(repeated), below, tolerance)
+    repeated = np.asarray(WAYS[way](jnp.asarray(below), tolerance, interpret=False))
+    for copy in repeated.T:
+        check_repeated(copy[:, None], below, tolerance)
 
 
 @pytest.mark.gpu
@@ -148,3 +171,38 @@ def test_kernels_find_the_same_ties(tolerance: float) -> None:
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
     )(jnp.asarray(below))
     check_repeated(np.asarray(out) != 0, below, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", [16, 64, 128])
+@pytest.mark.parametrize("tolerance", [0.0, 1e-3, 0.5])
+def test_warps_find_the_same_ties_in_a_product(tolerance: float, keys: int) -> None:
+    """As in a kernel of attention: the product decides which thread holds which scores."""
+    rng = np.random.default_rng(0)
+    q = rng.integers(-1, 2, (ROWS, 16)) * rng.choice([0.25, 1, 3], (ROWS, 1))
+    k = rng.integers(-1, 2, (keys, 16)) + rng.choice([0, 0, 0, 2.0**-9], (keys, 16))
+
+    def kernel(q_ref: jax.Array, k_ref: jax.Array, out_ref: jax.Array) -> None:
+        s = jnp.dot(q_ref[...], k_ref[...].T, preferred_element_type=jnp.float32)
+        by_thread = jnp.max(jnp.max(s.reshape(64, -1, 4, 2), axis=3), axis=1)
+        below = s - jnp.max(by_thread, axis=1, keepdims=True)
+        repeated = instructions.is_repeated_by_warp(below, tolerance, interpret=False)
+        out_ref[...] = repeated.astype(jnp.int32)
+
+    q, k = jnp.asarray(q, jnp.bfloat16), jnp.asarray(k, jnp.bfloat16)
+    out = pl.pallas_call(
+        kernel,
+        grid=(ROWS // 64,),
+        in_specs=[
+            pl.BlockSpec((64, 16), lambda i: (i, 0)),
+            pl.BlockSpec((keys, 16), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((64, 4), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((ROWS, 4), jnp.int32),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(q, k)
+    s = np.float64(q) @ np.float64(k).T  # the products and their sums are exact in float32, too
+    below = jnp.asarray(s - s.max(-1, keepdims=True), jnp.float32)
+    expected = np.asarray(row_max.is_repeated(below, tolerance))
+    assert 0 < expected.mean() < 1
+    np.testing.assert_array_equal(np.asarray(out) != 0, np.broadcast_to(expected, (ROWS, 4)))

@@ -259,6 +259,29 @@ def test_programs_of_the_cross_entropy_share_a_multiprocessor(dtype: str, progra
     assert 65536 // (threads * -(-registers // 8) * 8) >= programs
 
 
+@pytest.mark.parametrize(
+    ("preset", "head_size", "dtype"),
+    [
+        ("flash", 64, "bfloat16"),
+        ("flash", 80, "float16"),
+        ("flash", 64, "float32"),
+        ("flash", 128, "bfloat16"),
+        ("published", 64, "bfloat16"),
+    ],
+)
+def test_ties_are_counted_where_the_product_left_the_scores(
+    preset: str, head_size: int, dtype: str
+) -> None:
+    """Threads that exchanged scores first would count those of other rows."""
+    chosen = numerics.PRESETS[preset]
+    standard = ptx(chosen, StandardMax(), head_size, dtype)["forward"]
+    for rule in (numerics.DynamicMax(), numerics.PublishedMax()):
+        text = ptx(chosen, rule, head_size, dtype)["forward"]
+        assert len(re.findall(r"mma\.sync\S+\.b1\.b1\S+\.and\.popc", text)) == 2  # two loops
+        assert "shfl.sync.idx" not in text
+        assert text.count("st.shared") <= standard.count("st.shared")
+
+
 def test_powers_of_two_are_single_instructions() -> None:
     """Without `.ftz` the assembler adds three for results below the smallest normal number."""
     for name, text in ptx(FLASH).items():

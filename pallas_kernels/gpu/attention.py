@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
-from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
     Operands,
     delta_from_probs,
@@ -166,7 +166,8 @@ _attend.defvjp(_forward, _backward)
 
 def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
-    return Problem.of(q, k, extras, spec, tile, interpret=interpret)
+    hopper = is_hopper(_device_kind())
+    return Problem.of(q, k, extras, spec, tile, interpret=interpret, hopper=hopper)
 
 
 def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:

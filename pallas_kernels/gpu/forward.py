@@ -6,6 +6,7 @@ diagonal are neither computed nor loaded; only tiles that the diagonal, a length
 keys cuts are masked. The arithmetic is that of `lowprec_attn.steps`, point by point.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,12 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format, get_rounding
 from lowprec_attn.steps import Place, SoftmaxState
-from pallas_kernels.gpu.instructions import exp2, is_repeated, multiply_add
+from pallas_kernels.gpu.instructions import (
+    exp2,
+    is_repeated,
+    is_repeated_by_warp,
+    multiply_add,
+)
 from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
@@ -27,8 +33,9 @@ from pallas_kernels.rounding import format_of
 _FLOAT32 = get_format("float32")
 _BFLOAT16 = get_rounding("bfloat16")
 
-# A tensor-core tile spreads the columns of a row over threads, in a pattern of eight columns.
-_LANES = 8
+# A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
+# the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
+_THREADS, _LANES = 4, 8
 
 
 class Outputs(NamedTuple):
@@ -106,11 +113,34 @@ def _masked_step_changes_nothing(problem: Problem) -> bool:
 
 
 def _initial_state(problem: Problem) -> SoftmaxState:
-    row = jnp.zeros((problem.tile.query, 1), jnp.float32)
+    row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     aux = acc if _keeps_auxiliary(problem) else None
-    l = jnp.zeros((problem.tile.query, _row_sums(problem)), jnp.float32)
+    l = jnp.zeros((problem.tile.query, _LANES), jnp.float32) if _row_sums(problem) > 1 else row
     return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+
+
+def _copies(problem: Problem) -> int:
+    """Copies of m: one per thread of a row where each learns by itself whether a tie shifts it."""
+    return _THREADS if problem.counts_ties_by_warp else 1
+
+
+def _over_row(reduce: Callable[..., Array], x: Array, problem: Problem) -> Array:
+    """A tile reduced over its columns, [query, copies]."""
+    if _copies(problem) == 1:
+        return reduce(x, axis=-1, keepdims=True)
+    x = x.reshape(x.shape[0], -1, _THREADS, _LANES // _THREADS)
+    by_thread = reduce(reduce(x, axis=3), axis=1)
+    return jnp.broadcast_to(reduce(by_thread, axis=1, keepdims=True), by_thread.shape)
+
+
+def _per_column(x: Array, columns: int) -> Array:
+    """[query, copies] for the columns of a tile, [query, columns] or [query, 1]."""
+    rows, copies = x.shape
+    if copies == 1:
+        return x
+    shape = (rows, columns // _LANES, copies, _LANES // copies)
+    return jnp.broadcast_to(x[:, None, :, None], shape).reshape(rows, columns)
 
 
 def _row_sums(problem: Problem) -> int:
@@ -123,11 +153,10 @@ def _row_sums(problem: Problem) -> int:
 
 
 def _row_sum(p: Array, problem: Problem) -> Array:
-    """Sums over the columns of a tile that are equal modulo the number of sums, [query, sums]."""
-    sums = _row_sums(problem)
-    if sums == 1:
-        return jnp.sum(p, axis=-1, keepdims=True)
-    return jnp.sum(p.reshape(p.shape[0], -1, sums), axis=1)
+    """What l adds up: sums of the columns that are equal modulo 8, or of all, [query, copies]."""
+    if _row_sums(problem) == 1:
+        return _over_row(jnp.sum, p, problem)
+    return jnp.sum(p.reshape(p.shape[0], -1, _LANES), axis=1)
 
 
 def _keeps_auxiliary(problem: Problem) -> bool:
@@ -148,21 +177,24 @@ def _softmax_step(
     out = Place(place.rows, problem.feature_columns, place.step)
 
     # At least MASKED: −inf − (−inf) would be NaN.
-    r_m = jnp.maximum(jnp.max(s, axis=-1, keepdims=True), jnp.float32(MASKED))
-    below = s - r_m
+    r_m = jnp.maximum(_over_row(jnp.max, s, problem), jnp.float32(MASKED))
+    below = s - _per_column(r_m, problem.tile.kv)
     m = rule.running_max(
         r_m,
         below,
         state.m,
         unit=problem.score_unit,
-        is_repeated=partial(is_repeated, interpret=problem.interpret),
+        is_repeated=partial(
+            is_repeated_by_warp if problem.counts_ties_by_warp else is_repeated,
+            interpret=problem.interpret,
+        ),
     )
     m = round_point(m, "stats", n.stats, m_place)
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
     # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): s − r_m is at hand, an entry at m gives exactly 1.
     to_log2 = np.float32(problem.score_unit * LOG2E)
-    offset = (r_m - subtracted) * to_log2
+    offset = _per_column((r_m - subtracted) * to_log2, problem.tile.kv)
     log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
     p = exp2(log2_p, interpret=problem.interpret)
     alpha = exp2((state.m - subtracted) * to_log2, interpret=problem.interpret)
@@ -171,7 +203,9 @@ def _softmax_step(
     row_sum = _row_sum(p_rounded if n.row_sum == "rounded" else p, problem)
     if rule.clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
-    l = round_point(alpha * state.l + row_sum, "stats", n.stats, l_place)
+    alpha_of_l = _per_column(alpha, _LANES) if _row_sums(problem) > 1 else alpha
+    l = round_point(alpha_of_l * state.l + row_sum, "stats", n.stats, l_place)
+    alpha = _per_column(alpha, problem.padded_head)
 
     pv = round_point.dot(p_rounded, v, n.probs.result_format, format_of(v))
     pv = round_point(pv, "pv", n.pv, out)
@@ -195,8 +229,10 @@ def _finish(
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
     p, n = problem, problem.spec.numerics
     place = p.features(start, p.tile.query)
-    empty = state.m <= MASKED
-    l = jnp.sum(state.l, axis=-1, keepdims=True) if _row_sums(p) > 1 else state.l
+    one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
+    m = one(state.m)
+    l = jnp.sum(state.l, axis=-1, keepdims=True) if _row_sums(p) > 1 else one(state.l)
+    empty = m <= MASKED
     divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
     o = round_point(unrounded, "output", n.output_for(p.dtype), place)
@@ -206,7 +242,7 @@ def _finish(
     elif out.saved is not None:
         p.store(out.saved, unrounded, start, p.rows)
 
-    lse = state.m * np.float32(p.score_unit) + jnp.log(divisor)
+    lse = m * np.float32(p.score_unit) + jnp.log(divisor)
     lse = round_point(lse, "stats", n.stats, Place(place.rows, _column(2)))
     lse = jnp.where(empty, -jnp.inf, lse)
     p.store_statistics(out.lse, lse[:, 0], start)

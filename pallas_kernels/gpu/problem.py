@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from lowprec_attn.numerics import MASKED
+from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax
 from lowprec_attn.request import Extras, Spec
 from lowprec_attn.steps import Place, span
 from pallas_kernels.block_sizes import Tile
@@ -35,6 +35,7 @@ class Problem:
       dtype: of q, k, v.
       tile: query rows and keys of a tile, warps, stages.
       interpret: run in the interpreter.
+      hopper: compiled for a GPU of that generation.
       has_query_lengths, has_key_lengths: whether the call has them.
     """
 
@@ -49,12 +50,21 @@ class Problem:
     dtype: np.dtype
     tile: Tile
     interpret: bool
+    hopper: bool
     has_query_lengths: bool
     has_key_lengths: bool
 
     @classmethod
     def of(
-        cls, q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile, *, interpret: bool
+        cls,
+        q: Array,
+        k: Array,
+        extras: Extras,
+        spec: Spec,
+        tile: Tile,
+        *,
+        interpret: bool,
+        hopper: bool = False,
     ) -> "Problem":
         """The problem of a call with these arrays; q and k may be the packed one."""
         return cls(
@@ -69,6 +79,7 @@ class Problem:
             dtype=np.dtype(q.dtype),
             tile=tile,
             interpret=interpret,
+            hopper=hopper,
             has_query_lengths=extras.query_lengths is not None,
             has_key_lengths=extras.key_lengths is not None,
         )
@@ -106,6 +117,18 @@ class Problem:
         """
         n = self.spec.numerics
         return not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
+
+    @property
+    def counts_ties_by_warp(self) -> bool:
+        """Whether the row-max rule counts ties, and a warp holds rows of S whole.
+
+        It does where the products are Hopper's own, of 64 rows by four warps: threads 4i … 4i + 3
+        hold rows i and i + 8 of sixteen. Elsewhere the compiler also divides columns among warps.
+        Rules that may do more with S − r_m than count ties are asked row by row.
+        """
+        counts = isinstance(self.spec.row_max, DynamicMax | PublishedMax)
+        rows, warps = self.tile.query, self.tile.warps
+        return counts and self.hopper and warps % 4 == 0 and rows % (16 * warps) == 0
 
     @property
     def score_unit(self) -> float:
