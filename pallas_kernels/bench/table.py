@@ -46,14 +46,16 @@ def target_lines(found: Sequence[Outcome]) -> Iterator[str]:
     if found:
         yield "\nratios of times, round by round (median, 25-75 %)"
     for o in found:
-        verdict = {True: "met", False: "MISSED", None: "reported"}[o.met]
-        value = "not timed" if o.ratio is None else f"{o.ratio:.3f}"
+        value, verdict = "not timed", ""
+        if o.ratio is not None:
+            value = f"{o.ratio:.3f}"
+            verdict = {True: "met", False: "MISSED", None: "reported"}[o.met]
         spread = "" if o.spread is None else f"({o.spread[0]:.3f}-{o.spread[1]:.3f})"
         names = f"{o.target.name} / {o.other}"
         yield (
             f"  {o.shape:8s}{o.pass_name:18s}{names:42s}{value:>9s} {spread:15s} "
             f"<= {o.target.limit:<5g}{verdict}"
-        )
+        ).rstrip()
 
 
 def memory_lines(records: Iterable[Record]) -> Iterator[str]:

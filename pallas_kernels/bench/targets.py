@@ -48,10 +48,10 @@ class Outcome:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target holds; None where it is only reported."""
-        if self.pass_name not in self.target.passes:
+        """Whether the target holds; None where it is only reported, or was not timed."""
+        if self.ratio is None or self.pass_name not in self.target.passes:
             return None
-        return self.ratio is not None and self.ratio <= self.target.limit
+        return self.ratio <= self.target.limit
 
 
 def outcomes(records: Iterable[Record]) -> Iterator[Outcome]:
