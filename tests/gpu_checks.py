@@ -279,14 +279,62 @@ class RoundTo:
         return {"values": x.size, "wrong": int(wrong.sum()), "passed": not wrong.any()}
 
 
-def round_by_xla(x: np.ndarray, fmt: str) -> jax.Array:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EveryFloat32:
+    """All 2³² of them: `round_to` is monotone, and kernels give its bits.
+
+    With `RoundTo` that is all: between a code and the last number that rounds to it, both of which
+    are right there, a monotone rounding has no other value to give.
+    """
+
+    fmt: str
+    how: str
+    case: str = "round_to"
+
+    def outcome(self) -> Record:
+        chunk = 2**26
+        wrong_of = jax.jit(functools.partial(wrong_roundings, fmt=self.fmt, how=self.how, n=chunk))
+        wrong = sum(int(wrong_of(np.uint32(i))) for i in range(0, 2**32, chunk))
+        return {"values": 2**32, "wrong": wrong, "passed": wrong == 0}
+
+
+def wrong_roundings(first: jax.Array, *, fmt: str, how: str, n: int) -> jax.Array:
+    """How many of the float32 with the bits first, first + 1, ... first + n − 1 are rounded wrong.
+
+    Signs aside bits ascend with the numbers, −∞ and ∞ being last before NaN, so NaN stands for
+    overflow where a format has no ∞.
+    """
+    words = first + jnp.arange(n, dtype=jnp.uint32)
+    x = as_float32(words)
+    y = ROUNDINGS_ON_DEVICE[how](x, fmt)
+    if how != "xla":
+        by_xla = round_by_xla(x, fmt)
+        equal = as_words(y) == as_words(by_xla)
+        return jnp.sum(~equal & ~(jnp.isnan(y) & jnp.isnan(by_xla)))
+    sign, infinity = jnp.uint32(1 << 31), jnp.uint32(0x7F800000)
+    following = round_by_xla(as_float32(words + 1), fmt)
+    ascends = (as_words(y) & ~sign) <= (as_words(following) & ~sign)
+    keeps_sign = ((as_words(y) ^ words) & sign == 0) | jnp.isnan(y)
+    is_last = words & ~sign >= infinity
+    return jnp.sum(jnp.where(jnp.isnan(x), ~jnp.isnan(y), ~((ascends | is_last) & keeps_sign)))
+
+
+def as_float32(words: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def as_words(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def round_by_xla(x: Any, fmt: str) -> jax.Array:
     return jax.jit(lambda x: numerics.round_to(x, fmt))(jnp.asarray(x))
 
 
-def round_in_kernel(x: np.ndarray, fmt: str, *, point: str) -> np.ndarray:
+def round_in_kernel(x: Any, fmt: str, *, point: str) -> jax.Array:
     """`Rounder` in a compiled kernel of its own."""
     size = 1024
-    padded = np.resize(x, (-(-x.size // size), size))
+    padded = jnp.resize(jnp.asarray(x), (-(-x.size // size), size))
     place = Place(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
 
     def kernel(x_ref: Any, out_ref: Any) -> None:
@@ -301,11 +349,11 @@ def round_in_kernel(x: np.ndarray, fmt: str, *, point: str) -> np.ndarray:
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct(padded.shape, jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-    )(jnp.asarray(padded))
-    return np.asarray(out).reshape(-1)[: x.size]
+    )(padded)
+    return out.reshape(-1)[: x.size]
 
 
-ROUNDINGS_ON_DEVICE: dict[str, Callable[[np.ndarray, str], Any]] = {
+ROUNDINGS_ON_DEVICE: dict[str, Callable[[Any, str], jax.Array]] = {
     "xla": round_by_xla,
     "kernel_value": functools.partial(round_in_kernel, point="scores"),  # stays in float32
     "kernel_operand": functools.partial(round_in_kernel, point="probs"),  # goes into a product
@@ -346,6 +394,8 @@ CHECKS: list[Check] = [
     RandomBits(),
     *(RoundTo(fmt=fmt, how="xla") for fmt in NARROW),
     *(RoundTo(fmt=fmt, how=how) for fmt in ("bfloat16", "float16") for how in IN_KERNEL),
+    *(EveryFloat32(fmt=fmt, how="xla") for fmt in NARROW),
+    *(EveryFloat32(fmt=fmt, how=how) for fmt in ("bfloat16", "float16") for how in IN_KERNEL),
 ]
 
 
