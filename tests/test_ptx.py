@@ -74,6 +74,10 @@ H200 = Target("NVIDIA H200", (9, 0), 228 * 1024)
 A100 = Target("NVIDIA A100-SXM4-80GB", (8, 0), 164 * 1024)
 L4 = Target("NVIDIA L4", (8, 9), 100 * 1024)
 
+FEWER_REGISTERS_SINCE_0_11 = pytest.mark.xfail(
+    jax.__version_info__ < (0, 11), reason="JAX 0.10's compiler takes more: slower, not wrong"
+)
+
 KERNELS = ("forward", "key_gradients", "query_gradients")
 KEY, QUERY = "key_gradients", "query_gradients"
 
@@ -217,7 +221,7 @@ def test_default_tiles_fit_shared_memory_and_registers(
     [
         ("flash", 64, "bfloat16", 0),
         ("flash", 128, "bfloat16", 0),
-        ("flash", 256, "bfloat16", 256),
+        pytest.param("flash", 256, "bfloat16", 256, marks=FEWER_REGISTERS_SINCE_0_11),
         ("exact", 64, "bfloat16", 0),
         ("exact", 128, "float32", 8192),
     ],
@@ -240,7 +244,10 @@ def test_products_run_beside_other_instructions(preset: str, head_size: int) -> 
         assert "serialized" not in assembled(text), name
 
 
-@pytest.mark.parametrize(("dtype", "programs"), [("float32", 2), ("bfloat16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "programs"),
+    [("float32", 2), pytest.param("bfloat16", 2, marks=FEWER_REGISTERS_SINCE_0_11)],
+)
 def test_programs_of_the_cross_entropy_share_a_multiprocessor(dtype: str, programs: int) -> None:
     """One reads while another computes: with fewer the kernel waits for memory."""
     logits = jax.ShapeDtypeStruct((64, 50304), jnp.dtype(dtype))
