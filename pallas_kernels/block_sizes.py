@@ -117,7 +117,12 @@ _TABLES = {"NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPP
 
 def is_hopper(device_kind: str | None) -> bool:
     """Whether a GPU, as JAX names it, is of NVIDIA's Hopper generation."""
-    return (device_kind or "").startswith(tuple(_TABLES))
+    return _table(device_kind) is _HOPPER
+
+
+def _table(device_kind: str | None) -> _Table:
+    kind = device_kind or ""
+    return next((table for name, table in _TABLES.items() if kind.startswith(name)), _OTHER)
 
 
 def default_block_sizes(
@@ -131,8 +136,7 @@ def default_block_sizes(
       splits: whether some product splits an operand into several terms (a float32 operand does).
       device_kind: of the GPU that the call is compiled for, as JAX names it; None: not known.
     """
-    kind = device_kind or ""
-    table = next((t for name, t in _TABLES.items() if kind.startswith(name)), _OTHER)
+    table = _table(device_kind)
     rows = table.splits if splits else table.plain
     row = next(r for r in rows if head_size <= r.head_size and length <= r.length)
     forward, key_gradients, query_gradients = (

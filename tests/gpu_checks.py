@@ -305,25 +305,25 @@ def wrong_roundings(first: jax.Array, *, fmt: str, how: str, n: int) -> jax.Arra
     overflow where a format has no ∞.
     """
     words = first + jnp.arange(n, dtype=jnp.uint32)
-    x = as_float32(words)
+    x = float32_of(words)
     y = ROUNDINGS_ON_DEVICE[how](x, fmt)
     if how != "xla":
         by_xla = round_by_xla(x, fmt)
-        equal = as_words(y) == as_words(by_xla)
+        equal = words_of(y) == words_of(by_xla)
         return jnp.sum(~equal & ~(jnp.isnan(y) & jnp.isnan(by_xla)))
     sign, infinity = jnp.uint32(1 << 31), jnp.uint32(0x7F800000)
-    following = round_by_xla(as_float32(words + 1), fmt)
-    ascends = (as_words(y) & ~sign) <= (as_words(following) & ~sign)
-    keeps_sign = ((as_words(y) ^ words) & sign == 0) | jnp.isnan(y)
+    following = round_by_xla(float32_of(words + 1), fmt)
+    ascends = (words_of(y) & ~sign) <= (words_of(following) & ~sign)
+    keeps_sign = ((words_of(y) ^ words) & sign == 0) | jnp.isnan(y)
     is_last = words & ~sign >= infinity
     return jnp.sum(jnp.where(jnp.isnan(x), ~jnp.isnan(y), ~((ascends | is_last) & keeps_sign)))
 
 
-def as_float32(words: jax.Array) -> jax.Array:
+def float32_of(words: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
-def as_words(x: jax.Array) -> jax.Array:
+def words_of(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 

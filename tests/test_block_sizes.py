@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.block_sizes import BlockSizes, default_block_sizes
+from pallas_kernels.block_sizes import BlockSizes, default_block_sizes, is_hopper
 
 KINDS = [None, "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quantum 9000"]
 
@@ -25,6 +25,7 @@ def test_kinds_are_found_by_the_beginning_of_their_names() -> None:
     assert h200 == h100
     assert other == unknown
     assert h200 != other
+    assert {kind for kind in KINDS if is_hopper(kind)} == {"NVIDIA H200", "NVIDIA H100 80GB HBM3"}
 
 
 def test_keys_per_step_of_the_forward_kernel_do_not_depend_on_the_length() -> None:

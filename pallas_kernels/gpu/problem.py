@@ -64,7 +64,7 @@ class Problem:
         tile: Tile,
         *,
         interpret: bool,
-        hopper: bool = False,
+        hopper: bool,
     ) -> "Problem":
         """The problem of a call with these arrays; q and k may be the packed one."""
         return cls(
