@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
+from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 
 
@@ -17,10 +18,20 @@ def unsupported(request: Request) -> str | None:
     """What of the request `dense` cannot serve, or None."""
     if request.spec.block_sizes is not None:
         return f"block_sizes={request.spec.block_sizes} (dense has no tiles)"
-    kv_block, keys = request.spec.numerics.kv_block, request.kv_shape[1]
-    if kv_block is not None and kv_block < keys:
-        return f"kv_block={kv_block} (dense takes one step over all {keys} keys)"
+    numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
+    if numerics.step_of(keys, keys) < keys:
+        return f"kv_block={numerics.kv_block} (dense takes one step over all {keys} keys)"
+    if not numerics.tile_grads.is_identity and rows > _rows_of_a_tile(numerics, rows):
+        return (
+            f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
+            f"(dense has one tile of all {rows} queries)"
+        )
     return None
+
+
+def _rows_of_a_tile(numerics: Numerics, rows: int) -> int:
+    """Queries of a tile whose gradients are rounded: as many as a step has keys."""
+    return numerics.kv_block if isinstance(numerics.kv_block, int) else rows
 
 
 def keys_per_step(request: Request) -> int:
@@ -61,19 +72,27 @@ def _backward(
     q, k, v, extras = res.inputs
     do, dlse = cotangents
     place, s = _scores(q, k, extras, spec)
+    n, dlse = spec.numerics, dlse[..., None]
     tile = steps.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
     if res.o_saved is None:
         delta = steps.delta_from_probs(tile)
     else:
-        delta = steps.delta_from_output(do, res.o_saved, spec.numerics, q.dtype)
-    # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    delta = delta - dlse[..., None]
-    grads = steps.tile_gradients(tile, delta, q, k, do, spec, extras, place)
+        delta = steps.delta_from_output(do, res.o_saved, n, q.dtype)
+    if n.delta == "normalized":
+        sums = steps.row_sums(tile, delta, k, spec, extras, place)
+        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
+        dq = steps.corrected_dq(dq, sums, dlse, spec)
+        delta = delta + sums.shift - dlse
+    else:
+        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        delta = delta - dlse
+        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
+    dk, dv = steps.key_gradients(tile, delta, q, do, spec, extras, place)
     dbias = None
     if extras.bias is not None:
-        dbias = steps.sum_to_shape(grads.ds, extras.bias.shape).astype(extras.bias.dtype)
-    rounded = steps.round_gradients(grads.dq, grads.dk, grads.dv, res.inputs, spec)
-    return (*rounded, Extras(bias=dbias))
+        ds = steps.ds_of(tile, delta)
+        dbias = steps.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
+    return (*steps.round_gradients(dq, dk, dv, res.inputs, spec), Extras(bias=dbias))
 
 
 _attend.defvjp(_forward, _backward)

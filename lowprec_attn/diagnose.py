@@ -23,6 +23,7 @@ from lowprec_attn.diagnostics.array_file import DiagnoseError, Inputs
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
+    KvBlock,
     Numerics,
     RowMax,
     get_preset,
@@ -45,6 +46,9 @@ _LEGEND = (
 )
 
 
+_KV_BLOCK_HELP = "keys per online-softmax step (default: that of the preset, else 256)"
+
+
 class Arithmetic(NamedTuple):
     """One way to compute attention, and what the output calls it."""
 
@@ -63,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", type=Path, help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H]")
     add("--full", action="store_true", help="every row sees every key (default: causal)")
     add("--scale", type=float, help="factor of q kᵀ (default: 1/√H)")
-    add("--kv-block", type=int, metavar="KEYS", help="keys per online-softmax step (default: 256)")
+    add("--kv-block", type=int, metavar="KEYS", help=_KV_BLOCK_HELP)
     add(
         "--numerics",
         action="append",
@@ -104,7 +108,7 @@ def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
     names = dict.fromkeys(args.numerics or DEFAULT_NUMERICS)
     try:
         row_max = get_row_max(args.row_max)
-        presets = {name: get_preset(name).replace(kv_block=args.kv_block) for name in names}
+        presets = {name: _preset(name, args.kv_block) for name in names}
     except ValueError as error:
         raise DiagnoseError(str(error)) from error
     for name, preset in presets.items():
@@ -114,6 +118,12 @@ def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
             )
     suffix = "" if args.row_max == "standard" else f" with row_max={args.row_max}"
     return [Arithmetic(name + suffix, preset, row_max) for name, preset in presets.items()]
+
+
+def _preset(name: str, kv_block: KvBlock | None) -> Numerics:
+    """The preset, in steps of `kv_block` keys where that is given."""
+    preset = get_preset(name)
+    return preset if kv_block is None else preset.replace(kv_block=kv_block)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -138,6 +148,18 @@ def _measure(inputs: Inputs, args: argparse.Namespace, arithmetic: Arithmetic) -
     return jax.tree.map(np.asarray, signals(inputs.q, inputs.k, inputs.v, inputs.do))
 
 
+def _keys_per_step(arithmetic: Arithmetic) -> KvBlock:
+    return arithmetic.numerics.kv_block or tiled.DEFAULT_KV_BLOCK
+
+
+def _steps(args: argparse.Namespace) -> str:
+    """`steps of 256 keys`, or `steps of 256 (flash), 512 (published) keys`."""
+    labels = {a.label: str(_keys_per_step(a)) for a in _arithmetics(args)}
+    if len(set(labels.values())) > 1:
+        return f"steps of {', '.join(f'{step} ({label})' for label, step in labels.items())} keys"
+    return f"steps of {next(iter(labels.values()))} keys"
+
+
 def _rows(inputs: Inputs) -> int:
     return inputs.q.shape[0] * inputs.q.shape[1]
 
@@ -149,7 +171,7 @@ def _preface(args: argparse.Namespace, inputs: Inputs) -> list[str]:
     lines = [
         f"{args.file}: q {list(inputs.q.shape)}, k and v {list(inputs.k.shape)} [B,T,N,H], "
         f"{inputs.q.dtype}",
-        f"{seen}, scale {scale:.6g}, steps of {args.kv_block or tiled.DEFAULT_KV_BLOCK} keys",
+        f"{seen}, scale {scale:.6g}, {_steps(args)}",
     ]
     notes = list(inputs.notes)
     if not args.full and length != keys:
@@ -232,7 +254,7 @@ def _write_json(
         "has_do": inputs.do is not None,
         "is_causal": not args.full,
         "scale": args.scale,
-        "kv_block": args.kv_block or tiled.DEFAULT_KV_BLOCK,
+        "kv_block": {a.label: _keys_per_step(a) for a in _arithmetics(args)},
         "row_max": args.row_max,
         "notes": inputs.notes,
         "signals": {

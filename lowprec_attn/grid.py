@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.steps import Gradients, Grouped, Place, span, sum_to_shape
+from lowprec_attn.steps import Grouped, Place, span, sum_to_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,11 @@ class Grid:
         old = self.key_rows(total, j)
         return lax.dynamic_update_slice_in_dim(total, old + x, start, axis=total.ndim - 2)
 
-    def add_pairs(self, total: Array, grads: Gradients, i: Array, j: Array) -> Array:
+    def add_pairs(self, total: Array, ds: Array, i: Array, j: Array) -> Array:
         """Adds dS of tile (i, j) to the gradient of a bias."""
         starts, sizes = self._pair_window(total.shape, i, j)
         old = lax.dynamic_slice(total, starts, sizes)
-        return lax.dynamic_update_slice(total, old + sum_to_shape(grads.ds, tuple(sizes)), starts)
+        return lax.dynamic_update_slice(total, old + sum_to_shape(ds, tuple(sizes)), starts)
 
     def unpad_rows(self, tiles: Array) -> Array:
         """Stacked query tiles [tiles, ..., block_q, H] to rows [..., T, H]."""

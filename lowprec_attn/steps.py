@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import (
     MASKED,
-    POINTS,
+    SALTS,
     Format,
     Numerics,
     Rounding,
@@ -43,6 +43,15 @@ class Place:
 def span(start: Array | int, size: int) -> Array:
     """The indices start, ..., start + size − 1."""
     return jnp.asarray(start, jnp.int32) + jnp.arange(size, dtype=jnp.int32)
+
+
+# Columns that tell the random bits of row statistics apart, where a point rounds several.
+_COLUMNS = {"m": 0, "l": 1, "lse": 2, "alpha": -1}
+
+
+def statistic(place: Place, name: str) -> Place:
+    """The place of a row statistic: `m`, `l`, `lse`, or the exponent of `alpha`."""
+    return Place(place.rows, jnp.full((1, 1), _COLUMNS[name], jnp.int32), place.step)
 
 
 class SoftmaxState(NamedTuple):
@@ -128,7 +137,7 @@ def round_point(
         b, k, g = x.shape[:3]
         bits = counter_bits(
             stream.seed,
-            POINTS.index(point),
+            SALTS[point],
             stream.batch.reshape(b, 1, 1, 1, 1),
             # A gradient summed over a group (g = 1) is told apart by the group's first head.
             stream.head.reshape(1, k, -1, 1, 1)[:, :, :g],
@@ -196,25 +205,29 @@ def softmax_step(
 ) -> SoftmaxState:
     """One online-softmax step over the scores s of one block of keys."""
     n, stream = spec.numerics, extras.stream
-    step = place.cols[0, 0]
-    m_place, l_place = (Place(place.rows, jnp.full((1, 1), col, jnp.int32), step) for col in (0, 1))
-    out = Place(place.rows, span(0, v.shape[-1])[None], step)
+    place = dataclasses.replace(place, step=0)
+    every_step = dataclasses.replace(place, step=place.cols[0, 0])
+    out = Place(place.rows, span(0, v.shape[-1])[None], every_step.step)
 
-    m = round_point(spec.row_max(s, state.m), "stats", n.stats, stream, m_place)
+    m = spec.row_max(s, state.m)
+    m = round_point(m, "stats", n.stats, stream, statistic(every_step, "m"))
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    p = jnp.exp(s - subtracted)
-    alpha = jnp.exp(state.m - subtracted)
+    p = jnp.exp(_round_shift(s - subtracted, spec, stream, place))
+    of_alpha = statistic(every_step, "alpha")
+    alpha = jnp.exp(_round_shift(state.m - subtracted, spec, stream, of_alpha))
 
     p_rounded = round_point(p, "probs", n.probs, stream, place)
     row_sum = jnp.sum(p_rounded if n.row_sum == "rounded" else p, axis=-1, keepdims=True)
     if spec.row_max.clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(spec.row_max.clamp))
-    l = round_point(alpha * state.l + row_sum, "stats", n.stats, stream, l_place)
+    l = alpha * state.l + row_sum
+    l = round_point(l, "stats", n.stats, stream, statistic(every_step, "l"))
 
     if n.normalize_probs:  # all keys are in this one step, so l is final
         # A row that sees no key has l = 0 and all its p = 0.
-        p_rounded = round_point(p / jnp.where(m <= MASKED, 1.0, l), "probs", n.probs, stream, place)
+        divisor = jnp.where(m <= MASKED, 1.0, normalizer(l, spec, stream, place))
+        p_rounded = round_point(p / divisor, "probs", n.probs, stream, place)
     pv = dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, _format_of(v))
     pv = round_point(pv, "pv", n.pv, stream, out)
     rescaled = round_point(alpha * state.acc, "rescale", n.rescale, stream, out)
@@ -227,12 +240,35 @@ def softmax_step(
     return SoftmaxState(m, l, acc, aux)
 
 
+# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
+_LEAST_SHIFT = -128.0
+
+
+def _round_shift(x: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
+    """An exponent S − m or m_old − m as rounded at `shift`."""
+    rounding = spec.numerics.shift
+    if rounding.is_identity:
+        return x
+    return round_point(jnp.maximum(x, jnp.float32(_LEAST_SHIFT)), "shift", rounding, stream, place)
+
+
+def normalizer(l: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
+    """The final l, as it divides Ō and enters lse."""
+    n = spec.numerics
+    return round_point(l, "normalizer", n.normalizer, stream, statistic(place, "l"))
+
+
 def visited(extras: Extras, place: Place, *, causal: bool) -> Array | None:
     """True for rows [B|1, 1, 1, T, 1] that may see a key of this step by position alone.
 
     A step that lies wholly above the diagonal or beyond the lengths does not exist for a row:
     whether a tile happens to contain it must not matter. A dense mask has no such structure;
     a step that it masks wholly is taken. None where every row may see some key.
+
+    Args:
+      extras: for the lengths.
+      place: the tile.
+      causal: whether the diagonal counts, see `RowMax.visits_above_diagonal`.
     """
     return _positions_visible(extras, Place(place.rows, place.cols[:, :1]), causal=causal)
 
@@ -263,12 +299,12 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
       dtype: of the queries.
     """
     n, stream = spec.numerics, extras.stream
+    place = Place(rows, span(0, state.acc.shape[-1])[None])
     empty = state.m <= MASKED
-    divisor = jnp.where(empty, jnp.float32(1), state.l)
+    divisor = jnp.where(empty, jnp.float32(1), normalizer(state.l, spec, stream, place))
     acc = state.acc if n.normalize_probs else state.acc / divisor
     rounding = n.output_for(dtype)
-    out = Place(rows, span(0, acc.shape[-1])[None])
-    o = round_point(acc, "output", rounding, stream, out).astype(n.output_dtype(dtype))
+    o = round_point(acc, "output", rounding, stream, place).astype(n.output_dtype(dtype))
 
     if n.delta == "dp_p":
         saved = None
@@ -280,8 +316,8 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         assert state.aux is not None
         saved = round_to(state.aux / divisor, "bfloat16").astype(jnp.bfloat16)
 
-    lse_place = Place(rows, jnp.full((1, 1), 2, jnp.int32))
-    lse = round_point(state.m + jnp.log(divisor), "stats", n.stats, stream, lse_place)
+    lse = state.m + jnp.log(divisor)
+    lse = round_point(lse, "lse", n.lse, stream, statistic(place, "lse"))
     lse = jnp.where(empty, -jnp.inf, lse)
     return Output(o, saved, lse[..., 0])
 
@@ -316,34 +352,93 @@ def delta_from_probs(tile: BackwardTile) -> Array:
     return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)
 
 
-class Gradients(NamedTuple):
-    """Contributions of one tile, float32; dS is the gradient of the bias."""
+class RowSums(NamedTuple):
+    """Of `delta='normalized'`: Σ P (dP − δ₀), Σ P [..., T, 1] and Σ round(P) k [..., T, H]."""
 
-    dq: Array
-    dk: Array
-    dv: Array
-    ds: Array
+    p_dp: Array
+    p: Array
+    pk: Array
+
+    @property
+    def shift(self) -> Array:
+        """r / s, by which δ exceeds δ₀: 0 for a row without keys."""
+        return jnp.where(self.p == 0, jnp.float32(0), self.p_dp / jnp.where(self.p == 0, 1, self.p))
 
 
-def tile_gradients(
+def row_sums(
+    tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
+) -> RowSums:
+    """The sums over the keys of this tile, with δ₀ for `delta`."""
+    n = spec.numerics
+    p_rounded = round_point(tile.p, "probs_bwd", n.probs_bwd, extras.stream, place)
+    return RowSums(
+        jnp.sum(tile.p * (tile.dp - delta), axis=-1, keepdims=True),
+        jnp.sum(tile.p, axis=-1, keepdims=True),
+        dot("bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, _format_of(k)),
+    )
+
+
+def corrected_dq(dq: Array, sums: RowSums, dlse: Array, spec: Spec) -> Array:
+    """dQ of δ₀ and without dlse as that of δ₀ + r / s − dlse, before rounding at `grads`."""
+    return dq - jnp.float32(spec.scale) * (sums.shift - dlse) * sums.pk
+
+
+def ds_of(tile: BackwardTile, delta: Array) -> Array:
+    """dS = P ∘ (dP − δ), the gradient of the scores and of the bias, before rounding at `ds`."""
+    return tile.p * (tile.dp - delta)
+
+
+def rounded_ds(
+    tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place
+) -> Array:
+    """dS · scale as rounded at `ds`."""
+    scaled = ds_of(tile, delta) * jnp.float32(spec.scale)
+    return round_point(scaled, "ds", spec.numerics.ds, extras.stream, place)
+
+
+def query_gradient(
+    tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
+) -> Array:
+    """What the tile adds to dQ, float32."""
+    n = spec.numerics
+    ds = rounded_ds(tile, delta, spec, extras, place)
+    dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, _format_of(k))
+    features = span(0, k.shape[-1])[None]
+    tile_place = Place(place.rows, features, _tile_number(place.cols[0, 0], 0))
+    return round_point(dq, "tile_grads", n.tile_grads, extras.stream, tile_place)
+
+
+def key_gradients(
     tile: BackwardTile,
     delta: Array,
     q: Array,
-    k: Array,
     do: Array,
     spec: Spec,
     extras: Extras,
     place: Place,
-) -> Gradients:
-    """dS = P ∘ (dP − δ) and the products it enters."""
+) -> tuple[Array, Array]:
+    """What the tile adds to dK and dV [B, K, S, H], float32, summed over the query heads."""
     n, stream = spec.numerics, extras.stream
+    ds = rounded_ds(tile, delta, spec, extras, place)
     p_rounded = round_point(tile.p, "probs_bwd", n.probs_bwd, stream, place)
-    dv = dot("bkgts,bkgth->bksh", p_rounded, do, n.probs_bwd.result_format, _format_of(do))
-    ds = tile.p * (tile.dp - delta)
-    ds_rounded = round_point(ds * jnp.float32(spec.scale), "ds", n.ds, stream, place)
-    dq = dot("bkgts,bksh->bkgth", ds_rounded, k, n.ds.result_format, _format_of(k))
-    dk = dot("bkgts,bkgth->bksh", ds_rounded, q, n.ds.result_format, _format_of(q))
-    return Gradients(dq, dk, dv, ds)
+
+    def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
+        if n.tile_grads.is_identity:
+            return dot("bkgts,bkgth->bksh", a, b, a_format, _format_of(b))
+        by_head = dot("bkgts,bkgth->bkgsh", a, b, a_format, _format_of(b))
+        features = span(0, b.shape[-1])[None]
+        number = _tile_number(place.rows[0, 0], which)
+        tile_place = Place(place.cols.reshape(-1, 1), features, number)
+        rounded = round_point(by_head, "tile_grads", n.tile_grads, stream, tile_place)
+        return jnp.sum(rounded, axis=2)
+
+    dk = product(ds, q, n.ds.result_format, 1)
+    return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
+
+
+def _tile_number(first: Array, which: int) -> Array:
+    """Tells apart the random bits of dQ, dK and dV (0, 1, 2) in the tiles along their sum."""
+    return 3 * first + which
 
 
 def round_gradients(

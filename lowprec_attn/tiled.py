@@ -6,8 +6,9 @@ Blocks of keys above the causal diagonal are not visited.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
 from lowprec_attn.grid import Grid
+from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 
 DEFAULT_KV_BLOCK = 256
@@ -27,7 +29,8 @@ class BlockSizes:
 
     Attributes:
       query: query rows of a tile.
-      kv_bwd: keys of a tile in the backward pass (in the forward pass that is `kv_block`).
+      kv_bwd: keys of a tile in the backward pass (in the forward pass that is `kv_block`, as it is
+        in both passes for both sides of a tile where `tile_grads` rounds).
 
     Raises:
       ValueError: a size is not positive.
@@ -54,7 +57,7 @@ def unsupported(request: Request) -> str | None:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step."""
-    return request.spec.numerics.kv_block or DEFAULT_KV_BLOCK
+    return request.spec.numerics.step_of(request.kv_shape[1], DEFAULT_KV_BLOCK)
 
 
 def attention(
@@ -85,6 +88,7 @@ def _forward(
         def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
             s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
             new = steps.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
+            # A rule that visits tiles above the diagonal has no row there that misses a block.
             visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
             return steps.keep_unvisited(new, state, visited)
 
@@ -128,30 +132,55 @@ def _backward(
             v_tile = grid.key_rows(tiles.v, j)
             return steps.backward_tile(s, lse_tile, v_tile, do_tile, spec, extras, place), place
 
+        def over_keys(contribution: Callable[..., Any], start: Any) -> Any:
+            """The sum of contribution(tile, k, place) over the key blocks of this query tile."""
+
+            def add(j: Array, total: Any) -> Any:
+                tile, place = probs(j)
+                return jax.tree.map(jnp.add, total, contribution(tile, grid.key_rows(tiles.k, j), place))
+
+            return lax.fori_loop(0, grid.kv_end(i), add, start)
+
+        def dq_of(delta: Array) -> Callable[..., Array]:
+            return lambda tile, k, place: steps.query_gradient(tile, delta, k, spec, extras, place)
+
+        dlse_tile, zeros_dq = grid.query_rows(dlse, i), jnp.zeros(q_tile.shape, jnp.float32)
         if o_saved is None:  # delta='dp_p': a pass of its own over the keys
-            delta = lax.fori_loop(
-                0,
-                grid.kv_end(i),
-                lambda j, total: total + steps.delta_from_probs(probs(j)[0]),
-                jnp.zeros_like(lse_tile),
+            delta = over_keys(
+                lambda tile, k, place: steps.delta_from_probs(tile), jnp.zeros_like(lse_tile)
             )
         else:
             o_tile = grid.query_rows(o_saved, i)
             delta = steps.delta_from_output(do_tile, o_tile, spec.numerics, q.dtype)
-        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-        delta = delta - grid.query_rows(dlse, i)
+        if spec.numerics.delta == "normalized":  # dQ and the sums first, then dK and dV
 
-        def step(j: Array, carry: tuple[_Sums, Array]) -> tuple[_Sums, Array]:
-            sums, dq = carry
+            def with_sums(tile: steps.BackwardTile, k: Array, place: steps.Place) -> Any:
+                sums = steps.row_sums(tile, delta, k, spec, extras, place)
+                return dq_of(delta)(tile, k, place), sums
+
+            row = jnp.zeros_like(lse_tile)
+            dq, row_sums = over_keys(with_sums, (zeros_dq, steps.RowSums(row, row, zeros_dq)))
+            dq = steps.corrected_dq(dq, row_sums, dlse_tile, spec)
+            of_ds = delta + row_sums.shift - dlse_tile
+        else:
+            # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+            of_ds, dq = delta - dlse_tile, None
+
+        def step(j: Array, carry: tuple[_Sums, Array | None]) -> tuple[_Sums, Array | None]:
+            sums, dq_sum = carry
             tile, place = probs(j)
-            k_tile = grid.key_rows(tiles.k, j)
-            grads = steps.tile_gradients(tile, delta, q_tile, k_tile, do_tile, spec, extras, place)
-            dbias = None if sums.dbias is None else grid.add_pairs(sums.dbias, grads, i, j)
-            dk, dv = grid.add_keys(sums.dk, grads.dk, j), grid.add_keys(sums.dv, grads.dv, j)
-            return _Sums(dk, dv, dbias), dq + grads.dq
+            if dq_sum is not None:
+                dq_sum = dq_sum + dq_of(of_ds)(tile, grid.key_rows(tiles.k, j), place)
+            dk, dv = steps.key_gradients(tile, of_ds, q_tile, do_tile, spec, extras, place)
+            dbias = sums.dbias
+            if dbias is not None:
+                dbias = grid.add_pairs(dbias, steps.ds_of(tile, of_ds), i, j)
+            dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
+            return _Sums(dk, dv, dbias), dq_sum
 
-        dq = jnp.zeros(q_tile.shape, jnp.float32)
-        return lax.fori_loop(0, grid.kv_end(i), step, (sums, dq))
+        start = (sums, zeros_dq if dq is None else None)
+        sums, dq_sum = lax.fori_loop(0, grid.kv_end(i), step, start)
+        return sums, dq if dq_sum is None else dq_sum
 
     zeros = partial(jnp.zeros, dtype=jnp.float32)
     dbias = None if tiles.extras.bias is None else zeros(tiles.extras.bias.shape)
@@ -174,14 +203,21 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool) -> Grid:
     rows, keys = q.shape[-2], k.shape[-2]
     sizes = spec.block_sizes or BlockSizes()
     assert isinstance(sizes, BlockSizes)  # `unsupported` declines any other
-    block_kv = sizes.kv_bwd if backward else spec.numerics.kv_block or DEFAULT_KV_BLOCK
+    n = spec.numerics
+    step = n.step_of(keys, DEFAULT_KV_BLOCK)
+    block_q, block_kv = sizes.query, min(sizes.kv_bwd, keys) if backward else step
+    if backward and not n.tile_grads.is_identity:
+        block_kv, block_q = step, _rows_of_a_tile(n, rows)
+    # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
+    skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
     return Grid(
-        rows=rows,
-        keys=keys,
-        block_q=min(sizes.query, rows),
-        block_kv=min(block_kv, keys),
-        is_causal=spec.is_causal,
+        rows=rows, keys=keys, block_q=min(block_q, rows), block_kv=block_kv, is_causal=skips
     )
+
+
+def _rows_of_a_tile(numerics: Numerics, rows: int) -> int:
+    """Queries of a tile whose gradients are rounded: as many as a step may have keys."""
+    return rows if numerics.kv_block == "all" else numerics.kv_block or DEFAULT_KV_BLOCK
 
 
 def _tile_scores(

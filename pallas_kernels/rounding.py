@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import (
     POINTS,
+    SALTS,
     Format,
     Numerics,
     Rounding,
@@ -33,10 +34,14 @@ _TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 def unsupported_rounding(numerics: Numerics, formats: tuple[str, ...]) -> str | None:
     """The first point whose rounding kernels with these formats cannot do, or None."""
+    if numerics.delta == "normalized":
+        return "delta=normalized"
     for point in POINTS:
         rounding = getattr(numerics, point)
         if rounding is None:
             continue
+        if point in ("shift", "normalizer", "tile_grads") and not rounding.is_identity:
+            return f"{point}={rounding}"
         if rounding.format.name not in formats or rounding.mode not in MODES:
             return f"{point}={rounding}"
     return None
@@ -71,7 +76,7 @@ class Rounder:
         assert self.stream is not None  # `attention` asks for it
         bits = counter_bits(
             self.stream.seed,  # type: ignore[arg-type]  # two scalars index as an array of two
-            POINTS.index(point),
+            SALTS[point],
             self.stream.batch,
             self.stream.head,
             place.rows,

@@ -207,17 +207,19 @@ def plain_options(
     """What the plain implementation is told."""
     b, t, s = case.batch, case.rows, case.keys
     rows, cols = np.arange(t)[:, None], np.arange(s)
-    visited = np.broadcast_to(cols <= rows if case.is_causal else np.True_, (b, 1, t, s))
+    within = np.ones((b, 1, t, s), bool)
     if case.query_lengths is not None:
-        visited = visited & (rows < np.array(case.query_lengths)[:, None, None, None])
+        within = within & (rows < np.array(case.query_lengths)[:, None, None, None])
     if case.key_lengths is not None:
-        visited = visited & (cols < np.array(case.key_lengths)[:, None, None, None])
+        within = within & (cols < np.array(case.key_lengths)[:, None, None, None])
+    visited = within & (cols <= rows) if case.is_causal else within
     return plain.Options(
         numerics=numerics_,
         row_max=row_max,
         scale=case.scale or case.head_size**-0.5,
         seen=visited & arrays.get("mask", np.True_),
         visited=visited,
+        within_lengths=within,
         bias=arrays.get("bias"),
     )
 

@@ -6,6 +6,8 @@ Nearest rounding only. Letters as in `lowprec_attn.reference`; arrays [B, N, T, 
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,6 +27,7 @@ class Options:
     scale: float
     seen: np.ndarray  # True where a row may see a key
     visited: np.ndarray  # True where it may by position alone, whatever the dense mask says
+    within_lengths: np.ndarray  # the same without causality
     bias: np.ndarray | None = None
 
 
@@ -69,6 +72,11 @@ def shifted_max(rule: RowMax, s: np.ndarray, m_prev: np.ndarray) -> np.ndarray:
     return np.maximum(m_prev, np.where(tied, moved, r_m))
 
 
+def step_of(n: Numerics, keys: int) -> int:
+    """Keys of a step; without a choice, or with 'all', all of them."""
+    return n.kv_block if isinstance(n.kv_block, int) else keys
+
+
 @dataclasses.dataclass
 class Forward:
     s: np.ndarray
@@ -87,28 +95,36 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     l = np.zeros_like(m)
     acc = np.zeros((*s.shape[:-1], v.shape[-1]), np.float32)
     aux = acc
-    size = n.kv_block or s.shape[-1]
+    size = step_of(n, s.shape[-1])
     for first in range(0, s.shape[-1], size):
         keys = slice(first, first + size)
         s_step, v_step = s[..., keys], v[..., keys, :]
         m_new = round_nearest(shifted_max(opt.row_max, s_step, m), n.stats)
         shift = np.where(m_new == -np.inf, np.float32(0), m_new)
-        p, alpha = np.exp(s_step - shift), np.exp(m - shift)
+        p, alpha = (
+            np.exp(round_nearest(np.maximum(x - shift, np.float32(-128)), n.shift))
+            if n.shift.format.name != "float32"
+            else np.exp(x - shift)
+            for x in (s_step, m)
+        )
         p_r = round_nearest(p, n.probs)
         total = (p_r if n.row_sum == "rounded" else p).sum(-1, keepdims=True, dtype=np.float32)
         if opt.row_max.clamp is not None:
             total = np.maximum(total, np.float32(opt.row_max.clamp))
         l_new = round_nearest(alpha * l + total, n.stats)
         if n.normalize_probs:
-            p_r = round_nearest(p / np.where(l_new == 0, np.float32(1), l_new), n.probs)
+            final = round_nearest(l_new, n.normalizer)
+            p_r = round_nearest(p / np.where(final == 0, np.float32(1), final), n.probs)
         pv = round_nearest(p_r @ v_step, n.pv)
         acc_new = round_nearest(round_nearest(alpha * acc, n.rescale) + pv, n.accumulator)
         aux_new = alpha * aux + p @ v_step
-        here = opt.visited[..., keys].any(-1, keepdims=True)
+        here = (
+            opt.within_lengths if opt.row_max.visits_above_diagonal else opt.visited
+        )[..., keys].any(-1, keepdims=True)
         m, l = np.where(here, m_new, m), np.where(here, l_new, l)
         acc, aux = np.where(here, acc_new, acc), np.where(here, aux_new, aux)
     empty = m == -np.inf
-    divisor = np.where(empty, np.float32(1), l)
+    divisor = np.where(empty, np.float32(1), round_nearest(l, n.normalizer))
     acc = acc if n.normalize_probs else acc / divisor
     o = round_nearest(acc, n.output_for(np.dtype(getattr(ml_dtypes, dtype, dtype))))
     saved = {
@@ -116,8 +132,20 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         "float32": acc,
         "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
-    lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.stats))
+    lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.lse))
     return Forward(s, o, saved, lse)
+
+
+def tile_slices(n: Numerics, rows: int, keys: int) -> list[tuple[slice, slice]]:
+    """Tiles of as many queries as keys where their products are rounded, else one."""
+    if n.tile_grads.format.name == "float32":
+        return [(slice(None), slice(None))]
+    size = n.kv_block if isinstance(n.kv_block, int) else max(rows, keys)
+    return [
+        (slice(i, i + size), slice(j, j + size))
+        for i in range(0, rows, size)
+        for j in range(0, keys, size)
+    ]
 
 
 def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str, np.ndarray]:
@@ -138,11 +166,37 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         if n.delta == "do_o_storage":
             products = round_nearest(products, Rounding(n.output_for(np_dtype).format))
     delta = products.sum(-1, keepdims=True, dtype=np.float32)
-    delta = delta - inputs["dlse"].swapaxes(1, 2)[..., None]
-    ds = p * (dp - delta)
-    ds_r = round_nearest(ds * np.float32(opt.scale), n.ds)
-    dv = round_nearest(p, n.probs_bwd).swapaxes(-1, -2) @ do
-    dq, dk = ds_r @ k, ds_r.swapaxes(-1, -2) @ q
+    dlse = inputs["dlse"].swapaxes(1, 2)[..., None]
+    scale, tiles = np.float32(opt.scale), tile_slices(n, *p.shape[-2:])
+
+    def rounded_ds(delta: np.ndarray) -> np.ndarray:
+        return round_nearest(p * (dp - delta) * scale, n.ds)
+
+    def sum_over_tiles(shape: tuple[int, ...], product: Callable[..., Any]) -> np.ndarray:
+        total = np.zeros(shape, np.float32)
+        for rows, cols in tiles:
+            where, x = product(rows, cols)
+            total[..., where, :] += round_nearest(x, n.tile_grads)
+        return total
+
+    p_r = round_nearest(p, n.probs_bwd)
+    if n.delta == "normalized":
+        r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
+        total = p.sum(-1, keepdims=True, dtype=np.float32)
+        moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
+        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k)
+        delta = delta + moved - dlse
+    else:
+        delta = delta - dlse
+        ds_of_q, correction = rounded_ds(delta), np.float32(0)
+    ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
+    dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k[..., j, :])) - correction
+    dk, dv = (
+        sum_over_tiles(
+            k.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
+        )
+        for a, b in ((ds_of_k, q), (p_r, do))
+    )
 
     def of_key_heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)

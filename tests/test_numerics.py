@@ -11,21 +11,28 @@ from lowprec_attn import numerics
 from lowprec_attn.numerics import FLASH, POINTS, Numerics
 
 F32, BF16 = "float32", "bfloat16"
-TABLE = ("scores", "probs", "pv", "rescale", "accumulator", "stats", "output", "saved_output")
-TABLE += ("delta", "probs_bwd", "dp", "ds")
+TABLE = ("scores", "probs", "pv", "output", "saved_output", "delta", "probs_bwd", "dp", "ds")
 INPUT = "None"  # the format of q
 PRESETS = {
-    "exact": (F32, F32, F32, F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
-    "flash": (F32, BF16, F32, F32, F32, F32, BF16, "same", "do_o", BF16, F32, BF16),
-    "published": (BF16, BF16, BF16, BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
-    "probe": (BF16, BF16, BF16, F32, F32, F32, BF16, "same", "do_o", BF16, BF16, BF16),
-    "float32_output": (F32, BF16, F32, F32, F32, F32, BF16, "float32", "do_o", BF16, F32, BF16),
-    "auxiliary_output": (F32, BF16, F32, F32, F32, F32, BF16, "auxiliary", "do_o", BF16, F32, BF16),
-    "delta_dp_p": (F32, BF16, F32, F32, F32, F32, BF16, "same", "dp_p", BF16, F32, BF16),
+    "exact": (F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
+    "flash": (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
+    "published": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
+    "published_eager": (BF16, BF16, BF16, BF16, "same", "do_o_storage", BF16, BF16, BF16),
+    "probe": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
+    "float32_output": (F32, BF16, F32, BF16, "float32", "do_o", BF16, F32, BF16),
+    "auxiliary_output": (F32, BF16, F32, BF16, "auxiliary", "do_o", BF16, F32, BF16),
+    "delta_dp_p": (F32, BF16, F32, BF16, "same", "dp_p", BF16, F32, BF16),
+    "normalized_delta": (F32, BF16, F32, BF16, "same", "normalized", BF16, F32, BF16),
     "stochastic_output": (
-        *(F32, BF16, F32, F32, F32, F32, "bfloat16:stochastic", "same", "do_o", BF16, F32, BF16),
+        *(F32, BF16, F32, "bfloat16:stochastic", "same", "do_o", BF16, F32, BF16),
     ),
-    "standard": (BF16, BF16, F32, F32, F32, F32, BF16, "same", "dp_p", BF16, BF16, BF16),
+    "standard": (BF16, BF16, F32, BF16, "same", "dp_p", BF16, BF16, BF16),
+}
+# Points of the table's other columns: float32 in every preset but these.
+OTHER_POINTS = ("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads")
+ROUNDED_TOO = {
+    "published": {"normalizer", "tile_grads"},
+    "published_eager": set(OTHER_POINTS) - {"lse"},
 }
 
 
@@ -39,7 +46,11 @@ def test_presets_are_those_of_the_table(name: str) -> None:
     assert tuple(str(getattr(preset, point)) for point in TABLE) == PRESETS[name]
     assert preset is getattr(numerics, name.upper())
     assert preset.normalize_probs == (name == "standard")
-    assert (preset.row_sum, preset.kv_block, preset.grads) == ("unrounded", None, None)
+    rounded = {point for point in OTHER_POINTS if str(getattr(preset, point)) == BF16}
+    assert rounded == ROUNDED_TOO.get(name, set())
+    assert {str(getattr(preset, point)) for point in set(OTHER_POINTS) - rounded} <= {F32}
+    kv_block = 512 if name.startswith("published") else None
+    assert (preset.row_sum, preset.kv_block, preset.grads) == ("unrounded", kv_block, None)
     assert preset.needs_bits == (name == "stochastic_output")
 
 
@@ -107,7 +118,7 @@ def test_grads_default_to_the_format_of_their_input() -> None:
     ("call", "text"),
     [
         (lambda: numerics.get_preset("fast"), "'fast'; presets are exact, flash, published"),
-        (lambda: FLASH.replace(score="bfloat16"), "'score'; points are scores, probs"),
+        (lambda: FLASH.replace(score="bfloat16"), "'score'; points are scores, shift"),
         (lambda: FLASH.replace(scores="bf15"), "unknown format 'bf15'; formats are float32"),
         (lambda: FLASH.replace(scores=None), "got None"),
         (lambda: FLASH.replace(probs="bfloat16:up"), "'up'"),

@@ -24,15 +24,19 @@ ALL = {"out", "lse", "dq", "dk", "dv"}
 FORWARD = {"out", "dq", "dk"}
 ROUNDINGS: dict[str, set[str]] = {
     "scores": ALL,
+    "shift": ALL,
     "probs": FORWARD,
     "pv": FORWARD,
     "rescale": FORWARD,
     "accumulator": FORWARD,
     "stats": ALL,
+    "normalizer": ALL,
+    "lse": {"lse", "dq", "dk", "dv"},
     "output": {"out"},  # `exact` saves the unrounded O for δ
     "probs_bwd": {"dv"},
     "dp": {"dq", "dk"},
     "ds": {"dq", "dk"},
+    "tile_grads": {"dq", "dk", "dv"},
     "grads": {"dq", "dk", "dv"},
 }
 
@@ -51,6 +55,7 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         ROUNDED_OUTPUT,
         {"dq", "dk"},
     ),
+    "delta=normalized": (ROUNDED_OUTPUT.replace(delta="normalized"), ROUNDED_OUTPUT, {"dq", "dk"}),
     "delta=dp_p": (ROUNDED_OUTPUT.replace(delta="dp_p"), ROUNDED_OUTPUT, {"dq", "dk"}),
     "row_sum=rounded": (
         EXACT.replace(probs="bfloat16", row_sum="rounded"),

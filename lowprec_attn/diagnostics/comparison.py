@@ -56,11 +56,16 @@ class OutputRows(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """δ, the row sums of dS = P ∘ (dP − δ), rows of P k, and dQ before rounding at `grads`."""
+    """δ, row sums of the backward pass, rows of P k, and dQ before rounding at `grads`.
+
+    The row sums: Σ_j P − 1; Σ_j dS of dS = P ∘ (dP − δ), and of dS as rounded at `ds`.
+    """
 
     delta: Float32[Array, "B T N 1"]
     delta_exact: Float32[Array, "B T N 1"]
+    p_row_sum_error: Float32[Array, "B T N 1"]
     ds_row_sum: Float32[Array, "B T N 1"]
+    rounded_ds_row_sum: Float32[Array, "B T N 1"]
     pk: Float32[Array, "B T N H"]
     dq: Float32[Array, "B T N H"]
 
@@ -148,7 +153,8 @@ class _Chunk:
             s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
             v_block = grid.key_rows(self.tiles.v, j)
             new = steps.softmax_step(state, s_block, v_block, spec, extras, place)
-            visited = steps.visited(extras, place, causal=spec.is_causal)
+            causal = spec.is_causal and not spec.row_max.visits_above_diagonal
+            visited = steps.visited(extras, place, causal=causal)
             return steps.keep_unvisited(new, state, visited)
 
         start = steps.initial_state(self.q, self.tiles.v, spec)
@@ -209,23 +215,37 @@ def _gradient_rows(
         delta = steps.delta_from_probs(tile)
     else:
         delta = steps.delta_from_output(do, out.o_saved, spec.numerics, q.dtype)
-    grads = steps.tile_gradients(tile, delta, q, k, do, spec, extras, place)
+    if spec.numerics.delta == "normalized":
+        delta = delta + steps.row_sums(tile, delta, k, spec, extras, place).shift
+    # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
+    whole = dataclasses.replace(spec, numerics=spec.numerics.replace(tile_grads="float32"))
+    dq = steps.query_gradient(tile, delta, k, whole, extras, place)
+    rounded_ds = steps.rounded_ds(tile, delta, spec, extras, place)
     pk = steps.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
-    delta_exact = steps.delta_from_output(do, o_exact, _EXACT, q.dtype)
-    ds_row_sum = jnp.sum(grads.ds, axis=-1, keepdims=True)
-    return GradientRows(delta, delta_exact, ds_row_sum, pk, grads.dq)
+
+    def over_row(x: Array) -> Array:
+        return jnp.sum(x, axis=-1, keepdims=True)
+
+    return GradientRows(
+        delta,
+        steps.delta_from_output(do, o_exact, _EXACT, q.dtype),
+        over_row(tile.p) - 1,
+        over_row(steps.ds_of(tile, delta)),
+        over_row(rounded_ds) / jnp.float32(spec.scale),
+        pk,
+        dq,
+    )
 
 
 def _grid(q: Array, k: Array, spec: Spec) -> Grid:
     (batch, length, heads, _), keys = q.shape, k.shape[1]
-    block_kv = spec.numerics.kv_block or tiled.DEFAULT_KV_BLOCK
-    if spec.numerics.normalize_probs:
-        if spec.numerics.kv_block is not None and spec.numerics.kv_block < keys:
-            raise ValueError(
-                f"normalize_probs takes one step over all {keys} keys, got kv_block="
-                f"{spec.numerics.kv_block}; leave it out"
-            )
-        block_kv = keys
+    n = spec.numerics
+    block_kv = n.step_of(keys, keys if n.normalize_probs else tiled.DEFAULT_KV_BLOCK)
+    if n.normalize_probs and block_kv < keys:
+        raise ValueError(
+            f"normalize_probs takes one step over all {keys} keys, got kv_block={n.kv_block}; "
+            "leave it out"
+        )
     on_cpu = jax.default_backend() == "cpu"
     scores = SCORES_PER_CHUNK_ON_CPU if on_cpu else SCORES_PER_CHUNK
     chunks = -(-length // max(scores // (batch * heads * keys), 8))
@@ -233,7 +253,7 @@ def _grid(q: Array, k: Array, spec: Spec) -> Grid:
         rows=length,
         keys=keys,
         block_q=-(-length // chunks),
-        block_kv=min(block_kv, keys),
+        block_kv=block_kv,
         is_causal=spec.is_causal,
     )
 

@@ -44,14 +44,20 @@ def attention_signals(
       delta_error_*: δ_lp − δ_hp, with δ_hp = rowsum(dO ∘ O) for O exact from the run's own S:
         what enters the paper's dW_Q(hp) − dW_Q(lp).
       delta_rms: RMS of δ_hp.
-      ds_row_sum_*: Σ_s P ∘ (dP − δ) as the run has them; 0 in exact arithmetic, −delta_error
+      ds_row_sum_*: Σ_j P ∘ (dP − δ) as the run has them; 0 in exact arithmetic, −delta_error
         where δ alone is off.
+      rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.
+      p_row_sum_error_*: Σ_j P − 1 of the backward pass, P = exp(S − lse); 0 in exact arithmetic.
+      vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.
     With dO and x (the input of W_Q):
       query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F; ..._relative: over ‖dW_Q(lp)‖_F
         of these sequences.
       outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
     With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
       repeated for the query heads of its group.
+
+    The row sums need no float32 twin: they cost three sums over the scores at hand, 5·B·N·T·S FLOP
+    without a product (some 2 % of the whole at H = 64).
 
     Cost: about 10·B·N·T·S·H FLOP in matrix products (14 with x; 6 without dO), no causal
     skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores (2^22 on an
@@ -159,8 +165,12 @@ def _output_signals(rows: OutputRows) -> dict[str, Array]:
 
 
 def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
-    row_sum = errors.signed_error(rows.ds_row_sum, jnp.zeros_like(rows.ds_row_sum))
-    return _error("delta", rows.delta, rows.delta_exact) | _named("ds_row_sum", row_sum)
+    signals = _error("delta", rows.delta, rows.delta_exact)
+    for name in ("ds_row_sum", "rounded_ds_row_sum", "p_row_sum_error"):
+        x = getattr(rows, name)
+        signals |= _named(name, errors.signed_error(x, jnp.zeros_like(x)))
+    vanished = (rows.p_row_sum_error < -0.5).astype(jnp.float32)
+    return signals | {"vanished_rows": jnp.mean(vanished, axis=(0, 1, 3))}
 
 
 def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[str, Array]:

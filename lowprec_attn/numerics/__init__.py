@@ -7,14 +7,16 @@ from lowprec_attn.numerics.presets import (
     EXACT,
     FLASH,
     FLOAT32_OUTPUT,
+    NORMALIZED_DELTA,
     PRESETS,
     PROBE,
     PUBLISHED,
+    PUBLISHED_EAGER,
     STANDARD,
     STOCHASTIC_OUTPUT,
     get_preset,
 )
-from lowprec_attn.numerics.record import POINTS, Numerics
+from lowprec_attn.numerics.record import POINTS, SALTS, KvBlock, Numerics
 from lowprec_attn.numerics.rounding import MODES, Rounding, counter_bits, get_rounding, round_to
 from lowprec_attn.numerics.row_max import (
     MASKED,
@@ -35,15 +37,19 @@ __all__ = [
     "FORMATS",
     "MASKED",
     "MODES",
+    "NORMALIZED_DELTA",
     "POINTS",
     "PRESETS",
     "PROBE",
     "PUBLISHED",
+    "PUBLISHED_EAGER",
     "ROW_MAX_RULES",
+    "SALTS",
     "STANDARD",
     "STOCHASTIC_OUTPUT",
     "DynamicMax",
     "Format",
+    "KvBlock",
     "Numerics",
     "PublishedMax",
     "Rounding",

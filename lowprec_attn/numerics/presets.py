@@ -16,15 +16,32 @@ FLASH = Numerics(
 PUBLISHED = FLASH.replace(
     scores="bfloat16",
     pv="bfloat16",
+    normalizer="bfloat16",
+    dp="bfloat16",
+    tile_grads="bfloat16",
+    kv_block=512,
+)
+"""The public code of arXiv 2510.04212 as it runs, compiled: docs/published_arithmetic.md.
+
+Its eager backward pass raises an error, and the compiler leaves out the roundings between the
+operations that it fuses: those of S − m, of Ō before the division, of m and l from step to step.
+"""
+
+PUBLISHED_EAGER = PUBLISHED.replace(
+    shift="bfloat16",
     rescale="bfloat16",
     accumulator="bfloat16",
     stats="bfloat16",
-    dp="bfloat16",
+    delta="do_o_storage",
 )
-"""The public code of arXiv 2510.04212: PyTorch operations on bfloat16 arrays."""
+"""The same source, every operation by itself: PyTorch on bfloat16 arrays under autocast.
 
-PROBE = PUBLISHED.replace(rescale="float32", accumulator="float32", stats="float32")
-"""`published` without rounding of the running state; meant for all keys in one step."""
+Faithful up to two steps of 512 keys (its gradients round after every tile) and for head sizes whose
+scale is a power of two (S is rounded before and after the scale).
+"""
+
+PROBE = FLASH.replace(scores="bfloat16", pv="bfloat16", dp="bfloat16")
+"""S, P̄V and dP rounded as well, the running state float32; meant for all keys in one step."""
 
 FLOAT32_OUTPUT = FLASH.replace(saved_output="float32")
 """`flash` where δ sees O before its rounding."""
@@ -34,6 +51,9 @@ AUXILIARY_OUTPUT = FLASH.replace(saved_output="auxiliary")
 
 DELTA_DP_P = FLASH.replace(delta="dp_p")
 """`flash` with δ = rowsum(dP ∘ P), which does not see O at all."""
+
+NORMALIZED_DELTA = FLASH.replace(delta="normalized")
+"""`flash` with δ = Σ P dP / Σ P of the backward pass itself: rows of dS sum to zero."""
 
 STOCHASTIC_OUTPUT = FLASH.replace(output="bfloat16:stochastic")
 """`flash` with O rounded stochastically: no persistent sign."""
@@ -54,10 +74,12 @@ PRESETS: dict[str, Numerics] = {
     "exact": EXACT,
     "flash": FLASH,
     "published": PUBLISHED,
+    "published_eager": PUBLISHED_EAGER,
     "probe": PROBE,
     "float32_output": FLOAT32_OUTPUT,
     "auxiliary_output": AUXILIARY_OUTPUT,
     "delta_dp_p": DELTA_DP_P,
+    "normalized_delta": NORMALIZED_DELTA,
     "stochastic_output": STOCHASTIC_OUTPUT,
     "standard": STANDARD,
 }

@@ -5,15 +5,27 @@ the probabilities before division by l, Ō the output before that division (the 
 letters stands in `lowprec_attn.reference`):
 
     S  = round_scores(q kᵀ · scale + bias)                  m = round_stats(row-max rule(S, m))
-    P̄  = exp(S − m)                                         α = exp(m_old − m)
+    P̄  = exp(round_shift(S − m))                            α = exp(round_shift(m_old − m))
     l  = round_stats(α l + rowsum(P̄))                       (row_sum: P̄ rounded or not)
     Ō  = round_accumulator(round_rescale(α Ō) + round_pv(round_probs(P̄) v))
-    O  = round_output(Ō / l)                                lse = round_stats(m + log l)
+
+and after the last step
+
+    l  = round_normalizer(l)
+    O  = round_output(Ō / l)                                lse = round_lse(m + log l)
 
     P  = exp(S − lse)             δ = rowsum(dO ∘ O_saved), or as `delta` says
     dP = round_dp(dO vᵀ)          dS = P ∘ (dP − δ)
-    dV = round_grads(Σ round_probs_bwd(P)ᵀ dO)
-    dQ = round_grads(Σ round_ds(dS · scale) k)    dK = round_grads(Σ round_ds(dS · scale)ᵀ q)
+    dV = round_grads(Σ round_tile_grads(round_probs_bwd(P)ᵀ dO))
+    dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
+    dK = round_grads(Σ round_tile_grads(round_ds(dS · scale)ᵀ q))
+
+The sums of the gradients go over tiles of `kv_block` keys by as many queries. With
+`delta='normalized'`, δ₀ = rowsum(dO ∘ O_saved), r = Σ_j P (dP − δ₀) and s = Σ_j P:
+
+    δ  = δ₀ + r / s, so that a row of dS sums to zero whatever O, P̄ and dP were rounded to
+    dQ = round_grads(Σ round_tile_grads(round_ds(P ∘ (dP − δ₀) · scale) k)
+                     − scale · (r / s) · Σ round_probs_bwd(P) k)
 """
 
 import dataclasses
@@ -26,23 +38,31 @@ from lowprec_attn.numerics.formats import get_format
 from lowprec_attn.numerics.rounding import Rounding, get_rounding
 
 SavedOutput = Literal["same", "float32", "auxiliary"]
-Delta = Literal["do_o", "do_o_storage", "dp_p"]
+Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized"]
 RowSum = Literal["unrounded", "rounded"]
 
-# In the order of the computation. The position of a point salts its random bits.
-POINTS: tuple[str, ...] = (
-    "scores",
-    "probs",
-    "pv",
-    "rescale",
-    "accumulator",
-    "stats",
-    "output",
-    "probs_bwd",
-    "dp",
-    "ds",
-    "grads",
-)
+KvBlock = int | Literal["all"]
+
+# Every point, in the order of the computation, and the number that salts its random bits: never
+# reused, so that a new point leaves the bits of the others as they are.
+SALTS: dict[str, int] = {
+    "scores": 0,
+    "shift": 12,
+    "probs": 1,
+    "pv": 2,
+    "rescale": 3,
+    "accumulator": 4,
+    "stats": 5,
+    "normalizer": 13,
+    "lse": 11,
+    "output": 6,
+    "probs_bwd": 7,
+    "dp": 8,
+    "ds": 9,
+    "tile_grads": 14,
+    "grads": 10,
+}
+POINTS: tuple[str, ...] = tuple(SALTS)
 
 _FLOAT32 = get_rounding("float32")
 
@@ -54,7 +74,14 @@ class Numerics:
     Points take a `Rounding` or its text, such as 'bfloat16' or 'bfloat16:stochastic'.
 
     Attributes:
-      scores, probs, pv, rescale, accumulator, stats, probs_bwd, dp, ds: see the module.
+      scores, probs, pv, rescale, accumulator, probs_bwd, dp, ds: see the module.
+      shift: the exponents of P̄ and α. Below −128, where exp is 0, they are −128.
+      stats: m and l after every step.
+      normalizer: l after the last step, as it divides Ō and enters lse.
+      lse: as saved for the backward pass. Rounded to bfloat16 it makes Σ_j P anything between
+        1/50 and 50 where scores reach 1,000, for there bfloat16 numbers lie 4 to 8 apart.
+      tile_grads: the products of a tile before they are added to dQ, dK and dV. With it the
+        query rows of a tile are arithmetic too: as many as `kv_block`.
       output: O as handed to the layer above. None: the format of q.
       grads: dQ, dK, dV at the end. None: the format of the input each belongs to (in which
         they are stored in any case).
@@ -62,34 +89,38 @@ class Numerics:
         rounding; `auxiliary`: O′, from unrounded P̄ and float32 accumulation, kept in bfloat16
         (Attn-QAT, arXiv 2603.00040).
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
-        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`.
+        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`; `normalized`: see the module.
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
         does; needs all keys in one step (`dense`).
       kv_block: keys per online-softmax step. P̄ is rounded against the running maximum and the
-        row-max rules look at one step, so this belongs to the arithmetic. None: the
-        implementation chooses for speed.
+        row-max rules look at one step, so this belongs to the arithmetic. 'all': one step over
+        all keys. None: the implementation chooses for speed.
 
     Raises:
-      ValueError: unknown format, mode or choice; kv_block < 1.
+      ValueError: unknown format, mode or choice; kv_block neither positive nor 'all'.
     """
 
     scores: Rounding = _FLOAT32
+    shift: Rounding = _FLOAT32
     probs: Rounding = _FLOAT32
     pv: Rounding = _FLOAT32
     rescale: Rounding = _FLOAT32
     accumulator: Rounding = _FLOAT32
     stats: Rounding = _FLOAT32
+    normalizer: Rounding = _FLOAT32
+    lse: Rounding = _FLOAT32
     output: Rounding | None = None
     saved_output: SavedOutput = "same"
     delta: Delta = "do_o"
     probs_bwd: Rounding = _FLOAT32
     dp: Rounding = _FLOAT32
     ds: Rounding = _FLOAT32
+    tile_grads: Rounding = _FLOAT32
     grads: Rounding | None = None
     row_sum: RowSum = "unrounded"
     normalize_probs: bool = False
-    kv_block: int | None = None
+    kv_block: KvBlock | None = None
 
     def __post_init__(self) -> None:
         for point in POINTS:
@@ -100,13 +131,13 @@ class Numerics:
         _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
         _check_choice("delta", self.delta, get_args(Delta))
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
-        if self.kv_block is not None and (
+        if self.kv_block not in (None, "all") and (
             isinstance(self.kv_block, bool)
             or not isinstance(self.kv_block, int)
             or self.kv_block < 1
         ):
             raise ValueError(
-                f"kv_block must be a positive number of keys or None, got {self.kv_block!r}"
+                f"kv_block must be a positive number of keys, 'all' or None, got {self.kv_block!r}"
             )
 
     def replace(self, **changes: Any) -> "Numerics":
@@ -130,6 +161,12 @@ class Numerics:
             if (rounding := getattr(self, point)) is not None and rounding.format.name == "bfloat16"
         }
         return self.replace(**changes)
+
+    def step_of(self, keys: int, default: int) -> int:
+        """Keys of an online-softmax step over `keys` keys; default: where `kv_block` is None."""
+        if self.kv_block == "all":
+            return keys
+        return min(self.kv_block or default, keys)
 
     def output_for(self, dtype: np.dtype) -> Rounding:
         """The rounding of O for queries of `dtype`."""

@@ -57,6 +57,11 @@ class RowMax(Protocol):
         """Lower bound of each step's row sum, or None."""
         ...
 
+    @property
+    def visits_above_diagonal(self) -> bool:
+        """Whether a causal row takes steps, fully masked, over keys that lie after it."""
+        ...
+
     def __call__(self, s: Scores, m_prev: Rows) -> Rows:
         """The running m after a step with scores s; masked entries of s are <= MASKED."""
         ...
@@ -100,6 +105,7 @@ class StandardMax(_Rule):
     """
 
     clamp: ClassVar[None] = None
+    visits_above_diagonal: ClassVar[bool] = False
 
     def running_max(
         self,
@@ -120,11 +126,12 @@ class PublishedMax(_Rule):
 
     Edge cases.
       Fully masked step: all its entries are equal and negative, so it is a "repeated negative
-        maximum" and raises m to at least 0. (Steps above the causal diagonal are never visited
-        here; the public code visits them.)
+        maximum" and raises m to at least 0, and l by `clamp`. Steps above the causal diagonal are
+        such steps: like the public code, and unlike other rules, this one takes them.
       Maximum exactly 0: unhandled, nothing shifts, two P̄ stay exactly 1.
-      Underflow: where (β − 1)·r_m exceeds about 87 every exp underflows and the step's row sum
-        is 0: with `clamp=None` the row is 0/0 = NaN, with the clamp it silently vanishes.
+      Underflow: a row whose tied maximum r_m exceeds −log(clamp) / (β − 1), 23 by default, has a
+        row sum below the clamp: it is divided by more than it adds up to, and silently vanishes.
+        Where (β − 1)·r_m exceeds about 87 every exp underflows: with `clamp=None`, 0/0 = NaN.
       Tolerance: entries within it of the maximum count as repeated, though their P̄ differ.
       Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
       The rule acts on one step, so the result depends on `kv_block`.
@@ -141,6 +148,7 @@ class PublishedMax(_Rule):
     beta: float = 2.0
     tolerance: float = 1e-3
     clamp: float | None = 1e-10
+    visits_above_diagonal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_beta_and_tolerance(self.beta, self.tolerance)
@@ -192,6 +200,7 @@ class DynamicMax(_Rule):
     tolerance: float = 0.0
     max_shift: float = 20.0
     clamp: ClassVar[None] = None
+    visits_above_diagonal: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _check_beta_and_tolerance(self.beta, self.tolerance)

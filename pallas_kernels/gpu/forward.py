@@ -243,6 +243,6 @@ def _finish(
         p.store(out.saved, unrounded, start, p.rows)
 
     lse = m * np.float32(p.score_unit) + jnp.log(divisor)
-    lse = round_point(lse, "stats", n.stats, Place(place.rows, _column(2)))
+    lse = round_point(lse, "lse", n.lse, Place(place.rows, _column(2)))
     lse = jnp.where(empty, -jnp.inf, lse)
     p.store_statistics(out.lse, lse[:, 0], start)

@@ -68,7 +68,7 @@ def _sizes_for(request: Request) -> BlockSizes:
 def _unsupported_numerics(numerics: Numerics) -> str | None:
     if numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    if numerics.kv_block is not None and numerics.kv_block % LANES:
+    if numerics.kv_block == "all" or (numerics.kv_block or 0) % LANES:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {LANES} keys)"
     return unsupported_rounding(numerics, FORMATS)
 

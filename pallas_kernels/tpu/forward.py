@@ -289,5 +289,5 @@ def _finish(
         out.saved[...] = unrounded
 
     lse = state.m * jnp.float32(_score_unit(p)) + jnp.log(divisor)
-    lse = round_point(lse, "stats", n.stats, Place(rows, column(2)))
+    lse = round_point(lse, "lse", n.lse, Place(rows, column(2)))
     out.lse[...] = to_row(jnp.where(empty, -jnp.inf, lse))
