@@ -241,7 +241,7 @@ def softmax_step(
 
 
 # exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
-_LEAST_SHIFT = -128.0
+LEAST_SHIFT = -128.0
 
 
 def _round_shift(x: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
@@ -249,7 +249,7 @@ def _round_shift(x: Array, spec: Spec, stream: RandomStream | None, place: Place
     rounding = spec.numerics.shift
     if rounding.is_identity:
         return x
-    return round_point(jnp.maximum(x, jnp.float32(_LEAST_SHIFT)), "shift", rounding, stream, place)
+    return round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, stream, place)
 
 
 def normalizer(l: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
@@ -404,7 +404,7 @@ def query_gradient(
     ds = rounded_ds(tile, delta, spec, extras, place)
     dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, _format_of(k))
     features = span(0, k.shape[-1])[None]
-    tile_place = Place(place.rows, features, _tile_number(place.cols[0, 0], 0))
+    tile_place = Place(place.rows, features, tile_number(place.cols[0, 0], 0))
     return round_point(dq, "tile_grads", n.tile_grads, extras.stream, tile_place)
 
 
@@ -427,7 +427,7 @@ def key_gradients(
             return dot("bkgts,bkgth->bksh", a, b, a_format, _format_of(b))
         by_head = dot("bkgts,bkgth->bkgsh", a, b, a_format, _format_of(b))
         features = span(0, b.shape[-1])[None]
-        number = _tile_number(place.rows[0, 0], which)
+        number = tile_number(place.rows[0, 0], which)
         tile_place = Place(place.cols.reshape(-1, 1), features, number)
         rounded = round_point(by_head, "tile_grads", n.tile_grads, stream, tile_place)
         return jnp.sum(rounded, axis=2)
@@ -436,7 +436,7 @@ def key_gradients(
     return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
 
 
-def _tile_number(first: Array, which: int) -> Array:
+def tile_number(first: Array, which: int) -> Array:
     """Tells apart the random bits of dQ, dK and dV (0, 1, 2) in the tiles along their sum."""
     return 3 * first + which
 

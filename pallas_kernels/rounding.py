@@ -34,14 +34,10 @@ _TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 def unsupported_rounding(numerics: Numerics, formats: tuple[str, ...]) -> str | None:
     """The first point whose rounding kernels with these formats cannot do, or None."""
-    if numerics.delta == "normalized":
-        return "delta=normalized"
     for point in POINTS:
         rounding = getattr(numerics, point)
         if rounding is None:
             continue
-        if point in ("shift", "normalizer", "tile_grads") and not rounding.is_identity:
-            return f"{point}={rounding}"
         if rounding.format.name not in formats or rounding.mode not in MODES:
             return f"{point}={rounding}"
     return None

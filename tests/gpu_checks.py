@@ -18,6 +18,7 @@ from boundaries import NARROW, bits_of, boundaries, expected
 from gpu_problems import (
     CROSSED,
     LARGE,
+    LONG_STEPS,
     PACKED,
     PROBLEMS,
     TIES,
@@ -46,7 +47,7 @@ from kernel_calls import (
 from test_points import ROUNDINGS, distances
 
 from lowprec_attn import numerics, steps, tiled
-from lowprec_attn.numerics import EXACT, FLASH, POINTS, Numerics
+from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
 from lowprec_attn.steps import Place
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.rounding import Rounder
@@ -78,13 +79,14 @@ class Accuracy:
     preset: str
     rule: str = "standard"
     delta: str | None = None  # None: the preset's
+    kv_block: KvBlock | None = None  # None: a step of one tile
 
     def outcome(self) -> Record:
         problem, exact = PROBLEMS[self.case], oracle(self.case)
         chosen = PRESETS[self.preset]
         if self.delta is not None:
             chosen = chosen.replace(delta=self.delta)
-        call = device_call(self.case, chosen, self.rule)
+        call = device_call(self.case, chosen, self.rule, self.kv_block)
         first, second = (run(problem, call) for _ in range(2))
         factor = factor_of(call.spec.numerics)
         bounds = harness.bounds(run_plain(problem, call), exact, factor, noise(self.case))
@@ -373,6 +375,16 @@ CHECKS: list[Check] = [
         Accuracy(case=case, preset=preset, rule=rule)
         for case, preset, rule in itertools.product(CROSSED, PRESETS, RULES)
         if not (case in CASES and (preset, rule) in ARITHMETIC)
+    ),
+    *(
+        Accuracy(case=case, preset=preset, rule=rule, kv_block=kv_block)
+        for (case, kv_block), preset, rule in itertools.product(
+            LONG_STEPS.items(), ("flash", "published", "published_eager"), RULES
+        )
+    ),
+    *(
+        Accuracy(case=case, preset="normalized_delta", kv_block=kv_block)
+        for case, kv_block in LONG_STEPS.items()
     ),
     *(Accuracy(case=case, preset="flash", delta="do_o_storage") for case in CROSSED),  # no preset's
     *(Packed(case=case, preset="flash") for case in PACKED if case != "off_tile_1000"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from harness import Case
 from kernel_calls import CASES, COMPILED, RULES, Call, call_of
 
-from lowprec_attn.numerics import Numerics
+from lowprec_attn.numerics import KvBlock, Numerics
 
 # Shapes of several default tiles each; the last ones are hard in their values.
 LONG = Case(batch=1, rows=1024, keys=1024, head_size=64, dtype="bfloat16", is_causal=True)
@@ -64,6 +64,15 @@ CROSSED = {
         values="repeated_maxima",
     ),
 }
+# Steps of several tiles: ties within them, a cut last step, all keys, heads of 128 and 80.
+LONG_STEPS: dict[str, KvBlock] = {
+    "repeated_maxima_2048": 512,
+    "off_tile_lengths": 512,
+    "grouped_2048_head_128": 1024,
+    "head_80_1024": "all",
+    "grouped_lengths_repeated_maxima": 96,
+    "both_lengths_repeated_maxima": 32,
+}
 # Most rows tie in most steps, in every layout of scores that the default tiles give.
 TIES = {
     f"ties_head_{head_size}_{dtype}": dataclasses.replace(
@@ -102,12 +111,17 @@ def noise(case: str) -> harness.Arrays:
     return {name: of_scores[name] + stored.get(name, 0.0) for name in exact}
 
 
-def device_call(case: str, chosen: Numerics, rule: str) -> Call:
-    """Small tiles for the cases of the harness, default tiles for larger ones."""
+def device_call(
+    case: str, chosen: Numerics, rule: str, kv_block: KvBlock | None = None
+) -> Call:
+    """Small tiles for the cases of the harness, default tiles for larger ones.
+
+    kv_block: None for a step of one tile.
+    """
     problem = PROBLEMS[case]
     if case in CASES:
-        return call_of(problem, chosen, RULES[rule], COMPILED)
-    kv_block = 64 if problem.head_size <= 128 else 16
+        return call_of(problem, chosen, RULES[rule], COMPILED, kv_block=kv_block or 16)
+    kv_block = kv_block or (64 if problem.head_size <= 128 else 16)
     return call_of(problem, chosen, RULES[rule], None, kv_block=kv_block)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowprec_attn import numerics
-from lowprec_attn.numerics import Numerics, RowMax, StandardMax
+from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
 from lowprec_attn.request import Extras, RandomStream, Spec, planes
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
@@ -40,7 +40,7 @@ PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_pr
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
 # Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
-FORWARD = ("probs", "pv", "rescale", "accumulator", "stats", "output")
+FORWARD = ("shift", "probs", "pv", "rescale", "accumulator", "stats", "output")
 
 _SEED = (3, 7)
 
@@ -94,7 +94,7 @@ def call_of(
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
     sizes: Any = INTERPRETED,
     *,
-    kv_block: int = 16,
+    kv_block: KvBlock = 16,
     **options: Any,
 ) -> Call:
     """The call that a case makes; `options` are those of `Call`."""

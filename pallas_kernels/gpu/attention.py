@@ -11,6 +11,7 @@ seven products instead of five, because both of its kernels form S and dP.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.numerics import Numerics
+from lowprec_attn.numerics import KvBlock, Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
@@ -37,7 +38,8 @@ from pallas_kernels.gpu.scalars import Scalars
 from pallas_kernels.rounding import unsupported_rounding
 
 FORMATS = ("float32", "bfloat16", "float16")
-KV_BLOCKS = (16, 32, 64, 128)
+KV_TILE = 16  # a step has a multiple of this many keys, or all
+_ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
 HEAD_SIZES = range(16, 257)
 
 
@@ -57,21 +59,36 @@ def unsupported(request: Request) -> str | None:
     head_size = request.q_shape[-1]
     if head_size not in HEAD_SIZES:
         return f"head size {head_size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
-    return _unsupported_numerics(request.spec.numerics)
+    return _unsupported_numerics(request)
 
 
-def _unsupported_numerics(numerics: Numerics) -> str | None:
+def _unsupported_numerics(request: Request) -> str | None:
+    numerics, keys = request.spec.numerics, request.kv_shape[1]
     if numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    if numerics.kv_block is not None and numerics.kv_block not in KV_BLOCKS:
-        return f"kv_block={numerics.kv_block} (its tiles have {', '.join(map(str, KV_BLOCKS))})"
+    step = numerics.step_of(keys, KV_TILE)
+    if step % KV_TILE and step < keys:
+        return f"kv_block={numerics.kv_block} (its steps have multiples of {KV_TILE} keys, or all)"
+    queries = _queries_of_a_tile(numerics)
+    if queries % KV_TILE and queries < request.q_shape[1]:
+        return (
+            f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
+            f"(its tiles have multiples of {KV_TILE} queries, or all)"
+        )
     return unsupported_rounding(numerics, FORMATS)
+
+
+def _queries_of_a_tile(numerics: Numerics) -> int:
+    """Where `tile_grads` rounds, queries of a tile whose gradients are; 0: no limit."""
+    rounds = not numerics.tile_grads.is_identity and isinstance(numerics.kv_block, int)
+    return numerics.kv_block if rounds else 0
 
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
     q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
-    return request.spec.numerics.kv_block or block_sizes(q, request.spec).forward.kv
+    numerics, keys = request.spec.numerics, request.kv_shape[1]
+    return numerics.step_of(keys, block_sizes(q, request.spec).forward.kv)
 
 
 def attention(
@@ -125,10 +142,7 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
     q, k, v = _separate(arrays)
-    sizes = block_sizes(q, spec)
-    tile = sizes.forward
-    if spec.numerics.kv_block is not None:
-        tile = dataclasses.replace(tile, kv=spec.numerics.kv_block)
+    tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
     out = forward(q, k, v, Scalars.of(extras, spec), problem)
     saved = None
@@ -144,8 +158,15 @@ def _backward(
     arrays, extras, o_saved, lse = res
     q, k, v = _separate(arrays)
     sizes, scalars = block_sizes(q, spec), Scalars.of(extras, spec)
-    by_query = _problem(q, k, extras, spec, sizes.query_gradients)
-    by_key = _problem(q, k, extras, spec, sizes.key_gradients)
+    of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
+    if not spec.numerics.tile_grads.is_identity:
+        # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
+        kv_block = spec.numerics.kv_block or sizes.forward.kv
+        spec = dataclasses.replace(spec, numerics=spec.numerics.replace(kv_block=kv_block))
+        of_queries = _dividing(of_queries, "kv", kv_block, k.shape[1])
+        of_keys = _dividing(of_keys, "query", kv_block, q.shape[1])
+    by_query = _problem(q, k, extras, spec, of_queries)
+    by_key = _problem(q, k, extras, spec, of_keys)
     operands = Operands(q, k, v, do, exponent_offset(lse, by_query))
     dlse = dlse.transpose(0, 2, 1)
     if o_saved is None:
@@ -164,6 +185,21 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
+def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile:
+    """The tile with a `side` that divides blocks of so many rows; one block of all takes any."""
+    size = getattr(tile, side)
+    if block is None:
+        return tile
+    if block in _ONE_TILE:
+        size = block
+    elif block == "all" or block >= length:
+        whole = max(1 << (length - 1).bit_length(), KV_TILE)  # in one tile, if it fits
+        size = whole if whole in _ONE_TILE else size
+    else:
+        size = math.gcd(block, size)  # a power of two, as `size` is
+    return dataclasses.replace(tile, **{side: size})
+
+
 def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
     hopper = is_hopper(_device_kind())
@@ -177,6 +213,7 @@ def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
             q.shape[-1],
             length=q.shape[1],
             splits=_splits(spec.numerics, q.dtype),
+            sums_keys=spec.numerics.delta == "normalized",
             device_kind=_device_kind(),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other

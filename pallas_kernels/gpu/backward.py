@@ -5,6 +5,7 @@ every sum is taken by one program in a fixed order: no atomics, the same bits on
 arithmetic is that of `lowprec_attn.steps`, point by point.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from pallas_kernels.rounding import format_of
 # δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
 # fourth program per multiprocessor.
 _DELTA_COLUMNS = 32
+
+_LANES = 8  # columns of a tensor-core tile that four threads share, two each
 
 
 class Operands(NamedTuple):
@@ -109,11 +112,15 @@ def _probs_and_dp(
 def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
     """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
     p = program.problem
-    if p.scales_last:
-        ds = probs * (dp + offset)
-    else:
-        ds = probs * multiply_add(dp, np.float32(p.spec.scale), offset, interpret=p.interpret)
+    ds = _unrounded_ds(p, probs, dp, offset)
     return program.round_point(ds, "ds", p.spec.numerics.ds, place)
+
+
+def _unrounded_ds(problem: Problem, probs: Array, dp: Array, offset: Array) -> Array:
+    p = problem
+    if p.scales_last:
+        return probs * (dp + offset)
+    return probs * multiply_add(dp, np.float32(p.spec.scale), offset, interpret=p.interpret)
 
 
 def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
@@ -152,6 +159,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     keys = Side(p.load_keys(ref.k, j), p.load_keys(ref.v, j))
     begin, full, end = p.query_range(j, batch, scalars)
+    first_key = j * p.tile.kv
+    zeros = jnp.zeros((p.tile.kv, p.padded_head), jnp.float32)
 
     def add_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         program = Program(p, scalars, batch, p.rounder(scalars, batch, kv_head * p.group + g))
@@ -174,18 +183,44 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             return dk, dv
 
-        sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
-        return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
+        def add_tiles(begin: Array, full: Array, end: Array, sums: Any) -> Any:
+            sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
+            return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
 
-    zeros = jnp.zeros((p.tile.kv, p.padded_head), jnp.float32)
+        per_product, _ = p.tiles_per_rounded_product
+        if per_product is None:
+            return add_tiles(begin, full, end, sums)
+
+        def add_product(c: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
+            first = jnp.maximum(first, begin)
+            products = add_tiles(first, jnp.clip(full, first, last), last, (zeros, zeros))
+            dk, dv = (
+                _rounded_product(program, x, p.features(first_key, p.tile.kv), c, which)
+                for which, x in enumerate(products, start=1)
+            )
+            return sums[0] + dk, sums[1] + dv
+
+        first = lax.div(begin, per_product)
+        return lax.fori_loop(first, lax.div(end + per_product - 1, per_product), add_product, sums)
+
     dk, dv = lax.fori_loop(0, p.group, add_head, (zeros, zeros))
     sums = (_scaled_sum(dk, p), dv)
-    start = j * p.tile.kv
     # A gradient summed over a group is told apart by the group's first head.
     round_point = p.rounder(scalars, batch, kv_head * p.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
-        place = p.features(start, p.tile.kv, which)
-        p.store(out, round_point(x, "grads", n.grads_for(p.dtype), place), start, p.keys)
+        place = p.features(first_key, p.tile.kv, which)
+        p.store(out, round_point(x, "grads", n.grads_for(p.dtype), place), first_key, p.keys)
+
+
+def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
+    """Product number c of those that add up to dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
+    p = program.problem
+    per_product = p.tiles_per_rounded_product[1 if which == 0 else 0]
+    size = p.tile.kv if which == 0 else p.tile.query
+    number = steps.tile_number(c * (per_product * size), which)
+    place = dataclasses.replace(place, step=number)
+    return program.round_point(x, "tile_grads", p.spec.numerics.tile_grads, place)
 
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
@@ -236,55 +271,113 @@ class _Walk(NamedTuple):
         program = Program(p, scalars, batch, p.rounder(scalars, batch, head))
         return cls(program, ref, i, start, rows, offset)
 
-    def sum(self, contribution: Callable[..., Array], zero: Array) -> Array:
-        """The sum of contribution(P, dP, k, place) over the key tiles."""
-        p, scalars, batch, _ = self.program
+    def statistic(self, ref: Any) -> Array:
+        """A row statistic of the tile, [query, 1]."""
+        return self.program.problem.load_statistics(ref, self.start)[:, None]
 
-        def add_tile(j: Array, total: Array, *, masked: bool) -> Array:
+    def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
+        """The sum of contribution(P, dP, k, place) over the key tiles: an array or several."""
+        full, end = self._range()
+        return self._sum(contribution, zero, jnp.int32(0), full, end)
+
+    def sum_of_rounded(self, contribution: Callable[..., Any], zero: Any) -> Any:
+        """The same, the first of several sums rounded at `tile_grads` product by product."""
+        _, per_product = self.program.problem.tiles_per_rounded_product
+        if per_product is None:
+            return self.sum(contribution, zero)
+        full, end = self._range()
+        place = self.program.problem.features(self.start, self.program.problem.tile.query)
+
+        def add_product(c: Array, total: Any) -> Any:
+            first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
+            sums = self._sum(contribution, zero, first, jnp.clip(full, first, last), last)
+            product = _rounded_product(self.program, sums[0], place, c, 0)
+            return jax.tree.map(jnp.add, total, (product, *sums[1:]))
+
+        return lax.fori_loop(0, lax.div(end + per_product - 1, per_product), add_product, zero)
+
+    def _range(self) -> tuple[Array, Array]:
+        p, scalars, batch, _ = self.program
+        return p.key_range(self.i, batch, scalars)
+
+    def _sum(
+        self, contribution: Callable[..., Any], zero: Any, first: Array, full: Array, end: Array
+    ) -> Any:
+        """Over the tiles first ... end − 1, those before `full` without a mask."""
+        p = self.program.problem
+
+        def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
             keys = Side(p.load_keys(self.ref.k, j), p.load_keys(self.ref.v, j))
             place = p.place(self.i, j)
             probs, dp = _probs_and_dp(
                 self.program, self.rows, keys, self.offset, place, masked=masked
             )
-            return total + contribution(probs, dp, keys.for_scores, place)
+            new = contribution(probs, dp, keys.for_scores, place)
+            return jax.tree.map(jnp.add, total, new)
 
-        full, end = p.key_range(self.i, batch, scalars)
         total = zero
         # First, because ptxas serialises all tensor-core instructions of the other order: there,
         # a program without unmasked tiles sets the accumulator of a pending one to zero.
         if p.has_masked_tiles:
             total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
-        return lax.fori_loop(0, full, partial(add_tile, masked=False), total)
+        return lax.fori_loop(first, full, partial(add_tile, masked=False), total)
 
 
 def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
     p, n = problem, problem.spec.numerics
     walk = _Walk.of(ref, scalars, p)
     round_point = walk.program.round_point
+    normalized = n.delta == "normalized"
     if ref.dp_offset is None:
-        of_dp = dp_offset(_delta_from_output(walk), p)
-        p.store_statistics(out[1], of_dp[:, 0], walk.start)
+        delta = _delta_from_output(walk)
+        of_dp = dp_offset(delta if normalized else delta - walk.statistic(ref.dlse), p)
+        if not normalized:
+            p.store_statistics(out[1], of_dp[:, 0], walk.start)
     else:
-        of_dp = p.load_statistics(ref.dp_offset, walk.start)[:, None]
+        of_dp = walk.statistic(ref.dp_offset)
 
-    def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
+    def product(probs: Array, dp: Array, k: Array, place: Place) -> Array:
         ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
-    dq = walk.sum(contribution, jnp.zeros((p.tile.query, p.padded_head), jnp.float32))
+    def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
+        p_rounded = round_point(probs, "probs_bwd", n.probs_bwd, place)
+        pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
+        ds = _unrounded_ds(p, probs, dp, of_dp)
+        return product(probs, dp, k, place), pk, _by_lane(ds), _by_lane(probs)
+
+    zero = jnp.zeros((p.tile.query, p.padded_head), jnp.float32)
+    if normalized:
+        lanes = jnp.zeros((p.tile.query, _LANES), jnp.float32)
+        dq, pk, *sums = walk.sum_of_rounded(with_row_sums, (zero, zero, lanes, lanes))
+        r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
+        # What δ₀ lacks, r / s − dlse, in the units of dS.
+        lacks = jnp.where(s == 0, jnp.float32(0), r / jnp.where(s == 0, jnp.float32(1), s))
+        lacks = lacks + dp_offset(walk.statistic(ref.dlse), p)
+        p.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
+        dq = dq - lacks * pk
+    elif p.tiles_per_rounded_product[1] is None:
+        dq = walk.sum(product, zero)
+    else:
+        (dq,) = walk.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
     dq = _scaled_sum(dq, p)
     dq = round_point(dq, "grads", n.grads_for(p.dtype), p.features(walk.start, p.tile.query, 0))
     p.store(out[0], dq, walk.start, p.rows)
 
 
+def _by_lane(x: Array) -> Array:
+    """Row sums of the columns that are equal modulo 8: what a thread holds, it adds up itself."""
+    return jnp.sum(x.reshape(x.shape[0], -1, _LANES), axis=1)
+
+
 def _delta_from_output(walk: _Walk) -> Array:
-    """δ = rowsum(dO ∘ O), [query, 1], less dlse."""
+    """δ = rowsum(dO ∘ O), [query, 1]."""
     p, ref = walk.program.problem, walk.ref
     parts = (p.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
     delta = jnp.zeros((p.tile.query, 1), jnp.float32)
     for do, o in zip(*parts, strict=True):
         delta = delta + steps.delta_from_output(do, o, p.spec.numerics, p.dtype)
-    return delta - p.load_statistics(ref.dlse, walk.start)[:, None]
+    return delta
 
 
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:

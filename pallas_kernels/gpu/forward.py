@@ -1,9 +1,9 @@
 """The forward kernel: O, lse and the O that δ sees.
 
-A program owns a tile of query rows and walks over the key tiles that it may see, one online-
-softmax step each (FlashAttention-2, arXiv 2307.08691, Algorithm 1). Tiles above the causal
-diagonal are neither computed nor loaded; only tiles that the diagonal, a length or the end of the
-keys cuts are masked. The arithmetic is that of `lowprec_attn.steps`, point by point.
+A program owns a tile of query rows and walks over the key tiles that it may see, in online-softmax
+steps (FlashAttention-2, arXiv 2307.08691, Algorithm 1) of one tile or of several. Tiles above the
+causal diagonal are neither computed nor loaded; only tiles that the diagonal, a length or the end
+of the keys cuts are masked. The arithmetic is that of `lowprec_attn.steps`, point by point.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format, get_rounding
-from lowprec_attn.steps import Place, SoftmaxState
+from lowprec_attn.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from pallas_kernels.gpu.instructions import (
     exp2,
     is_repeated,
@@ -72,6 +72,58 @@ def _saved_dtype(problem: Problem) -> np.dtype | None:
     return jnp.dtype(jnp.float32 if n.saved_output == "float32" else jnp.bfloat16)
 
 
+class _Walk(NamedTuple):
+    """One query tile, which walks over the key tiles that it sees."""
+
+    problem: Problem
+    scalars: Scalars
+    batch: Array
+    i: Array
+    q: Array
+    k_ref: Any
+    v_ref: Any
+    round_point: Rounder
+
+    def keys(self, j: Array) -> Array:
+        """k of key tile j."""
+        return self.problem.load_keys(self.k_ref, j)
+
+    def values(self, j: Array) -> Array:
+        """v of key tile j."""
+        return self.problem.load_keys(self.v_ref, j)
+
+    def scores(self, k: Array, j: Array, *, masked: bool) -> tuple[Array, Place]:
+        """S of key tile j, which holds k, in units of `score_unit`; and where it lies."""
+        p, q = self.problem, self.q
+        place = p.place(self.i, j)
+        s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
+        s = s * np.float32(p.spec.scale / p.score_unit)
+        s = self.round_point(s, "scores", p.spec.numerics.scores, place)
+        if masked:
+            s = mask_scores(s, p.visible(place, self.batch, self.scalars))
+        return s, place
+
+    def over_tiles(self, t: Array, body: Callable[..., Any], carry: Any, *, masked: bool) -> Any:
+        """body(j, carry, masked=) over the key tiles of step t; masked: some are not seen in full."""
+        p = self.problem
+        first, last = t * p.tiles_per_step, (t + 1) * p.tiles_per_step
+        if not masked:
+            return lax.fori_loop(first, last, partial(body, masked=False), carry)
+        full, end = p.key_range(self.i, self.batch, self.scalars)
+        last = jnp.minimum(last, end)
+        cut = jnp.clip(full, first, last)
+        carry = lax.fori_loop(first, cut, partial(body, masked=False), carry)
+        return lax.fori_loop(cut, last, partial(body, masked=True), carry)
+
+    def visits(self, t: Array) -> Array:
+        """Rows for which step t exists: those it does not lie wholly beyond, by position."""
+        p = self.problem
+        rows = p.place(self.i, t).rows
+        first = Place(rows, jnp.full((1, 1), t * p.step))
+        causal = p.spec.is_causal and not p.visits_above_diagonal
+        return p.visible(first, self.batch, self.scalars, causal=causal)
+
+
 def _forward(
     q_ref: Any, k_ref: Any, v_ref: Any, scalars: Scalars, *out: Any, problem: Problem
 ) -> None:
@@ -80,28 +132,22 @@ def _forward(
     start = i * p.tile.query
     q = p.load_rows(q_ref, start, p.tile.query)
     round_point = p.rounder(scalars, batch, head)
+    walk = _Walk(p, scalars, batch, i, q, k_ref, v_ref, round_point)
+    take_step = _step_of_one_tile if p.tiles_per_step == 1 else _step_of_tiles
 
-    def step(j: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
-        k, v, place = p.load_keys(k_ref, j), p.load_keys(v_ref, j), p.place(i, j)
-        step_place = Place(place.rows, place.cols, j * p.tile.kv)
-        s = round_point.dot(q, k.T, format_of(q), format_of(k))
-        s = s * np.float32(p.spec.scale / p.score_unit)
-        s = round_point(s, "scores", p.spec.numerics.scores, place)
-        if not masked:
-            return _softmax_step(state, s, v, p, round_point, step_place)
-        s = mask_scores(s, p.visible(place, batch, scalars))
-        new = _softmax_step(state, s, v, p, round_point, step_place)
-        if _masked_step_changes_nothing(p):
+    def step(t: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
+        new = take_step(state, t, walk, masked=masked)
+        if not masked or _masked_step_changes_nothing(p):
             return new
-        # A step that lies wholly beyond what a row may see by position does not exist for it.
-        first = Place(place.rows, jnp.full((1, 1), step_place.step))
-        visited = p.visible(first, batch, scalars)
-        return jax.tree.map(partial(jnp.where, visited), new, state)
+        return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
 
-    full, end = p.key_range(i, batch, scalars)
+    full, end = p.key_range(i, batch, scalars, size=p.step)
     state = lax.fori_loop(0, full, partial(step, masked=False), _initial_state(p))
     if p.has_masked_tiles:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
+    if p.visits_above_diagonal:
+        _, every = p.key_range(i, batch, scalars, size=p.step, causal=False)
+        state = lax.fori_loop(end, every, partial(_step_above_diagonal, walk=walk), state)
     _finish(state, p, round_point, start, Outputs(*out))
 
 
@@ -163,64 +209,189 @@ def _keeps_auxiliary(problem: Problem) -> bool:
     return _saved_dtype(problem) == jnp.bfloat16
 
 
-def _softmax_step(
-    state: SoftmaxState,
-    s: Array,
-    v: Array,
-    problem: Problem,
-    round_point: Rounder,
-    place: Place,
-) -> SoftmaxState:
-    """One online-softmax step; `place.step` is its first key, for what every step rounds anew."""
-    n, rule = problem.spec.numerics, problem.spec.row_max
-    m_place, l_place = (Place(place.rows, _column(which), place.step) for which in (0, 1))
-    out = Place(place.rows, problem.feature_columns, place.step)
-
+def _step_of_one_tile(state: SoftmaxState, t: Array, walk: _Walk, *, masked: bool) -> SoftmaxState:
+    """One online-softmax step over the keys of one tile."""
+    p, n = walk.problem, walk.problem.spec.numerics
+    k, v = walk.keys(t), walk.values(t)
+    s, place = walk.scores(k, t, masked=masked)
     # At least MASKED: −inf − (−inf) would be NaN.
-    r_m = jnp.maximum(_over_row(jnp.max, s, problem), jnp.float32(MASKED))
-    below = s - _per_column(r_m, problem.tile.kv)
-    m = rule.running_max(
-        r_m,
-        below,
-        state.m,
-        unit=problem.score_unit,
-        is_repeated=partial(
-            is_repeated_by_warp if problem.counts_ties_by_warp else is_repeated,
-            interpret=problem.interpret,
-        ),
+    r_m = jnp.maximum(_over_row(jnp.max, s, p), jnp.float32(MASKED))
+    below = s - _per_column(r_m, p.tile.kv)
+    count = is_repeated_by_warp if p.counts_ties_by_warp else is_repeated
+    step = _Step.of(state, r_m, below, partial(count, interpret=p.interpret), t, walk)
+    probs, alpha = step.probs(s, below, place), step.alpha
+    rounded = walk.round_point(probs, "probs", n.probs, place)
+    row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+    pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+    aux_pv = _auxiliary_product(probs, v, walk)
+    return step.finish(alpha, row_sum, pv, aux_pv)
+
+
+def _step_of_tiles(state: SoftmaxState, t: Array, walk: _Walk, *, masked: bool) -> SoftmaxState:
+    """One step over the keys of several tiles: first the row maximum, then the products.
+
+    S is formed twice. Entry by entry, the two largest of all tiles are kept: they are enough to
+    find the maximum, and whether it repeats.
+    """
+    p, n = walk.problem, walk.problem.spec.numerics
+    over_tiles = partial(walk.over_tiles, t, masked=masked)
+    counts_ties = not isinstance(p.spec.row_max, StandardMax)
+    lowest = jnp.full((p.tile.query, p.tile.kv if counts_ties else _LANES), -jnp.inf, jnp.float32)
+
+    def look(j: Array, seen: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
+        s, _ = walk.scores(walk.keys(j), j, masked=masked)
+        largest, *second = seen
+        if not counts_ties:
+            s = jnp.max(s.reshape(s.shape[0], -1, _LANES), axis=1)
+        second = [jnp.maximum(x, jnp.minimum(largest, s)) for x in second]
+        return jnp.maximum(largest, s), *second
+
+    largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties))
+    r_m = jnp.maximum(_over_row(jnp.max, largest, p), jnp.float32(MASKED))
+
+    def repeats(below: Array, tolerance: float) -> Array:
+        near = [_count_near(x, tolerance) for x in (below, *(x - r_m for x in second))]
+        return sum(near[1:], start=near[0]) > 1
+
+    step = _Step.of(state, r_m, largest - r_m, repeats, t, walk)
+    # Where no point rounds between them, P̄V is added to the rescaled Ō tile by tile.
+    alpha = step.alpha
+    adds_up = n.pv.is_identity and n.rescale.is_identity and n.accumulator.is_identity
+    zero = jnp.zeros_like(state.acc)
+
+    def add(j: Array, sums: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+        row_sum, pv, aux_pv = sums
+        k, v = walk.keys(j), walk.values(j)
+        s, place = walk.scores(k, j, masked=masked)
+        probs = step.probs(s, s - r_m, place)
+        rounded = walk.round_point(probs, "probs", n.probs, place)
+        row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+        pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+        if aux_pv is not None:
+            aux_pv = aux_pv + _auxiliary_product(probs, v, walk)
+        return row_sum, pv, aux_pv
+
+    start = (
+        jnp.zeros_like(state.l),
+        _per_column(alpha, p.padded_head) * state.acc if adds_up else zero,
+        None if state.aux is None else zero,
     )
-    m = round_point(m, "stats", n.stats, m_place)
-    # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
-    subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): s − r_m is at hand, an entry at m gives exactly 1.
-    to_log2 = np.float32(problem.score_unit * LOG2E)
-    offset = _per_column((r_m - subtracted) * to_log2, problem.tile.kv)
-    log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
-    p = exp2(log2_p, interpret=problem.interpret)
-    alpha = exp2((state.m - subtracted) * to_log2, interpret=problem.interpret)
-
-    p_rounded = round_point(p, "probs", n.probs, Place(place.rows, place.cols))
-    row_sum = _row_sum(p_rounded if n.row_sum == "rounded" else p, problem)
-    if rule.clamp is not None:
-        row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
-    alpha_of_l = _per_column(alpha, _LANES) if _row_sums(problem) > 1 else alpha
-    l = round_point(alpha_of_l * state.l + row_sum, "stats", n.stats, l_place)
-    alpha = _per_column(alpha, problem.padded_head)
-
-    pv = round_point.dot(p_rounded, v, n.probs.result_format, format_of(v))
-    pv = round_point(pv, "pv", n.pv, out)
-    rescaled = round_point(alpha * state.acc, "rescale", n.rescale, out)
-    acc = round_point(rescaled + pv, "accumulator", n.accumulator, out)
-
-    aux = state.aux
-    if aux is not None:
-        aux = alpha * aux + round_point.dot(p, v, _FLOAT32, format_of(v))
-    return SoftmaxState(m, l, acc, aux)
+    row_sum, pv, aux_pv = over_tiles(add, start)
+    return step.finish(alpha, row_sum, pv, aux_pv, rescaled=adds_up)
 
 
-def _column(index: int) -> Array:
-    """A column index [1, 1] that tells the random bits of row statistics apart."""
-    return jnp.full((1, 1), index, jnp.int32)
+def _step_above_diagonal(t: Array, state: SoftmaxState, *, walk: _Walk) -> SoftmaxState:
+    """A step whose keys are all masked: m, l and Ō as the rule and the roundings leave them."""
+    p = walk.problem
+    masked = jnp.full_like(state.m, MASKED)
+
+    def repeats(below: Array, tolerance: float) -> Array:
+        return jnp.full(below.shape, p.step > 1)
+
+    step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, walk)
+    zero = jnp.zeros_like(state.acc)
+    new = step.finish(step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero)
+    return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
+
+
+def _count_near(below: Array, tolerance: float) -> Array:
+    """How many entries of a row lie within the tolerance of 0; NaN counts."""
+    far = jnp.sum((below < np.float32(-tolerance)).astype(jnp.float32), axis=-1, keepdims=True)
+    return np.float32(below.shape[-1]) - far
+
+
+def _auxiliary_product(probs: Array, v: Array, walk: _Walk) -> Array | None:
+    """P̄ v with unrounded P̄, where Ō′ is kept."""
+    if not _keeps_auxiliary(walk.problem):
+        return None
+    return walk.round_point.dot(probs, v, _FLOAT32, format_of(v))
+
+
+class _Step(NamedTuple):
+    """One online-softmax step of a tile once its m is known: `steps.softmax_step` on one head."""
+
+    state: SoftmaxState
+    r_m: Array
+    m: Array
+    subtracted: Array
+    out: Place
+    walk: _Walk
+
+    @classmethod
+    def of(
+        cls,
+        state: SoftmaxState,
+        r_m: Array,
+        below: Array,
+        is_repeated: Callable[[Array, float], Array],
+        t: Array,
+        walk: _Walk,
+    ) -> "_Step":
+        """Of step t, whose largest scores are r_m and whose scores S − r_m `is_repeated` is asked."""
+        p, round_point = walk.problem, walk.round_point
+        n, rule = p.spec.numerics, p.spec.row_max
+        out = Place(p.place(walk.i, t).rows, p.feature_columns, t * p.step)
+        m = rule.running_max(r_m, below, state.m, unit=p.score_unit, is_repeated=is_repeated)
+        m = round_point(m, "stats", n.stats, statistic(out, "m"))
+        # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
+        subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
+        return cls(state, r_m, m, subtracted, out, walk)
+
+    @property
+    def alpha(self) -> Array:
+        """exp(m_old − m)."""
+        p = self.walk.problem
+        shift = self.state.m - self.subtracted
+        shift = _round_shift(shift, statistic(self.out, "alpha"), self.walk)
+        return exp2(shift * np.float32(p.score_unit * LOG2E), interpret=p.interpret)
+
+    def probs(self, s: Array, below: Array, place: Place) -> Array:
+        """P̄ = exp(S − m) of a tile's scores s, which are r_m + below."""
+        p, columns = self.walk.problem, s.shape[1]
+        to_log2 = np.float32(p.score_unit * LOG2E)
+        if not p.spec.numerics.shift.is_identity:
+            shift = _round_shift(s - _per_column(self.subtracted, columns), place, self.walk)
+            return exp2(shift * to_log2, interpret=p.interpret)
+        # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
+        offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
+        log2_p = multiply_add(below, to_log2, offset, interpret=p.interpret)
+        return exp2(log2_p, interpret=p.interpret)
+
+    def finish(
+        self,
+        alpha: Array,
+        row_sum: Array,
+        pv: Array,
+        aux_pv: Array | None,
+        *,
+        rescaled: bool = False,
+    ) -> SoftmaxState:
+        """The state after the step; rescaled: pv holds α Ō already."""
+        p, round_point, state = self.walk.problem, self.walk.round_point, self.state
+        n, rule = p.spec.numerics, p.spec.row_max
+        if rule.clamp is not None:
+            row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
+        alpha_of_l = _per_column(alpha, _LANES) if _row_sums(p) > 1 else alpha
+        l = alpha_of_l * state.l + row_sum
+        l = round_point(l, "stats", n.stats, statistic(self.out, "l"))
+        alpha = _per_column(alpha, p.padded_head)
+        acc = pv
+        if not rescaled:
+            pv = round_point(pv, "pv", n.pv, self.out)
+            acc = round_point(alpha * state.acc, "rescale", n.rescale, self.out)
+            acc = round_point(acc + pv, "accumulator", n.accumulator, self.out)
+        aux = state.aux
+        if aux is not None and aux_pv is not None:
+            aux = alpha * aux + aux_pv
+        return SoftmaxState(self.m, l, acc, aux)
+
+
+def _round_shift(x: Array, place: Place, walk: _Walk) -> Array:
+    """S − m or m_old − m as rounded at `shift`."""
+    rounding = walk.problem.spec.numerics.shift
+    if rounding.is_identity:
+        return x
+    return walk.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, place)
 
 
 def _finish(
@@ -232,6 +403,7 @@ def _finish(
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if _row_sums(p) > 1 else one(state.l)
+    l = round_point(l, "normalizer", n.normalizer, statistic(place, "l"))
     empty = m <= MASKED
     divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
@@ -243,6 +415,6 @@ def _finish(
         p.store(out.saved, unrounded, start, p.rows)
 
     lse = m * np.float32(p.score_unit) + jnp.log(divisor)
-    lse = round_point(lse, "lse", n.lse, Place(place.rows, _column(2)))
+    lse = round_point(lse, "lse", n.lse, statistic(place, "lse"))
     lse = jnp.where(empty, -jnp.inf, lse)
     p.store_statistics(out.lse, lse[:, 0], start)

@@ -109,6 +109,37 @@ class Problem:
         return -(-self.keys // self.tile.kv)
 
     @property
+    def step(self) -> int:
+        """Keys of an online-softmax step, of one or several tiles."""
+        return self.spec.numerics.step_of(self.keys, self.tile.kv)
+
+    @property
+    def tiles_per_step(self) -> int:
+        """Key tiles of a step, the last one maybe partial where the step is all keys."""
+        return -(-self.step // self.tile.kv)
+
+    @property
+    def steps(self) -> int:
+        """Number of online-softmax steps, the last one maybe partial."""
+        return -(-self.kv_tiles // self.tiles_per_step)
+
+    @property
+    def tiles_per_rounded_product(self) -> tuple[int | None, int | None]:
+        """Tiles of queries, and of keys, whose products `tile_grads` rounds as one; None: none."""
+        n = self.spec.numerics
+        if n.tile_grads.is_identity:
+            return None, None
+        queries = self.q_tiles
+        if isinstance(n.kv_block, int):
+            queries = -(-min(n.kv_block, self.rows) // self.tile.query)
+        return queries, self.tiles_per_step
+
+    @property
+    def visits_above_diagonal(self) -> bool:
+        """Whether rows take, fully masked, the steps that lie above the diagonal."""
+        return self.spec.is_causal and self.spec.row_max.visits_above_diagonal
+
+    @property
     def hides_exponent_noise(self) -> bool:
         """Whether P̄, P and dS are all rounded, by more than the backward kernels' shortcut costs.
 
@@ -128,6 +159,7 @@ class Problem:
         """
         counts = isinstance(self.spec.row_max, DynamicMax | PublishedMax)
         rows, warps = self.tile.query, self.tile.warps
+        counts = counts and self.tiles_per_step == 1
         return counts and self.hopper and warps % 4 == 0 and rows % (16 * warps) == 0
 
     @property
@@ -135,19 +167,21 @@ class Problem:
         """What the forward kernel's scores and m count in: `scale`, or 1.
 
         Products q·k as they are, S = scale · s, save one multiplication per score. That is
-        possible where S and m are not rounded; a row-max rule is told the unit.
+        possible where S, m and S − m are not rounded; a row-max rule is told the unit.
         """
         n, scale = self.spec.numerics, self.spec.scale
         # MASKED must stay far below every score in that unit too.
         in_range = 2.0**-64 < scale < 2.0**64
-        return scale if in_range and n.scores.is_identity and n.stats.is_identity else 1.0
+        unrounded = n.scores.is_identity and n.stats.is_identity and n.shift.is_identity
+        return scale if in_range and unrounded else 1.0
 
     @property
     def scales_last(self) -> bool:
         """Whether dQ and dK are scaled as sums, because that commutes with rounding dS · scale."""
-        ds = self.spec.numerics.ds
+        points = (self.spec.numerics.ds, self.spec.numerics.tile_grads)
+        rounded = [x.format.name for x in points if not x.is_identity]
         is_power_of_two = math.frexp(self.spec.scale)[0] == 0.5
-        return ds.is_identity or (ds.format.name == "bfloat16" and is_power_of_two)
+        return is_power_of_two and set(rounded) == {"bfloat16"} if rounded else True
 
     def block(
         self,
@@ -226,17 +260,36 @@ class Problem:
         """The features of a head, [1, H]."""
         return span(0, self.padded_head)[None]
 
-    def key_range(self, i: Array, batch: Array, scalars: Scalars) -> tuple[Array, Array]:
-        """Of the key tiles that query tile i visits: how many are seen in full, and how many."""
-        zero, full, end = (jnp.int32(x) for x in (0, self.keys // self.tile.kv, self.kv_tiles))
-        if self.spec.is_causal:
+    def key_range(
+        self,
+        i: Array,
+        batch: Array,
+        scalars: Scalars,
+        *,
+        size: int | None = None,
+        causal: bool | None = None,
+    ) -> tuple[Array, Array]:
+        """Of the key tiles that query tile i visits: how many are seen in full, and how many.
+
+        Args:
+          i: query tile.
+          batch: batch element.
+          scalars: for the lengths.
+          size: of blocks of keys that are counted instead of tiles.
+          causal: whether the diagonal ends the visit, None for as the call is.
+        """
+        size = size or self.tile.kv
+        # Of a step over all keys the last tile may be partial, and then takes the mask.
+        whole = self.keys // size if size % self.tile.kv == 0 else 0
+        zero, full, end = (jnp.int32(x) for x in (0, whole, -(-self.keys // size)))
+        if self.spec.is_causal if causal is None else causal:
             first, last = i * self.tile.query, (i + 1) * self.tile.query
-            full = jnp.minimum(lax.div(first + 1, self.tile.kv), full)
-            end = jnp.minimum(lax.div(last + self.tile.kv - 1, self.tile.kv), end)
+            full = jnp.minimum(lax.div(first + 1, size), full)
+            end = jnp.minimum(lax.div(last + size - 1, size), end)
         if scalars.key_lengths is not None:
             length = scalars.key_lengths[batch]
-            full = jnp.minimum(lax.div(length, self.tile.kv), full)
-            end = jnp.minimum(lax.div(length + self.tile.kv - 1, self.tile.kv), end)
+            full = jnp.minimum(lax.div(length, size), full)
+            end = jnp.minimum(lax.div(length + size - 1, size), end)
         if scalars.query_lengths is not None:
             length = scalars.query_lengths[batch]
             full = jnp.where((i + 1) * self.tile.query <= length, full, zero)
@@ -270,10 +323,15 @@ class Problem:
             or self.has_key_lengths
         )
 
-    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
-        """True where a row may see a column; rows beyond T may, they are never stored."""
+    def visible(
+        self, place: Place, batch: Array, scalars: Scalars, *, causal: bool | None = None
+    ) -> Array:
+        """True where a row may see a column; rows beyond T may, they are never stored.
+
+        `causal`: whether the diagonal counts, None for as the call is.
+        """
         seen = place.cols < self.keys
-        if self.spec.is_causal:
+        if self.spec.is_causal if causal is None else causal:
             seen = seen & (place.cols <= place.rows)
         if scalars.key_lengths is not None:
             seen = seen & (place.cols < scalars.key_lengths[batch])

@@ -70,6 +70,11 @@ def _unsupported_numerics(numerics: Numerics) -> str | None:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     if numerics.kv_block == "all" or (numerics.kv_block or 0) % LANES:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {LANES} keys)"
+    if numerics.delta == "normalized":
+        return "delta=normalized"
+    for point in ("shift", "normalizer", "tile_grads"):
+        if not getattr(numerics, point).is_identity:
+            return f"{point}={getattr(numerics, point)}"
     return unsupported_rounding(numerics, FORMATS)
 
 
