@@ -16,7 +16,7 @@ STEP = 512  # keys and queries of a tile of the public code
 class Head:
     """What the scores of one head look like.
 
-    `size`: about the largest |S|; `tied`: within every step of 512 keys the second half repeats the
+    `size`: about the largest |S|; `tied`: within every step of keys the second half repeats the
     first, so that most rows tie, across tiles; `offset`: is added to every score of the head.
     """
 
@@ -34,7 +34,9 @@ HEADS = (
 )
 
 
-def inputs(length: int, heads: tuple[Head, ...] = HEADS, seed: int = 0) -> dict[str, np.ndarray]:
+def inputs(
+    length: int, heads: tuple[Head, ...] = HEADS, *, step: int = STEP, seed: int = 0
+) -> dict[str, np.ndarray]:
     """q k v do, float32 [1, T, N, 64]; every value is a bfloat16."""
     rng = np.random.default_rng(seed)
     shape = (1, length, len(heads), HEAD_SIZE)
@@ -46,8 +48,8 @@ def inputs(length: int, heads: tuple[Head, ...] = HEADS, seed: int = 0) -> dict[
             # Feature 0 carries the offset alone: 16 · 8 · offset / 16 / 8.
             q[:, :, n, 0], k[:, :, n, 0] = 16.0, 8.0 * head.offset / 16.0
         if head.tied:
-            for start in range(0, length, STEP):
-                half = min(STEP, length - start) // 2
+            for start in range(0, length, step):
+                half = min(step, length - start) // 2
                 k[:, start + half : start + 2 * half, n] = k[:, start : start + half, n]
             v[:, :, n] = -np.abs(v[:, :, n])  # one sign: errors of a tie add up
     return {"q": q, "k": k, "v": v * np.float32(2**-6), "do": do * np.float32(2**-10)}

@@ -1,13 +1,15 @@
 """What the public code of arXiv 2510.04212 computes, in NumPy: a reading of its source, twice.
 
-`eager` takes every operation by itself, as PyTorch's dispatcher runs it under bfloat16 autocast:
+`EAGER` takes every operation by itself, as PyTorch's dispatcher runs it under bfloat16 autocast:
 products, and whatever adds in place to a bfloat16 array, round; exp, log and sums are float32.
-`compiled` leaves out the roundings that the compiler leaves out of what its trainer runs. Nothing
-here comes from the library. Causal, one query head per key head; arrays [N, T, H], float32 holding
-bfloat16 values.
+`COMPILED` leaves out the roundings that the compiler leaves out of what its trainer runs.
+docs/published_arithmetic.md holds both against what the code computed on a GPU. Nothing here comes
+from the library. Causal, one query head per key head; arrays [N, T, H], float32 holding bfloat16
+values.
 """
 
 import dataclasses
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,8 @@ import numpy as np
 STEP = 512  # keys and queries of a tile
 LOWEST = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).min)
 EPSILON = np.float32(1e-10)
+
+Rule = Literal["standard", "published", "bounded"]
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -24,13 +28,19 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """O, lse [N, T] and gradients; O and gradients are bfloat16 values."""
+    """O, gradients, and lse [N, T]; O and gradients are bfloat16 values.
+
+    `sizes` holds what each of `out`, `dq`, `dk` and `dv` would be if nothing cancelled: every term
+    of every sum, and of dP − δ, taken by its size. An entry far below it is what float32 sums in
+    some order leave.
+    """
 
     out: np.ndarray
     lse: np.ndarray
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
+    sizes: dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,86 +48,153 @@ class Roundings:
     """Where an operation of the source rounds to bfloat16; False: the compiler leaves it out.
 
     What rounds in either way has no field: S twice (the product, and its multiple by the scale),
-    P̄ and P as operands, P̄V, O, dP, dS · scale, each tile's product of dQ, dK, dV, and dQ, dK, dV.
+    P̄ and P as operands, P̄V, the final l where lse is formed from it, O, dP, dS · scale, the
+    products that each tile adds to dQ, dK, dV, and dQ, dK, dV.
     """
 
     shift: bool  # S − m and m_old − m_new, before exp
+    tie_threshold: bool  # the maximum less 1e-3, down to which an entry repeats it
     accumulator: bool  # α Ō and α Ō + P̄V, in place
-    running_sum: bool  # l, where the next step reads it
-    divisor: bool  # l, where O is divided by it
+    running_stats: bool  # m and l, where the next step reads them
+    divisor: bool  # the final l, where Ō is divided by it
     products_of_delta: bool  # dO ∘ O
+    gradient_sums: bool  # dQ, dK, dV after every tile, in place
 
 
 EAGER = Roundings(
-    shift=True, accumulator=True, running_sum=True, divisor=True, products_of_delta=True
+    shift=True,
+    tie_threshold=True,
+    accumulator=True,
+    running_stats=True,
+    divisor=True,
+    products_of_delta=True,
+    gradient_sums=True,
 )
+# `divisor` holds for all rows but those of the first tile, where it depends on how the compiler
+# happens to fuse: without the dynamic maximum they are divided by the l before its rounding.
 COMPILED = Roundings(
-    shift=False, accumulator=False, running_sum=False, divisor=False, products_of_delta=False
+    shift=False,
+    tie_threshold=False,
+    accumulator=False,
+    running_stats=False,
+    divisor=True,
+    products_of_delta=False,
+    gradient_sums=False,
 )
 
 
-def published_max(s: np.ndarray) -> np.ndarray:
-    """A step's row maximum, doubled where it repeats and is positive, 0 where it is negative."""
-    m = s.max(-1, keepdims=True)
-    # `block_row_maxes - 1e-3` is a bfloat16.
-    repeated = (s >= bf16(m - np.float32(1e-3))).sum(-1, keepdims=True) > 1
-    m = np.where(repeated & (m > 0), np.float32(2) * m, m)
-    return np.where(repeated & (m < 0), np.float32(0), m)
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Both passes over tiles of `step` queries by `step` keys.
 
-
-def attend(
-    arrays: dict[str, np.ndarray], rounds: Roundings, *, dynamic: bool, step: int = STEP
-) -> Result:
-    """Both passes over tiles of `step` queries by `step` keys, above the diagonal too.
-
-    Args:
-      arrays: q k v do.
+    Attributes:
       rounds: `EAGER` or `COMPILED`.
-      dynamic: with the dynamic maximum (`STABLE=1`).
+      rule: of the row maximum. `standard` and `published` (`STABLE=1`) are the public code's, which
+        also takes the tiles above the diagonal and clamps the sum of a step from below. `bounded`
+        is not its own: the maximum moves by at most 20, nothing is clamped, and tiles above the
+        diagonal are left out.
       step: queries and keys of a tile.
     """
-    q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
-    scale = np.float32(q.shape[-1] ** -0.5)
-    length = q.shape[-2]
 
-    def maybe(x: np.ndarray, rounded: bool) -> np.ndarray:
-        return bf16(x) if rounded else x
+    rounds: Roundings
+    rule: Rule = "standard"
+    step: int = STEP
 
-    def scores(rows: slice, cols: slice, fill: float) -> np.ndarray:
-        s = bf16(bf16(q[:, rows] @ k[:, cols].swapaxes(1, 2)) * scale)
-        above = np.arange(length)[rows][:, None] < np.arange(length)[cols]
-        return np.where(above, np.float32(fill), s)
+    def attend(self, arrays: dict[str, np.ndarray]) -> Result:
+        """O, lse and the gradients of q k v by dO."""
+        q, do = arrays["q"], arrays["do"]
+        out, size, lse = np.zeros_like(q), np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
+        for rows in self._tiles(q):
+            out[:, rows], size[:, rows], lse[:, rows] = self._forward(arrays, rows)
+        products = self._maybe(do * out, self.rounds.products_of_delta)
+        grads, sizes = self._backward(arrays, lse[..., None], products)
+        return Result(out=out, lse=lse, **grads, sizes={"out": size, **sizes})
 
-    tiles = [slice(i, min(i + step, length)) for i in range(0, length, step)]
-    out, lse = np.zeros_like(q), np.zeros(q.shape[:2], np.float32)
-    for rows in tiles:
-        m = np.full((q.shape[0], rows.stop - rows.start, 1), LOWEST, np.float32)
-        l, acc = np.zeros_like(m), np.zeros_like(q[:, rows])
-        for cols in tiles:
-            s = scores(rows, cols, float(LOWEST))
-            r_m = published_max(s) if dynamic else s.max(-1, keepdims=True)
-            m_new = np.maximum(r_m, m)
+    def _forward(self, arrays: dict[str, np.ndarray], rows: slice) -> tuple[np.ndarray, ...]:
+        """O, the size of its terms, and lse of one tile of queries."""
+        rounds, maybe, q = self.rounds, self._maybe, arrays["q"][:, rows]
+        m = np.full((*q.shape[:2], 1), LOWEST, np.float32)
+        l, acc, size = np.zeros_like(m), np.zeros_like(q), np.zeros_like(q)
+        for cols in self._tiles(arrays["k"]):
+            if self.rule == "bounded" and cols.start >= rows.stop:
+                continue
+            s = self._scores(arrays, rows, cols, float(LOWEST))
+            m_new = maybe(np.maximum(self._step_maximum(s), m), rounds.running_stats)
             with np.errstate(over="ignore"):
                 p = np.exp(maybe(s - m_new, rounds.shift))
                 alpha = np.exp(maybe(m - m_new, rounds.shift))
-            row_sum = np.maximum(p.sum(-1, keepdims=True, dtype=np.float32), EPSILON)
-            l = maybe(alpha * l + row_sum, rounds.running_sum)
-            acc = maybe(acc * alpha, rounds.accumulator)
-            acc = maybe(acc + bf16(bf16(p) @ v[:, cols]), rounds.accumulator)
+            row_sum = p.sum(-1, keepdims=True, dtype=np.float32)
+            if self.rule != "bounded":
+                row_sum = np.maximum(row_sum, EPSILON)
+            l = maybe(alpha * l + row_sum, rounds.running_stats)
+            acc = maybe(alpha * acc, rounds.accumulator)
+            v = arrays["v"][:, cols]
+            acc = maybe(acc + bf16(bf16(p) @ v), rounds.accumulator)
+            size = alpha * size + p @ np.abs(v)
             m = m_new
-        out[:, rows] = bf16(acc / maybe(l, rounds.divisor))
-        lse[:, rows] = (np.log(bf16(l)) + m)[..., 0]
+        divisor = maybe(l, rounds.divisor)
+        return bf16(acc / divisor), size / divisor, (np.log(bf16(l)) + m)[..., 0]
 
-    products = maybe(do * out, rounds.products_of_delta)
-    delta = products.sum(-1, keepdims=True, dtype=np.float32)
-    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
-    for rows in tiles:
-        for cols in tiles:
-            p = np.exp(scores(rows, cols, -np.inf) - lse[:, rows, None])
-            dp = bf16(do[:, rows] @ v[:, cols].swapaxes(1, 2))
-            ds = bf16(p * scale * (dp - delta[:, rows]))
-            # Each product is a bfloat16; up to two of them add up to the same bits in float32.
-            dv[:, cols] += bf16(bf16(p).swapaxes(1, 2) @ do[:, rows])
-            dk[:, cols] += bf16(ds.swapaxes(1, 2) @ q[:, rows])
-            dq[:, rows] += bf16(ds @ k[:, cols])
-    return Result(out, lse, bf16(dq), bf16(dk), bf16(dv))
+    def _backward(
+        self, arrays: dict[str, np.ndarray], lse: np.ndarray, products: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The gradients, and the sizes of their terms; `products` add up to δ."""
+        q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
+        scale = np.float32(q.shape[-1] ** -0.5)
+        grads = {f"d{name}": np.zeros_like(arrays[name]) for name in ("q", "k", "v")}
+        sizes = {name: np.zeros_like(x) for name, x in grads.items()}
+
+        delta, delta_size = (
+            x.sum(-1, keepdims=True, dtype=np.float32) for x in (products, np.abs(products))
+        )
+
+        def add(name: str, tile: slice, a: np.ndarray, b: np.ndarray, size: np.ndarray) -> None:
+            total = grads[name][:, tile] + bf16(a @ b)
+            grads[name][:, tile] = self._maybe(total, self.rounds.gradient_sums)
+            sizes[name][:, tile] += size @ np.abs(b)
+
+        for rows in self._tiles(q):
+            for cols in self._tiles(k):
+                if cols.start >= rows.stop:
+                    continue  # P is 0, and nothing is added
+                p = np.exp(self._scores(arrays, rows, cols, -np.inf) - lse[:, rows])
+                dp = bf16(do[:, rows] @ v[:, cols].swapaxes(1, 2))
+                ds = bf16(p * scale * (dp - delta[:, rows]))
+                size = p * scale * (np.abs(dp) + delta_size[:, rows])
+                p_t, ds_t, size_t = (x.swapaxes(1, 2) for x in (bf16(p), ds, size))
+                add("dv", cols, p_t, do[:, rows], p_t)
+                add("dq", rows, ds, k[:, cols], size)
+                add("dk", cols, ds_t, q[:, rows], size_t)
+        return {name: bf16(x) for name, x in grads.items()}, sizes
+
+    def _scores(
+        self, arrays: dict[str, np.ndarray], rows: slice, cols: slice, fill: float
+    ) -> np.ndarray:
+        """S of a tile, `fill` above the diagonal."""
+        q, k = arrays["q"][:, rows], arrays["k"][:, cols]
+        s = bf16(bf16(q @ k.swapaxes(1, 2)) * np.float32(q.shape[-1] ** -0.5))
+        positions = np.arange(arrays["k"].shape[1])
+        return np.where(positions[rows][:, None] < positions[cols], np.float32(fill), s)
+
+    def _step_maximum(self, s: np.ndarray) -> np.ndarray:
+        """A step's row maximum; where it repeats, moved as the rule says."""
+        m = s.max(-1, keepdims=True)
+        if self.rule == "standard":
+            return m
+        with np.errstate(over="ignore"):  # twice the lowest number, where all is masked
+            if self.rule == "published":
+                threshold = self._maybe(m - np.float32(1e-3), self.rounds.tie_threshold)
+                moved = np.where(m > 0, np.float32(2) * m, np.minimum(m, 0) * 0)
+            else:
+                threshold = m
+                distance = np.where(m == 0, np.float32(1), np.minimum(np.abs(m), 20))
+                moved = np.where(m <= LOWEST, m, m + distance)
+        return np.where((s >= threshold).sum(-1, keepdims=True) > 1, moved, m)
+
+    def _tiles(self, x: np.ndarray) -> list[slice]:
+        length = x.shape[1]
+        return [slice(i, min(i + self.step, length)) for i in range(0, length, self.step)]
+
+    @staticmethod
+    def _maybe(x: np.ndarray, rounded: bool) -> np.ndarray:
+        return bf16(x) if rounded else x

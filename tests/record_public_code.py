@@ -2,13 +2,13 @@
 
     python tests/record_public_code.py DIR --out results/public_code/h200.npz
 
-DIR holds `attention.py` of https://github.com/ucker/why-low-precision-training-fails, unmodified. It
-runs in two ways, both under bfloat16 autocast:
+DIR holds `attention.py` of https://github.com/ucker/why-low-precision-training-fails, unmodified.
+It runs in two ways, both under bfloat16 autocast:
 
   compiled  as its trainer runs it, under `torch.compile`, on q, k and v as one projection leaves
             them, between the two projections of its attention layer;
-  eager     operation by operation. Its backward pass raises a dtype error outside of autocast, where
-            PyTorch runs it, so both passes are called by hand, inside.
+  eager     operation by operation. Its backward pass raises a dtype error outside of autocast,
+            where PyTorch runs it, so both passes are called by hand, inside.
 
 Kept are the outputs on the inputs of `grid_inputs`, some rows of each, as bits of bfloat16; of the
 eager run lse too, in float32.
@@ -32,7 +32,7 @@ COMMIT = "02f0ab6"
 
 
 def between_projections(function: type, qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """The layer between its projections: qkv [B, T, 3 C] to [B, T, C], as `model.py` arranges it."""
+    """The layer between its projections, as `model.py` has it: qkv [B, T, 3 C] to [B, T, C]."""
     batch, length, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
     q, k, v = (
         x.view(batch, length, heads, width // heads).transpose(1, 2)
