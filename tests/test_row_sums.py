@@ -1,0 +1,288 @@
+"""Row sums of the backward pass: of P = exp(S − lse), 1 in exact arithmetic, and of dS, 0.
+
+The gradient of a bias that every entry has its own of is dS before rounding, P ∘ (dP − δ + dlse).
+With dO = 0 and dlse = 1 it is P itself.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import attention, diagnostics, numerics
+from lowprec_attn.numerics import PRESETS, DynamicMax, Numerics, PublishedMax, RowMax, StandardMax
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+SCORES = (0.0, 8.0, 30.0, 130.0, 300.0, 520.0, 1030.0, 2100.0)
+KEYS, STEP, TIED = 64, 16, 8
+EPS, LOW_EPS = 2.0**-24, 2.0**-8  # the largest relative error of float32, of bfloat16
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "num", "row_max"))
+def probabilities(
+    scores: jax.Array, *, implementation: str, num: Numerics, row_max: RowMax
+) -> tuple[jax.Array, jax.Array]:
+    """P of the backward pass [T, S], and lse [T], of rows with these scores."""
+    rows, keys = scores.shape
+    q, k = (jnp.zeros((1, n, 1, 16), jnp.bfloat16) for n in (rows, keys))
+
+    def attend(bias: jax.Array) -> Any:
+        return attention.dot_product_attention(
+            q,
+            k,
+            k,
+            bias=bias,
+            numerics=num,
+            row_max=row_max,
+            implementation=implementation,
+            return_residual=True,
+        )
+
+    (out, lse), pullback = jax.vjp(attend, scores[None, None])
+    (dbias,) = pullback((jnp.zeros_like(out), jnp.ones_like(lse)))
+    return dbias[0, 0], lse[0, :, 0]
+
+
+def row_sums(scores: np.ndarray, **options: Any) -> np.ndarray:
+    """Σ_j P_ij, [T]."""
+    p, _ = probabilities(jnp.asarray(scores, jnp.float32), **options)
+    return np.asarray(p).sum(-1, dtype=np.float64)
+
+
+def rows_of_scores() -> np.ndarray:
+    """Rows with each of ± SCORES for their largest score: of one key, and of 8, two a step."""
+    r = np.random.default_rng(0)
+    largest = np.array([sign * size for size in SCORES for sign in (1, -1)] * 2)[:, None]
+    scores = largest - r.uniform(0.5, 30, (len(largest), KEYS))
+    half = len(largest) // 2
+    scores[:half, :1], scores[half:, :: KEYS // TIED] = largest[:half], largest[half:]
+    return scores
+
+
+def bound(scores: np.ndarray, num: Numerics, row_max: RowMax) -> np.ndarray:
+    """What |Σ P − 1| may be: P = exp(S − lse) and exp(lse) = Σ exp(S) but for
+
+    lse in float32    2^-24 of |lse|, and of S − lse as much; some more for log, exp and the sums
+    `normalizer`      l by 2^-8 of itself
+    `stats`           l by 2^-8 in every step (m is subtracted as it was rounded)
+    `shift`           the exponents x = m − S of P̄, summed over the steps between the maxima, by
+                      2^-8 x; weighted with P, x is on average at most log(keys) plus how far a
+                      rule puts m above the largest score
+    """
+    largest = np.abs(scores).max(-1)
+    exponent = 4 * EPS * (largest + KEYS)
+    steps = 1 if num.kv_block == "all" else KEYS // STEP
+    above = row_max.max_shift if isinstance(row_max, DynamicMax) else 0.0
+    if not num.stats.is_identity:
+        exponent += LOW_EPS * steps
+    if not num.normalizer.is_identity:
+        exponent += LOW_EPS
+    if not num.shift.is_identity:
+        exponent += LOW_EPS * (math.log(KEYS) + above)
+    return np.expm1(exponent)
+
+
+def with_steps(name: str) -> tuple[str, Numerics]:
+    """An implementation and the preset, in steps of 16 keys where rows may be split."""
+    num = PRESETS[name]
+    if num.normalize_probs:
+        return "dense", num.replace(kv_block="all")
+    return "tiled", num.replace(kv_block=STEP)
+
+
+NEAREST = [name for name, num in PRESETS.items() if not num.needs_bits]
+
+
+@pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=["standard", "dynamic"])
+@pytest.mark.parametrize("preset", NEAREST)
+def test_probabilities_of_the_backward_pass_sum_to_one(preset: str, rule: RowMax) -> None:
+    implementation, num = with_steps(preset)
+    scores = rows_of_scores()
+    sums = row_sums(scores, implementation=implementation, num=num, row_max=rule)
+    excess = np.abs(sums - 1) / bound(scores, num, rule)
+    assert excess.max() <= 1, (excess.argmax(), sums)
+
+
+TIED_SCORES = (8.0, 130.0, 300.0, 520.0, 1030.0, 2100.0)
+SUMS_OF_ROUNDED_LSE = np.array([1.0171, 1.0827, 1.0827, 0.1465, 8.0, 8.0])
+
+
+def test_lse_in_bfloat16_makes_them_anything_where_scores_are_large() -> None:
+    """Near 1,000 numbers of bfloat16 lie 8 apart: lse = S + log 8 becomes S."""
+    scores = np.repeat(np.array(TIED_SCORES)[:, None], TIED, axis=1)
+    num = numerics.PUBLISHED.replace(lse="bfloat16")
+    sums = row_sums(scores, implementation="dense", num=num, row_max=StandardMax())
+    np.testing.assert_allclose(sums, SUMS_OF_ROUNDED_LSE, rtol=1e-3)
+    assert (np.abs(sums - 1) > bound(scores, num, StandardMax())).all()
+
+    float32 = row_sums(
+        scores, implementation="dense", num=numerics.PUBLISHED, row_max=StandardMax()
+    )
+    assert np.abs(float32 - 1).max() <= bound(scores, num, StandardMax()).max()
+
+
+# Two tied scores s with β = 2: m = 2 s, so l = 2 exp(−s), clamped at 1e-10 from s = 23.7 on.
+VANISHING = np.array([10.0, 20.0, 23.5, 24.5, 30.0, 40.0])
+
+
+def test_rows_vanish_under_the_published_rule() -> None:
+    scores = np.repeat(VANISHING[:, None], 2, axis=1)
+    for preset in ("flash", "published", "published_eager"):
+        sums = row_sums(scores, implementation="dense", num=PRESETS[preset], row_max=PublishedMax())
+        expected = np.minimum(1, 2 * np.exp(-VANISHING) / 1e-10)
+        np.testing.assert_allclose(sums, expected, rtol=0.25 if "eager" in preset else 5e-3)
+        np.testing.assert_array_equal(sums < 0.5, VANISHING > 24)
+
+
+@functools.partial(jax.jit, static_argnames=("num", "row_max", "causal"))
+def signals(
+    q: Any, k: Any, v: Any, do: Any, *, num: Numerics, row_max: RowMax, causal: bool
+) -> Any:
+    return diagnostics.attention_signals(
+        q, k, v, do, numerics=num, row_max=row_max, scale=1.0, is_causal=causal
+    )
+
+
+def test_the_signal_of_vanished_rows() -> None:
+    q = jnp.asarray(VANISHING, jnp.bfloat16).reshape(1, -1, 1, 1)
+    k = jnp.ones((1, 2, 1, 1), jnp.bfloat16)
+    found = functools.partial(signals, q, k, k, q, num=numerics.PUBLISHED, causal=False)
+    assert float(found(row_max=PublishedMax())["vanished_rows"][0]) == 0.5
+    assert float(found(row_max=PublishedMax())["p_row_sum_error_max"][0]) == pytest.approx(1)
+    for rule in (StandardMax(), DynamicMax()):
+        assert float(found(row_max=rule)["vanished_rows"][0]) == 0
+        assert float(found(row_max=rule)["p_row_sum_error_max"][0]) < 1e-2
+
+
+def test_the_signal_of_lse_in_bfloat16() -> None:
+    q = jnp.asarray(TIED_SCORES, jnp.bfloat16).reshape(1, -1, 1, 1)
+    k = jnp.ones((1, TIED, 1, 1), jnp.bfloat16)
+    num = numerics.PUBLISHED.replace(lse="bfloat16")
+    found = signals(q, k, k, q, num=num, row_max=StandardMax(), causal=False)
+    errors = SUMS_OF_ROUNDED_LSE - 1
+    assert float(found["p_row_sum_error_max"][0]) == pytest.approx(7, rel=1e-3)
+    assert float(found["p_row_sum_error_mean"][0]) == pytest.approx(errors.mean(), rel=1e-3)
+    rms = float(np.sqrt(np.mean(errors**2)))
+    assert float(found["p_row_sum_error_rms"][0]) == pytest.approx(rms, rel=1e-3)
+    assert float(found["vanished_rows"][0]) == pytest.approx(1 / 6)
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) -> Any:
+    """dS before its rounding [B, N, T, S], as the gradient of a bias of zeros, and dQ."""
+    (batch, rows, heads, _), keys = q.shape, k.shape[1]
+
+    def attend(q: jax.Array, bias: jax.Array) -> jax.Array:
+        return attention.dot_product_attention(
+            q, k, v, bias=bias, scale=1.0, is_causal=True, numerics=num, implementation="tiled"
+        )
+
+    _, pullback = jax.vjp(attend, q, jnp.zeros((batch, heads, rows, keys), jnp.float32))
+    dq, dbias = pullback(do)
+    return dbias, dq
+
+
+@pytest.mark.parametrize("name", ["flash", "published_eager", "normalized_delta"])
+def test_the_signals_of_sums_of_ds_are_those_of_the_implementation(name: str) -> None:
+    r = np.random.default_rng(0)
+    q, k, v, do = (r.standard_normal((2, 40, 2, 16)).astype(np.float32) for _ in range(4))
+    k[..., 0] = 1.0  # so that dQ[..., 0] is the sum of dS as rounded
+    arrays = [jnp.asarray(x) for x in (q, k, v, do)]
+    num = PRESETS[name].replace(kv_block=40, grads="float32", tile_grads="float32")
+    dbias, dq = bias_and_query_gradients(*arrays, num=num)
+    found = signals(*arrays, num=num, row_max=StandardMax(), causal=True)
+    by_row = {
+        "ds_row_sum": np.asarray(dbias).sum(-1),
+        "rounded_ds_row_sum": np.asarray(dq)[..., 0].swapaxes(1, 2),
+    }
+    for signal, sums in by_row.items():
+        if (signal, name) == ("ds_row_sum", "normalized_delta"):
+            assert float(found["ds_row_sum_max"].max()) < 1e-5  # nothing but float32
+        elif (signal, name) == ("rounded_ds_row_sum", "normalized_delta"):
+            continue  # dQ takes r / s by another way
+        else:
+            rms = np.sqrt((sums**2).mean((0, 2)))
+            np.testing.assert_allclose(found[f"{signal}_rms"], rms, rtol=0.02)
+            atol = 0.02 * float(rms.min())
+            np.testing.assert_allclose(found[f"{signal}_mean"], sums.mean((0, 2)), atol=atol)
+            np.testing.assert_allclose(found[f"{signal}_max"], np.abs(sums).max((0, 2)), rtol=0.02)
+
+
+# Rows of dS with `delta='normalized'`. O is rounded to 3 bits, so that δ₀ is far off.
+COARSE = numerics.FLASH.replace(output="bf16_m3", dp="bfloat16", grads="float32")
+WIDE = {"bias": (True, True, True)}
+CASES = {
+    "full": harness.Case(**WIDE),
+    "grouped": harness.Case(heads=4, kv_heads=2, is_causal=True, **WIDE),
+    "lengths": harness.Case(key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True, **WIDE),
+    "empty rows": harness.Case(mask="empty", heads=4, kv_heads=2, **WIDE),
+    "more keys": harness.Case(rows=9, keys=23, is_causal=True, **WIDE),
+}
+
+
+def without_dlse(case: harness.Case, arrays: harness.Arrays, how: Any, num: Numerics) -> np.ndarray:
+    """Σ_j dS_ij, from which what a gradient of lse adds, dlse Σ P, is taken away; [B, N, T]."""
+    dbias = harness.run(how, case, arrays, num)["dbias"].astype(np.float64)
+    return dbias.sum(-1) - arrays["dlse"].swapaxes(1, 2) * of_p(case, arrays, how, num).sum(-1)
+
+
+def of_p(case: harness.Case, arrays: harness.Arrays, how: Any, num: Numerics) -> np.ndarray:
+    """P, [B, N, T, S]."""
+    only_lse = {"do": np.zeros_like(arrays["do"]), "dlse": np.ones_like(arrays["dlse"])}
+    return harness.run(how, case, {**arrays, **only_lse}, num)["dbias"].astype(np.float64)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_ds_sum_to_zero_with_the_normalized_delta(name: str, implementation: str) -> None:
+    case, how = CASES[name], harness.IMPLEMENTATIONS[implementation]
+    arrays = harness.inputs(case)
+    num = COARSE.replace(delta="normalized")
+    sums = without_dlse(case, arrays, how, num)
+
+    # Float32 errors of dP − δ, of P times it and of the sums over some twenty keys.
+    p = of_p(case, arrays, how, num)
+    v = np.repeat(arrays["v"], case.heads // case.kv_heads, axis=2).astype(np.float64)
+    dp = np.abs(np.einsum("btnh,bsnh->bnts", arrays["do"].astype(np.float64), v))
+    size = (p * dp).sum(-1) + np.abs(arrays["dlse"]).swapaxes(1, 2) * p.sum(-1)
+    # δ₀ of an O of 3 bits is off by a sixteenth of its terms.
+    terms = np.abs(arrays["do"].astype(np.float64)).sum(-1).swapaxes(1, 2) * np.abs(v).max()
+    allowed = 32 * EPS * (size + terms * p.sum(-1))
+    assert (np.abs(sums) <= allowed).all(), (np.abs(sums) / np.maximum(allowed, 1e-30)).max()
+
+    saved = without_dlse(case, arrays, how, COARSE)
+    assert np.median(np.abs(saved)[allowed > 0] / allowed[allowed > 0]) > 30
+
+
+def test_rows_of_ds_sum_to_zero_for_packed_arrays() -> None:
+    r = np.random.default_rng(0)
+    qkv, do = (
+        jnp.asarray(r.standard_normal(s), jnp.bfloat16) for s in ((2, 24, 3, 2, 16), (2, 24, 2, 16))
+    )
+
+    @functools.partial(jax.jit, static_argnames="num")
+    def ds(qkv: jax.Array, *, num: Numerics) -> jax.Array:
+        def attend(bias: jax.Array) -> jax.Array:
+            return attention.dot_product_attention(
+                qkv, bias=bias, is_causal=True, numerics=num, implementation="tiled"
+            )
+
+        out, pullback = jax.vjp(attend, jnp.zeros((2, 2, 24, 24), jnp.float32))
+        return pullback(do.astype(out.dtype))[0]
+
+    num = COARSE.replace(kv_block=8)
+    normalized = np.abs(np.asarray(ds(qkv, num=num.replace(delta="normalized"))).sum(-1))
+    saved = np.abs(np.asarray(ds(qkv, num=num)).sum(-1))
+    assert normalized.max() < 1e-5 < 1e-2 < saved.max()
+
+
+def test_every_preset_is_covered() -> None:
+    assert set(PRESETS) - set(NEAREST) == {"stochastic_output"}
+    assert dataclasses.replace(PRESETS["stochastic_output"], output=None).needs_bits is False
