@@ -47,10 +47,11 @@ class Result:
 class Roundings:
     """Where an operation of the source rounds to bfloat16; False: the compiler leaves it out.
 
-    What rounds in either way has no field: S twice (the product, and its multiple by the scale),
-    P̄ and P as operands, P̄V, the final l where lse is formed from it, O, dP, dS · scale, the
-    products that each tile adds to dQ, dK, dV, and dQ, dK, dV.
+    What rounds in either way has no field: q kᵀ, P̄ and P as operands, P̄V, the final l where lse is
+    formed from it, O, dP, dS · scale, the products of each tile for dQ, dK, dV, and dQ, dK, dV.
     """
+
+    scaled_scores: bool  # q kᵀ · scale; nothing to round where the scale is a power of two
 
     shift: bool  # S − m and m_old − m_new, before exp
     tie_threshold: bool  # the maximum less 1e-3, down to which an entry repeats it
@@ -62,6 +63,7 @@ class Roundings:
 
 
 EAGER = Roundings(
+    scaled_scores=True,
     shift=True,
     tie_threshold=True,
     accumulator=True,
@@ -73,6 +75,7 @@ EAGER = Roundings(
 # `divisor` holds for all rows but those of the first tile, where it depends on how the compiler
 # happens to fuse: without the dynamic maximum they are divided by the l before its rounding.
 COMPILED = Roundings(
+    scaled_scores=False,
     shift=False,
     tie_threshold=False,
     accumulator=False,
@@ -172,7 +175,8 @@ class Reading:
     ) -> np.ndarray:
         """S of a tile, `fill` above the diagonal."""
         q, k = arrays["q"][:, rows], arrays["k"][:, cols]
-        s = bf16(bf16(q @ k.swapaxes(1, 2)) * np.float32(q.shape[-1] ** -0.5))
+        s = bf16(q @ k.swapaxes(1, 2)) * np.float32(q.shape[-1] ** -0.5)
+        s = self._maybe(s, self.rounds.scaled_scores)
         positions = np.arange(arrays["k"].shape[1])
         return np.where(positions[rows][:, None] < positions[cols], np.float32(fill), s)
 

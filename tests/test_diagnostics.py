@@ -173,6 +173,9 @@ def test_unrounded_arithmetic_has_no_errors():
     )
     for name in ("unnormalized_error", "output_error", "delta_error", "ds_row_sum"):
         assert float(jnp.max(signals[f"{name}_max"])) < 1e-4, name
+    for name in ("rounded_ds_row_sum", "p_row_sum_error"):
+        assert float(jnp.max(signals[f"{name}_max"])) < 1e-4, name
+    assert float(jnp.max(signals["vanished_rows"])) == 0
     assert float(jnp.min(signals["delta_rms"])) > 0.1
 
 
@@ -345,3 +348,15 @@ def test_published_rule_that_underflows_shows_as_nan():
     safe = dataclasses.replace(rule, clamp=1e-10)
     vanished = attention_signals(q, q, q, numerics=numerics.FLASH, row_max=safe, scale=1.0)
     assert float(vanished["output_error_mean"][0]) == -10.0
+
+
+def test_published_rule_that_underflows_shows_as_vanished_rows():
+    """Their dS vanishes as well: what is missing is the row, not the balance of it."""
+    q, v = jnp.full((1, 2, 1, 1), 10.0), jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    chosen = {"numerics": numerics.FLASH, "scale": 1.0}
+    safe = attention_signals(q, q, v, v, **chosen)
+    gone = attention_signals(q, q, v, v, **chosen, row_max=numerics.PublishedMax())
+    assert (float(safe["vanished_rows"][0]), float(gone["vanished_rows"][0])) == (0, 1)
+    assert float(gone["p_row_sum_error_mean"][0]) == pytest.approx(-1)
+    assert float(safe["p_row_sum_error_max"][0]) < 1e-5
+    assert max(float(x["ds_row_sum_max"][0]) for x in (safe, gone)) < 1e-5

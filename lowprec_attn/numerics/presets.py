@@ -25,6 +25,8 @@ PUBLISHED = FLASH.replace(
 
 Its eager backward pass raises an error, and the compiler leaves out the roundings between the
 operations that it fuses: those of S − m, of Ō before the division, of m and l from step to step.
+Faithful for head sizes whose scale is a power of two (the code rounds q kᵀ before the scale), and
+but for the division by l in the first 512 rows.
 """
 
 PUBLISHED_EAGER = PUBLISHED.replace(

@@ -89,7 +89,8 @@ class Numerics:
         rounding; `auxiliary`: O′, from unrounded P̄ and float32 accumulation, kept in bfloat16
         (Attn-QAT, arXiv 2603.00040).
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
-        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`; `normalized`: see the module.
+        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
+        `normalized`: see the module.
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
         does; needs all keys in one step (`dense`).
