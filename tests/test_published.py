@@ -193,6 +193,13 @@ def test_the_first_tile_is_divided_by_the_unrounded_l() -> None:
     assert second["out"].share > 0.2
 
 
+def test_compiled_fuses_otherwise_at_another_length() -> None:
+    """Which is why the preset is claimed for the trainer's length alone."""
+    run = Run(1536, "compiled", "standard")
+    shares = [run.differences(tile=tile, heads=THREE)["out"].share for tile in range(3)]
+    assert max(shares[0], shares[2]) <= SHARE < 0.05 < shares[1]
+
+
 # The library against the reading.
 
 PRESETS = {

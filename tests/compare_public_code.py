@@ -1,0 +1,54 @@
+"""Prints how far the record of the public code, its reading and the library are apart.
+
+    PYTHONPATH=. python tests/compare_public_code.py
+
+The table of docs/published_arithmetic.md, and what it says about T = 1536: the share of elements
+that differ, in per cent, and after a colon the most by which one does, in units of bfloat16.
+"""
+
+import itertools
+
+import grid_inputs
+import jax
+import ml_dtypes
+from test_published import (
+    ARRAYS,
+    PRESETS,
+    ROUNDINGS,
+    RULES,
+    Call,
+    Difference,
+    Run,
+    difference,
+    library,
+    reading,
+)
+
+
+def row(label: str, found: dict[str, Difference]) -> str:
+    """One line of the table."""
+    cells = (f"{100 * found[name].share:7.3f}: {found[name].most:6.2f}" for name in ARRAYS)
+    return f"{label:<44}" + "  ".join(cells)
+
+
+def main() -> None:
+    """Every recorded run, by tile of rows; then both presets at T = 1024."""
+    jax.config.update("jax_platforms", "cpu")
+    print(f"{'':<44}" + "  ".join(f"{name:>15}" for name in ARRAYS))
+    for length, way, rule in itertools.product((1024, 1536), ROUNDINGS, ("standard", "published")):
+        run = Run(length, way, rule)
+        print(row(f"GPU {length} {way} {rule}, all rows", run.differences()))
+        for tile in range(length // grid_inputs.STEP):
+            print(row(f"GPU {length} {way} {rule}, tile {tile}", run.differences(tile=tile)))
+    arrays = grid_inputs.inputs(1024)
+    inputs = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
+    ways = {PRESETS[name][1]: name for name in PRESETS}
+    for (way, rounds), rule in itertools.product(ROUNDINGS.items(), ("standard", "published")):
+        preset, want = ways[rounds], reading(Run(1024, way, rule))
+        result = library(Call("tiled", PRESETS[preset][0], RULES[rule]), inputs)
+        found = {name: difference(x, name, want) for name, x in result.items()}
+        print(row(f"{preset} 1024 {rule}", found))
+
+
+if __name__ == "__main__":
+    main()
