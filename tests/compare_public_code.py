@@ -11,18 +11,8 @@ import itertools
 import grid_inputs
 import jax
 import ml_dtypes
-from test_published import (
-    ARRAYS,
-    PRESETS,
-    ROUNDINGS,
-    RULES,
-    Call,
-    Difference,
-    Run,
-    difference,
-    library,
-    reading,
-)
+from public_record import ARRAYS, ROUNDINGS, Difference, Run, difference, reading
+from test_published import PRESETS, RULES, Call, library
 
 
 def row(label: str, found: dict[str, Difference]) -> str:
