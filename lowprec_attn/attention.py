@@ -45,7 +45,7 @@ def dot_product_attention(
     bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
@@ -58,8 +58,14 @@ def dot_product_attention(
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
-    Differentiable in q, k, v and bias by a hand-written backward pass whose roundings are named
-    in `numerics` too; reverse mode only. Works under `jit`, `vmap` and `checkpoint`.
+    Differentiable in q, k, v, bias and a traced scale by a hand-written backward pass whose
+    roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
+    `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
+
+    Second derivatives (`jax.hessian`, `jax.jvp` or `jax.grad` of `jax.grad`) take the derivative of
+    every rounding as 1. `tiled` and `dense` have them; name one of the two, because under `jit` the
+    choice by platform keeps the kernels, which refuse. `jax.grad` of `jax.grad` takes memory
+    quadratic in the length.
 
     Args:
       q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together. Without k and
@@ -69,8 +75,9 @@ def dot_product_attention(
       v: values, like k.
       bias: added to the scores.
       mask: True where a query may see a key.
-      scale: factor of q kᵀ, 1/√H by default.
-      is_causal: row t sees the keys s <= t.
+      scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
+        number is too; the kernels decline it.
+      is_causal: row t sees the keys s <= t; not traced.
       query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
         as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
         gives lse = log(clamp) instead).
@@ -93,7 +100,8 @@ def dot_product_attention(
     Raises:
       ValueError: wrong shapes, dtypes or options; the message names the value.
       NotImplementedError: the implementation asked for cannot serve the request; the message
-        names what, and the implementations that can.
+        names what, and the implementations that can. Also at the second derivative of a kernel.
+      TypeError: forward-mode differentiation (`jax.jvp`) of the call itself.
 
     Example:
       >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 2, 32), jnp.bfloat16)
@@ -121,7 +129,7 @@ def dot_product_attention(
 def _prepare(
     arrays: tuple[Any, Any, Any, Any, Any],
     *,
-    scale: float | None = None,
+    scale: Any = None,
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
@@ -149,11 +157,12 @@ def _prepare(
         validation.lengths("query_seq_lengths", query_seq_lengths, batch),
         validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         None if key is None else RandomStream.of(key, batch, heads),
+        validation.traced_scale(scale),
     )
     spec = functools.partial(
         Spec,
-        scale=validation.scale(scale, head_size),
-        is_causal=bool(is_causal),
+        scale=1.0 if extras.scale is not None else validation.scale(scale, head_size),
+        is_causal=validation.causal(is_causal),
         block_sizes=block_sizes,
     )
     arithmetic = validation.per_head(numerics, row_max, heads, k.shape[2])
@@ -222,6 +231,10 @@ def sharded(
 
 def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array]]:
     """`dot_product_attention` for code that runs under `jax.shard_map` already.
+
+    The kernels need a `jax.shard_map` with `check_vma=False`. Under its default, `check_vma=True`,
+    they decline, so that without a choice `tiled` serves the call; the gradient of an array that
+    does not vary over a mesh axis is then summed over it.
 
     Args:
       batch_axis: mesh axis over which that code's batch is split, in equal parts. Random bits are
@@ -303,6 +316,7 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
         lengths(extras.query_lengths),  # type: ignore[arg-type]
         lengths(extras.key_lengths),  # type: ignore[arg-type]
         stream,
+        None if extras.scale is None else PartitionSpec(),  # type: ignore[arg-type]
     )
 
 

@@ -81,7 +81,7 @@ def _backward(
     if n.delta == "normalized":
         sums = steps.row_sums(tile, delta, k, spec, extras, place)
         dq = steps.query_gradient(tile, delta, k, spec, extras, place)
-        dq = steps.corrected_dq(dq, sums, dlse, spec)
+        dq = steps.corrected_dq(dq, sums, dlse, spec, extras)
         delta = delta + sums.shift - dlse
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
@@ -92,7 +92,11 @@ def _backward(
     if extras.bias is not None:
         ds = steps.ds_of(tile, delta)
         dbias = steps.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
-    return (*steps.round_gradients(dq, dk, dv, res.inputs, spec), Extras(bias=dbias))
+    dscale = None
+    if extras.scale is not None:
+        dscale = steps.scale_gradient(steps.ds_of(tile, delta), q, k)
+    rounded = steps.round_gradients(dq, dk, dv, res.inputs, spec)
+    return (*rounded, Extras(bias=dbias, scale=dscale))
 
 
 _attend.defvjp(_forward, _backward)

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from lowprec_attn import dense, tiled
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec, planes
+from lowprec_attn.transforms import vary_alike
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.tpu import attention as tpu
 
@@ -109,6 +110,8 @@ def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
 
 def compute(call: Call) -> tuple[Array, Array]:
     """One call per part, heads put back in order."""
+    arrays, extras = vary_alike((call.arrays, call.extras))
+    call = call._replace(arrays=arrays, extras=extras)
     if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
         return _run(call.parts[0], call.arrays, call.extras)
     results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]

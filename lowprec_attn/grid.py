@@ -13,6 +13,7 @@ from lowprec_attn.steps import Grouped, Place, span, sum_to_shape
 class Grid:
     """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
 
+    With `every_block` blocks of keys above the causal diagonal are visited too, to no effect.
     Arrays are in the layout of `steps`, with the sequence on the axis before the last.
     """
 
@@ -21,6 +22,7 @@ class Grid:
     block_q: int
     block_kv: int
     is_causal: bool
+    every_block: bool = False
 
     @property
     def q_tiles(self) -> int:
@@ -40,11 +42,11 @@ class Grid:
     @property
     def rows_can_miss_blocks(self) -> bool:
         """Whether a visited tile may hold a row that lies wholly above the causal diagonal."""
-        return self.is_causal and self.block_kv % self.block_q != 0
+        return self.is_causal and (self.every_block or self.block_kv % self.block_q != 0)
 
     def kv_end(self, i: Array) -> Array | int:
         """The number of key blocks that query tile i visits."""
-        if not self.is_causal:
+        if not self.is_causal or self.every_block:
             return self.kv_blocks
         last_row = (i + 1) * self.block_q
         return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)

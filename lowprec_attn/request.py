@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, Key, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
 
 from lowprec_attn.numerics import Numerics, RowMax
+from lowprec_attn.transforms import checks_varying_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Spec:
 
     Attributes:
       numerics, row_max: the arithmetic.
-      scale: factor of q kᵀ.
+      scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
       is_causal: row t sees the keys s <= t.
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
@@ -69,6 +70,7 @@ class Extras(NamedTuple):
       mask: True where a query may see a key.
       query_lengths, key_lengths: number of valid positions per batch element.
       stream: random bits, needed by stochastic points only.
+      scale: factor of q kᵀ that is not known before the call is run.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -76,6 +78,7 @@ class Extras(NamedTuple):
     query_lengths: Int32[Array, "B"] | None = None
     key_lengths: Int32[Array, "B"] | None = None
     stream: RandomStream | None = None
+    scale: Float32[Array, ""] | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -91,6 +94,7 @@ def planes(*arrays: Array) -> tuple[Array, Array, Array]:
 class Request:
     """What an implementation is asked whether it can serve: the spec and the shapes.
 
+    `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
     `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
     """
 
@@ -101,6 +105,8 @@ class Request:
     has_bias: bool = False
     has_mask: bool = False
     has_lengths: bool = False
+    has_traced_scale: bool = False
+    checks_vma: bool = False
     platform: str | None = None
 
     @classmethod
@@ -114,4 +120,18 @@ class Request:
             has_bias=extras.bias is not None,
             has_mask=extras.mask is not None,
             has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
+            has_traced_scale=extras.scale is not None,
+            checks_vma=checks_varying_types(),
         )
+
+
+def unsupported_by_kernels(request: Request) -> str | None:
+    """What of the request no Pallas kernel can serve, or None."""
+    if request.has_traced_scale:
+        return "a traced scale (its kernels are compiled for one; pass a Python number)"
+    if request.checks_vma:
+        return (
+            "jax.shard_map with check_vma=True "
+            "(pass check_vma=False to it, and call attention.within_shard inside)"
+        )
+    return None

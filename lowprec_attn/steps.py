@@ -180,10 +180,18 @@ def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
 ) -> Array:
     """S = round_scores(q kᵀ · scale + bias), not yet masked."""
-    s = dot("bkgth,bksh->bkgts", q, k, _format_of(q), _format_of(k)) * jnp.float32(spec.scale)
+    s = _products(q, k) * _scale(spec, extras)
     if bias is not None:
         s = s + bias.astype(jnp.float32)
     return round_point(s, "scores", spec.numerics.scores, extras.stream, place)
+
+
+def _products(q: Array, k: Array) -> Array:
+    return dot("bkgth,bksh->bkgts", q, k, _format_of(q), _format_of(k))
+
+
+def _scale(spec: Spec, extras: Extras) -> Array:
+    return jnp.float32(spec.scale) if extras.scale is None else extras.scale
 
 
 def mask_scores(s: Array, seen: Array | None) -> Array:
@@ -194,8 +202,9 @@ def mask_scores(s: Array, seen: Array | None) -> Array:
 def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:
     """No key seen yet."""
     b, k, g, t, _ = q.shape
-    row = jnp.zeros((b, k, g, t, 1), jnp.float32)
-    acc = jnp.zeros((b, k, g, t, v.shape[-1]), jnp.float32)
+    # Like q: under `jax.shard_map` the carry of a loop varies over mesh axes as q does.
+    row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
+    acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
     return SoftmaxState(jnp.full_like(row, MASKED), row, acc, aux)
 
@@ -209,7 +218,9 @@ def softmax_step(
     every_step = dataclasses.replace(place, step=place.cols[0, 0])
     out = Place(place.rows, span(0, v.shape[-1])[None], every_step.step)
 
-    m = spec.row_max(s, state.m)
+    # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
+    # that it adds to theirs would not cancel.
+    m = spec.row_max(lax.stop_gradient(s), state.m)
     m = round_point(m, "stats", n.stats, stream, statistic(every_step, "m"))
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
@@ -378,9 +389,9 @@ def row_sums(
     )
 
 
-def corrected_dq(dq: Array, sums: RowSums, dlse: Array, spec: Spec) -> Array:
+def corrected_dq(dq: Array, sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
     """dQ of δ₀ and without dlse as that of δ₀ + r / s − dlse, before rounding at `grads`."""
-    return dq - jnp.float32(spec.scale) * (sums.shift - dlse) * sums.pk
+    return dq - _scale(spec, extras) * (sums.shift - dlse) * sums.pk
 
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:
@@ -392,7 +403,7 @@ def rounded_ds(
     tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place
 ) -> Array:
     """dS · scale as rounded at `ds`."""
-    scaled = ds_of(tile, delta) * jnp.float32(spec.scale)
+    scaled = ds_of(tile, delta) * _scale(spec, extras)
     return round_point(scaled, "ds", spec.numerics.ds, extras.stream, place)
 
 
@@ -439,6 +450,11 @@ def key_gradients(
 def tile_number(first: Array, which: int) -> Array:
     """Tells apart the random bits of dQ, dK and dV (0, 1, 2) in the tiles along their sum."""
     return 3 * first + which
+
+
+def scale_gradient(ds: Array, q: Array, k: Array) -> Array:
+    """Contribution of one tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
+    return jnp.sum(ds * _products(q, k))
 
 
 def round_gradients(

@@ -19,6 +19,7 @@ from lowprec_attn import steps
 from lowprec_attn.grid import Grid
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
+from lowprec_attn.transforms import differentiated_as
 
 DEFAULT_KV_BLOCK = 256
 
@@ -77,9 +78,9 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 
 def _forward(
-    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
 ) -> tuple[tuple[Array, Array], steps.Residuals]:
-    grid = _grid(q, k, spec, backward=False)
+    grid = _grid(q, k, spec, backward=False, every_block=every_block)
     tiles = grid.pad(steps.Grouped(q, k, v, extras))
 
     def query_tile(i: Array) -> steps.Output:
@@ -110,14 +111,19 @@ class _Sums(NamedTuple):
     dk: Array
     dv: Array
     dbias: Array | None
+    dscale: Array | None
 
 
 def _backward(
-    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
+    spec: Spec,
+    res: steps.Residuals,
+    cotangents: tuple[Array, Array],
+    *,
+    every_block: bool = False,
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, _, extras = res.inputs
     do, dlse = cotangents
-    grid = _grid(q, k, spec, backward=True)
+    grid = _grid(q, k, spec, backward=True, every_block=every_block)
     tiles = grid.pad(res.inputs)
     do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
     # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
@@ -144,7 +150,7 @@ def _backward(
         def dq_of(delta: Array) -> Callable[..., Array]:
             return lambda tile, k, place: steps.query_gradient(tile, delta, k, spec, extras, place)
 
-        dlse_tile, zeros_dq = grid.query_rows(dlse, i), jnp.zeros(q_tile.shape, jnp.float32)
+        dlse_tile, zeros_dq = grid.query_rows(dlse, i), jnp.zeros_like(q_tile, jnp.float32)
         if o_saved is None:  # delta='dp_p': a pass of its own over the keys
             delta = over_keys(
                 lambda tile, k, place: steps.delta_from_probs(tile), jnp.zeros_like(lse_tile)
@@ -160,7 +166,7 @@ def _backward(
 
             row = jnp.zeros_like(lse_tile)
             dq, row_sums = over_keys(with_sums, (zeros_dq, steps.RowSums(row, row, zeros_dq)))
-            dq = steps.corrected_dq(dq, row_sums, dlse_tile, spec)
+            dq = steps.corrected_dq(dq, row_sums, dlse_tile, spec, extras)
             of_ds = delta + row_sums.shift - dlse_tile
         else:
             # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
@@ -172,19 +178,23 @@ def _backward(
             if dq_sum is not None:
                 dq_sum = dq_sum + dq_of(of_ds)(tile, grid.key_rows(tiles.k, j), place)
             dk, dv = steps.key_gradients(tile, of_ds, q_tile, do_tile, spec, extras, place)
-            dbias = sums.dbias
+            ds, dbias, dscale = steps.ds_of(tile, of_ds), sums.dbias, sums.dscale
             if dbias is not None:
-                dbias = grid.add_pairs(dbias, steps.ds_of(tile, of_ds), i, j)
+                dbias = grid.add_pairs(dbias, ds, i, j)
+            if dscale is not None:
+                dscale = dscale + steps.scale_gradient(ds, q_tile, grid.key_rows(tiles.k, j))
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
-            return _Sums(dk, dv, dbias), dq_sum
+            return _Sums(dk, dv, dbias, dscale), dq_sum
 
         start = (sums, zeros_dq if dq is None else None)
         sums, dq_sum = lax.fori_loop(0, grid.kv_end(i), step, start)
         return sums, dq if dq_sum is None else dq_sum
 
-    zeros = partial(jnp.zeros, dtype=jnp.float32)
-    dbias = None if tiles.extras.bias is None else zeros(tiles.extras.bias.shape)
-    sums = _Sums(zeros(tiles.k.shape), zeros(tiles.v.shape), dbias)
+    zeros = partial(jnp.zeros_like, dtype=jnp.float32)
+    dbias, dscale = (
+        None if x is None else zeros(x) for x in (tiles.extras.bias, tiles.extras.scale)
+    )
+    sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale)
     sums, dq = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
 
     keys = k.shape[-2]
@@ -193,13 +203,22 @@ def _backward(
     if extras.bias is not None and sums.dbias is not None:
         t, s = extras.bias.shape[-2:]
         dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
-    return (*rounded, Extras(bias=dbias))
+    return (*rounded, Extras(bias=dbias, scale=sums.dscale))
 
 
-_attend.defvjp(_forward, _backward)
+# A loop that ends at the causal diagonal has a traced length, so JAX has no reverse mode for it.
+# Second derivatives are those of loops over every block, which round the same values.
+_attend.defvjp(
+    lambda q, k, v, extras, spec: differentiated_as(
+        partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
+    )(q, k, v, extras),
+    lambda spec, res, cotangents: differentiated_as(
+        partial(_backward, spec), partial(_backward, spec, every_block=True)
+    )(res, cotangents),
+)
 
 
-def _grid(q: Array, k: Array, spec: Spec, *, backward: bool) -> Grid:
+def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) -> Grid:
     rows, keys = q.shape[-2], k.shape[-2]
     sizes = spec.block_sizes or BlockSizes()
     assert isinstance(sizes, BlockSizes)  # `unsupported` declines any other
@@ -211,7 +230,12 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool) -> Grid:
     # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
     skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
     return Grid(
-        rows=rows, keys=keys, block_q=min(block_q, rows), block_kv=block_kv, is_causal=skips
+        rows=rows,
+        keys=keys,
+        block_q=min(block_q, rows),
+        block_kv=block_kv,
+        is_causal=skips,
+        every_block=every_block,
     )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
@@ -99,11 +100,41 @@ def scale(value: float | None, head_size: int) -> float:
     Raises:
       ValueError: not a finite number.
     """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"scale must be a Python number here, got the traced {value.aval}")
     if value is None:
         return head_size**-0.5
     if not math.isfinite(value):
         raise ValueError(f"scale must be a finite number, got {value!r}")
     return float(value)
+
+
+def traced_scale(value: object) -> Array | None:
+    """A scale that JAX traces, as float32 []; None where it is known now, or not given.
+
+    Raises:
+      ValueError: not one real number.
+    """
+    if not isinstance(value, jax.core.Tracer):
+        return None
+    is_real = any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if value.shape != () or not is_real:
+        raise ValueError(f"scale must be one real number, got {value.dtype}{value.shape}")
+    return value.astype(jnp.float32)
+
+
+def causal(value: object) -> bool:
+    """`is_causal`, which decides what is compiled.
+
+    Raises:
+      ValueError: it is traced.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"is_causal must be a Python bool, got the traced {value.aval}; make it static, "
+            "as in jax.jit(f, static_argnames='is_causal'), or pass a mask"
+        )
+    return bool(value)
 
 
 def per_head(

@@ -1,8 +1,8 @@
 """Rounding and split products inside a kernel, as far as they are the same on every device.
 
-In the interpreter XLA:CPU would drop a pair of casts, so there the integer `round_to` rounds;
+In the interpreter XLA:CPU would drop a pair of casts, so there `round_in_kernel` rounds on bits;
 compiled, a device's own conversions do. Both give the same bits for every float32 but NaN, which
-stays NaN. Stochastic rounding is `round_to` everywhere.
+stays NaN. Stochastic rounding is `round_in_kernel` everywhere.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from lowprec_attn.numerics import (
     counter_bits,
     get_format,
     get_rounding,
-    round_to,
+    round_in_kernel,
 )
 from lowprec_attn.steps import Place
 
@@ -79,7 +79,7 @@ class Rounder:
             place.cols,
             place.step,
         )
-        return round_to(x, rounding.format, rounding.mode, jnp.broadcast_to(bits, x.shape))
+        return round_in_kernel(x, rounding.format, rounding.mode, jnp.broadcast_to(bits, x.shape))
 
     def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
         """`nearest`, by the instructions that suit a point."""
@@ -88,7 +88,7 @@ class Rounder:
     def nearest(self, x: Array, rounding: Rounding) -> Array:
         """x rounded to nearest, ties to even."""
         if self.interpret:
-            return round_to(x, rounding.format)
+            return round_in_kernel(x, rounding.format)
         return x.astype(rounding.format.dtype).astype(jnp.float32)
 
     def as_bfloat16(self, x: Array) -> Array:

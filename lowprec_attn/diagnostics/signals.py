@@ -84,7 +84,7 @@ def attention_signals(
     arithmetic = validation.per_head(numerics, row_max, heads, kv_heads)
     stream = None if key is None else RandomStream.of(key, q.shape[0], heads)
     spec = functools.partial(
-        Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=bool(is_causal)
+        Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=validation.causal(is_causal)
     )
     signals: list[dict[str, Array]] = []
     order: list[int] = []

@@ -17,7 +17,14 @@ from lowprec_attn.numerics.presets import (
     get_preset,
 )
 from lowprec_attn.numerics.record import POINTS, SALTS, KvBlock, Numerics
-from lowprec_attn.numerics.rounding import MODES, Rounding, counter_bits, get_rounding, round_to
+from lowprec_attn.numerics.rounding import (
+    MODES,
+    Rounding,
+    counter_bits,
+    get_rounding,
+    round_in_kernel,
+    round_to,
+)
 from lowprec_attn.numerics.row_max import (
     MASKED,
     ROW_MAX_RULES,
@@ -60,5 +67,6 @@ __all__ = [
     "get_preset",
     "get_rounding",
     "get_row_max",
+    "round_in_kernel",
     "round_to",
 ]

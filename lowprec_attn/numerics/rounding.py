@@ -6,8 +6,9 @@ a mask. The result stays float32; storing it in the format's own dtype is then e
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -94,6 +95,8 @@ def round_to(
     NaN stays NaN. Beyond the largest finite value the result is what IEEE rounding gives:
     infinity, or NaN in float8_e4m3fn, which has none (no saturation; `ml_dtypes` agrees).
 
+    The derivative is that of x: a tangent passes unchanged (straight-through), in every mode.
+
     Args:
       x: float32 array.
       fmt: target format.
@@ -103,19 +106,52 @@ def round_to(
     Raises:
       ValueError: x is not float32, or bits are missing.
     """
+    fmt = _checked_format(x, fmt, mode, bits)
+    return x if fmt.name == "float32" else _straight_through(x, fmt, mode, bits)
+
+
+def round_in_kernel(
+    x: Float32[Array, "..."],
+    fmt: str | Format,
+    mode: Mode = "nearest",
+    bits: UInt32[Array, "..."] | None = None,
+) -> Float32[Array, "..."]:
+    """`round_to` for kernel bodies: the same bits, and no rule for a derivative to lower.
+
+    Raises:
+      ValueError: as `round_to`.
+    """
+    fmt = _checked_format(x, fmt, mode, bits)
+    return x if fmt.name == "float32" else _rounded(x, fmt, mode, bits)
+
+
+def _checked_format(x: Array, fmt: str | Format, mode: str, bits: Array | None) -> Format:
     fmt = get_format(fmt)
     _check_mode(mode)
     if x.dtype != jnp.float32:
         raise ValueError(f"round_to takes float32, got {x.dtype}; convert with .astype first")
-    if fmt.name == "float32":
-        return x
-    if mode in ("stochastic", "error_random_sign") and bits is None:
+    needs_bits = Rounding(fmt, mode).needs_bits  # type: ignore[arg-type]
+    if needs_bits and bits is None:
         raise ValueError(f"rounding mode {mode!r} needs random bits; pass a PRNG key")
+    return fmt
+
+
+def _rounded(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     if mode == "nearest":
         return _round(x, fmt, None)
     if mode == "stochastic":
         return _round(x, fmt, bits)
     return _inject_error(x, fmt, mode, bits)
+
+
+# Integer bits have no derivative: without a rule of its own that of every rounding would be 0.
+_straight_through = jax.custom_jvp(_rounded, nondiff_argnums=(1, 2))
+
+
+@_straight_through.defjvp
+def _tangent_unchanged(fmt: Format, mode: str, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, bits = primals
+    return _straight_through(x, fmt, mode, bits), tangents[0]
 
 
 def _round(x: Array, fmt: Format, bits: Array | None) -> Array:

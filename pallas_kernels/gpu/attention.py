@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.numerics import KvBlock, Numerics
-from lowprec_attn.request import Extras, Request, Spec
+from lowprec_attn.request import Extras, Request, Spec, unsupported_by_kernels
+from lowprec_attn.transforms import first_order_only
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
     Operands,
@@ -54,6 +55,8 @@ def unsupported(request: Request) -> str | None:
         return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"
     if not interpret and (capability := too_old()):
         return f"compute capability {capability} (it needs 8.0, Ampere)"
+    if reason := unsupported_by_kernels(request):
+        return reason
     if request.has_bias or request.has_mask:
         return "a dense bias" if request.has_bias else "a dense mask"
     head_size = request.q_shape[-1]
@@ -141,6 +144,7 @@ def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
 def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+    arrays = first_order_only(arrays, "gpu")
     q, k, v = _separate(arrays)
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
@@ -154,7 +158,7 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
 def _backward(
     spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[_Arrays, Extras]:
-    do, dlse = cotangents
+    do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, lse = res
     q, k, v = _separate(arrays)
     sizes, scalars = block_sizes(q, spec), Scalars.of(extras, spec)

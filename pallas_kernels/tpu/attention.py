@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
 from lowprec_attn.numerics import Numerics
-from lowprec_attn.request import Extras, Request, Spec
+from lowprec_attn.request import Extras, Request, Spec, unsupported_by_kernels
+from lowprec_attn.transforms import first_order_only
 from pallas_kernels.rounding import unsupported_rounding
 from pallas_kernels.tpu.backward import (
     Operands,
@@ -40,6 +41,8 @@ def unsupported(request: Request) -> str | None:
     interpreted = sizes is not None and sizes.interpret is not None
     if not interpreted and (request.platform or jax.default_backend()) != "tpu":
         return "this platform (it needs a TPU, or BlockSizes(interpret=...))"
+    if reason := unsupported_by_kernels(request):
+        return reason
     if request.has_bias or request.has_mask:
         return "a dense bias" if request.has_bias else "a dense mask"
     if request.dtype.name not in FORMATS:
@@ -103,6 +106,7 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], steps.Residuals]:
+    q, k, v = first_order_only((q, k, v), "tpu")
     inputs = steps.Grouped(q, k, v, extras)
     p = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
     qs, ks, vs = _padded_inputs(inputs, p)
@@ -119,7 +123,7 @@ def _forward(
 def _backward(
     spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
-    inputs, (do, dlse) = res.inputs, cotangents
+    inputs, (do, dlse) = res.inputs, first_order_only(cotangents, "tpu")
     sizes, scalars = _sizes_of(inputs, spec), Scalars.of(inputs.extras, spec)
     by_query, by_key = (
         _problem(inputs, spec, tile) for tile in (sizes.query_gradients, sizes.key_gradients)
