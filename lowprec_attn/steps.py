@@ -399,9 +399,7 @@ def ds_of(tile: BackwardTile, delta: Array) -> Array:
     return tile.p * (tile.dp - delta)
 
 
-def rounded_ds(
-    tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place
-) -> Array:
+def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
     """dS · scale as rounded at `ds`."""
     scaled = ds_of(tile, delta) * _scale(spec, extras)
     return round_point(scaled, "ds", spec.numerics.ds, extras.stream, place)

@@ -143,7 +143,9 @@ def _backward(
 
             def add(j: Array, total: Any) -> Any:
                 tile, place = probs(j)
-                return jax.tree.map(jnp.add, total, contribution(tile, grid.key_rows(tiles.k, j), place))
+                return jax.tree.map(
+                    jnp.add, total, contribution(tile, grid.key_rows(tiles.k, j), place)
+                )
 
             return lax.fori_loop(0, grid.kv_end(i), add, start)
 

@@ -111,9 +111,7 @@ def noise(case: str) -> harness.Arrays:
     return {name: of_scores[name] + stored.get(name, 0.0) for name in exact}
 
 
-def device_call(
-    case: str, chosen: Numerics, rule: str, kv_block: KvBlock | None = None
-) -> Call:
+def device_call(case: str, chosen: Numerics, rule: str, kv_block: KvBlock | None = None) -> Call:
     """Small tiles for the cases of the harness, default tiles for larger ones.
 
     kv_block: None for a step of one tile.

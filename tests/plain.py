@@ -118,9 +118,9 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         pv = round_nearest(p_r @ v_step, n.pv)
         acc_new = round_nearest(round_nearest(alpha * acc, n.rescale) + pv, n.accumulator)
         aux_new = alpha * aux + p @ v_step
-        here = (
-            opt.within_lengths if opt.row_max.visits_above_diagonal else opt.visited
-        )[..., keys].any(-1, keepdims=True)
+        here = (opt.within_lengths if opt.row_max.visits_above_diagonal else opt.visited)[
+            ..., keys
+        ].any(-1, keepdims=True)
         m, l = np.where(here, m_new, m), np.where(here, l_new, l)
         acc, aux = np.where(here, acc_new, acc), np.where(here, aux_new, aux)
     empty = m == -np.inf

@@ -290,7 +290,9 @@ def _step_above_diagonal(t: Array, state: SoftmaxState, *, walk: _Walk) -> Softm
 
     step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, walk)
     zero = jnp.zeros_like(state.acc)
-    new = step.finish(step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero)
+    new = step.finish(
+        step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero
+    )
     return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
 
 
