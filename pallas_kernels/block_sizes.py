@@ -157,7 +157,8 @@ def default_block_sizes(
 def _with_second_sum(tile: Tile, head_size: int, length: int) -> Tile:
     """A tile of dQ's kernel that leaves registers for a second sum of dQ's size.
 
-    Tuned on one NVIDIA H200: 64 rows by four warps; a third stage pays on long walks at head size 64.
+    Tuned on one NVIDIA H200: 64 rows by four warps; at head size 64 a third stage pays on long
+    walks.
     """
     query, kv = min(tile.query, 64), min(tile.kv, 64)
     stages = 3 if head_size <= 64 and length > 2048 else 2

@@ -83,7 +83,7 @@ def request(chosen: Numerics = numerics.FLASH, **options: Any) -> Request:
         scale=1.0,
         block_sizes=options.pop("sizes", None),
     )
-    shape = (1, 8, 2, options.pop("head_size", 64))
+    shape = (1, options.pop("length", 8), 2, options.pop("head_size", 64))
     options = {"dtype": np.dtype("float32"), "platform": "cuda"} | options
     return Request(spec=spec, q_shape=shape, kv_shape=shape, **options)
 
@@ -100,7 +100,6 @@ def test_forcing_the_kernels_where_they_serve(asked: Request) -> None:
         (request(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn"),
         (request(EXACT.replace(output="bf16_m5")), "output=bf16_m5"),
         (request(EXACT.replace(ds="bfloat16:error_positive")), "ds=bfloat16:error_positive"),
-        (request(EXACT.replace(kv_block=48)), "kv_block=48"),
         (request(has_bias=True), "a dense bias"),
         (request(has_mask=True), "a dense mask"),
         (request(head_size=8), "head size 8"),
@@ -121,6 +120,10 @@ def test_forcing_the_kernels_names_what_they_decline_and_who_serves_it(
     ("asked", "named"),
     [
         (request(numerics.STANDARD), r"'gpu' does not support normalize_probs.*; use dense$"),
+        (
+            request(EXACT.replace(kv_block=40), length=64),
+            r"'gpu' does not support kv_block=40 .*multiples of 16.*; use tiled$",
+        ),
         (request(sizes=tiled.BlockSizes()), r"'gpu' does not support block_sizes of .*; use tiled"),
     ],
 )

@@ -46,7 +46,11 @@ def test_presets_are_as_accurate_as_plain(preset: str) -> None:
     check_accuracy(call_of(REPEATED, PRESETS[preset]))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# The others have the forward pass of `flash`, in which alone rules act.
+OTHER_FORWARD = sorted(PRESETS.keys() - {"float32_output", "delta_dp_p", "normalized_delta"})
+
+
+@pytest.mark.parametrize("preset", OTHER_FORWARD)
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "standard"])
 def test_presets_with_other_rules_are_as_accurate_as_plain(preset: str, rule: str) -> None:
     call = call_of(REPEATED, PRESETS[preset], RULES[rule], backward=preset == "published")

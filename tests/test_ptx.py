@@ -84,15 +84,19 @@ KEY, QUERY = "key_gradients", "query_gradients"
 # Points, and the kernels that round at them; `output` and `grads` are cast when they are stored.
 ROUNDED_IN = {
     "scores": set(KERNELS),
+    "shift": {"forward"},
     "probs": {"forward"},
     "pv": {"forward"},
     "rescale": {"forward"},
     "accumulator": {"forward"},
     "stats": {"forward"},
+    "normalizer": {"forward"},
+    "lse": {"forward"},
     "output": {"forward"},
     "probs_bwd": {KEY},
     "dp": {KEY, QUERY},
     "ds": {KEY, QUERY},
+    "tile_grads": {KEY, QUERY},
     "grads": {KEY, QUERY},
 }
 
@@ -198,8 +202,11 @@ def test_products_are_on_the_tensor_cores_and_never_tf32(preset: str) -> None:
         ("flash", 64, "bfloat16", 0),
         ("flash", 128, "bfloat16", 512),  # dK and dV
         ("flash", 256, "bfloat16", 0),
-        ("published", 64, "bfloat16", 0),
-        ("published", 80, "bfloat16", 512),
+        ("published", 64, "bfloat16", 256),
+        ("published", 80, "bfloat16", 2048),  # products of dK and dV apart from their sums
+        ("published_eager", 64, "bfloat16", 256),
+        ("normalized_delta", 64, "bfloat16", 0),
+        ("normalized_delta", 128, "bfloat16", 768),
         # Three terms of an operand need room: these were the fastest tiles all the same.
         ("exact", 64, "bfloat16", 64),
         ("exact", 128, "bfloat16", 4096),

@@ -83,8 +83,9 @@ def _unsupported_numerics(request: Request) -> str | None:
 
 def _queries_of_a_tile(numerics: Numerics) -> int:
     """Where `tile_grads` rounds, queries of a tile whose gradients are; 0: no limit."""
-    rounds = not numerics.tile_grads.is_identity and isinstance(numerics.kv_block, int)
-    return numerics.kv_block if rounds else 0
+    if numerics.tile_grads.is_identity or not isinstance(numerics.kv_block, int):
+        return 0
+    return numerics.kv_block
 
 
 def keys_per_step(request: Request) -> int:
@@ -194,7 +195,7 @@ def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile
     size = getattr(tile, side)
     if block is None:
         return tile
-    if block in _ONE_TILE:
+    if isinstance(block, int) and block in _ONE_TILE:
         size = block
     elif block == "all" or block >= length:
         whole = max(1 << (length - 1).bit_length(), KV_TILE)  # in one tile, if it fits

@@ -214,11 +214,12 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
-    """Product number c of those that add up to dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
+    """Product c of those that add up to dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
     p = program.problem
-    per_product = p.tiles_per_rounded_product[1 if which == 0 else 0]
-    size = p.tile.kv if which == 0 else p.tile.query
-    number = steps.tile_number(c * (per_product * size), which)
+    queries, keys = p.tiles_per_rounded_product
+    tiles, size = (keys, p.tile.kv) if which == 0 else (queries, p.tile.query)
+    assert tiles is not None
+    number = steps.tile_number(c * (tiles * size), which)
     place = dataclasses.replace(place, step=number)
     return program.round_point(x, "tile_grads", p.spec.numerics.tile_grads, place)
 

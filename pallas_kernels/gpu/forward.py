@@ -104,7 +104,7 @@ class _Walk(NamedTuple):
         return s, place
 
     def over_tiles(self, t: Array, body: Callable[..., Any], carry: Any, *, masked: bool) -> Any:
-        """body(j, carry, masked=) over the key tiles of step t; masked: some are not seen in full."""
+        """body(j, carry, masked=) over the key tiles of step t, all seen in full unless masked."""
         p = self.problem
         first, last = t * p.tiles_per_step, (t + 1) * p.tiles_per_step
         if not masked:
@@ -329,7 +329,7 @@ class _Step(NamedTuple):
         t: Array,
         walk: _Walk,
     ) -> "_Step":
-        """Of step t, whose largest scores are r_m and whose scores S − r_m `is_repeated` is asked."""
+        """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
         p, round_point = walk.problem, walk.round_point
         n, rule = p.spec.numerics, p.spec.row_max
         out = Place(p.place(walk.i, t).rows, p.feature_columns, t * p.step)
