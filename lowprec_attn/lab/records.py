@@ -25,6 +25,14 @@ SIGNALS = (
     "rounded_to_one",
     "delta_error_mean",
     "delta_error_coherence",
+    "ds_row_sum_mean",
+    "ds_row_sum_rms",
+    "ds_row_sum_coherence",
+    "rounded_ds_row_sum_rms",
+    "rounded_ds_row_sum_coherence",
+    "p_row_sum_error_mean",
+    "p_row_sum_error_rms",
+    "vanished_rows",
     "query_weight_norm",
 )
 _LOSS_EVERY = 10
@@ -76,7 +84,11 @@ def _left_out(step: int, last: int) -> bool:
 
 def _selected(layers: Mapping[str, Any]) -> dict[str, dict[str, list[float | str]]]:
     return {
-        layer: {name: [_four_digits(value) for value in signals[name]] for name in SIGNALS}
+        layer: {
+            name: [_four_digits(value) for value in signals[name]]
+            for name in SIGNALS
+            if name in signals  # a run of an older version may lack some
+        }
         for layer, signals in layers.items()
     }
 
