@@ -40,7 +40,16 @@ PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_pr
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
 # Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
-FORWARD = ("shift", "probs", "pv", "rescale", "accumulator", "stats", "output")
+FORWARD = (
+    "shift",
+    "probs",
+    "pv",
+    "rescale",
+    "accumulator",
+    "stats",
+    "normalizer",
+    "output",
+)
 
 _SEED = (3, 7)
 

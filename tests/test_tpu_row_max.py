@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
-from pallas_kernels.tpu import forward
+from pallas_kernels.tpu import softmax
 
 RULES = [
     StandardMax(),
@@ -44,7 +44,7 @@ def scores(keys: int) -> np.ndarray:
 def test_m_is_that_of_the_definition(rule: RowMax, keys: int, m_prev: float) -> None:
     s = jnp.asarray(scores(keys))
     before = jnp.full((len(s), 1), m_prev, jnp.float32)
-    found = forward._running_max(rule, s, before, 1.0)
+    found = softmax.running_max(rule, s, before, 1.0)
     np.testing.assert_array_equal(found, rule(s, before))
 
 
@@ -54,8 +54,8 @@ def test_a_repeat_is_seen_in_one_lane_and_across_lanes(rule: Any) -> None:
     row = np.full((1, 256), -5.0, np.float32)
     before = jnp.full((1, 1), MASKED, jnp.float32)
     row[0, 7] = 3.0
-    assert forward._running_max(rule, jnp.asarray(row), before, 1.0) == 3.0
+    assert softmax.running_max(rule, jnp.asarray(row), before, 1.0) == 3.0
     for other in (8, 7 + 128):
         tied = row.copy()
         tied[0, other] = 3.0
-        assert forward._running_max(rule, jnp.asarray(tied), before, 1.0) > 3.0
+        assert softmax.running_max(rule, jnp.asarray(tied), before, 1.0) > 3.0

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
-from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec, unsupported_by_kernels
 from lowprec_attn.transforms import first_order_only
 from pallas_kernels.rounding import unsupported_rounding
@@ -23,7 +22,14 @@ from pallas_kernels.tpu.backward import (
     lse_unit,
     query_gradients,
 )
-from pallas_kernels.tpu.block_sizes import LANES, BlockSizes, Tile, block_sizes_of, too_large
+from pallas_kernels.tpu.block_sizes import (
+    LANES,
+    BlockSizes,
+    Steps,
+    Tile,
+    block_sizes_of,
+    too_large,
+)
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.problem import Problem
 from pallas_kernels.tpu.scalars import Scalars
@@ -49,35 +55,36 @@ def unsupported(request: Request) -> str | None:
         return f"{request.dtype.name} q, k and v (it takes {' and '.join(FORMATS)})"
     if request.q_shape[-1] not in HEAD_SIZES:
         return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
-    if reason := _unsupported_numerics(request.spec.numerics):
+    if reason := _unsupported_numerics(request):
         return reason
     return too_large(_sizes_for(request), request.q_shape[-1], request.dtype.itemsize)
 
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    tile = _sizes_for(request).forward
-    return min(request.spec.numerics.kv_block or tile.kv, tile.kv)
+    return request.spec.numerics.step_of(request.kv_shape[1], _sizes_for(request).forward.kv)
 
 
 def _sizes_for(request: Request) -> BlockSizes:
     (_, rows, _, head_size), keys = request.q_shape, request.kv_shape[1]
     given = request.spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
-    kv_block, itemsize = request.spec.numerics.kv_block, request.dtype.itemsize
-    return block_sizes_of(given, kv_block, rows, keys, head_size, itemsize)
+    numerics, itemsize = request.spec.numerics, request.dtype.itemsize
+    return block_sizes_of(given, numerics, rows, keys, head_size, itemsize)
 
 
-def _unsupported_numerics(numerics: Numerics) -> str | None:
+def _unsupported_numerics(request: Request) -> str | None:
+    numerics = request.spec.numerics
     if numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    if numerics.kv_block == "all" or (numerics.kv_block or 0) % LANES:
-        return f"kv_block={numerics.kv_block} (its steps have multiples of {LANES} keys)"
-    if numerics.delta == "normalized":
-        return "delta=normalized"
-    for point in ("shift", "normalizer", "tile_grads"):
-        if not getattr(numerics, point).is_identity:
-            return f"{point}={getattr(numerics, point)}"
+    step = numerics.kv_block
+    if isinstance(step, int) and step % LANES:
+        if step < request.kv_shape[1]:
+            return f"kv_block={step} (its steps have multiples of {LANES} keys, or all)"
+        if step < request.q_shape[1] and not numerics.tile_grads.is_identity:
+            return (
+                f"kv_block={step} with tile_grads (tiles of multiples of {LANES} queries, or all)"
+            )
     return unsupported_rounding(numerics, FORMATS)
 
 
@@ -131,20 +138,24 @@ def _backward(
     # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
     lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
 
-    def operands(p: Problem, delta: Array | None) -> Operands:
+    def operands(p: Problem, *by_row: Array | None) -> Operands:
         q, k, v = _padded_inputs(inputs, p)
-        delta = None if delta is None else _statistics(delta, p, 0.0)
         scores_lse = _statistics(lse / jnp.float32(lse_unit(p)), p, jnp.inf)
-        return Operands(q, k, v, _padded_rows(do, p), scores_lse, delta)
+        others = (None if x is None else _statistics(x, p, 0.0) for x in by_row)
+        return Operands(q, k, v, _padded_rows(do, p), scores_lse, *others)
 
+    n = spec.numerics
     if res.o_saved is None:
-        delta = _by_group(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)
-        delta = delta[..., 0, : do.shape[-2]]
+        delta = _by_row(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)
     else:
-        delta = steps.delta_from_output(do, res.o_saved, spec.numerics, inputs.q.dtype)[..., 0]
+        delta = steps.delta_from_output(do, res.o_saved, n, inputs.q.dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    delta = delta - dlse
-    dq = query_gradients(operands(by_query, delta), scalars, by_query)
+    if n.delta == "normalized":  # dQ comes first: it finds the δ of dK and dV
+        dq, found = query_gradients(operands(by_query, delta, dlse), scalars, by_query)
+        delta = _by_row(found, by_query)
+    else:
+        delta = delta - dlse
+        dq, _ = query_gradients(operands(by_query, delta), scalars, by_query)
     dk, dv = key_gradients(operands(by_key, delta), scalars, by_key)
     dq = _by_group(dq, by_query)[..., : do.shape[-2], :]
     keys = inputs.k.shape[-2]
@@ -157,6 +168,7 @@ _attend.defvjp(_forward, _backward)
 def _problem(inputs: steps.Grouped, spec: Spec, tile: Tile) -> Problem:
     batch, kv_heads, group, rows, head_size = inputs.q.shape
     keys = inputs.k.shape[-2]
+    sizes = _sizes_of(inputs, spec)
     return Problem(
         spec=spec,
         batch=batch,
@@ -167,7 +179,8 @@ def _problem(inputs: steps.Grouped, spec: Spec, tile: Tile) -> Problem:
         head_size=head_size,
         dtype=inputs.q.dtype,
         tile=tile,
-        interpret=_sizes_of(inputs, spec).interpret,
+        steps=Steps.of(spec.numerics, sizes.forward, rows, keys),
+        interpret=sizes.interpret,
         has_query_lengths=inputs.extras.query_lengths is not None,
         has_key_lengths=inputs.extras.key_lengths is not None,
     )
@@ -177,8 +190,8 @@ def _sizes_of(inputs: steps.Grouped, spec: Spec) -> BlockSizes:
     (*_, rows, head_size), keys = inputs.q.shape, inputs.k.shape[-2]
     given = spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
-    kv_block, itemsize = spec.numerics.kv_block, inputs.q.dtype.itemsize
-    return block_sizes_of(given, kv_block, rows, keys, head_size, itemsize)
+    itemsize = inputs.q.dtype.itemsize
+    return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize)
 
 
 def _padded_inputs(inputs: steps.Grouped, p: Problem) -> tuple[Array, Array, Array]:
@@ -206,3 +219,8 @@ def _statistics(x: Array, p: Problem, fill: float) -> Array:
 def _by_group(x: Array, p: Problem) -> Array:
     """[B, N, ...] as [B, K, G, ...]."""
     return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:])
+
+
+def _by_row(statistics: Array, p: Problem) -> Array:
+    """[B, N, 1, T], T in whole tiles, as [B, K, G, T]."""
+    return _by_group(statistics, p)[..., 0, : p.rows]

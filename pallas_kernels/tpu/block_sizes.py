@@ -1,8 +1,11 @@
 """Tile sizes of the TPU kernels and what they need of VMEM: speed only, never what is rounded."""
 
 import dataclasses
+from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
+
+from lowprec_attn.numerics import Numerics
 
 LANES = 128
 
@@ -26,8 +29,9 @@ class Tile:
 
     Attributes:
       query: query rows of a tile, a multiple of 128.
-      kv: keys of a tile, likewise. In the forward kernel a tile is one online-softmax step;
-        where `Numerics.kv_block` sets the size of a step, a tile holds as many whole ones as fit.
+      kv: keys of a tile, likewise. In the forward kernel a tile is one online-softmax step. Where
+        `Numerics.kv_block` sets the size of a step, a tile holds as many whole ones as fit, or
+        the largest part that divides one; so in the backward kernels where `tile_grads` rounds.
 
     Raises:
       ValueError: a size that the lanes of a register do not divide.
@@ -62,19 +66,38 @@ class BlockSizes:
     interpret: pltpu.InterpretParams | None = None
 
 
+class Steps(NamedTuple):
+    """What the arithmetic takes at a time, whatever the tiles.
+
+    Attributes:
+      keys: of an online-softmax step, at most S. Products of so many keys are rounded at
+        `tile_grads` before they are added to dQ.
+      rows: queries whose products are rounded there before they are added to dK and dV.
+    """
+
+    keys: int
+    rows: int
+
+    @classmethod
+    def of(cls, numerics: Numerics, forward: Tile, rows: int, keys: int) -> "Steps":
+        """The steps over T rows and S keys; `forward` is that kernel's tile, cut to the call."""
+        by_choice = rows if numerics.kv_block == "all" else numerics.kv_block
+        return cls(numerics.step_of(keys, forward.kv), by_choice or forward.kv)
+
+
 def block_sizes_of(
     given: BlockSizes | None,
-    kv_block: int | None,
+    numerics: Numerics,
     rows: int,
     keys: int,
     head_size: int,
     itemsize: int,
 ) -> BlockSizes:
-    """The tiles of a call: those given or the default, cut to its size, with whole softmax steps.
+    """The tiles of a call: those given or the default, cut to its size, in line with its steps.
 
     Args:
       given: the caller's choice.
-      kv_block: keys per online-softmax step, None for one step per tile.
+      numerics: for the steps.
       rows, keys: T and S.
       head_size: H.
       itemsize: bytes of an element of q, k, v.
@@ -84,18 +107,31 @@ def block_sizes_of(
         Tile(query=min(tile.query, _multiple(rows, LANES)), kv=min(tile.kv, _multiple(keys, LANES)))
         for tile in (sizes.forward, sizes.key_gradients, sizes.query_gradients)
     )
-    if kv_block is not None:
-        step = min(kv_block, _multiple(keys, LANES))
-        steps = min(max(forward.kv // step, 1), -(-keys // step))
-        forward = dataclasses.replace(forward, kv=steps * step)
-        if given is None:
-            forward = _fitting("forward", forward, head_size, itemsize) or forward
+    step = Steps.of(numerics, forward, rows, keys)
+    whole = None
+    if given is None and forward.kv < step.keys:
+        # In one tile S is formed once, but for few rows at a time; in several, twice.
+        whole = dataclasses.replace(forward, kv=_multiple(step.keys, LANES))
+        whole = _fitting("forward", whole, head_size, itemsize)
+    forward = whole or dataclasses.replace(forward, kv=_in_line(forward.kv, step.keys, keys))
+    if not numerics.tile_grads.is_identity:
+        by_query = dataclasses.replace(by_query, kv=_in_line(by_query.kv, step.keys, keys))
+        by_key = dataclasses.replace(by_key, query=_in_line(by_key.query, step.rows, rows))
     return BlockSizes(
         forward=forward,
         key_gradients=by_key,
         query_gradients=by_query,
         interpret=sizes.interpret,
     )
+
+
+def _in_line(size: int, step: int, total: int) -> int:
+    """The largest tile up to `size` of whole steps, or else of which a step has a whole number."""
+    if step >= total:  # all tiles are of one step
+        return size
+    if step <= size:
+        return size // step * step
+    return max(part for part in range(LANES, size + 1, LANES) if step % part == 0)
 
 
 def _default_block_sizes(keys: int, head_size: int, itemsize: int) -> BlockSizes:

@@ -88,9 +88,10 @@ def tiles_of(call: Call) -> dict[str, Tile]:
         return dict.fromkeys(_PASSES, Tile(query=call.tile[0], kv=call.tile[1]))
     given = call.spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)
-    kv_block = call.spec.numerics.kv_block
     itemsize = 2 if call.dtype == "bfloat16" else 4
-    sizes = block_sizes_of(given, kv_block, call.length, call.length, call.head_size, itemsize)
+    sizes = block_sizes_of(
+        given, call.spec.numerics, call.length, call.length, call.head_size, itemsize
+    )
     by_query, by_key = sizes.query_gradients, sizes.key_gradients
     return {"forward": sizes.forward, "delta": by_query, "dq": by_query, "dkv": by_key}
 

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from lowprec_attn.numerics import MASKED
 from lowprec_attn.request import Spec
 from lowprec_attn.steps import Place
-from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Tile
+from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.rounding import Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
@@ -30,6 +30,7 @@ class Problem:
       batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H, without padding.
       dtype: of q, k, v.
       tile: query rows and keys of a tile.
+      steps: keys of an online-softmax step; keys and rows whose products `tile_grads` rounds.
       interpret: parameters of the interpreter, None to compile.
       has_query_lengths, has_key_lengths: whether the call has them.
     """
@@ -43,6 +44,7 @@ class Problem:
     head_size: int
     dtype: np.dtype
     tile: Tile
+    steps: Steps
     interpret: pltpu.InterpretParams | None
     has_query_lengths: bool
     has_key_lengths: bool
@@ -73,6 +75,21 @@ class Problem:
         return self.kv_tiles * self.tile.kv
 
     @property
+    def step(self) -> int:
+        """Keys of a step, in whole tiles where one step has all of them."""
+        return self.padded_keys if self.steps.keys >= self.keys else self.steps.keys
+
+    @property
+    def row_step(self) -> int:
+        """Rows whose products `tile_grads` rounds, likewise."""
+        return self.padded_rows if self.steps.rows >= self.rows else self.steps.rows
+
+    @property
+    def visits_above_diagonal(self) -> bool:
+        """Whether rows take steps over keys that lie wholly after them."""
+        return self.spec.is_causal and self.spec.row_max.visits_above_diagonal
+
+    @property
     def scales_queries(self) -> bool:
         """Whether the kernels are given q · scale instead of q: exact for a power of two.
 
@@ -95,6 +112,16 @@ class Problem:
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
         return Rounder(scalars.stream(batch, head), self.interpret is not None)
+
+    def steps_end(self, i: Array, batch: Array, scalars: Scalars) -> Array:
+        """The number of steps that query tile i takes, those above the diagonal included."""
+        end = jnp.int32(-(-self.keys // self.step))
+        if scalars.key_lengths is not None:
+            length = scalars.key_lengths[batch]
+            end = jnp.minimum(end, lax.div(length + self.step - 1, self.step))
+        if scalars.query_lengths is not None:
+            end = jnp.where(i * self.tile.query < scalars.query_lengths[batch], end, 0)
+        return end
 
     def key_range(self, i: Array, size: int, batch: Array, scalars: Scalars) -> "Range":
         """Of the blocks of `size` keys: those that query tile i sees in full, and at all."""
@@ -156,11 +183,6 @@ def indices(start: Array | int, size: int, axis: int) -> Array:
     """The indices start ... start + size − 1, [size, 1] (axis 0) or [1, size]."""
     shape = (size, 1) if axis == 0 else (1, size)
     return lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
-
-
-def column(index: int) -> Array:
-    """A column index [1, 1] that tells the random bits of row statistics apart."""
-    return jnp.full((1, 1), index, jnp.int32)
 
 
 def mask_scores(s: Array, seen: Array) -> Array:

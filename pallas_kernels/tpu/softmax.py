@@ -1,0 +1,236 @@
+"""The arithmetic of one online-softmax step on one head, in parts.
+
+`softmax_step` is a step whose scores are at hand at once. Of a longer one the tiles are walked over
+twice: `Largest` finds m, then `contribution` is summed, and `close` ends the step; that also ends
+one that sees no key. Everything is that of `steps.softmax_step`, point by point; row statistics are
+kept equal in all 128 lanes.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
+from lowprec_attn.steps import Place, SoftmaxState, statistic
+from pallas_kernels.rounding import format_of
+from pallas_kernels.tpu.block_sizes import LANES
+from pallas_kernels.tpu.problem import Problem, exponential, indices, lanes
+from pallas_kernels.tpu.rounding import ROWS, Rounder
+
+_FLOAT32 = get_format("float32")
+
+# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
+_LEAST_SHIFT = -128.0
+
+
+class Step(NamedTuple):
+    """What the arithmetic of a step, or of a tile of it, needs beside its arrays.
+
+    Attributes:
+      problem, round_point: of the kernel.
+      place: of the scores.
+      first: the first key of the step.
+      masked: whether a row may see no key up to here.
+    """
+
+    problem: Problem
+    round_point: Rounder
+    place: Place
+    first: Array
+    masked: bool
+
+    def statistic(self, name: str) -> Place:
+        """The place of a row statistic that every step rounds anew."""
+        return statistic(Place(self.place.rows, self.place.cols, self.first), name)
+
+    @property
+    def out(self) -> Place:
+        """The place of Ō and what is added to it."""
+        return Place(self.place.rows, indices(0, self.problem.head_size, 1), self.first)
+
+
+class Sums(NamedTuple):
+    """What the keys of a step add to l and Ō, and to Ō′ where it is kept; float32."""
+
+    l: Array
+    acc: Array
+    aux: Array | None
+
+
+def score_unit(problem: Problem) -> float:
+    """What the scores of the forward kernel count in, see `Problem.score_unit`."""
+    return problem.score_unit("scores", "shift", "stats")
+
+
+def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> SoftmaxState:
+    """One online-softmax step over the scores s."""
+    m = round_m(running_max(step.problem.spec.row_max, s, state.m, score_unit(step.problem)), step)
+    subtracted = _subtracted(m, step)
+    probs = _probs(s, subtracted, step)
+    alpha = _alpha(state.m, subtracted, step)
+    rounded = _round_probs(probs, step)
+    l = _new_l(state.l, alpha, _row_sum(probs, rounded, step), step)
+    pv = _product(rounded, v, step)
+    factor = lanes(alpha, step.problem.head_size)
+    acc = _new_acc(state.acc, factor, pv, step)
+    aux = state.aux
+    if aux is not None:
+        aux = factor * aux + step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS)
+    return SoftmaxState(m, l, acc, aux)
+
+
+def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -> Sums:
+    """What a tile with scores s adds to the sums of its step, of maximum m."""
+    probs = _probs(s, _subtracted(m, step), step)
+    rounded = _round_probs(probs, step)
+    row_sum = sum_slices(rounded if step.problem.spec.numerics.row_sum == "rounded" else probs)
+    aux = step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS) if auxiliary else None
+    return Sums(row_sum, _product(rounded, v, step), aux)
+
+
+def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState:
+    """The state after a step with maximum m; `sums.l` has one partial sum per lane."""
+    alpha = _alpha(state.m, _subtracted(m, step), step)
+    row_sum = sums.l
+    if not sums_by_lane(step.problem):
+        row_sum = jnp.sum(row_sum, axis=-1, keepdims=True)
+    l = _new_l(state.l, alpha, row_sum, step)
+    factor = lanes(alpha, step.problem.head_size)
+    acc = _new_acc(state.acc, factor, sums.acc, step)
+    aux = state.aux
+    if aux is not None and sums.aux is not None:
+        aux = factor * aux + sums.aux
+    return SoftmaxState(m, l, acc, aux)
+
+
+def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
+    """The state after a step whose keys are all masked: the rule acts, and the roundings."""
+    problem = step.problem
+    m = Largest.none(state.m.shape).running_max(problem.spec.row_max, state.m, score_unit(problem))
+    nothing = jnp.zeros_like(state.acc)
+    sums = Sums(jnp.zeros_like(state.l), nothing, None if state.aux is None else nothing)
+    return close(state, round_m(m, step), sums, step)
+
+
+def round_m(m: Array, step: Step) -> Array:
+    """The running maximum as it is kept."""
+    return step.round_point(m, "stats", step.problem.spec.numerics.stats, step.statistic("m"))
+
+
+def _subtracted(m: Array, step: Step) -> Array:
+    # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
+    return jnp.where(m <= MASKED, jnp.float32(0), m) if step.masked else m
+
+
+def _probs(s: Array, subtracted: Array, step: Step) -> Array:
+    below = _round_shift(s - lanes(subtracted, s.shape[1]), step, step.place)
+    return exponential(below, score_unit(step.problem))
+
+
+def _alpha(m_old: Array, subtracted: Array, step: Step) -> Array:
+    below = _round_shift(m_old - subtracted, step, step.statistic("alpha"))
+    return exponential(below, score_unit(step.problem))
+
+
+def _round_shift(x: Array, step: Step, place: Place) -> Array:
+    """An exponent as rounded at `shift`."""
+    rounding = step.problem.spec.numerics.shift
+    if rounding.is_identity:
+        return x
+    return step.round_point(jnp.maximum(x, jnp.float32(_LEAST_SHIFT)), "shift", rounding, place)
+
+
+def _round_probs(probs: Array, step: Step) -> Array:
+    return step.round_point(probs, "probs", step.problem.spec.numerics.probs, step.place)
+
+
+def _row_sum(probs: Array, rounded: Array, step: Step) -> Array:
+    summed = rounded if step.problem.spec.numerics.row_sum == "rounded" else probs
+    if sums_by_lane(step.problem):
+        return sum_slices(summed)
+    return jnp.sum(summed, axis=-1, keepdims=True)
+
+
+def _new_l(l: Array, alpha: Array, row_sum: Array, step: Step) -> Array:
+    clamp = step.problem.spec.row_max.clamp
+    if clamp is not None:
+        row_sum = jnp.maximum(row_sum, jnp.float32(clamp))
+    stats = step.problem.spec.numerics.stats
+    return step.round_point(alpha * l + row_sum, "stats", stats, step.statistic("l"))
+
+
+def _product(rounded: Array, v: Array, step: Step) -> Array:
+    probs = step.problem.spec.numerics.probs
+    return step.round_point.dot(rounded, v, probs.result_format, format_of(v), ROWS)
+
+
+def _new_acc(acc: Array, factor: Array, pv: Array, step: Step) -> Array:
+    n, round_point, out = step.problem.spec.numerics, step.round_point, step.out
+    pv = round_point(pv, "pv", n.pv, out)
+    rescaled = round_point(factor * acc, "rescale", n.rescale, out)
+    return round_point(rescaled + pv, "accumulator", n.accumulator, out)
+
+
+class Largest(NamedTuple):
+    """The largest and the second of the columns that share a lane, [rows, 128] each."""
+
+    first: Array
+    second: Array
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> "Largest":
+        """Of no key: as of masked ones, for a rule treats a step without keys as masked."""
+        masked = jnp.full(shape, MASKED, jnp.float32)
+        return cls(masked, masked)
+
+    @classmethod
+    def of(cls, s: Array) -> "Largest":
+        """Of the scores of a tile."""
+        first, *rest = (s[:, start : start + LANES] for start in range(0, s.shape[1], LANES))
+        second = jnp.full_like(first, -jnp.inf)
+        for x in rest:
+            second = jnp.maximum(second, jnp.minimum(first, x))
+            first = jnp.maximum(first, x)
+        return cls(first, second)
+
+    def merge(self, other: "Largest") -> "Largest":
+        """Of the columns of both."""
+        smaller = jnp.minimum(self.first, other.first)
+        second = jnp.maximum(jnp.maximum(self.second, other.second), smaller)
+        return Largest(jnp.maximum(self.first, other.first), second)
+
+    def running_max(self, rule: RowMax, m_prev: Array, unit: float) -> Array:
+        """m by the rule: repeated maxima are told by the runner-up of the row."""
+        r_m = jnp.max(self.first, axis=-1, keepdims=True)
+        lane = lax.broadcasted_iota(jnp.int32, self.first.shape, 1)
+        at_maximum = lane == jnp.argmax(self.first, axis=-1, keepdims=True)
+        others = jnp.where(at_maximum, self.second, self.first)
+        runner_up = jnp.max(others, axis=-1, keepdims=True)
+
+        def is_repeated(below: Array, tolerance: float) -> Array:
+            if tolerance == 0:
+                return runner_up == r_m
+            return ~(below < -jnp.float32(tolerance))  # NaN, of an infinite r_m, counts as near
+
+        return rule.running_max(r_m, runner_up - r_m, m_prev, unit=unit, is_repeated=is_repeated)
+
+
+def running_max(rule: RowMax, s: Array, m_prev: Array, unit: float) -> Array:
+    """`rule(s, m_prev)`, in fewer instructions where the rule asks for repeated maxima."""
+    if isinstance(rule, StandardMax):
+        return rule(s, m_prev)
+    return Largest.of(s).running_max(rule, m_prev, unit)
+
+
+def sums_by_lane(problem: Problem) -> bool:
+    """Whether each lane keeps a part of l until the end, where nothing looks at l in between."""
+    return problem.spec.numerics.stats.is_identity and problem.spec.row_max.clamp is None
+
+
+def sum_slices(x: Array) -> Array:
+    """Sums the columns that share a lane, [rows, 128]."""
+    slices = (x[:, start : start + LANES] for start in range(0, x.shape[1], LANES))
+    return functools.reduce(jnp.add, slices)
