@@ -112,6 +112,9 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         q[..., 0], k[..., 0] = 30.0, -12.0
     elif case.values == "small_integers":
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))  # most rows tie in most steps
+    elif case.values == "exact_sums":  # of P̄ in bfloat16 and of its products with v, any order
+        q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))
+        v = np.sign(v)
     elif case.values == "one_sign_values":
         v = np.abs(v) * rng.choice([-1.0, 1.0], (1, 1, case.kv_heads, h))
     dtype = jnp.dtype(case.dtype)

@@ -103,7 +103,7 @@ def call_of(
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
     sizes: Any = INTERPRETED,
     *,
-    kv_block: KvBlock = 16,
+    kv_block: KvBlock | None = 16,
     **options: Any,
 ) -> Call:
     """The call that a case makes; `options` are those of `Call`."""

@@ -82,6 +82,19 @@ GROUPS = {
         Call(generation="v5e", head_size=256),
         Call(generation="v5e", dtype="float32"),
         Call(generation="v5e", length=1),
+        Call(generation="v5e", length=100, keys=1100),
+    ),
+    # Steps of several tiles: by default where one does not fit, or because the tile says so.
+    "steps": tuple(
+        Call(generation=generation, preset=preset, row_max="published", **changes)
+        for generation in ("v5e", "v6e")
+        for preset, changes in (
+            ("published_eager", {"length": 8192, "points": (("kv_block", "all"),)}),
+            ("auxiliary_output", {"tile": (256, 256), "points": (("kv_block", 512),)}),
+            ("published", {"tile": (256, 256), "has_lengths": True}),
+            ("published", {"tile": (256, 1024), "length": 2048}),
+            ("flash", {"points": (("kv_block", 4096),), "length": 8192}),
+        )
     ),
     # What takes most memory: `exact` has the most terms of operands to keep.
     "memory": (
@@ -95,6 +108,9 @@ GROUPS = {
         large("v5e", preset="exact", tile=(128, 128)),
         large("v5e", preset="exact", tile=(256, 1024)),
         large("v5e", preset="exact", tile=(1024, 256)),
+        large("v5e", preset="exact", points=(("delta", "normalized"), ("tile_grads", "bfloat16"))),
+        large("v5e", preset="published_eager", tile=(256, 256), row_max="published"),
+        large("v5e", preset="published_eager", head_size=256, length=8192),
     ),
 }
 
@@ -130,7 +146,8 @@ def memory_bound(call: Call, kernel: str) -> int:
     """What the kernel may take of VMEM."""
     given: Any = call.spec.block_sizes
     size, itemsize = call.head_size, jnp.dtype(call.dtype).itemsize
-    sizes = block_sizes_of(given, None, call.length, call.keys or call.length, size, itemsize)
+    keys = call.keys or call.length
+    sizes = block_sizes_of(given, call.spec.numerics, call.length, keys, size, itemsize)
     return vmem_bytes(kernel, getattr(sizes, kernel), size, itemsize)
 
 
@@ -176,12 +193,16 @@ ROUNDED = {
     "pv": {FORWARD: _TILE},
     "rescale": {FORWARD: _TILE},
     "accumulator": {FORWARD: _TILE},
-    "stats": {FORWARD: 2 * _TILE + 16},  # m, l; lse once
+    "shift": {FORWARD: 2 * _TILE},  # of P̄ and α
+    "stats": {FORWARD: 2 * _TILE},  # m, l
+    "normalizer": {FORWARD: 16},
+    "lse": {FORWARD: 16},
     "output": {FORWARD: 16},
     "probs_bwd": {KEY: _TILE},
     "dp": {KEY: _TILE, QUERY: _TILE},
     "ds": {KEY: _TILE, QUERY: _TILE},
-    "grads": {KEY: 2 * 16, QUERY: 16},  # dK, dV; dQ
+    "tile_grads": {KEY: 2 * _TILE, QUERY: _TILE},  # dK, dV; dQ
+    "grads": {KEY: 2 * 16, QUERY: 16},
 }
 # They go into a product. In float32 they do so as three terms, of which two come back to be
 # subtracted from the rest; rounded they are one term, and none comes back.

@@ -20,8 +20,15 @@ def test_visits_are_those_of_the_causal_triangle(length: int, tile: Tile) -> Non
     full = keys * tile.kv + tile.kv - 1 <= first
     cut = (keys * tile.kv <= last) & ~full
     for kernel, owners in (("forward", len(rows)), ("dq", len(rows)), ("dkv", len(keys))):
-        expected = Visits(full.sum(), cut.sum(), owners, full.size)
+        expected = Visits((full.sum(), cut.sum()), owners, full.size)
         assert Visits.of(length, tile, kernel) == expected
+
+
+def test_steps_of_a_tile_are_counted_by_their_block_of_code() -> None:
+    """T = 600 in tiles of 256 × 384: the diagonal cuts steps 0, 1; 2, 3; and 4 of 128 keys."""
+    visits = Visits.of(600, Tile(query=256, kv=384), "forward", 128)
+    first, second, third = (3, 2), (2, 2), (1, 1)  # steps 0 and 3; 1 and 4; 2 of each query tile
+    assert visits == Visits(first + second + third, 3, 6)
 
 
 def schedule(body: int, cut: int | None) -> Schedule:

@@ -31,7 +31,7 @@ from lowprec_attn import numerics, tiled
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
 from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.tpu import attention as tpu
-from pallas_kernels.tpu import forward, problem
+from pallas_kernels.tpu import backward, forward, problem
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
 pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
@@ -103,28 +103,50 @@ def test_presets_with_other_rules_are_as_accurate_as_plain(preset: str, rule: st
     assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum of the rule
 
 
-# One tile of queries and keys, so that `tiled` takes the same sums in the same shapes.
+# `tiled` takes the same sums in the same order. Most rows tie, the first are negative throughout,
+# and steps of two thirds of the keys lie above the diagonal.
 SAME_ORDER = dataclasses.replace(
-    LONG, rows=128, keys=384, is_causal=False, dtype="bfloat16", values="repeated_maxima"
+    LONG, rows=128, keys=384, dtype="bfloat16", values="repeated_maxima"
 )
 TILED = tiled.BlockSizes(query=128, kv_bwd=128)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_published_arithmetic_has_the_bits_of_tiled(rule: str) -> None:
-    """All that the forward pass sums is rounded at every step, in the order of `tiled`."""
-    ours = run(SAME_ORDER, tpu_call(SAME_ORDER, numerics.PUBLISHED, RULES[rule]))
-    theirs = run(
-        SAME_ORDER,
-        tpu_call(SAME_ORDER, numerics.PUBLISHED, RULES[rule], sizes=TILED, implementation=tiled),
+def check_bits_of_tiled(case: Case, call: Call) -> None:
+    theirs = dataclasses.replace(
+        call,
+        spec=dataclasses.replace(call.spec, block_sizes=TILED),
+        implementation=tiled,
     )
-    for name, x in theirs.items():
-        np.testing.assert_array_equal(ours[name], x, err_msg=name)
+    ours = run(case, call)
+    for name, x in run(case, theirs).items():
+        if name in ("out", "lse"):
+            np.testing.assert_array_equal(ours[name], x, err_msg=name)
+        else:  # a product transposed may be summed in another order
+            assert harness.share_of_other_roundings(ours[name], x) < 1e-3, name
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_published_arithmetic_has_the_bits_of_tiled(rule: str, is_causal: bool) -> None:
+    """All that is summed is rounded at every step, in the order of `tiled`."""
+    case = dataclasses.replace(SAME_ORDER, is_causal=is_causal)
+    backward = rule == "published" and is_causal  # rules and steps differ in the forward pass alone
+    call = tpu_call(case, numerics.PUBLISHED_EAGER, RULES[rule], backward=backward)
+    check_bits_of_tiled(case, call)
+
+
+def test_steps_above_the_diagonal_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problem.Problem, "visits_above_diagonal", False)
+    call = tpu_call(SAME_ORDER, numerics.PUBLISHED_EAGER, RULES["published"], backward=False)
+    compiled.cache_clear()
+    with pytest.raises(AssertionError, match="lse"):
+        check_bits_of_tiled(SAME_ORDER, call)
+    compiled.cache_clear()
 
 
 def test_random_bits_are_those_of_tiled() -> None:
     chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
-    case = dataclasses.replace(LONG, batch=2, heads=4)
+    case = dataclasses.replace(LONG, batch=2, heads=4, is_causal=False)
     ours = run(case, tpu_call(case, chosen))
     theirs = run(case, tpu_call(case, chosen, sizes=TILED, implementation=tiled))
     for name, x in theirs.items():
@@ -132,20 +154,28 @@ def test_random_bits_are_those_of_tiled() -> None:
         assert harness.share_of_other_roundings(ours[name], x) < 0.15, name
 
 
-def test_tiles_do_not_change_the_arithmetic() -> None:
+TALL = BlockSizes(
+    forward=Tile(query=256, kv=256),
+    key_gradients=Tile(query=256, kv=128),
+    query_gradients=Tile(query=128, kv=256),
+    interpret=STRICT,
+)
+
+
+def check_tiles(*, backward: bool) -> None:
     """One tile of two steps, of which the second does not exist for the first rows."""
-    tall = BlockSizes(
-        forward=Tile(query=256, kv=256),
-        key_gradients=Tile(query=256, kv=128),
-        query_gradients=Tile(query=128, kv=256),
-        interpret=STRICT,
-    )
-    chosen = numerics.PUBLISHED.replace(accumulator="float32")  # `rescale` rounds more than it
+    case = dataclasses.replace(REPEATED, values="exact_sums")
+    # Ō is a sum of numbers in bfloat16, with more bits than they have, until it is rescaled.
+    chosen = EXACT.replace(probs="bfloat16", row_sum="rounded", rescale="bfloat16")
     a, b = (
-        run(REPEATED, tpu_call(REPEATED, chosen, RULES["published"], sizes=sizes))
-        for sizes in (INTERPRETED, tall)
+        run(case, tpu_call(case, chosen, sizes=sizes, backward=backward))
+        for sizes in (INTERPRETED, TALL)
     )
-    harness.check_same(b, a, max(REPEATED.rows, REPEATED.keys))
+    harness.check_same(b, a, max(case.rows, case.keys))
+
+
+def test_tiles_do_not_change_the_arithmetic() -> None:
+    check_tiles(backward=True)
 
 
 def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
@@ -154,15 +184,80 @@ def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
     monkeypatch.setattr(forward, "_masked_step_changes_nothing", lambda problem: True)
     compiled.cache_clear()
     with pytest.raises(AssertionError):
-        test_tiles_do_not_change_the_arithmetic()
+        check_tiles(backward=False)
     compiled.cache_clear()
 
 
-def test_steps_longer_than_a_tile_or_the_keys() -> None:
-    """`kv_block` sets the step whatever the tile; one beyond the keys is one step."""
-    for kv_block in (256, 1024):
-        call = tpu_call(REPEATED, numerics.PUBLISHED, RULES["dynamic_max"], kv_block=kv_block)
-        check_accuracy(REPEATED, call)
+# Four tiles of keys, the last one cut short; sums of a step are exact in any order.
+STEPS = dataclasses.replace(
+    LONG,
+    rows=150,
+    keys=500,
+    heads=1,
+    kv_heads=1,
+    dtype="bfloat16",
+    query_lengths=(140,),
+    key_lengths=(490,),
+    values="exact_sums",
+)
+TALL_STEPS = dataclasses.replace(TALL, forward=Tile(query=256, kv=512))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_of_several_tiles_is_one_step(rule: str, is_causal: bool) -> None:
+    """Ties, m, and what is rounded once a step are those of the step, whatever the tiles."""
+    case = dataclasses.replace(STEPS, is_causal=is_causal)
+    chosen = numerics.PUBLISHED_EAGER.replace(row_sum="rounded")
+    for kv_block in (256, "all") if is_causal and rule == "published" else (256,):
+        in_tiles, in_one = (
+            run(
+                case,
+                tpu_call(case, chosen, RULES[rule], kv_block=kv_block, sizes=x, backward=False),
+            )
+            for x in (INTERPRETED, TALL_STEPS)
+        )
+        for name, x in in_one.items():
+            np.testing.assert_array_equal(in_tiles[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("kv_block", [256, "all", 300])
+def test_presets_in_long_steps_are_as_accurate_as_plain(kv_block: Any) -> None:
+    """A number of keys beyond their count, off the lanes, is all of them."""
+    chosen = numerics.PUBLISHED if kv_block == 256 else numerics.AUXILIARY_OUTPUT
+    case = dataclasses.replace(REPEATED, keys=384 if kv_block == 256 else 256)
+    call = tpu_call(case, chosen, RULES["dynamic_max"], kv_block=kv_block, backward=False)
+    check_accuracy(case, call)
+
+
+def test_tile_gradients_of_several_tiles_and_of_parts_of_one() -> None:
+    """Products of 256 keys and queries are rounded once, in tiles of 128, 256 and 512."""
+    case = dataclasses.replace(STEPS, rows=400, heads=4, kv_heads=2, values="normal")
+    chosen = EXACT.replace(tile_grads="bfloat16", saved_output="same", delta="normalized")
+    small = dataclasses.replace(INTERPRETED, forward=Tile(query=128, kv=256))
+    wide = Tile(query=512, kv=512)
+    large = dataclasses.replace(small, key_gradients=wide, query_gradients=wide)
+    on, off = (run_plain(case, tpu_call(case, chosen, kv_block=step)) for step in (256, 128))
+    for sizes in (small, large):
+        result = run(case, tpu_call(case, chosen, kv_block=256, sizes=sizes))
+        assert closer(result, on, off) == {"dq", "dk", "dv"}
+
+
+def test_normalized_delta_with_groups_of_heads_and_rows_without_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And a kernel that finds no r / s is noticed."""
+    case = dataclasses.replace(CASES["tiles_gqa_lengths"], rows=130, key_lengths=(200, 0))
+    chosen = EXACT.replace(output="bfloat16", saved_output="same", delta="normalized")
+    call = tpu_call(case, chosen)
+    on, off = (run_plain(case, how) for how in (call, tpu_call(case, chosen.replace(delta="do_o"))))
+    assert closer(check_accuracy(case, call), on, off) == {"dq", "dk"}
+    monkeypatch.setattr(backward, "_row_shift", lambda sums: jnp.zeros_like(sums.p))
+    compiled.cache_clear()
+    mutant = run(case, call)
+    compiled.cache_clear()
+    with pytest.raises(AssertionError, match="between on and off"):
+        closer(mutant, on, off)
 
 
 def test_on_two_cores_and_a_race_there_is_noticed(
@@ -210,12 +305,14 @@ def request(chosen: Numerics = numerics.FLASH, **options: Any) -> Request:
         scale=1.0,
         block_sizes=options.pop("sizes", INTERPRETED),
     )
-    shape = (1, options.pop("length", 8), 2, options.pop("head_size", 64))
+    keys, head_size = options.pop("length", 8), options.pop("head_size", 64)
+    q_shape, kv_shape = ((1, t, 2, head_size) for t in (options.pop("rows", keys), keys))
     dtype = np.dtype(options.pop("dtype", "float32"))
-    return Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=dtype, **options)
+    return Request(spec=spec, q_shape=q_shape, kv_shape=kv_shape, dtype=dtype, **options)
 
 
 LARGE = Tile(query=2048, kv=2048)
+TILE_GRADS = EXACT.replace(tile_grads="bfloat16", kv_block=64)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +326,11 @@ LARGE = Tile(query=2048, kv=2048)
         (request(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn"),
         (request(EXACT.replace(output="bf16_m5")), "output=bf16_m5"),
         (request(EXACT.replace(ds="bfloat16:error_positive")), "ds=bfloat16:error_positive"),
-        (request(EXACT.replace(kv_block=64)), "kv_block=64"),
-        (request(EXACT.replace(kv_block=2**16), length=2**16), "Tile(query=128, kv=65536)"),
+        (request(EXACT.replace(kv_block=64), length=65), "kv_block=64 (its steps"),
+        (request(EXACT.replace(kv_block=64), length=64), None),
+        (request(EXACT.replace(kv_block=2**16), length=2**16), None),
+        (request(EXACT.replace(kv_block="all"), length=1000), None),
+        (request(TILE_GRADS, rows=65), "kv_block=64 with tile_grads"),
         (
             request(sizes=dataclasses.replace(INTERPRETED, forward=LARGE), length=4096),
             "needs up to 85 MiB of VMEM of 16 (Tile(query=256, kv=2048) fits)",
@@ -248,10 +348,12 @@ def test_what_is_declined_is_named(asked: Request, reason: str | None) -> None:
     assert tpu.unsupported(request(sizes=None, platform="tpu")) is None
 
 
-def test_a_long_step_takes_fewer_rows_by_default() -> None:
-    chosen = numerics.PROBE.replace(kv_block=4096)
-    options = {"sizes": None, "length": 4096, "dtype": "bfloat16", "platform": "tpu"}
-    assert tpu.unsupported(request(chosen, **options)) is None
+def test_a_long_step_takes_fewer_rows_or_several_tiles_by_default() -> None:
+    for kv_block in (4096, 2**15, "all"):
+        chosen = numerics.PROBE.replace(kv_block=kv_block)
+        options = {"sizes": None, "length": 2**15, "dtype": "bfloat16", "platform": "tpu"}
+        assert tpu.unsupported(request(chosen, **options)) is None
+        assert tpu.keys_per_step(request(chosen, **options)) == chosen.step_of(2**15, 0)
 
 
 def test_a_tile_off_the_lanes_is_refused() -> None:

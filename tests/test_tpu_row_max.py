@@ -8,6 +8,7 @@ import pytest
 
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
 from pallas_kernels.tpu import softmax
+from pallas_kernels.tpu.softmax import Largest
 
 RULES = [
     StandardMax(),
@@ -46,6 +47,20 @@ def test_m_is_that_of_the_definition(rule: RowMax, keys: int, m_prev: float) -> 
     before = jnp.full((len(s), 1), m_prev, jnp.float32)
     found = softmax.running_max(rule, s, before, 1.0)
     np.testing.assert_array_equal(found, rule(s, before))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("tile", [128, 256])
+def test_tiles_of_a_step_give_the_m_of_the_step(rule: RowMax, tile: int) -> None:
+    """Some of the repeats lie in two tiles, and no tile may count them alone."""
+    s = scores(512)
+    s[1::2] = np.roll(s[1::2], 200, axis=1)
+    before = jnp.full((len(s), 1), 0.5, jnp.float32)
+    largest = Largest.none((len(s), 128))
+    for start in range(0, 512, tile):
+        largest = largest.merge(Largest.of(jnp.asarray(s[:, start : start + tile])))
+    found = largest.running_max(rule, before, 1.0)
+    np.testing.assert_array_equal(found, rule(jnp.asarray(s), before))
 
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=repr)

@@ -177,8 +177,12 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     """dK and dV [B, K, S, H], summed over the query heads of each group."""
     p, size = problem, problem.tile
 
+    # A causal key tile may lie after all rows: no query tile sees it, and there is none to name.
+    may_be_unseen = p.spec.is_causal and p.padded_keys - size.kv >= p.padded_rows
+
     def visited(j: Array, i: Array, b: Array, scalars: Scalars) -> Array:
-        return p.query_range(j, b, scalars).clamp(i)
+        tile = p.query_range(j, b, scalars).clamp(i)
+        return jnp.minimum(tile, p.q_tiles - 1) if may_be_unseen else tile
 
     rows = pl.BlockSpec(
         (None, None, size.query, p.head_size),

@@ -19,6 +19,11 @@ _WINDOWS = {"forward": (5, 2), "key_gradients": (2, 4), "query_gradients": (3, 2
 # Of these, operands of products: those in float32 are kept as two or three bfloat16 terms as well.
 _OPERANDS = {"forward": (1, 2), "key_gradients": (2, 2), "query_gradients": (2, 2)}
 
+# Scratch: sums over the rows or keys that a kernel owns, and row statistics.
+# Forward: Ō, Ō′ and what a long step adds to them; m, l, those of the step, its two largest scores.
+# Keys: dK, dV and a part of each. Queries: dQ, a part of it, Σ P k; lse, δ, Σ P (dP − δ), Σ P.
+_SUMS = {"forward": (4, 6), "key_gradients": (4, 0), "query_gradients": (3, 4)}
+
 # Arrays [query, kv] of float32 that a schedule keeps at most; tests measure it.
 _SCORE_ARRAYS = 4
 
@@ -196,5 +201,6 @@ def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
     windows = 2 * itemsize * numbers(_WINDOWS[kernel])
     terms = 4 * numbers(_OPERANDS[kernel]) if itemsize == 4 else 0
     owned = tile.kv if kernel == "key_gradients" else tile.query
-    sums = 2 * owned * columns + 2 * tile.query * LANES
-    return windows + terms + 4 * (sums + _SCORE_ARRAYS * tile.query * tile.kv)
+    sums, statistics = _SUMS[kernel]
+    scratch = sums * owned * columns + statistics * tile.query * LANES
+    return windows + terms + 4 * (scratch + _SCORE_ARRAYS * tile.query * tile.kv)

@@ -46,27 +46,29 @@ class Visits:
     """How often a causal grid of one head runs the parts of a kernel.
 
     Attributes:
-      full, cut: tiles below the diagonal, and tiles that the diagonal cuts.
+      tiles: by block of code: tiles below the diagonal, and tiles that the diagonal cuts. Where a
+        tile holds several softmax steps, these two for each of them in turn.
       owners: tiles of queries, or of keys for dK and dV: each begins and finishes a sum.
       steps: programs of the grid, those above the diagonal included.
     """
 
-    full: int
-    cut: int
+    tiles: tuple[int, ...]
     owners: int
     steps: int
 
     @classmethod
-    def of(cls, length: int, tile: Tile, kernel: str) -> "Visits":
-        """The visits of T × T scores in tiles, for one of `_PASSES`."""
+    def of(cls, length: int, tile: Tile, kernel: str, step: int | None = None) -> "Visits":
+        """The visits of T × T scores in tiles, for one of `_PASSES`; step: keys, None: a tile."""
+        step = step or tile.kv
         rows, keys = (-(-length // size) for size in (tile.query, tile.kv))
-        full = cut = 0
+        full, cut = ([0] * (tile.kv // step) for _ in range(2))
         for i in range(rows):
-            first, last = i * tile.query, (i + 1) * tile.query - 1
-            below = min((first + 1) // tile.kv, keys)
-            full += below
-            cut += min(last // tile.kv + 1, keys) - below
-        return cls(full, cut, keys if kernel == "dkv" else rows, rows * keys)
+            first, last = i * tile.query, min((i + 1) * tile.query, length) - 1
+            for j in range(last // step + 1):
+                counts = full if (j + 1) * step <= first + 1 else cut
+                counts[j % len(counts)] += 1
+        tiles = tuple(n for pair in zip(full, cut, strict=True) for n in pair)
+        return cls(tiles, keys if kernel == "dkv" else rows, rows * keys)
 
 
 def kernel_of(name: str) -> str:
@@ -102,12 +104,18 @@ def cycles(call: Call, schedules: dict[str, Schedule]) -> dict[str, int]:
     result = {}
     for name, schedule in schedules.items():
         kernel = kernel_of(name)
-        visits = Visits.of(call.length, tiles[kernel], kernel)
-        per_head = schedule.cycles(
-            tiles=(visits.full, visits.cut), owners=visits.owners, steps=visits.steps
-        )
+        step = _step_of(call, tiles["forward"]) if kernel == "forward" else None
+        visits = Visits.of(call.length, tiles[kernel], kernel, step)
+        per_head = schedule.cycles(tiles=visits.tiles, owners=visits.owners, steps=visits.steps)
         result[kernel] = per_head * programs
     return result
+
+
+def _step_of(call: Call, forward: Tile) -> int:
+    """Keys of a softmax step, as many as a tile has at most."""
+    if call.kernel != "ours":
+        return forward.kv
+    return min(call.spec.numerics.step_of(call.length, forward.kv), forward.kv)
 
 
 def record_of(call: Call, shape: str, result: Result) -> Record:

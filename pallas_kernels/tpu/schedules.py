@@ -72,7 +72,8 @@ class Schedule:
 
         Args:
           tiles: how often each guarded block with products runs: tiles seen in full, tiles that
-            are masked. A kernel with one such block runs it for their sum.
+            are masked; for each softmax step of a tile. A kernel with one such block runs it for
+            their sum.
           owners: how often the other guarded blocks run: those that begin and finish a sum.
           steps: programs of the grid.
         """
