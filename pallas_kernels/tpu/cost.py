@@ -14,10 +14,10 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 
 from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
@@ -127,6 +127,7 @@ def record_of(call: Call, shape: str, result: Result) -> Record:
         "kernel": call.kernel,
         "preset": call.preset if call.kernel == "ours" else None,
         "row_max": call.row_max if call.kernel == "ours" else None,
+        "kv_block": call.spec.numerics.kv_block if call.kernel == "ours" else None,
         "tiles": {name: [tile.query, tile.kv] for name, tile in tiles_of(call).items()},
     }
     if result.error is not None:
@@ -152,11 +153,15 @@ def _calls(generation: str, args: argparse.Namespace) -> Iterator[tuple[str, Cal
         tiles = [tile for tile in TILES if max(tile) <= shape.length]
         for peer in PEERS:
             yield from ((name, dataclasses.replace(call, kernel=peer, tile=t)) for t in tiles)
-        for preset in args.presets:
-            for rule in args.rules:
-                for tile in tiles if args.tiles else [None]:
-                    chosen = dataclasses.replace(call, preset=preset, row_max=rule, tile=tile)
-                    yield name, chosen
+        ours = itertools.product(
+            args.presets, args.rules, args.kv_blocks or [None], tiles if args.tiles else [None]
+        )
+        for preset, rule, kv_block, tile in ours:
+            points = () if kv_block is None else (("kv_block", kv_block),)
+            yield (
+                name,
+                dataclasses.replace(call, preset=preset, row_max=rule, points=points, tile=tile),
+            )
 
 
 def measure(generation: str, args: argparse.Namespace) -> list[Record]:
@@ -173,9 +178,9 @@ def _compiled_call(call: Call) -> Call:
 
     Its arrays are too large for XLA to keep in VMEM whole.
     """
-    tile = tiles_of(call)["forward"]
-    size = (tile.query, tile.kv)
-    return dataclasses.replace(call, batch=128, length=2048, heads=1, kv_heads=1, tile=size)
+    # Default tiles depend on whether there are 8192 keys.
+    length = 8192 if call.tile is None and call.length >= 8192 else 2048
+    return dataclasses.replace(call, batch=2**18 // length, length=length, heads=1, kv_heads=1)
 
 
 def _best_tiles(records: Iterable[Record]) -> Iterator[Record]:
@@ -212,14 +217,17 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     """The table: million cycles, ratios to splash, and the most VMEM that a kernel takes."""
     records = sorted(records, key=_place)  # stable
     header = f"{'kernel':<40}{'tile':>10}{'forward':>9}{'dQ':>8}{'dK, dV':>8}"
-    for (generation, shape), group in groupby(records, _place):
+    for (generation, shape), group in itertools.groupby(records, _place):
         rows = list(group)
         yield f"\n{generation} {shape}: million cycles by the compiler's schedule"
         yield header + f"{'fwd/splash':>12}{'fwd+bwd/splash':>16}{'VMEM, MiB':>11}"
         peers = (r for r in rows if r["kernel"] == "splash" and r["kind"] == "cost")
         splash = min(peers, key=_total)
         for r in rows:
-            name = r["kernel"] if r["kernel"] != "ours" else f"{r['preset']}, {r['row_max']}"
+            name = r["kernel"]
+            if name == "ours":
+                steps = "" if r["kv_block"] is None else f", {r['kv_block']} keys"
+                name = f"{r['preset']}, {r['row_max']}{steps}"
             row = f"{name:<40}{'x'.join(map(str, r['tiles']['forward'])):>10}"
             yield row + ("  " + r["reason"] if r["kind"] == "refused" else _numbers(r, splash))
 
@@ -249,6 +257,9 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["flash"])
     parser.add_argument(
         "--rules", nargs="+", choices=ROW_MAX_RULES, default=["standard", "dynamic_max"]
+    )
+    parser.add_argument(
+        "--kv-blocks", nargs="+", type=int, help="keys of a softmax step, whatever the preset says"
     )
     parser.add_argument("--tiles", action="store_true", help="every tile of TILES, none left out")
     parser.add_argument("--out", type=Path, help="write JSON lines here")
