@@ -15,13 +15,7 @@ from lowprec_attn import steps
 from lowprec_attn.request import Extras, Request, Spec, unsupported_by_kernels
 from lowprec_attn.transforms import first_order_only
 from pallas_kernels.rounding import unsupported_rounding
-from pallas_kernels.tpu.backward import (
-    Operands,
-    delta_from_probs,
-    key_gradients,
-    lse_unit,
-    query_gradients,
-)
+from pallas_kernels.tpu.backward import Operands, lse_unit
 from pallas_kernels.tpu.block_sizes import (
     LANES,
     BlockSizes,
@@ -31,7 +25,9 @@ from pallas_kernels.tpu.block_sizes import (
     too_large,
 )
 from pallas_kernels.tpu.forward import forward
+from pallas_kernels.tpu.key_gradients import key_gradients
 from pallas_kernels.tpu.problem import Problem
+from pallas_kernels.tpu.query_gradients import delta_from_probs, query_gradients
 from pallas_kernels.tpu.scalars import Scalars
 
 FORMATS = ("float32", "bfloat16")

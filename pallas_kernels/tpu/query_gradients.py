@@ -1,0 +1,245 @@
+"""The kernels of dQ, and of δ where it needs a pass: a program owns a query tile."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from lowprec_attn.steps import Place
+from pallas_kernels.rounding import format_of
+from pallas_kernels.tpu.backward import (
+    GradientSum,
+    Operands,
+    Program,
+    Side,
+    probs_and_dp,
+    rounded_ds,
+    scales_last,
+    sums_parts,
+    visit_tile,
+)
+from pallas_kernels.tpu.block_sizes import LANES
+from pallas_kernels.tpu.problem import (
+    Grid,
+    Problem,
+    Range,
+    call,
+    indices,
+    lanes,
+    to_columns,
+    to_row,
+)
+from pallas_kernels.tpu.rounding import ROWS
+from pallas_kernels.tpu.scalars import Scalars
+from pallas_kernels.tpu.softmax import sum_slices
+
+
+class QueryGradients(NamedTuple):
+    """dQ [B, N, T, H]; with `delta='normalized'` the δ of dK and dV, less dlse, [B, N, 1, T]."""
+
+    dq: Any
+    delta: Any = None
+
+
+class _QuerySums(NamedTuple):
+    """Scratch of dQ: sums, lse and δ by row; `p_dp`, `p`, `pk` as in `steps.RowSums`."""
+
+    dq: Any
+    lse: Any
+    delta: Any
+    p_dp: Any = None
+    p: Any = None
+    pk: Any = None
+    part: Any = None
+
+    @classmethod
+    def shapes(cls, problem: Problem) -> "_QuerySums":
+        """What of it a problem needs."""
+        p, tile = problem, problem.tile
+        row, sums = (tile.query, LANES), (tile.query, p.head_size)
+        result = cls(sums, row, row)
+        if p.spec.numerics.delta == "normalized":
+            result = result._replace(p_dp=row, p=row, pk=sums)
+        return result._replace(part=sums) if sums_parts(p, tile.kv, p.step) else result
+
+
+def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGradients:
+    """dQ, and what it finds of δ on the way."""
+    p = problem
+    block = (None, None, p.tile.query, p.head_size)
+    out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
+    out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
+    if x.dlse is not None:
+        out_spec = out_spec._replace(delta=_row_statistics(p))
+        out = out._replace(delta=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
+    scratch = tuple(shape for shape in _QuerySums.shapes(p) if shape is not None)
+    return QueryGradients(*_over_queries(_query_gradients, x, scalars, p, (out, out_spec, scratch)))
+
+
+def _row_statistics(problem: Problem) -> pl.BlockSpec:
+    """Statistics [B, N, 1, T] of the rows of a query tile."""
+    return pl.BlockSpec((None, None, 1, problem.tile.query), lambda b, h, i, j, _: (b, h, 0, i))
+
+
+def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
+    """δ = rowsum(dP ∘ P), [B, N, 1, T], in a pass of its own over the keys."""
+    p = problem
+    statistic = (p.tile.query, LANES)
+    out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
+    return _over_queries(_delta, x, scalars, p, (out, _row_statistics(p), (statistic, statistic)))
+
+
+def _over_queries(
+    body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, out: Any
+) -> Any:
+    """Runs a kernel with one program per query tile and head; its key tiles follow in order."""
+    p, size = problem, problem.tile
+
+    def key_tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Any, ...]:
+        return b, lax.div(h, p.group), p.key_range(i, size.kv, b, scalars).clamp(j), 0
+
+    rows = pl.BlockSpec((None, None, size.query, p.head_size), lambda b, h, i, j, _: (b, h, i, 0))
+    keys = pl.BlockSpec((None, None, size.kv, p.head_size), key_tile)
+    shape, out_spec, scratch = out
+    by_row = (None if row is None else _row_statistics(p) for row in (x.lse, x.delta, x.dlse))
+    grid = Grid(
+        sizes=(p.batch, p.heads, p.q_tiles, p.kv_tiles),
+        parallel=3,
+        in_specs=(Operands(rows, keys, keys, rows, *by_row),),
+        out_specs=out_spec,
+        scratch=scratch,
+    )
+    return call(body, p, grid, shape)(scalars, x)
+
+
+class _Walk(NamedTuple):
+    """A query tile's walk over the key tiles that it sees, at its key tile j."""
+
+    program: Program
+    ref: Operands
+    lse: Any
+    i: Array
+    j: Array
+
+    @classmethod
+    def of(cls, scalars: Scalars, ref: Operands, lse: Any, problem: Problem) -> "_Walk":
+        batch, head, i, j = (pl.program_id(axis) for axis in range(4))
+        program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head))
+        return cls(program, ref, lse, i, j)
+
+    @property
+    def rows(self) -> Array:
+        """Global rows of the tile."""
+        size = self.program.problem.tile.query
+        return indices(self.i * size, size, 0)
+
+    @property
+    def seen(self) -> Range:
+        """The key tiles that the walk visits."""
+        p, scalars, batch, _ = self.program
+        return p.key_range(self.i, p.tile.kv, batch, scalars)
+
+    def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:
+        """contribution(P, dP, place) of the key tile, where it is seen at all."""
+        p = self.program.problem
+
+        def add_tile(*, masked: bool) -> None:
+            place = Place(self.rows, indices(self.j * p.tile.kv, p.tile.kv, 1))
+            rows, keys = (
+                Side(self.ref.q[...], self.ref.do[...]),
+                Side(self.ref.k[...], self.ref.v[...]),
+            )
+            lse = lanes(self.lse[...], p.tile.kv)
+            probs, dp = probs_and_dp(self.program, rows, keys, lse, place, masked=masked)
+            contribution(probs, dp, place)
+
+        seen = self.seen
+        visit_tile(self.j, seen, self.j < seen.full, p, add_tile)
+
+
+def _query_gradients(
+    scalars: Scalars,
+    ref: Operands,
+    dq_ref: Any,
+    delta_ref: Any,
+    *scratch: Any,
+    problem: Problem,
+) -> None:
+    p, n = problem, problem.spec.numerics
+    given = iter(scratch)
+    sums = _QuerySums(*(None if shape is None else next(given) for shape in _QuerySums.shapes(p)))
+    walk = _Walk.of(scalars, ref, sums.lse, p)
+    round_point = walk.program.round_point
+    total = GradientSum(walk.program, sums.dq, sums.part, p.tile.kv, p.step, 0)
+
+    @pl.when(walk.j == 0)
+    def initialise() -> None:
+        total.begin()
+        sums.lse[...] = to_columns(ref.lse[...])
+        sums.delta[...] = to_columns(ref.delta[...])
+        for x in (sums.p_dp, sums.p, sums.pk):
+            if x is not None:
+                x[...] = jnp.zeros_like(x)
+
+    def contribution(probs: Array, dp: Array, place: Place) -> None:
+        unscaled = probs * (dp - lanes(sums.delta[...], p.tile.kv))
+        ds = rounded_ds(walk.program, unscaled, place)
+        k, ds_format = ref.k[...], n.ds.result_format
+        rows = walk.rows
+        total.add(
+            walk.j,
+            lambda x: round_point.dot(ds[:, x], k[x], ds_format, format_of(k), ROWS),
+            rows,
+        )
+        if sums.pk is not None:
+            rounded = round_point(probs, "probs_bwd", n.probs_bwd, place)
+            p_format = n.probs_bwd.result_format
+            sums.pk[...] += round_point.dot(rounded, k, p_format, format_of(k), ROWS)
+            sums.p_dp[...] += sum_slices(unscaled)
+            sums.p[...] += sum_slices(probs)
+
+    walk.visit(contribution)
+    total.end_of_tile(walk.j, walk.seen, p.kv_tiles, walk.rows)
+
+    @pl.when(walk.j == p.kv_tiles - 1)
+    def finish() -> None:
+        scale = jnp.float32(p.spec.scale)
+        dq = sums.dq[...] * scale if scales_last(p) else sums.dq[...]
+        if sums.pk is not None:
+            correction = _row_shift(sums) - to_columns(ref.dlse[...])
+            dq = dq - scale * lanes(correction, p.head_size) * sums.pk[...]
+            delta_ref[...] = to_row(sums.delta[...] + correction)
+        place = Place(walk.rows, indices(0, p.head_size, 1), 0)
+        dq_ref[...] = round_point(dq, "grads", n.grads_for(p.dtype), place).astype(dq_ref.dtype)
+
+
+def _row_shift(sums: _QuerySums) -> Array:
+    """Σ P (dP − δ₀) / Σ P in all lanes, by which δ exceeds δ₀: 0 for a row without keys."""
+    p_dp, p = (jnp.sum(x[...], axis=-1, keepdims=True) for x in (sums.p_dp, sums.p))
+    empty = p == 0
+    shift = jnp.where(empty, jnp.float32(0), p_dp / jnp.where(empty, jnp.float32(1), p))
+    return jnp.broadcast_to(shift, (shift.shape[0], LANES))
+
+
+def _delta(
+    scalars: Scalars, ref: Operands, delta_ref: Any, lse: Any, total: Any, *, problem: Problem
+) -> None:
+    walk = _Walk.of(scalars, ref, lse, problem)
+
+    @pl.when(walk.j == 0)
+    def initialise() -> None:
+        total[...] = jnp.zeros_like(total)
+        lse[...] = to_columns(ref.lse[...])
+
+    def contribution(probs: Array, dp: Array, place: Place) -> None:
+        total[...] += jnp.sum(dp * probs, axis=-1, keepdims=True)
+
+    walk.visit(contribution)
+
+    @pl.when(walk.j == problem.kv_tiles - 1)
+    def finish() -> None:
+        delta_ref[...] = to_row(total[...])

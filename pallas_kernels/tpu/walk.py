@@ -1,0 +1,235 @@
+"""The walk of a query tile over its key tiles: the online-softmax steps of the forward kernel.
+
+A key tile holds one or more steps. A step longer than a tile is walked over twice, tile by tile:
+first for its row maximum, then for its products, so that it is rounded once.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from lowprec_attn.numerics import DynamicMax, StandardMax
+from lowprec_attn.steps import Place, SoftmaxState
+from pallas_kernels.rounding import format_of
+from pallas_kernels.tpu import softmax
+from pallas_kernels.tpu.problem import Problem, indices, mask_scores
+from pallas_kernels.tpu.rounding import COLUMNS, Rounder
+from pallas_kernels.tpu.scalars import Scalars
+
+
+class Walk(NamedTuple):
+    """The walk of a query tile over the key tiles, on the last axis of the grid.
+
+    Attributes:
+      tiles: how many there are.
+      per_step: how many a long step takes, each twice; 1: a tile holds whole steps.
+    """
+
+    tiles: int
+    per_step: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Walk":
+        """The walk of the forward kernel."""
+        return cls(problem.kv_tiles, max(problem.step // problem.tile.kv, 1))
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a step takes several tiles."""
+        return self.per_step > 1
+
+    @property
+    def programs(self) -> int:
+        """Of a query tile; with those for the tiles that the last long step lacks."""
+        if not self.is_long:
+            return self.tiles
+        return -(-self.tiles // self.per_step) * 2 * self.per_step
+
+    def step(self, j: Array) -> Array:
+        """The long step that program j works at."""
+        return lax.div(j, 2 * self.per_step)
+
+    def tile(self, j: Array) -> Array:
+        """The key tile of program j."""
+        if not self.is_long:
+            return j
+        return self.step(j) * self.per_step + lax.rem(j, self.per_step)
+
+    def sums(self, j: Array) -> Array:
+        """Whether program j walks over its step for the second time."""
+        return lax.rem(j, 2 * self.per_step) >= self.per_step
+
+    def tile_of_v(self, j: Array) -> Array:
+        """The tile of v: the first walk over a step needs none and waits at the first."""
+        if not self.is_long:
+            return j
+        return jnp.where(self.sums(j), self.tile(j), self.step(j) * self.per_step)
+
+
+class Inputs(NamedTuple):
+    """References to the tiles of q, k and v."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class LongStep(NamedTuple):
+    """Scratch of a step that takes several tiles: its largest scores, then its m and sums."""
+
+    largest: softmax.Largest
+    m: Any
+    sums: softmax.Sums
+
+
+class Program(NamedTuple):
+    """What the tiles of one program share; `i` is its query tile."""
+
+    problem: Problem
+    scalars: Scalars
+    batch: Array
+    round_point: Rounder
+    i: Array
+
+    def rows(self) -> Array:
+        """Of the tile; formed within each branch, where most have no use for them."""
+        size = self.problem.tile.query
+        return indices(self.i * size, size, 0)
+
+    def step(
+        self, number: Array, *, start: Array | None = None, keys: int = 1, masked: bool
+    ) -> softmax.Step:
+        """The arithmetic of a step at so many keys from `start` on, or from its first."""
+        rows, first = self.rows(), number * self.problem.step
+        place = Place(rows, indices(first if start is None else start, keys, 1))
+        return softmax.Step(self.problem, self.round_point, place, first, masked)
+
+    def scores(self, q: Array, k: Array, place: Place, *, masked: bool) -> Array:
+        """S as rounded at its point, in `softmax.score_unit`."""
+        p = self.problem
+        s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
+        if not p.scales_queries and softmax.score_unit(p) == 1:
+            s = s * jnp.float32(p.spec.scale)
+        s = self.round_point(s, "scores", p.spec.numerics.scores, place)
+        return mask_scores(s, p.visible(place, self.batch, self.scalars)) if masked else s
+
+    def keep_unvisited(
+        self, new: SoftmaxState, old: SoftmaxState, step: softmax.Step
+    ) -> SoftmaxState:
+        """The old state where a step lies wholly beyond what a row may see by position."""
+        p = self.problem
+        rows_differ = step.masked and p.spec.is_causal and not p.visits_above_diagonal
+        if not rows_differ or _masked_step_changes_nothing(p):
+            return new
+        first = Place(self.rows(), indices(step.first, 1, 1))
+        seen = p.visible(first, self.batch, self.scalars)
+        return jax.tree.map(functools.partial(jnp.where, seen), new, old)
+
+
+def read(refs: Any) -> Any:
+    """The values that references hold."""
+    return type(refs)(*(None if ref is None else ref[...] for ref in refs))
+
+
+def _write(refs: Any, values: Any) -> None:
+    for ref, x in zip(refs, values, strict=True):
+        if ref is not None:
+            ref[...] = x
+
+
+def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Array) -> None:
+    """The steps of key tile j."""
+    p, scalars, batch, _, i = program
+    size = p.step
+    per_tile = p.tile.kv // size
+    visited = p.key_range(i, size, batch, scalars)
+
+    def take_step(within: int, *, masked: bool) -> None:
+        number = j * per_tile + within
+        keys = pl.ds(within * size, size)
+        k, v = inputs.k[keys, :], inputs.v[keys, :]
+        step = program.step(number, keys=size, masked=masked)
+        s = program.scores(inputs.q[...], k, step.place, masked=masked)
+        old = read(state_ref)
+        new = softmax.softmax_step(old, s, v, step)
+        _write(state_ref, program.keep_unvisited(new, old, step))
+
+    def take_step_above(within: int) -> None:
+        step = program.step(j * per_tile + within, masked=False)
+        _write(state_ref, softmax.step_without_keys(read(state_ref), step))
+
+    for within in range(per_tile):
+        step = j * per_tile + within
+        pl.when(step < visited.full)(functools.partial(take_step, within, masked=False))
+        if p.has_masked_tiles:
+            cut = (step >= visited.full) & (step < visited.end)
+            pl.when(cut)(functools.partial(take_step, within, masked=True))
+        if p.visits_above_diagonal:
+            above = (step >= visited.end) & (step < p.steps_end(i, batch, scalars))
+            pl.when(above)(functools.partial(take_step_above, within))
+
+
+def take_part(
+    program: Program, inputs: Inputs, state_ref: SoftmaxState, ref: LongStep, j: Array
+) -> None:
+    """One of the two walks over the tiles of a long step, at program j."""
+    p, scalars, batch, _, i = program
+    walk, size = Walk.of(p), p.tile.kv
+    tile, number = walk.tile(j), walk.step(j)
+    visited = p.key_range(i, size, batch, scalars)
+    within = lax.rem(j, 2 * walk.per_step)
+    if p.visits_above_diagonal:
+        taken = number < p.steps_end(i, batch, scalars)
+    else:
+        taken = number * walk.per_step < visited.end
+
+    @pl.when(taken & (within == 0))
+    def begin() -> None:
+        _write(ref.largest, softmax.Largest.none(ref.m.shape))
+
+    @pl.when(taken & (within == walk.per_step))
+    def find_m() -> None:
+        m = read(ref.largest).running_max(p.spec.row_max, state_ref.m[...], softmax.score_unit(p))
+        ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
+        _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))
+
+    def visit(*, masked: bool) -> None:
+        step = program.step(number, start=tile * size, keys=size, masked=masked)
+        s = program.scores(inputs.q[...], inputs.k[...], step.place, masked=masked)
+
+        @pl.when(~walk.sums(j))
+        def compare() -> None:
+            _write(ref.largest, read(ref.largest).merge(softmax.Largest.of(s)))
+
+        @pl.when(walk.sums(j))
+        def add() -> None:
+            auxiliary = ref.sums.aux is not None
+            new = softmax.contribution(s, inputs.v[...], ref.m[...], step, auxiliary=auxiliary)
+            _write(ref.sums, jax.tree.map(jnp.add, read(ref.sums), new))
+
+    pl.when(tile < visited.full)(functools.partial(visit, masked=False))
+    if p.has_masked_tiles:
+        cut = (tile >= visited.full) & (tile < visited.end)
+        pl.when(cut)(functools.partial(visit, masked=True))
+
+    @pl.when(taken & (within == 2 * walk.per_step - 1))
+    def end() -> None:
+        step = program.step(number, masked=p.has_masked_tiles)
+        old = read(state_ref)
+        new = softmax.close(old, ref.m[...], read(ref.sums), step)
+        _write(state_ref, program.keep_unvisited(new, old, step))
+
+
+def _masked_step_changes_nothing(problem: Problem) -> bool:
+    """Whether a row's state stays as it is in a step whose keys are all masked.
+
+    The rule must leave m, and round_rescale(Ō) must be Ō, which round_accumulator ended in.
+    """
+    n = problem.spec.numerics
+    keeps_m = isinstance(problem.spec.row_max, StandardMax | DynamicMax)
+    return keeps_m and (n.rescale.is_identity or n.rescale.format == n.accumulator.format)
