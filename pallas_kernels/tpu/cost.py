@@ -7,7 +7,8 @@ times how often the grid runs them, forward, dQ and dK/dV. That is the compiler'
 measurement: waits for memory, between programs of a grid and for operations around the kernels are
 not in it. Splash attention and `flash_attention` of JAX are compiled the same way, each with the
 best of `TILES` for the shape; ours runs with its default tiles, or with `--tiles` with each of
-them, which is where the defaults come from.
+them, which is where the defaults come from. Softmax steps of several tiles, and those that the rule
+`published` takes above the diagonal, are not covered.
 """
 
 import argparse
