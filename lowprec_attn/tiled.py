@@ -114,6 +114,82 @@ class _Sums(NamedTuple):
     dscale: Array | None
 
 
+class _Walk(NamedTuple):
+    """A query tile in the backward pass, which walks over the blocks of keys that it sees."""
+
+    grid: Grid
+    tiles: steps.Grouped
+    i: Array
+    q: Array
+    do: Array
+    lse: Array
+    dlse: Array
+    spec: Spec
+
+    def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
+        """total = add(total, j, P and dP, k, place) over the blocks j."""
+
+        def step(j: Array, total: Any) -> Any:
+            s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
+            extras = self.tiles.extras
+            tile = steps.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
+            return add(total, j, tile, k, place)
+
+        return lax.fori_loop(0, self.grid.kv_end(self.i), step, total)
+
+    def query_gradient(
+        self, tile: steps.BackwardTile, delta: Array, k: Array, place: steps.Place
+    ) -> Array:
+        """What a block adds to dQ."""
+        return steps.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+
+    def delta(self, o_saved: Array | None) -> Array:
+        """δ, without dlse; δ₀ of `delta='normalized'`. A pass over the keys where O is not kept."""
+        if o_saved is None:
+            return self.over_keys(
+                lambda total, j, tile, k, place: total + steps.delta_from_probs(tile),
+                jnp.zeros_like(self.lse),
+            )
+        o = self.grid.query_rows(o_saved, self.i)
+        return steps.delta_from_output(self.do, o, self.spec.numerics, self.tiles.q.dtype)
+
+    def normalized(self, delta: Array) -> tuple[Array, Array]:
+        """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""
+        extras = self.tiles.extras
+
+        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+            sums = steps.row_sums(tile, delta, k, self.spec, extras, place)
+            dq = self.query_gradient(tile, delta, k, place)
+            return jax.tree.map(jnp.add, total, (dq, sums))
+
+        zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.lse)
+        dq, sums = self.over_keys(add, (zero, steps.RowSums(row, row, zero)))
+        dq = steps.corrected_dq(dq, sums, self.dlse, self.spec, extras)
+        return dq, delta + sums.shift - self.dlse
+
+    def gradients(self, sums: _Sums, delta: Array, dq: Array | None) -> tuple[_Sums, Array]:
+        """The sums with this tile's contributions, and its dQ where that is not known yet."""
+        grid, extras = self.grid, self.tiles.extras
+
+        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+            sums, dq_sum = total
+            if dq_sum is not None:
+                dq_sum = dq_sum + self.query_gradient(tile, delta, k, place)
+            dk, dv = steps.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
+            ds, dbias, dscale = steps.ds_of(tile, delta), sums.dbias, sums.dscale
+            if dbias is not None:
+                dbias = grid.add_pairs(dbias, ds, self.i, j)
+            if dscale is not None:
+                dscale = dscale + steps.scale_gradient(ds, self.q, k)
+            dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
+            return _Sums(dk, dv, dbias, dscale), dq_sum
+
+        start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
+        sums, dq_sum = self.over_keys(add, (sums, start))
+        return sums, dq_sum if dq is None else dq
+
+
 def _backward(
     spec: Spec,
     res: steps.Residuals,
@@ -131,66 +207,14 @@ def _backward(
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
     def query_tile(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
-        q_tile, do_tile, lse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse))
-
-        def probs(j: Array) -> tuple[steps.BackwardTile, steps.Place]:
-            s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
-            v_tile = grid.key_rows(tiles.v, j)
-            return steps.backward_tile(s, lse_tile, v_tile, do_tile, spec, extras, place), place
-
-        def over_keys(contribution: Callable[..., Any], start: Any) -> Any:
-            """The sum of contribution(tile, k, place) over the key blocks of this query tile."""
-
-            def add(j: Array, total: Any) -> Any:
-                tile, place = probs(j)
-                return jax.tree.map(
-                    jnp.add, total, contribution(tile, grid.key_rows(tiles.k, j), place)
-                )
-
-            return lax.fori_loop(0, grid.kv_end(i), add, start)
-
-        def dq_of(delta: Array) -> Callable[..., Array]:
-            return lambda tile, k, place: steps.query_gradient(tile, delta, k, spec, extras, place)
-
-        dlse_tile, zeros_dq = grid.query_rows(dlse, i), jnp.zeros_like(q_tile, jnp.float32)
-        if o_saved is None:  # delta='dp_p': a pass of its own over the keys
-            delta = over_keys(
-                lambda tile, k, place: steps.delta_from_probs(tile), jnp.zeros_like(lse_tile)
-            )
-        else:
-            o_tile = grid.query_rows(o_saved, i)
-            delta = steps.delta_from_output(do_tile, o_tile, spec.numerics, q.dtype)
-        if spec.numerics.delta == "normalized":  # dQ and the sums first, then dK and dV
-
-            def with_sums(tile: steps.BackwardTile, k: Array, place: steps.Place) -> Any:
-                sums = steps.row_sums(tile, delta, k, spec, extras, place)
-                return dq_of(delta)(tile, k, place), sums
-
-            row = jnp.zeros_like(lse_tile)
-            dq, row_sums = over_keys(with_sums, (zeros_dq, steps.RowSums(row, row, zeros_dq)))
-            dq = steps.corrected_dq(dq, row_sums, dlse_tile, spec, extras)
-            of_ds = delta + row_sums.shift - dlse_tile
-        else:
-            # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-            of_ds, dq = delta - dlse_tile, None
-
-        def step(j: Array, carry: tuple[_Sums, Array | None]) -> tuple[_Sums, Array | None]:
-            sums, dq_sum = carry
-            tile, place = probs(j)
-            if dq_sum is not None:
-                dq_sum = dq_sum + dq_of(of_ds)(tile, grid.key_rows(tiles.k, j), place)
-            dk, dv = steps.key_gradients(tile, of_ds, q_tile, do_tile, spec, extras, place)
-            ds, dbias, dscale = steps.ds_of(tile, of_ds), sums.dbias, sums.dscale
-            if dbias is not None:
-                dbias = grid.add_pairs(dbias, ds, i, j)
-            if dscale is not None:
-                dscale = dscale + steps.scale_gradient(ds, q_tile, grid.key_rows(tiles.k, j))
-            dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
-            return _Sums(dk, dv, dbias, dscale), dq_sum
-
-        start = (sums, zeros_dq if dq is None else None)
-        sums, dq_sum = lax.fori_loop(0, grid.kv_end(i), step, start)
-        return sums, dq if dq_sum is None else dq_sum
+        q, do_tile, lse_tile, dlse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse, dlse))
+        walk = _Walk(grid, tiles, i, q, do_tile, lse_tile, dlse_tile, spec)
+        delta = walk.delta(o_saved)
+        if spec.numerics.delta == "normalized":
+            dq, delta = walk.normalized(delta)
+            return walk.gradients(sums, delta, dq)
+        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        return walk.gradients(sums, delta - walk.dlse, None)
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
     dbias, dscale = (

@@ -16,7 +16,7 @@ from lowprec_attn.request import Request, Spec
 from pallas_kernels import block_sizes
 
 
-def request(chosen=numerics.PUBLISHED, *, keys=512, head_size=64, sizes=None, platform=None):
+def request(chosen=numerics.PROBE, *, keys=512, head_size=64, sizes=None, platform=None):
     spec = Spec(numerics=chosen, row_max=StandardMax(), scale=0.1, block_sizes=sizes)
     shape = (1, keys, 1, head_size)
     return Request(
@@ -29,6 +29,9 @@ def request(chosen=numerics.PUBLISHED, *, keys=512, head_size=64, sizes=None, pl
     [
         (request(), None, tiled.DEFAULT_KV_BLOCK),
         (request(numerics.FLASH.replace(kv_block=24)), None, 24),
+        (request(numerics.PUBLISHED, keys=1024), None, 512),
+        (request(numerics.PUBLISHED, keys=1024, platform="cuda"), None, 512),
+        (request(numerics.PUBLISHED, keys=1024, platform="tpu"), None, 512),
         (request(numerics.STANDARD), None, 512),
         (request(), "dense", 512),
         (request(platform="cuda"), None, 64),
@@ -63,7 +66,7 @@ def test_without_kv_block_an_implementation_takes_the_step_that_it_tells(name, k
             q,
             k,
             v,
-            numerics=numerics.PUBLISHED.replace(kv_block=kv_block),
+            numerics=numerics.PROBE.replace(kv_block=kv_block),
             implementation=name,
             block_sizes=sizes,
         )
@@ -86,7 +89,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     monkeypatch.setattr(signals, "attention_signals", attention_signals)
     monkeypatch.setattr(tiled, "DEFAULT_KV_BLOCK", 8)
     settings = tiny_settings(
-        attention__numerics="published",
+        attention__numerics="probe",
         attention__implementation=implementation,
         attention__kv_block=kv_block,
     )
@@ -94,4 +97,4 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     inputs = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     params = jax.eval_shape(steps.init).params
     jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))
-    assert described == [numerics.PUBLISHED.replace(kv_block=keys)] * 4
+    assert described == [numerics.PROBE.replace(kv_block=keys)] * 4

@@ -84,7 +84,8 @@ def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str
 def name_of(head: HeadArithmetic) -> str:
     """The preset's name if it is one, all points, and the row-max rule."""
     plain = head.numerics.replace(kv_block=None)
-    preset = next((name for name, n in PRESETS.items() if n == plain), "custom")
+    named = (name for name, n in PRESETS.items() if n.replace(kv_block=None) == plain)
+    preset = next(named, "custom")
     points = str(head.numerics).removeprefix("Numerics")
     return f"{preset} {points}, row max {head.row_max}"
 

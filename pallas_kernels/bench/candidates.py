@@ -41,7 +41,7 @@ def candidates(platform: str, *, points: bool = False) -> list[Candidate]:
     if platform == "gpu":
         found += [peers.jax_nn("cudnn"), *peers.jax_pallas(), *torch_candidates()]
         found += [peers.tokamax("triton"), peers.tokamax("mosaic")]
-    found += own.presets(platform)
+    found += [*own.presets(platform), *own.steps(platform)]
     if points:
         found += own.points(platform)
     return found

@@ -1,4 +1,4 @@
-"""Our implementations: every preset, and every row-max rule with `flash` and `published`."""
+"""Our implementations: every preset, every row-max rule and two steps with two of them."""
 
 import functools
 from collections.abc import Iterator
@@ -42,6 +42,13 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
             if row_max is not StandardMax:
                 name = f"{preset} {rule.removesuffix('_max')}_max"
                 yield _candidate(platform, name, PRESETS[preset], row_max())
+
+
+def steps(platform: str) -> Iterator[JaxCandidate]:
+    """Presets in steps of another length: what a step of several tiles costs."""
+    for preset, kv_block in (("flash", 512), ("published", 64)):
+        numerics = PRESETS[preset].replace(kv_block=kv_block)
+        yield _candidate(platform, f"{preset} kv_block={kv_block}", numerics, StandardMax())
 
 
 def points(platform: str) -> Iterator[JaxCandidate]:
