@@ -14,16 +14,13 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
-from lowprec_attn.steps import Place, SoftmaxState, statistic
+from lowprec_attn.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import Problem, exponential, indices, lanes
 from pallas_kernels.tpu.rounding import ROWS, Rounder
 
 _FLOAT32 = get_format("float32")
-
-# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
-_LEAST_SHIFT = -128.0
 
 
 class Step(NamedTuple):
@@ -140,7 +137,7 @@ def _round_shift(x: Array, step: Step, place: Place) -> Array:
     rounding = step.problem.spec.numerics.shift
     if rounding.is_identity:
         return x
-    return step.round_point(jnp.maximum(x, jnp.float32(_LEAST_SHIFT)), "shift", rounding, place)
+    return step.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, place)
 
 
 def _round_probs(probs: Array, step: Step) -> Array:

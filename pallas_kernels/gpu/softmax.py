@@ -1,0 +1,287 @@
+"""The arithmetic of one online-softmax step of a query tile: `lowprec_attn.steps.softmax_step`.
+
+A step has one tile of keys, or several: then the row maximum comes first, over all of them, and the
+products after it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format
+from lowprec_attn.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
+from pallas_kernels.gpu.instructions import (
+    exp2,
+    is_repeated,
+    is_repeated_by_warp,
+    multiply_add,
+)
+from pallas_kernels.gpu.problem import LOG2E, Problem
+from pallas_kernels.gpu.walk import Walk
+from pallas_kernels.rounding import format_of
+
+_FLOAT32 = get_format("float32")
+
+# A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
+# the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
+_THREADS, _LANES = 4, 8
+
+
+def saved_dtype(problem: Problem) -> np.dtype | None:
+    """Dtype of the O that δ sees, None where it is O itself or not needed."""
+    n = problem.spec.numerics
+    if n.delta == "dp_p" or n.saved_output == "same":
+        return None
+    return jnp.dtype(jnp.float32 if n.saved_output == "float32" else jnp.bfloat16)
+
+
+def keeps_auxiliary(problem: Problem) -> bool:
+    """Whether the kernel keeps Ō′."""
+    return saved_dtype(problem) == jnp.bfloat16
+
+
+def initial_state(problem: Problem) -> SoftmaxState:
+    """No key seen yet."""
+    row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
+    acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
+    aux = acc if keeps_auxiliary(problem) else None
+    l = jnp.zeros((problem.tile.query, _LANES), jnp.float32) if row_sums(problem) > 1 else row
+    return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+
+
+def step_of_one_tile(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) -> SoftmaxState:
+    """One online-softmax step over the keys of one tile."""
+    p, n = walk.problem, walk.problem.spec.numerics
+    k, v = walk.keys(t), walk.values(t)
+    s, place = walk.scores(k, t, masked=masked)
+    # At least MASKED: −inf − (−inf) would be NaN.
+    r_m = jnp.maximum(_over_row(jnp.max, s, p), jnp.float32(MASKED))
+    below = s - _per_column(r_m, p.tile.kv)
+    count = is_repeated_by_warp if p.counts_ties_by_warp else is_repeated
+    step = _Step.of(state, r_m, below, partial(count, interpret=p.interpret), t, walk)
+    probs, alpha = step.probs(s, below, place), step.alpha
+    rounded = walk.round_point(probs, "probs", n.probs, place)
+    row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+    pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+    aux_pv = _auxiliary_product(probs, v, walk)
+    return step.finish(alpha, row_sum, pv, aux_pv)
+
+
+def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) -> SoftmaxState:
+    """One step over the keys of several tiles: first the row maximum, then the products.
+
+    S is formed twice. Entry by entry, the two largest of all tiles are kept: they are enough to
+    find the maximum, and whether it repeats.
+    """
+    p, n = walk.problem, walk.problem.spec.numerics
+    over_tiles = partial(walk.over_tiles, t, masked=masked)
+    counts_ties = not isinstance(p.spec.row_max, StandardMax)
+    lowest = jnp.full((p.tile.query, p.tile.kv if counts_ties else _LANES), -jnp.inf, jnp.float32)
+
+    def look(j: Array, seen: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
+        s, _ = walk.scores(walk.keys(j), j, masked=masked)
+        largest, *second = seen
+        if not counts_ties:
+            s = jnp.max(s.reshape(s.shape[0], -1, _LANES), axis=1)
+        second = [jnp.maximum(x, jnp.minimum(largest, s)) for x in second]
+        return jnp.maximum(largest, s), *second
+
+    largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties))
+    r_m = jnp.maximum(_over_row(jnp.max, largest, p), jnp.float32(MASKED))
+
+    def repeats(below: Array, tolerance: float) -> Array:
+        near = [_count_near(x, tolerance) for x in (below, *(x - r_m for x in second))]
+        return sum(near[1:], start=near[0]) > 1
+
+    step = _Step.of(state, r_m, largest - r_m, repeats, t, walk)
+    # Where no point rounds between them, P̄V is added to the rescaled Ō tile by tile.
+    alpha = step.alpha
+    adds_up = n.pv.is_identity and n.rescale.is_identity and n.accumulator.is_identity
+    zero = jnp.zeros_like(state.acc)
+
+    def add(j: Array, sums: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
+        row_sum, pv, aux_pv = sums
+        k, v = walk.keys(j), walk.values(j)
+        s, place = walk.scores(k, j, masked=masked)
+        probs = step.probs(s, s - r_m, place)
+        rounded = walk.round_point(probs, "probs", n.probs, place)
+        row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+        pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+        if aux_pv is not None:
+            aux_pv = aux_pv + _auxiliary_product(probs, v, walk)
+        return row_sum, pv, aux_pv
+
+    start = (
+        jnp.zeros_like(state.l),
+        _per_column(alpha, p.padded_head) * state.acc if adds_up else zero,
+        None if state.aux is None else zero,
+    )
+    row_sum, pv, aux_pv = over_tiles(add, start)
+    return step.finish(alpha, row_sum, pv, aux_pv, rescaled=adds_up)
+
+
+def step_above_diagonal(t: Array, state: SoftmaxState, *, walk: Walk) -> SoftmaxState:
+    """A step whose keys are all masked: m, l and Ō as the rule and the roundings leave them."""
+    p = walk.problem
+    masked = jnp.full_like(state.m, MASKED)
+
+    def repeats(below: Array, tolerance: float) -> Array:
+        return jnp.full(below.shape, p.step > 1)
+
+    step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, walk)
+    zero = jnp.zeros_like(state.acc)
+    new = step.finish(
+        step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero
+    )
+    return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
+
+
+def _count_near(below: Array, tolerance: float) -> Array:
+    """How many entries of a row lie within the tolerance of 0; NaN counts."""
+    far = jnp.sum((below < np.float32(-tolerance)).astype(jnp.float32), axis=-1, keepdims=True)
+    return np.float32(below.shape[-1]) - far
+
+
+def _auxiliary_product(probs: Array, v: Array, walk: Walk) -> Array | None:
+    """P̄ v with unrounded P̄, where Ō′ is kept."""
+    if not keeps_auxiliary(walk.problem):
+        return None
+    return walk.round_point.dot(probs, v, _FLOAT32, format_of(v))
+
+
+class _Step(NamedTuple):
+    """One online-softmax step of a tile once its m is known: `steps.softmax_step` on one head."""
+
+    state: SoftmaxState
+    r_m: Array
+    m: Array
+    subtracted: Array
+    out: Place
+    walk: Walk
+
+    @classmethod
+    def of(
+        cls,
+        state: SoftmaxState,
+        r_m: Array,
+        below: Array,
+        is_repeated: Callable[[Array, float], Array],
+        t: Array,
+        walk: Walk,
+    ) -> "_Step":
+        """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
+        p, round_point = walk.problem, walk.round_point
+        n, rule = p.spec.numerics, p.spec.row_max
+        out = Place(p.place(walk.i, t).rows, p.feature_columns, t * p.step)
+        m = rule.running_max(r_m, below, state.m, unit=p.score_unit, is_repeated=is_repeated)
+        m = round_point(m, "stats", n.stats, statistic(out, "m"))
+        # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
+        subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
+        return cls(state, r_m, m, subtracted, out, walk)
+
+    @property
+    def alpha(self) -> Array:
+        """exp(m_old − m)."""
+        p = self.walk.problem
+        shift = self.state.m - self.subtracted
+        shift = _round_shift(shift, statistic(self.out, "alpha"), self.walk)
+        return exp2(shift * np.float32(p.score_unit * LOG2E), interpret=p.interpret)
+
+    def probs(self, s: Array, below: Array, place: Place) -> Array:
+        """P̄ = exp(S − m) of a tile's scores s, which are r_m + below."""
+        p, columns = self.walk.problem, s.shape[1]
+        to_log2 = np.float32(p.score_unit * LOG2E)
+        if not p.spec.numerics.shift.is_identity:
+            shift = _round_shift(s - _per_column(self.subtracted, columns), place, self.walk)
+            return exp2(shift * to_log2, interpret=p.interpret)
+        # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
+        offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
+        log2_p = multiply_add(below, to_log2, offset, interpret=p.interpret)
+        return exp2(log2_p, interpret=p.interpret)
+
+    def finish(
+        self,
+        alpha: Array,
+        row_sum: Array,
+        pv: Array,
+        aux_pv: Array | None,
+        *,
+        rescaled: bool = False,
+    ) -> SoftmaxState:
+        """The state after the step; rescaled: pv holds α Ō already."""
+        p, round_point, state = self.walk.problem, self.walk.round_point, self.state
+        n, rule = p.spec.numerics, p.spec.row_max
+        if rule.clamp is not None:
+            row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
+        alpha_of_l = _per_column(alpha, _LANES) if row_sums(p) > 1 else alpha
+        l = alpha_of_l * state.l + row_sum
+        l = round_point(l, "stats", n.stats, statistic(self.out, "l"))
+        alpha = _per_column(alpha, p.padded_head)
+        acc = pv
+        if not rescaled:
+            pv = round_point(pv, "pv", n.pv, self.out)
+            acc = round_point(alpha * state.acc, "rescale", n.rescale, self.out)
+            acc = round_point(acc + pv, "accumulator", n.accumulator, self.out)
+        aux = state.aux
+        if aux is not None and aux_pv is not None:
+            aux = alpha * aux + aux_pv
+        return SoftmaxState(self.m, l, acc, aux)
+
+
+def _round_shift(x: Array, place: Place, walk: Walk) -> Array:
+    """S − m or m_old − m as rounded at `shift`."""
+    rounding = walk.problem.spec.numerics.shift
+    if rounding.is_identity:
+        return x
+    return walk.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, place)
+
+
+def masked_step_changes_nothing(problem: Problem) -> bool:
+    """Whether a fully masked step leaves a row's state as it is: no rule moves m, no point Ō."""
+    n = problem.spec.numerics
+    keeps_accumulator = n.rescale.is_identity or n.rescale.format == n.accumulator.format
+    return keeps_accumulator and isinstance(problem.spec.row_max, StandardMax | DynamicMax)
+
+
+def _copies(problem: Problem) -> int:
+    """Copies of m: one per thread of a row where each learns by itself whether a tie shifts it."""
+    return _THREADS if problem.counts_ties_by_warp else 1
+
+
+def _over_row(reduce: Callable[..., Array], x: Array, problem: Problem) -> Array:
+    """A tile reduced over its columns, [query, copies]."""
+    if _copies(problem) == 1:
+        return reduce(x, axis=-1, keepdims=True)
+    x = x.reshape(x.shape[0], -1, _THREADS, _LANES // _THREADS)
+    by_thread = reduce(reduce(x, axis=3), axis=1)
+    return jnp.broadcast_to(reduce(by_thread, axis=1, keepdims=True), by_thread.shape)
+
+
+def _per_column(x: Array, columns: int) -> Array:
+    """[query, copies] for the columns of a tile, [query, columns] or [query, 1]."""
+    rows, copies = x.shape
+    if copies == 1:
+        return x
+    shape = (rows, columns // _LANES, copies, _LANES // copies)
+    return jnp.broadcast_to(x[:, None, :, None], shape).reshape(rows, columns)
+
+
+def row_sums(problem: Problem) -> int:
+    """Sums that l is kept in: 8 where only their total matters, at the end, else 1.
+
+    A thread then adds the scores that it holds itself, and no step waits for an exchange.
+    """
+    n, rule = problem.spec.numerics, problem.spec.row_max
+    return _LANES if n.stats.is_identity and rule.clamp is None else 1
+
+
+def _row_sum(p: Array, problem: Problem) -> Array:
+    """What l adds up: sums of the columns that are equal modulo 8, or of all, [query, copies]."""
+    if row_sums(problem) == 1:
+        return _over_row(jnp.sum, p, problem)
+    return jnp.sum(p.reshape(p.shape[0], -1, _LANES), axis=1)
