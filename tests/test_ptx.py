@@ -287,7 +287,8 @@ def test_ties_are_counted_where_the_product_left_the_scores(
     preset: str, head_size: int, dtype: str
 ) -> None:
     """Threads that exchanged scores first would count those of other rows."""
-    chosen = numerics.PRESETS[preset]
+    kv_block = 64 if preset == "published" else None  # in longer steps ties are counted once a step
+    chosen = numerics.PRESETS[preset].replace(kv_block=kv_block)
     standard = ptx(chosen, StandardMax(), head_size, dtype)["forward"]
     for rule in (numerics.DynamicMax(), numerics.PublishedMax()):
         text = ptx(chosen, rule, head_size, dtype)["forward"]
