@@ -10,7 +10,6 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
-from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 
 
@@ -21,17 +20,12 @@ def unsupported(request: Request) -> str | None:
     numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
     if numerics.step_of(keys, keys) < keys:
         return f"kv_block={numerics.kv_block} (dense takes one step over all {keys} keys)"
-    if not numerics.tile_grads.is_identity and rows > _rows_of_a_tile(numerics, rows):
+    if not numerics.tile_grads.is_identity and numerics.step_of(rows, rows) < rows:
         return (
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(dense has one tile of all {rows} queries)"
         )
     return None
-
-
-def _rows_of_a_tile(numerics: Numerics, rows: int) -> int:
-    """Queries of a tile whose gradients are rounded: as many as a step has keys."""
-    return numerics.kv_block if isinstance(numerics.kv_block, int) else rows
 
 
 def keys_per_step(request: Request) -> int:

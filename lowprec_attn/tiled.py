@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn import steps
 from lowprec_attn.grid import Grid
-from lowprec_attn.numerics import Numerics
 from lowprec_attn.request import Extras, Request, Spec
 from lowprec_attn.transforms import differentiated_as
 
@@ -252,7 +251,7 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) 
     step = n.step_of(keys, DEFAULT_KV_BLOCK)
     block_q, block_kv = sizes.query, min(sizes.kv_bwd, keys) if backward else step
     if backward and not n.tile_grads.is_identity:
-        block_kv, block_q = step, _rows_of_a_tile(n, rows)
+        block_kv, block_q = step, n.step_of(rows, DEFAULT_KV_BLOCK)
     # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
     skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
     return Grid(
@@ -263,11 +262,6 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) 
         is_causal=skips,
         every_block=every_block,
     )
-
-
-def _rows_of_a_tile(numerics: Numerics, rows: int) -> int:
-    """Queries of a tile whose gradients are rounded: as many as a step may have keys."""
-    return rows if numerics.kv_block == "all" else numerics.kv_block or DEFAULT_KV_BLOCK
 
 
 def _tile_scores(

@@ -163,11 +163,14 @@ class Numerics:
         }
         return self.replace(**changes)
 
-    def step_of(self, keys: int, default: int) -> int:
-        """Keys of an online-softmax step over `keys` keys; default: where `kv_block` is None."""
+    def step_of(self, length: int, default: int) -> int:
+        """Keys of an online-softmax step over `length` keys; default: where `kv_block` is None.
+
+        Also the queries, of `length`, of a tile whose products `tile_grads` rounds.
+        """
         if self.kv_block == "all":
-            return keys
-        return min(self.kv_block or default, keys)
+            return length
+        return min(self.kv_block or default, length)
 
     def output_for(self, dtype: np.dtype) -> Rounding:
         """The rounding of O for queries of `dtype`."""

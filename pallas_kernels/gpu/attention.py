@@ -66,26 +66,19 @@ def unsupported(request: Request) -> str | None:
 
 
 def _unsupported_numerics(request: Request) -> str | None:
-    numerics, keys = request.spec.numerics, request.kv_shape[1]
+    numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
     if numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     step = numerics.step_of(keys, KV_TILE)
     if step % KV_TILE and step < keys:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {KV_TILE} keys, or all)"
-    queries = _queries_of_a_tile(numerics)
-    if queries % KV_TILE and queries < request.q_shape[1]:
+    queries = numerics.step_of(rows, KV_TILE)
+    if not numerics.tile_grads.is_identity and queries % KV_TILE and queries < rows:
         return (
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(its tiles have multiples of {KV_TILE} queries, or all)"
         )
     return unsupported_rounding(numerics, FORMATS)
-
-
-def _queries_of_a_tile(numerics: Numerics) -> int:
-    """Where `tile_grads` rounds, queries of a tile whose gradients are; 0: no limit."""
-    if numerics.tile_grads.is_identity or not isinstance(numerics.kv_block, int):
-        return 0
-    return numerics.kv_block
 
 
 def keys_per_step(request: Request) -> int:

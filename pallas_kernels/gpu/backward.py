@@ -20,7 +20,7 @@ from jaxtyping import Array
 from lowprec_attn import steps
 from lowprec_attn.steps import Place
 from pallas_kernels.gpu.instructions import exp2, multiply_add
-from pallas_kernels.gpu.problem import LOG2E, Problem, call, mask_scores
+from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call, mask_scores
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.rounding import format_of
@@ -28,8 +28,6 @@ from pallas_kernels.rounding import format_of
 # δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
 # fourth program per multiprocessor.
 _DELTA_COLUMNS = 32
-
-_LANES = 8  # columns of a tensor-core tile that four threads share, two each
 
 
 class Operands(NamedTuple):
@@ -345,11 +343,11 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         p_rounded = round_point(probs, "probs_bwd", n.probs_bwd, place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
         ds = _unrounded_ds(p, probs, dp, of_dp)
-        return product(probs, dp, k, place), pk, _by_lane(ds), _by_lane(probs)
+        return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
 
     zero = jnp.zeros((p.tile.query, p.padded_head), jnp.float32)
     if normalized:
-        lanes = jnp.zeros((p.tile.query, _LANES), jnp.float32)
+        lanes = jnp.zeros((p.tile.query, LANES), jnp.float32)
         dq, pk, *sums = walk.sum_of_rounded(with_row_sums, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         # What δ₀ lacks, r / s − dlse, in the units of dS.
@@ -364,11 +362,6 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     dq = _scaled_sum(dq, p)
     dq = round_point(dq, "grads", n.grads_for(p.dtype), p.features(walk.start, p.tile.query, 0))
     p.store(out[0], dq, walk.start, p.rows)
-
-
-def _by_lane(x: Array) -> Array:
-    """Row sums of the columns that are equal modulo 8: what a thread holds, it adds up itself."""
-    return jnp.sum(x.reshape(x.shape[0], -1, _LANES), axis=1)
 
 
 def _delta_from_output(walk: _Walk) -> Array:

@@ -23,6 +23,10 @@ from pallas_kernels.gpu.scalars import Scalars
 
 LOG2E = math.log2(math.e)
 
+# A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
+# the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
+THREADS, LANES = 4, 8
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -119,20 +123,13 @@ class Problem:
         return -(-self.step // self.tile.kv)
 
     @property
-    def steps(self) -> int:
-        """Number of online-softmax steps, the last one maybe partial."""
-        return -(-self.kv_tiles // self.tiles_per_step)
-
-    @property
     def tiles_per_rounded_product(self) -> tuple[int | None, int | None]:
         """Tiles of queries, and of keys, whose products `tile_grads` rounds as one; None: none."""
         n = self.spec.numerics
         if n.tile_grads.is_identity:
             return None, None
-        queries = self.q_tiles
-        if isinstance(n.kv_block, int):
-            queries = -(-min(n.kv_block, self.rows) // self.tile.query)
-        return queries, self.tiles_per_step
+        queries = n.step_of(self.rows, self.rows)
+        return -(-queries // self.tile.query), self.tiles_per_step
 
     @property
     def visits_above_diagonal(self) -> bool:
@@ -398,6 +395,11 @@ class Problem:
         if self.rows % self.tile.query != 0:
             mask = span(start, self.tile.query) < self.rows
         plt.store(ref, x, mask=mask)
+
+
+def by_lane(reduce: Callable[..., Array], x: Array) -> Array:
+    """Rows reduced over columns that are equal modulo 8: each thread does what it holds itself."""
+    return reduce(x.reshape(x.shape[0], -1, LANES), axis=1)
 
 
 def mask_scores(s: Array, seen: Array) -> Array:

@@ -21,15 +21,11 @@ from pallas_kernels.gpu.instructions import (
     is_repeated_by_warp,
     multiply_add,
 )
-from pallas_kernels.gpu.problem import LOG2E, Problem
+from pallas_kernels.gpu.problem import LANES, LOG2E, THREADS, Problem, by_lane
 from pallas_kernels.gpu.walk import Walk
 from pallas_kernels.rounding import format_of
 
 _FLOAT32 = get_format("float32")
-
-# A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
-# the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
-_THREADS, _LANES = 4, 8
 
 
 def saved_dtype(problem: Problem) -> np.dtype | None:
@@ -50,7 +46,7 @@ def initial_state(problem: Problem) -> SoftmaxState:
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     aux = acc if keeps_auxiliary(problem) else None
-    l = jnp.zeros((problem.tile.query, _LANES), jnp.float32) if row_sums(problem) > 1 else row
+    l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if row_sums(problem) > 1 else row
     return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
 
 
@@ -81,13 +77,13 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
     p, n = walk.problem, walk.problem.spec.numerics
     over_tiles = partial(walk.over_tiles, t, masked=masked)
     counts_ties = not isinstance(p.spec.row_max, StandardMax)
-    lowest = jnp.full((p.tile.query, p.tile.kv if counts_ties else _LANES), -jnp.inf, jnp.float32)
+    lowest = jnp.full((p.tile.query, p.tile.kv if counts_ties else LANES), -jnp.inf, jnp.float32)
 
     def look(j: Array, seen: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
         s, _ = walk.scores(walk.keys(j), j, masked=masked)
         largest, *second = seen
         if not counts_ties:
-            s = jnp.max(s.reshape(s.shape[0], -1, _LANES), axis=1)
+            s = by_lane(jnp.max, s)
         second = [jnp.maximum(x, jnp.minimum(largest, s)) for x in second]
         return jnp.maximum(largest, s), *second
 
@@ -218,7 +214,7 @@ class _Step(NamedTuple):
         n, rule = p.spec.numerics, p.spec.row_max
         if rule.clamp is not None:
             row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
-        alpha_of_l = _per_column(alpha, _LANES) if row_sums(p) > 1 else alpha
+        alpha_of_l = _per_column(alpha, LANES) if row_sums(p) > 1 else alpha
         l = alpha_of_l * state.l + row_sum
         l = round_point(l, "stats", n.stats, statistic(self.out, "l"))
         alpha = _per_column(alpha, p.padded_head)
@@ -250,14 +246,14 @@ def masked_step_changes_nothing(problem: Problem) -> bool:
 
 def _copies(problem: Problem) -> int:
     """Copies of m: one per thread of a row where each learns by itself whether a tie shifts it."""
-    return _THREADS if problem.counts_ties_by_warp else 1
+    return THREADS if problem.counts_ties_by_warp else 1
 
 
 def _over_row(reduce: Callable[..., Array], x: Array, problem: Problem) -> Array:
     """A tile reduced over its columns, [query, copies]."""
     if _copies(problem) == 1:
         return reduce(x, axis=-1, keepdims=True)
-    x = x.reshape(x.shape[0], -1, _THREADS, _LANES // _THREADS)
+    x = x.reshape(x.shape[0], -1, THREADS, LANES // THREADS)
     by_thread = reduce(reduce(x, axis=3), axis=1)
     return jnp.broadcast_to(reduce(by_thread, axis=1, keepdims=True), by_thread.shape)
 
@@ -267,7 +263,7 @@ def _per_column(x: Array, columns: int) -> Array:
     rows, copies = x.shape
     if copies == 1:
         return x
-    shape = (rows, columns // _LANES, copies, _LANES // copies)
+    shape = (rows, columns // LANES, copies, LANES // copies)
     return jnp.broadcast_to(x[:, None, :, None], shape).reshape(rows, columns)
 
 
@@ -277,11 +273,11 @@ def row_sums(problem: Problem) -> int:
     A thread then adds the scores that it holds itself, and no step waits for an exchange.
     """
     n, rule = problem.spec.numerics, problem.spec.row_max
-    return _LANES if n.stats.is_identity and rule.clamp is None else 1
+    return LANES if n.stats.is_identity and rule.clamp is None else 1
 
 
 def _row_sum(p: Array, problem: Problem) -> Array:
     """What l adds up: sums of the columns that are equal modulo 8, or of all, [query, copies]."""
     if row_sums(problem) == 1:
         return _over_row(jnp.sum, p, problem)
-    return jnp.sum(p.reshape(p.shape[0], -1, _LANES), axis=1)
+    return by_lane(jnp.sum, p)
