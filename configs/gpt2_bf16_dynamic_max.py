@@ -9,12 +9,12 @@ Result:    the same losses where the base is healthy. The paper reports that its
 
 from ml_collections import ConfigDict
 
-from configs import gpt2_bf16
+from lowprec_attn.commands.config import module
 
 
 def get_config(variant: str = "") -> ConfigDict:
     """The base config with another row-max rule."""
-    config = gpt2_bf16.get_config(variant)
+    config = module("gpt2_bf16").get_config(variant)
     config.name = "gpt2_bf16_dynamic_max"
     config.attention.row_max = "dynamic_max"
     return config

@@ -1,6 +1,6 @@
 """Tile sizes of the kernels: speed only, never what is rounded where.
 
-The table of a device kind is filled from `python -m pallas_kernels.tune` on such a device.
+The table of a device kind is filled from `python -m benchmarks.tune` on such a device.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import Place
 from lowprec_attn.numerics import (
     POINTS,
     SALTS,
@@ -23,7 +24,6 @@ from lowprec_attn.numerics import (
     get_rounding,
     round_in_kernel,
 )
-from lowprec_attn.steps import Place
 
 MODES = ("nearest", "stochastic")
 BFLOAT16 = get_rounding("bfloat16")

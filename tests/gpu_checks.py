@@ -46,9 +46,11 @@ from kernel_calls import (
 )
 from test_points import ROUNDINGS, distances
 
-from lowprec_attn import numerics, steps, tiled
+from lowprec_attn import numerics
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
-from lowprec_attn.steps import Place
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.rounding import Rounder
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import plain
 
-from lowprec_attn import attention, numerics, reference, tiled
+from lowprec_attn import attention, numerics
+from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import Numerics, RowMax
 
 Arrays = dict[str, np.ndarray]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from lowprec_attn import numerics
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
-from lowprec_attn.request import Extras, RandomStream, Spec, planes
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.rounding import Rounder

@@ -2,7 +2,7 @@
 
 It shares no code with the library. Tests use it as the plain implementation with the same
 numerics, whose error bounds that of the real ones, and to show that each rounding is there.
-Nearest rounding only. Letters as in `lowprec_attn.reference`; arrays [B, N, T, ...].
+Nearest rounding only. Letters as in `lowprec_attn.attention.reference`; arrays [B, N, T, ...].
 """
 
 import dataclasses

@@ -25,7 +25,7 @@ from pathlib import Path
 from gpu_checks import CHECKS, Check, Record, record_of
 from kernel_calls import PRESETS
 
-from pallas_kernels.bench.records import environment, write
+from benchmarks.attention.records import environment, write
 
 LAUNCHES = Path(__file__).with_name("gpu_launches.py")
 # What each tool says at its end when it found nothing; and the fault that it must find.

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowprec_attn import attention, numerics, tiled
+from lowprec_attn import attention, numerics
+from lowprec_attn.attention import tiled
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

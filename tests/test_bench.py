@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.attention import __main__ as command
+from benchmarks.attention import memory, own, peers, table, targets, timing
+from benchmarks.attention.candidates import candidates, for_shape, select
+from benchmarks.attention.measure import measure
+from benchmarks.attention.problem import PASSES, Problem
+from benchmarks.attention.records import add_ratios, fastest, ratio, read, write
+from benchmarks.attention.timing import JaxCandidate, Timed
+from benchmarks.attention.torch_sdpa import torch_candidates
+from benchmarks.shapes import SHAPES, SWEEP, Shape
 from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import PRESETS
-from pallas_kernels.bench import __main__ as command
-from pallas_kernels.bench import memory, own, peers, table, targets, timing
-from pallas_kernels.bench.candidates import candidates, for_shape, select
-from pallas_kernels.bench.measure import measure
-from pallas_kernels.bench.problem import PASSES, Problem
-from pallas_kernels.bench.records import add_ratios, fastest, ratio, read, write
-from pallas_kernels.bench.timing import JaxCandidate, Timed
-from pallas_kernels.bench.torch_sdpa import torch_candidates
-from pallas_kernels.shapes import SHAPES, SWEEP, Shape
 
 TINY = Shape(1, 64, 2, 32)
 
@@ -324,7 +324,7 @@ def test_command(
     kinds = [json.loads(line)["kind"] for line in out.read_text().splitlines()]
     assert kinds == ["environment"] + 2 * ["time", "time", "refused"]
     environment = read(out)[0]
-    assert environment["command"].startswith("python -m pallas_kernels.bench --shapes tiny")
+    assert environment["command"].startswith("python -m benchmarks.attention --shapes tiny")
     assert environment["versions"]["jax"] == jax.__version__
     assert plot.with_name("bench_shapes.png").stat().st_size > 1000
 
@@ -338,7 +338,7 @@ def test_command(
 
 
 def test_figures_of_sweep_and_memory(tmp_path: Path) -> None:
-    from pallas_kernels.bench import plot
+    from benchmarks.attention import plot
 
     rows = [record("gpu flash", [1.0], name, backward) for name in SWEEP for backward in (0, 1)]
     grown = [

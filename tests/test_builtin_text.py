@@ -7,8 +7,8 @@ import sysconfig
 import numpy as np
 import pytest
 
-from lowprec_attn.gpt2 import builtin_text
-from lowprec_attn.gpt2.tokens import DataError, unigram_loss
+from lowprec_attn.data import builtin_text
+from lowprec_attn.data.tokens import DataError, unigram_loss
 
 
 def text_of(tokens):

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowprec_attn.gpt2 import checkpoint_content
-from lowprec_attn.gpt2.checkpoint import CheckpointError, Checkpoints
-from lowprec_attn.gpt2.manifest import Manifest
+from lowprec_attn.runs import checkpoint_content
+from lowprec_attn.runs.checkpoint import CheckpointError, Checkpoints
+from lowprec_attn.runs.manifest import Manifest
 
 Moments = namedtuple("Moments", ["mu", "nu"])
 ROOT = Path(__file__).resolve().parents[1]

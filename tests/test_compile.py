@@ -12,13 +12,12 @@ import pytest
 from command import ROOT
 from tiny import tiny_settings
 
-from lowprec_attn import cli
-from lowprec_attn.gpt2.compile import _advice
-from lowprec_attn.gpt2.devices import run_devices
-from lowprec_attn.gpt2.footprint import collectives, step_footprint
+from lowprec_attn.commands.compile import COMPILER_HOST
 from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.gpt2.tpu_slice import GENERATIONS, Slice, SliceError
-from pallas_kernels.tpu import compiler_host
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.fit import _advice
+from lowprec_attn.training.footprint import collectives, step_footprint
+from lowprec_attn.training.tpu_slice import GENERATIONS, Slice, SliceError
 
 PROGRAM = """
   %all-reduce.1 = (f32[128,4]{1,0:T(8,128)}, f32[]) all-reduce(%a, %b), replica_groups={}
@@ -134,7 +133,7 @@ import sys
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from lowprec_attn.gpt2.tpu_slice import Slice
+from lowprec_attn.training.tpu_slice import Slice
 
 for name in sys.argv[1:]:
     sharding = SingleDeviceSharding(Slice.of(name).devices[0])
@@ -166,7 +165,7 @@ class TestCompiler:
         child = subprocess.run(
             [sys.executable, "-c", TOO_LARGE, *slices],
             cwd=ROOT,
-            env=os.environ | compiler_host.ENVIRONMENT,
+            env=os.environ | COMPILER_HOST,
             capture_output=True,
             text=True,
             timeout=120,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from grain.sharding import ShardOptions
 
-from lowprec_attn.gpt2.data import train_iterator, validation_batches
-from lowprec_attn.gpt2.order import Replay, SeededOrder
-from lowprec_attn.gpt2.tokens import DataError, Tokens
+from lowprec_attn.data.batches import train_iterator, validation_batches
+from lowprec_attn.data.order import Replay, SeededOrder
+from lowprec_attn.data.tokens import DataError, Tokens
 
 CONTEXT = 8
 BATCH = 4

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny import tiny_settings
 
-from lowprec_attn.gpt2.checkpoint import Checkpoints
-from lowprec_attn.gpt2.devices import mesh_over, run_devices
-from lowprec_attn.gpt2.step import make_steps
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.training.devices import mesh_over, run_devices
+from lowprec_attn.training.step import make_steps
 
 STEPS = 4
 

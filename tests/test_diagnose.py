@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lowprec_attn import diagnose
-from lowprec_attn.diagnostics import array_file, verdict
-from lowprec_attn.diagnostics.array_file import DiagnoseError
+from lowprec_attn.commands import diagnose
+from lowprec_attn.diagnose import array_file
+from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnostics import verdict
 
 BFLOAT16 = ml_dtypes.bfloat16
 _example = runpy.run_path(

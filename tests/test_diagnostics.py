@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowprec_attn import dense, diagnostics, numerics, reference, tiled
+from lowprec_attn import diagnostics, numerics
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
+from lowprec_attn.attention import dense, reference, tiled
 from lowprec_attn.diagnostics import comparison, rows, weights
 from lowprec_attn.numerics import MASKED, StandardMax, get_rounding, round_to
-from lowprec_attn.request import Extras, RandomStream, Spec
 
 M = MASKED
 BFLOAT16 = get_rounding("bfloat16")

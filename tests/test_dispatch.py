@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.dispatch import resolve_by_platform
+from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.attention.dispatch import resolve_by_platform
 from lowprec_attn.numerics import StandardMax
-from lowprec_attn.request import Request, Spec
 
 
 def request(numerics_=numerics.FLASH, **options):

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lowprec_attn import numerics, tiled
-from lowprec_attn.attention import attention_fn, dot_product_attention, sharded
+from lowprec_attn import numerics
+from lowprec_attn.attention import attention_fn, dot_product_attention, sharded, tiled
 from lowprec_attn.numerics import EXACT, FLASH, STANDARD, STOCHASTIC_OUTPUT, DynamicMax, StandardMax
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")

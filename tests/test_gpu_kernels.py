@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from kernel_calls import CASES, CAUSAL, INTERPRETED, REPEATED, TALL, call_of, run, run_plain
 
-from lowprec_attn import attention, numerics, tiled
-from lowprec_attn.dispatch import resolve
+from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.attention import tiled
+from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
-from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.block_sizes import Tile
 from pallas_kernels.gpu import attention as gpu
 

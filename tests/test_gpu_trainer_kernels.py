@@ -11,10 +11,10 @@ from tiny import tiny_settings
 
 from lowprec_attn import attention
 from lowprec_attn.gpt2 import norm
-from lowprec_attn.gpt2.devices import compiler_options
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.gpt2.step import make_steps
+from lowprec_attn.training.devices import compiler_options
+from lowprec_attn.training.step import make_steps
 from pallas_kernels.gpu import gelu as kernels
 from pallas_kernels.gpu import layer_norm
 from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows

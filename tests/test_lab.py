@@ -18,10 +18,9 @@ from absl import flags
 from command import ROOT, TINY
 from ml_collections import config_flags
 
-from lowprec_attn import cli
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import experiment, figure, processes, records, table
-from lowprec_attn.run_config import train_settings
+from lowprec_attn.training.config import train_settings
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
 
@@ -75,7 +74,7 @@ def lab(tmp_path, monkeypatch, capsys):
         return code, "".join(capsys.readouterr())
 
     def start(acts, *options):
-        command = [sys.executable, "-m", "lowprec_attn.cli", *words(acts, *options)]
+        command = [sys.executable, "-m", "lowprec_attn", *words(acts, *options)]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -454,7 +453,7 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(t
 
     def start(out):
         options = ["--workdir", out, "--jobs", "2", "--arms", *arms]
-        command = [sys.executable, "-m", "lowprec_attn.cli", "lab", "run", FIRST_SIGHT, *options]
+        command = [sys.executable, "-m", "lowprec_attn", "lab", "run", FIRST_SIGHT, *options]
         command += [f"--config.{name}={value}" for name, value in fields.items()]
         return subprocess.Popen(
             list(map(str, command)),

@@ -7,11 +7,11 @@ import threading
 import pytest
 from tiny import tiny_config
 
-from lowprec_attn.gpt2 import live, metrics, mirror, report
-from lowprec_attn.gpt2.manifest import Manifest
-from lowprec_attn.gpt2.run_dir import RunDir
-from lowprec_attn.gpt2.training import train
-from lowprec_attn.run_config import train_settings
+from lowprec_attn.runs import live, metrics, mirror, report
+from lowprec_attn.runs.manifest import Manifest
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.run import train
 
 
 def trained(path, **changes):

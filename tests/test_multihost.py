@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_train_kills import wait_for_steps
 
-from lowprec_attn.gpt2 import metrics
+from lowprec_attn.runs import metrics
 
 # Two parts, so that rows are dealt out to the processes within each micro-batch.
 RUN = {**command.TINY, "accumulation_steps": 2, "model.layers": 1}

@@ -5,8 +5,8 @@ import resource
 import numpy as np
 import pytest
 
-from lowprec_attn.gpt2.order import OrderRecord, Replay, SeededOrder, starts
-from lowprec_attn.gpt2.tokens import DataError
+from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder, starts
+from lowprec_attn.data.tokens import DataError
 
 GOLDEN = [854, 480, 664, 796]
 

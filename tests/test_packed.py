@@ -12,8 +12,8 @@ import pytest
 from kernel_calls import INTERPRETED, PRESETS, TALL, call_of, run
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.numerics import FLASH, DynamicMax
-from lowprec_attn.request import planes
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),

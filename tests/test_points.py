@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from lowprec_attn import steps
+from lowprec_attn.arithmetic import steps
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")

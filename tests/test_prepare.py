@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from lowprec_attn.gpt2 import documents, prepare, tokens
-from lowprec_attn.gpt2.tokens import DataError
+from lowprec_attn.data import documents, prepare, tokens
+from lowprec_attn.data.tokens import DataError
 
 
 def run(*arguments):

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_settings
 
-from lowprec_attn.gpt2 import profile
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
+from lowprec_attn.training import profile
 
 # JAX 0.12's reader of traces registers a type without a module, of which Python 3.12 warns; as an
 # error the warning ends the process, for no Python code is there to raise it.

@@ -21,12 +21,12 @@ from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.gpt2 import loss
-from lowprec_attn.gpt2.devices import compiler_options
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
-from lowprec_attn.request import Extras, Spec
+from lowprec_attn.training.devices import compiler_options
+from lowprec_attn.training.step import make_steps
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 

@@ -21,7 +21,8 @@ from grid_inputs import Head
 from public_code import COMPILED, EAGER, Reading, Result, Rule, bf16
 from public_record import SHARE, Run, by_head, difference, reading
 
-from lowprec_attn import attention, numerics, steps
+from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic import steps
 from lowprec_attn.numerics import Numerics
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")

@@ -10,7 +10,7 @@ import numpy as np
 import plain
 import pytest
 
-from lowprec_attn import reference
+from lowprec_attn.attention import reference
 
 CASES = {
     "full": harness.Case(),

@@ -3,7 +3,7 @@ from tiny import tiny_config
 
 from configs import gpt2_bf16, gpt2_bf16_dynamic_max
 from lowprec_attn import numerics
-from lowprec_attn.run_config import ConfigError, train_settings
+from lowprec_attn.training.config import ConfigError, train_settings
 
 
 def heads_of(**attention):

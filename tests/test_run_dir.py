@@ -21,9 +21,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import lowprec_attn
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2 import environment, metrics
-from lowprec_attn.gpt2.metrics import MetricsError, MetricsWriter
-from lowprec_attn.gpt2.run_dir import RunDir, RunDirError
+from lowprec_attn.runs import environment, metrics
+from lowprec_attn.runs.metrics import MetricsError, MetricsWriter
+from lowprec_attn.runs.run_dir import RunDir, RunDirError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = {"seed": 1, "optimizer": {"lr": 1e-3, "betas": (0.9, 0.95)}, "layers": {1: {}}}
@@ -141,7 +141,7 @@ def test_two_processes_cannot_use_one_directory(tmp_path):
 def test_sigkill_releases_the_directory(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from lowprec_attn.gpt2.run_dir import RunDir\n"
+        "from lowprec_attn.runs.run_dir import RunDir\n"
         f"run_dir = RunDir.open({str(tmp_path)!r}, {{}})\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"

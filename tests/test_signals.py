@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from tiny import tiny_settings
 
-from lowprec_attn import attention, numerics, tiled
-from lowprec_attn.dispatch import keys_per_step
-from lowprec_attn.gpt2 import signals
+from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.attention import tiled
+from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import StandardMax
-from lowprec_attn.request import Request, Spec
+from lowprec_attn.training import signals
+from lowprec_attn.training.step import make_steps
 from pallas_kernels import block_sizes
 
 

@@ -11,14 +11,14 @@ from tiny import tiny_settings, with_optimizer
 from configs import gpt2_bf16
 from lowprec_attn import attention
 from lowprec_attn.gpt2 import loss as loss_module
-from lowprec_attn.gpt2.devices import compiler_options, run_devices
 from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend, parameter_count
-from lowprec_attn.gpt2.optimizer import adamw, can_overflow, learning_rate
-from lowprec_attn.gpt2.step import make_steps
 from lowprec_attn.numerics import PRESETS
-from lowprec_attn.run_config import train_settings
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import compiler_options, run_devices
+from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
+from lowprec_attn.training.step import make_steps
 
 
 def batch(settings, seed=0):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from lowprec_attn.gpt2 import prepare, tokenizer, tokens
-from lowprec_attn.gpt2.tokens import DataError
+from lowprec_attn.data import prepare, tokenizer, tokens
+from lowprec_attn.data.tokens import DataError
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from lowprec_attn.gpt2 import tokens
-from lowprec_attn.gpt2.tokens import DataError, Tokens
+from lowprec_attn.data import tokens
+from lowprec_attn.data.tokens import DataError, Tokens
 
 
 def split(ids, vocabulary=257):

@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
+from benchmarks.tpu.schedules import Schedule
+from lowprec_attn.arithmetic.request import Request
 from lowprec_attn.numerics import POINTS, PRESETS
-from lowprec_attn.request import Request
-from pallas_kernels.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
 from pallas_kernels.tpu.attention import unsupported
 from pallas_kernels.tpu.block_sizes import VMEM_LIMIT, block_sizes_of, vmem_bytes
-from pallas_kernels.tpu.schedules import Schedule
 
 pytestmark = [
     pytest.mark.tpu_compile,

@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pallas_kernels.tpu import cost
-from pallas_kernels.tpu.aot import Call, Result
+from benchmarks.tpu import cost
+from benchmarks.tpu.aot import Call, Result
+from benchmarks.tpu.cost import Visits
+from benchmarks.tpu.schedules import Block, Schedule
 from pallas_kernels.tpu.block_sizes import Tile
-from pallas_kernels.tpu.cost import Visits
-from pallas_kernels.tpu.schedules import Block, Schedule
 
 
 @pytest.mark.parametrize("tile", [Tile(query=128, kv=256), Tile(query=384, kv=128)])

@@ -11,9 +11,9 @@ from kernel_calls import PRESETS, RULES, run
 from test_tpu_kernels import CASES, REPEATED, check_accuracy, tpu_call
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.dispatch import resolve_by_platform
+from lowprec_attn.arithmetic.request import Extras, Request
+from lowprec_attn.attention.dispatch import resolve_by_platform
 from lowprec_attn.numerics import EXACT
-from lowprec_attn.request import Extras, Request
 
 pytestmark = [pytest.mark.tpu, pytest.mark.usefixtures("strict_promotion")]
 

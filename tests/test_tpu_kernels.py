@@ -27,9 +27,10 @@ from kernel_calls import (
 )
 from test_points import closer
 
-from lowprec_attn import numerics, tiled
+from lowprec_attn import numerics
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
-from lowprec_attn.request import Extras, Request, Spec
 from pallas_kernels.tpu import attention as tpu
 from pallas_kernels.tpu import forward, problem, query_gradients, walk
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile

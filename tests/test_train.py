@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from command import finish
 
-from lowprec_attn.gpt2 import metrics
+from lowprec_attn.runs import metrics
 
 
 @pytest.fixture(scope="module")

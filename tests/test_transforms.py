@@ -12,9 +12,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from kernel_calls import INTERPRETED as GPU_SIZES
 
-from lowprec_attn import attention, numerics, reference, steps, tiled
+from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import MODES, Numerics, RowMax, round_to
-from lowprec_attn.request import Extras, Spec
 from pallas_kernels.tpu.block_sizes import BlockSizes as TpuBlockSizes
 from pallas_kernels.tpu.block_sizes import Tile as TpuTile
 

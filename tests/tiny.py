@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from configs import gpt2_bf16
-from lowprec_attn.gpt2.settings import TrainSettings
-from lowprec_attn.run_config import train_settings
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.settings import TrainSettings
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ rounding makes O, and with it δ, disagree with the P and dP that δ is subtract
   from the run's own S   Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v): what enters
                          dW_Q(hp) − dW_Q(lp), where P is the same on both sides
 
-Nothing here is arithmetic of its own: all of it is `lowprec_attn.steps`.
+Nothing here is arithmetic of its own: all of it is `lowprec_attn.arithmetic.steps`.
 """
 
 import dataclasses
@@ -19,11 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from lowprec_attn import steps, tiled
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.grid import Grid
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import rows
-from lowprec_attn.grid import Grid
 from lowprec_attn.numerics import EXACT, StandardMax, get_format
-from lowprec_attn.request import Extras, Spec
 
 # Scores held at a time, over batch and heads: 16 MiB per float32 temporary. A CPU is the faster for
 # temporaries that stay in its caches.

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Key
 
-from lowprec_attn import validation
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
+from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import errors, weights
 from lowprec_attn.diagnostics.comparison import GradientRows, OutputRows, ScoreRows, compare
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
-from lowprec_attn.request import Extras, RandomStream, Spec
 
 
 def attention_signals(
@@ -62,7 +62,7 @@ def attention_signals(
     Cost: about 10·B·N·T·S·H FLOP in matrix products (14 with x; 6 without dO), no causal
     skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores (2^22 on an
     accelerator). For B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and
-    68 MiB on 2 CPU cores (`python -m lowprec_attn.diagnostics.cost`).
+    68 MiB on 2 CPU cores (`python -m benchmarks.diagnostics`).
 
     `_*` stands for _mean, _rms, _max and _coherence of `errors.signed_error` over the B·T rows.
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.gpu import gelu as kernels
-from pallas_kernels.gpu.device import kernel_or
+from lowprec_attn.gpt2 import kernels
 
 
 @jax.custom_vjp
@@ -21,7 +20,7 @@ def gelu(x: Float[Array, "*n f"]) -> Float[Array, "*n f"]:
     Args:
       x: a matrix product, as it left it.
     """
-    return kernel_or(_of_product if _left_to_product(x) else kernels.gelu, _plain)(x)
+    return kernels.kernel_or(_of_product if _left_to_product(x) else kernels.gelu, _plain)(x)
 
 
 def _left_to_product(x: Array) -> bool:
@@ -42,7 +41,7 @@ def _of_product(x: Array) -> Array:
 
 
 def _backward(x: Array, d_y: Array) -> tuple[Array]:
-    return (kernel_or(kernels.gelu_gradient, _plain_gradient)(x, d_y),)
+    return (kernels.kernel_or(kernels.gelu_gradient, _plain_gradient)(x, d_y),)
 
 
 gelu.defvjp(lambda x: (gelu(x), x), _backward)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
-from pallas_kernels.gpu.device import kernel_or
+from lowprec_attn.gpt2.kernels import cross_entropy_rows, kernel_or
 
 # Logits are formed in chunks of rows of about this size; their gradient takes as much again in
 # 16 bits, half of it beside float32 logits.

@@ -15,11 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.norm import LayerNorm
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
-from lowprec_attn.request import planes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,7 @@ from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.gpu import layer_norm
-from pallas_kernels.gpu.device import kernel_or
+from lowprec_attn.gpt2 import kernels
 
 
 class LayerNorm(nnx.Module):
@@ -74,8 +73,8 @@ class _Saved(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _add_norm(residual: Array, y: Array | None, scale: Array, dtype: Any) -> tuple[Array, Array]:
-    kernel, plain = (partial(f, dtype=dtype) for f in (layer_norm.add_norm, _plain))
-    return kernel_or(kernel, plain)(residual, y, scale)
+    kernel, plain = (partial(f, dtype=dtype) for f in (kernels.add_norm, _plain))
+    return kernels.kernel_or(kernel, plain)(residual, y, scale)
 
 
 def _forward(residual: Any, y: Any, scale: Any, dtype: Any) -> tuple[tuple[Array, Array], _Saved]:
@@ -94,31 +93,29 @@ def _backward(
     if isinstance(d_x, SymbolicZero):
         d_x = jnp.zeros(d_x.shape, d_x.dtype)
     adds = saved.added is not None
-    kernel, plain = (
-        partial(f, adds=adds) for f in (layer_norm.add_norm_gradients, _plain_gradients)
-    )
-    return kernel_or(kernel, plain)(saved.residual, saved.scale, d_residual, d_x)
+    kernel, plain = (partial(f, adds=adds) for f in (kernels.add_norm_gradients, _plain_gradients))
+    return kernels.kernel_or(kernel, plain)(saved.residual, saved.scale, d_residual, d_x)
 
 
 _add_norm.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _plain(residual: Array, y: Array | None, scale: Array, *, dtype: Any) -> tuple[Array, Array]:
-    """`layer_norm.add_norm` in plain JAX."""
+    """`kernels.add_norm` in plain JAX."""
     if y is not None:
         residual = residual + y.astype(jnp.float32)
-    x_hat, _ = layer_norm.normalize(residual, residual.shape[-1])
+    x_hat, _ = kernels.normalize(residual, residual.shape[-1])
     return residual, (x_hat * scale[None]).astype(dtype)
 
 
 def _plain_gradients(
     residual: Array, scale: Array, d_residual: Array | None, d_x: Array, *, adds: bool
 ) -> tuple[Array, Array | None, Array]:
-    """`layer_norm.add_norm_gradients` in plain JAX."""
+    """`kernels.add_norm_gradients` in plain JAX."""
     width = residual.shape[-1]
-    x_hat, rho = layer_norm.normalize(residual, width)
+    x_hat, rho = kernels.normalize(residual, width)
     d_rounded, d_x = d_x.dtype, d_x.astype(jnp.float32)
-    total = layer_norm.residual_gradient(x_hat, rho, d_x * scale[None], width)
+    total = kernels.residual_gradient(x_hat, rho, d_x * scale[None], width)
     if d_residual is not None:
         total = d_residual + total
     return total, (total.astype(d_rounded) if adds else None), jnp.sum(d_x * x_hat, axis=0)

@@ -1,8 +1,4 @@
-"""What a training run is made of, as frozen records.
-
-`train.py` builds these once from its config (see `lowprec_attn.run_config`); nothing in the
-library reads a ConfigDict, a flag or an environment variable.
-"""
+"""What the model is made of, as frozen records."""
 
 import dataclasses
 from typing import Literal
@@ -56,78 +52,3 @@ class AttentionSettings:
 
     heads: tuple[tuple[HeadArithmetic, ...], ...]
     implementation: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings:
-    """Where the tokens come from and in which order they are read.
-
-    Attributes:
-      path: a directory with `train.bin` and `val.bin` (nanoGPT format, or as written by
-        `lowprec-attn prepare`), or None for the built-in text.
-      replay: a file with one line of comma-separated start indices per step, or None for the
-        order drawn from the run's seed.
-    """
-
-    path: str | None = None
-    replay: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW with warm-up, cosine decay and global-norm clipping.
-
-    Attributes:
-      peak_lr, end_lr: learning rate after warm-up and at the last step.
-      warmup_steps: steps of linear warm-up from 0.
-      b1, b2, eps: Adam's decay rates and ε ≥ 0; with ε = 0 a parameter whose second moment is
-        still exactly zero is left unchanged (0/0 := 0).
-      weight_decay: decoupled decay λ ≥ 0 of matrices and embeddings, 0 switches it off.
-      clip_norm: global gradient-norm bound, None for no clipping.
-    """
-
-    peak_lr: float
-    end_lr: float
-    warmup_steps: int
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """One training run.
-
-    Attributes:
-      name, variant: of the config, such as `gpt2_bf16` and `tiny`.
-      batch_size: sequences per optimizer step, over all devices and micro-batches.
-      accumulation_steps: micro-batches that one optimizer step is split into.
-      seed: root of initialisation, data order and stochastic rounding.
-      diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
-      eval_batches: batches of `batch_size` validation sequences per evaluation.
-      checkpoints_kept: how many of the newest checkpoints stay on disk.
-      devices: how many devices to use, None for all.
-      shard_optimizer: split the optimizer's state over the devices.
-      resume_from: run directory whose newest checkpoint to start from, with any setting changed.
-    """
-
-    name: str
-    variant: str
-    model: ModelSettings
-    attention: AttentionSettings
-    data: DataSettings
-    optimizer: OptimizerSettings
-    steps: int
-    batch_size: int
-    accumulation_steps: int = 1
-    seed: int = 42
-    diagnostics_every: int = 100
-    checkpoint_every: int = 1000
-    checkpoints_kept: int = 2
-    eval_every: int = 500
-    eval_batches: int = 8
-    resume_from: str | None = None
-    devices: int | None = None
-    shard_optimizer: bool = False

@@ -1,1 +1,4 @@
-"""Experiments: sets of training runs that differ in named settings and in nothing else."""
+"""Experiments: arms, the processes that run them, their records, tables and figures.
+
+Imports `runs`, `files` and `errors`; an arm trains in a process of its own.
+"""

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from lowprec_attn.gpt2.run_dir import RunDir
 from lowprec_attn.lab.workdir import ArmRun, read_json
+from lowprec_attn.runs.run_dir import RunDir
 
 _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2.run_dir import write_atomically
-from lowprec_attn.gpt2.tokens import writing
+from lowprec_attn.files import write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.workdir import ArmRun, read_json
 

@@ -1,4 +1,4 @@
-"""Runs the arms of an experiment, each as a `train.py` of its own, and says how they ended."""
+"""Runs the arms of an experiment, each in a process of its own, and says how they ended."""
 
 import contextlib
 import os
@@ -14,6 +14,8 @@ from lowprec_attn.lab.experiment import Arm, Experiment
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
+# The command `lowprec-attn train`, wherever its script may be.
+_TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
 _PROGRESS_SECONDS = 60.0
 _LOG_LINES = 5
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -24,7 +26,6 @@ def run_arms(
     experiment: Experiment,
     arms: Sequence[Arm],
     workdir: Path,
-    trainer: Path,
     slots: Sequence[Slot],
 ) -> None:
     """Runs what is left to do of some arms.
@@ -36,14 +37,11 @@ def run_arms(
       experiment: what the arms share.
       arms: of it, in the order in which to start.
       workdir: the experiment's directory; see `lab.workdir`.
-      trainer: `train.py`.
       slots: where they run; see `lab.processes`.
 
     Raises:
       RunError: an arm failed, or the arms differ in more than their overrides.
     """
-    if not trainer.is_file():
-        raise RunError(f"there is no {trainer}; run in the checkout, or pass --trainer=PATH")
     runs = {arm.name: ArmRun(workdir, arm.name) for arm in arms}
     with locked(workdir) as lock:
         tasks = []
@@ -53,7 +51,7 @@ def run_arms(
             if run.outcome().finished:
                 _say(f"{run.name}: {run.outcome().text}")
             else:
-                command = [sys.executable, str(trainer), *experiment.arguments(arm)]
+                command = [*_TRAIN, *experiment.arguments(arm)]
                 command.append(f"--workdir={run.run_dir.path}")
                 tasks.append(Task(run.name, command, run.log))
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:

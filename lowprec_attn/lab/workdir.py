@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2 import metrics
-from lowprec_attn.gpt2.run_dir import RunDir, write_atomically
-from lowprec_attn.gpt2.tokens import writing
+from lowprec_attn.files import write_atomically, writing
 from lowprec_attn.lab.experiment import Arm, Experiment
+from lowprec_attn.runs import metrics
+from lowprec_attn.runs.run_dir import RunDir
 
 
 class WorkdirError(RunError):

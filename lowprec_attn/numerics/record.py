@@ -2,7 +2,7 @@
 
 Arithmetic is float32 everywhere; a point names where a value leaves it. With S the scores, P̄
 the probabilities before division by l, Ō the output before that division (the legend of all
-letters stands in `lowprec_attn.reference`):
+letters stands in `lowprec_attn.attention.reference`):
 
     S  = round_scores(q kᵀ · scale + bias)                  m = round_stats(row-max rule(S, m))
     P̄  = exp(round_shift(S − m))                            α = exp(round_shift(m_old − m))

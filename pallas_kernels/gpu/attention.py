@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
+from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import KvBlock, Numerics
-from lowprec_attn.request import Extras, Request, Spec, unsupported_by_kernels
-from lowprec_attn.transforms import first_order_only
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
     Operands,

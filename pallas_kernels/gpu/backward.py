@@ -2,7 +2,7 @@
 
 Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
 every sum is taken by one program in a fixed order: no atomics, the same bits on every run. The
-arithmetic is that of `lowprec_attn.steps`, point by point.
+arithmetic is that of `lowprec_attn.arithmetic.steps`, point by point.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn import steps
-from lowprec_attn.steps import Place
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.steps import Place
 from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call, mask_scores
 from pallas_kernels.gpu.rounding import Rounder

@@ -3,7 +3,8 @@
 A program owns a tile of query rows and walks over the key tiles that it may see, in online-softmax
 steps (FlashAttention-2, arXiv 2307.08691, Algorithm 1) of one tile or of several. Tiles above the
 causal diagonal are neither computed nor loaded; only tiles that the diagonal, a length or the end
-of the keys cuts are masked. The arithmetic is that of `lowprec_attn.steps`, point by point.
+of the keys cuts are masked. The arithmetic is that of `lowprec_attn.arithmetic.steps`, point by
+point.
 """
 
 from functools import partial
@@ -16,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, get_rounding
-from lowprec_attn.steps import SoftmaxState, statistic
 from pallas_kernels.gpu.problem import Problem, call
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.steps import Place, span
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax
-from lowprec_attn.request import Extras, Spec
-from lowprec_attn.steps import Place, span
 from pallas_kernels.block_sizes import Tile
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.request import Extras, Spec
+from lowprec_attn.arithmetic.request import Extras, Spec
 from pallas_kernels.rounding import Stream
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of one online-softmax step of a query tile: `lowprec_attn.steps.softmax_step`.
+"""The arithmetic of one online-softmax step of a query tile: `arithmetic.steps.softmax_step`.
 
 A step has one tile of keys, or several: then the row maximum comes first, over all of them, and the
 products after it.
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format
-from lowprec_attn.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from pallas_kernels.gpu.instructions import (
     exp2,
     is_repeated,

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.steps import Place
+from lowprec_attn.arithmetic.steps import Place
 from pallas_kernels.gpu.problem import Problem, mask_scores
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars

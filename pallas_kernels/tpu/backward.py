@@ -2,7 +2,8 @@
 
 Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
 every sum is taken by one program in a fixed order: the same bits on every run. The arithmetic is
-that of `lowprec_attn.steps`, point by point. A row without keys comes with lse = +inf, so P = 0.
+that of `lowprec_attn.arithmetic.steps`, point by point. A row without keys comes with lse = +inf,
+so P = 0.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.steps import Place
+from lowprec_attn.arithmetic.steps import Place
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.problem import (
     Problem,

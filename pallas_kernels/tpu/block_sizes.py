@@ -140,7 +140,7 @@ def _in_line(size: int, step: int, total: int) -> int:
 
 
 def _default_block_sizes(keys: int, head_size: int, itemsize: int) -> BlockSizes:
-    """Tiles of low cost in the compiler's schedules for v5e and v6e (`pallas_kernels.tpu.cost`).
+    """Tiles of low cost in the compiler's schedules for v5e and v6e (`benchmarks.tpu.cost`).
 
     Longer steps have less overhead; over few keys more of theirs lie above the diagonal.
     """

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED
-from lowprec_attn.steps import Place, SoftmaxState, statistic
 from pallas_kernels.rounding import BFLOAT16
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.block_sizes import LANES

@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.arithmetic.steps import Place
 from lowprec_attn.numerics import MASKED
-from lowprec_attn.request import Spec
-from lowprec_attn.steps import Place
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.rounding import Rounder
 from pallas_kernels.tpu.scalars import Scalars

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.steps import Place
+from lowprec_attn.arithmetic.steps import Place
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.backward import (
     GradientSum,

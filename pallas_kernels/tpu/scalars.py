@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.request import Extras, Spec
+from lowprec_attn.arithmetic.request import Extras, Spec
 from pallas_kernels.rounding import Stream
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
-from lowprec_attn.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import Problem, exponential, indices, lanes

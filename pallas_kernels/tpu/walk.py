@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.steps import Place, SoftmaxState
 from lowprec_attn.numerics import DynamicMax, StandardMax
-from lowprec_attn.steps import Place, SoftmaxState
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.problem import Problem, indices, mask_scores

@@ -1,0 +1,88 @@
+"""Our implementations: every preset, every row-max rule and two steps with two of them."""
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from benchmarks.attention.problem import Problem
+from benchmarks.attention.timing import Attention, JaxCandidate
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec
+from lowprec_attn.attention import tiled
+from lowprec_attn.numerics import (
+    EXACT,
+    FLASH,
+    POINTS,
+    PRESETS,
+    ROW_MAX_RULES,
+    Numerics,
+    RowMax,
+    StandardMax,
+)
+from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.tpu import attention as tpu
+
+# The fastest of ours on a platform, as JAX names it; `tiled` on any other.
+FASTEST: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu), "tpu": ("tpu", tpu)}
+
+
+def implementation(platform: str) -> tuple[str, ModuleType]:
+    """Name and module of the implementation that is timed on a platform."""
+    return FASTEST.get(platform, ("tiled", tiled))
+
+
+def presets(platform: str) -> Iterator[JaxCandidate]:
+    """`gpu flash`, `gpu flash dynamic_max`, ...; a preset's own rule is the standard one."""
+    for preset, numerics in PRESETS.items():
+        yield _candidate(platform, preset, numerics, StandardMax())
+    for preset in ("flash", "published"):
+        for rule, row_max in ROW_MAX_RULES.items():
+            if row_max is not StandardMax:
+                name = f"{preset} {rule.removesuffix('_max')}_max"
+                yield _candidate(platform, name, PRESETS[preset], row_max())
+
+
+def steps(platform: str) -> Iterator[JaxCandidate]:
+    """Presets in steps of another length: what a step of several tiles costs."""
+    for preset, kv_block in (("flash", 512), ("published", 64)):
+        numerics = PRESETS[preset].replace(kv_block=kv_block)
+        yield _candidate(platform, f"{preset} kv_block={kv_block}", numerics, StandardMax())
+
+
+def points(platform: str) -> Iterator[JaxCandidate]:
+    """`flash` with one more point rounded, for each that it leaves in float32."""
+    for point in POINTS:
+        if getattr(FLASH, point) == getattr(EXACT, point):
+            numerics = FLASH.replace(**{point: "bfloat16"})
+            yield _candidate(platform, f"flash + {point}", numerics, StandardMax())
+
+
+def _candidate(platform: str, name: str, numerics: Numerics, row_max: RowMax) -> JaxCandidate:
+    prefix, module = implementation(platform)
+    attention = functools.partial(_attention, module, numerics, row_max)
+    return JaxCandidate(f"{prefix} {name}", attention)
+
+
+def _attention(
+    module: ModuleType, numerics: Numerics, row_max: RowMax, problem: Problem
+) -> Attention:
+    """Raises NotImplementedError for what the implementation declines."""
+    shape = problem.shape
+    spec = Spec(numerics=numerics, row_max=row_max, scale=problem.scale, is_causal=True)
+    request = Request(
+        spec=spec, q_shape=shape.qkv, kv_shape=shape.qkv, dtype=jnp.dtype(problem.dtype)
+    )
+    if (reason := module.unsupported(request)) is not None:
+        raise NotImplementedError(reason)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        stream = RandomStream(
+            jnp.zeros(2, jnp.uint32),
+            jnp.arange(shape.batch, dtype=jnp.int32),
+            jnp.arange(shape.heads, dtype=jnp.int32),
+        )
+        return module.attention(q, k, v, Extras(stream=stream), spec)[0]
+
+    return attend

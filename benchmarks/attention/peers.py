@@ -1,0 +1,79 @@
+"""Attention by others in JAX, with the arithmetic of `flash`: what ours is compared with."""
+
+import functools
+from typing import Any
+
+import jax
+
+from benchmarks.attention.problem import Problem
+from benchmarks.attention.timing import Attention, JaxCandidate
+
+# Sizes of JAX's own Pallas-Triton kernel beside its default, the fastest on one H200 of some twenty
+# tried: query and key block of the forward pass, of the scan for dK and dV, of the scan for dQ;
+# then the pipeline stages of the forward pass. All with 4 warps.
+_PALLAS_SIZES = {
+    "64x64": ((64, 64, 64, 128, 128, 64), 3),
+    "64x128": ((64, 128, 64, 128, 128, 64), 2),
+    "128x64": ((128, 64, 64, 64, 64, 32), 2),
+}
+
+
+def jax_nn(implementation: str) -> JaxCandidate:
+    """`jax.nn.dot_product_attention` by XLA or cuDNN."""
+
+    def attention(problem: Problem) -> Attention:
+        return functools.partial(
+            jax.nn.dot_product_attention,
+            scale=problem.scale,
+            is_causal=True,
+            implementation=implementation,
+        )
+
+    return JaxCandidate(f"jax.nn {implementation}", attention)
+
+
+def jax_pallas() -> list[JaxCandidate]:
+    """`jax.experimental.pallas.ops.gpu.attention`, default block sizes first."""
+    names = ("default", *_PALLAS_SIZES)
+    return [
+        JaxCandidate(f"jax pallas {name}", functools.partial(_jax_pallas, name)) for name in names
+    ]
+
+
+def _jax_pallas(name: str, problem: Problem) -> Attention:
+    from jax.experimental.pallas.ops.gpu import attention as kernel  # deprecated: it may be gone
+
+    options: dict[str, Any] = {}
+    if name != "default":
+        sizes, stages = _PALLAS_SIZES[name]
+        options = {
+            "block_sizes": kernel.BlockSizes(*sizes),
+            "num_warps": 4,
+            "num_stages": stages,
+        }
+    return lambda q, k, v: kernel.mha(
+        q,
+        k,
+        v,
+        None,
+        sm_scale=problem.scale,
+        causal=True,
+        backward_pass_impl="triton",
+        **options,
+    )
+
+
+def tokamax(implementation: str) -> JaxCandidate:
+    """`tokamax.dot_product_attention`, an optional package."""
+
+    def attention(problem: Problem) -> Attention:
+        import tokamax as package
+
+        return functools.partial(
+            package.dot_product_attention,
+            scale=problem.scale,
+            is_causal=True,
+            implementation=implementation,
+        )
+
+    return JaxCandidate(f"tokamax {implementation}", attention)

@@ -1,0 +1,65 @@
+"""What is timed: causal attention of one shape, forward, or forward and backward."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from benchmarks.shapes import Shape
+
+PASSES = ("forward", "forward+backward")
+
+# A sample should last about as long on any accelerator that is worth timing: long enough for the
+# start of a program and the host's clock (some 50 µs together) not to matter.
+_SAMPLE_SECONDS = 20e-3
+_EXPECTED_FLOPS_PER_SECOND = 200e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One row of the benchmark.
+
+    Attributes:
+      name: the shape's name in `benchmarks.shapes`.
+      shape: causal self-attention of q, k, v [B, T, N, H].
+      dtype: of q, k, v and dO.
+      backward: whether dQ, dK, dV are computed as well.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    backward: bool
+
+    @property
+    def pass_name(self) -> str:
+        """`forward` or `forward+backward`."""
+        return PASSES[self.backward]
+
+    @property
+    def flops(self) -> float:
+        """Operations of one call, see `Shape.flops`."""
+        return self.shape.flops(backward=self.backward)
+
+    @property
+    def scale(self) -> float:
+        """Factor of q kᵀ."""
+        return self.shape.head_size**-0.5
+
+    def calls(self, platform: str) -> int:
+        """Calls in one sample: 1 on the CPU, elsewhere enough for some 20 ms, from 2 to 128."""
+        if platform == "cpu":
+            return 1
+        calls = math.ceil(_SAMPLE_SECONDS * _EXPECTED_FLOPS_PER_SECOND / self.flops)
+        return min(max(calls, 2), 128)
+
+    def abstract_inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of q, k, v, dO."""
+        return (jax.ShapeDtypeStruct(self.shape.qkv, jnp.dtype(self.dtype)),) * 4
+
+    def inputs(self, seed: int = 0) -> tuple[Float[Array, "B T N H"], ...]:
+        """Standard normal q, k, v, dO."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        return tuple(jax.random.normal(key, self.shape.qkv, self.dtype) for key in keys)

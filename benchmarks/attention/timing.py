@@ -1,0 +1,113 @@
+"""How time is taken: samples of every candidate in turn, so that ratios belong to one run."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from benchmarks.attention.problem import Problem
+
+Attention = Callable[[Array, Array, Array], Array]
+Results = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A candidate that is compiled and ready to be timed.
+
+    Attributes:
+      results: runs it once; O, and dQ, dK, dV of a backward pass, as JAX arrays [B, T, N, H].
+      seconds: takes one sample, in seconds per call.
+      method: how a sample is taken, in words.
+    """
+
+    results: Callable[[], Results]
+    seconds: Callable[[], float]
+    method: str
+
+
+class Candidate(Protocol):
+    """An implementation of attention under its name."""
+
+    @property
+    def name(self) -> str:
+        """What tables and records call it."""
+
+    def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
+        """Compiles it for q, k, v, dO; a sample is `calls` calls. Raises where it declines."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxCandidate:
+    """Attention as a JAX function, chosen per problem; `attention` raises where it declines."""
+
+    name: str
+    attention: Callable[[Problem], Attention]
+
+    def function(self, problem: Problem) -> Callable[..., Results]:
+        """(q, k, v, dO) -> (O,) or (O, dQ, dK, dV)."""
+        attend = self.attention(problem)
+
+        def forward(q: Array, k: Array, v: Array, do: Array) -> Results:
+            return (attend(q, k, v),)
+
+        def both(q: Array, k: Array, v: Array, do: Array) -> Results:
+            o, pullback = jax.vjp(attend, q, k, v)
+            return o, *pullback(do)
+
+        return both if problem.backward else forward
+
+    def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
+        """One compiled program makes all calls of a sample; see `repeat`."""
+        function = self.function(problem)
+        looped = function if calls == 1 else repeat(function, calls)
+        program = jax.jit(looped).lower(*inputs).compile()
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(program(*inputs))
+            return (time.perf_counter() - start) / calls
+
+        return Timed(lambda: program(*inputs), seconds, "all calls in one program, host clock")
+
+
+def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Results]:
+    """The function called `calls` times, one after the other, in one program.
+
+    So the host's work for a call, which would hide kernels of less than some 100 µs, is left out.
+    The barrier makes the inputs of a call depend on the results of the one before: the compiler
+    can neither hoist a call out of the loop nor merge or overlap two; it costs nothing itself.
+    """
+
+    def program(*inputs: Array) -> Results:
+        outputs = jax.eval_shape(function, *inputs)
+        unused = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), outputs)
+
+        def again(_: Array, carry: Any) -> Any:
+            arguments, _ = lax.optimization_barrier(carry)
+            return arguments, function(*arguments)
+
+        return lax.fori_loop(0, calls, again, (inputs, unused))[1]
+
+    return program
+
+
+def interleave(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """`rounds` samples of each, in seconds per call.
+
+    Every round takes one sample of each in a new random order: what drifts (clock, heat, other
+    programs) meets all alike, and sample i of one may be divided by sample i of another.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in timed}
+    names, order = list(timed), random.Random(0)
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            samples[name].append(timed[name].seconds())
+    return samples

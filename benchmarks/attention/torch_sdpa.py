@@ -1,0 +1,71 @@
+"""PyTorch's scaled dot product attention, in the same process and on the same inputs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.attention.problem import Problem
+from benchmarks.attention.timing import Results, Timed
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchCandidate:
+    """One backend of `torch.nn.functional.scaled_dot_product_attention` on a CUDA GPU.
+
+    Attributes:
+      name: what tables and records call it.
+      backend: a name of `torch.nn.attention.SDPBackend`.
+    """
+
+    name: str
+    backend: str
+
+    def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
+        """Queues all calls of a sample between two CUDA events.
+
+        Raises:
+          ImportError, RuntimeError: no PyTorch with CUDA here, or the backend declines.
+        """
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        jax.block_until_ready(inputs)  # PyTorch reads the same memory on a stream of its own
+        q, k, v, do = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
+        for x in (q, k, v):
+            x.requires_grad_(problem.backward)
+        backend = getattr(SDPBackend, self.backend)
+
+        def call() -> tuple[Any, ...]:
+            o = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=problem.scale
+            )
+            return (o, *torch.autograd.grad(o, (q, k, v), do)) if problem.backward else (o,)
+
+        def results() -> Results:
+            with sdpa_kernel(backend):
+                outputs = [x.detach().transpose(1, 2).contiguous() for x in call()]
+            torch.cuda.synchronize()
+            return tuple(jnp.from_dlpack(x) for x in outputs)
+
+        def seconds() -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            with sdpa_kernel(backend):
+                start.record()
+                for _ in range(calls):
+                    call()
+                end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / calls
+
+        return Timed(results, seconds, "all calls queued, CUDA events")
+
+
+def torch_candidates() -> list[TorchCandidate]:
+    """FlashAttention-2 and cuDNN as PyTorch brings them."""
+    return [
+        TorchCandidate("torch flash", "FLASH_ATTENTION"),
+        TorchCandidate("torch cudnn", "CUDNN_ATTENTION"),
+    ]

@@ -1,0 +1,278 @@
+"""What attention costs on TPUs, by the compiler's own schedules, on a host without one.
+
+    python -m benchmarks.tpu.cost --generations v5e v6e --shapes gpt2 long64 --out FILE
+
+Every kernel is compiled (`aot`); what a call costs is the bundles along its path, one per cycle,
+times how often the grid runs them, forward, dQ and dK/dV. That is the compiler's estimate and no
+measurement: waits for memory, between programs of a grid and for operations around the kernels are
+not in it. Splash attention and `flash_attention` of JAX are compiled the same way, each with the
+best of `TILES` for the shape; ours runs with its default tiles, or with `--tiles` with each of
+them, which is where the defaults come from. Softmax steps of several tiles, and those that the rule
+`published` takes above the diagonal, are not covered.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.attention.records import Record, write
+from benchmarks.shapes import SHAPES
+from benchmarks.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
+from benchmarks.tpu.schedules import Schedule
+from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
+from pallas_kernels.tpu.block_sizes import BlockSizes, Tile, block_sizes_of
+
+# Query rows and keys of a tile that are tried for peers, and for ours with `--tiles`.
+TILES = ((256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
+
+PEERS = ("splash", "flash_attention")
+
+# Parts of the kernels' names, ours and the peers'; of `delta`, which few presets need, ours alone.
+_PASSES = {
+    "forward": ("attention_forward", "splash_mha_fwd", "jvp_jit_flash_attention"),
+    "delta": ("attention_delta",),
+    "dq": ("query_gradients", "splash_mha_dq", "flash_mha_bwd_dq"),
+    "dkv": ("key_gradients", "splash_mha_dkv", "flash_mha_bwd_dkv"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """How often a causal grid of one head runs the parts of a kernel.
+
+    Attributes:
+      tiles: by block of code: tiles below the diagonal, and tiles that the diagonal cuts. Where a
+        tile holds several softmax steps, these two for each of them in turn.
+      owners: tiles of queries, or of keys for dK and dV: each begins and finishes a sum.
+      steps: programs of the grid, those above the diagonal included.
+    """
+
+    tiles: tuple[int, ...]
+    owners: int
+    steps: int
+
+    @classmethod
+    def of(cls, length: int, tile: Tile, kernel: str, step: int | None = None) -> "Visits":
+        """The visits of T × T scores in tiles, for one of `_PASSES`; step: keys, None: a tile."""
+        step = step or tile.kv
+        rows, keys = (-(-length // size) for size in (tile.query, tile.kv))
+        full, cut = ([0] * (tile.kv // step) for _ in range(2))
+        for i in range(rows):
+            first, last = i * tile.query, min((i + 1) * tile.query, length) - 1
+            for j in range(last // step + 1):
+                counts = full if (j + 1) * step <= first + 1 else cut
+                counts[j % len(counts)] += 1
+        tiles = tuple(n for pair in zip(full, cut, strict=True) for n in pair)
+        return cls(tiles, keys if kernel == "dkv" else rows, rows * keys)
+
+
+def kernel_of(name: str) -> str:
+    """Which of `_PASSES` a compiled kernel is.
+
+    Raises:
+      ValueError: none of them.
+    """
+    for kernel, parts in _PASSES.items():
+        if any(part in name for part in parts):
+            return kernel
+    raise ValueError(f"unknown kernel {name!r}")
+
+
+def tiles_of(call: Call) -> dict[str, Tile]:
+    """The tile of each kernel."""
+    if call.kernel != "ours":
+        assert call.tile is not None  # `_peer_calls` gives them
+        return dict.fromkeys(_PASSES, Tile(query=call.tile[0], kv=call.tile[1]))
+    given = call.spec.block_sizes
+    assert given is None or isinstance(given, BlockSizes)
+    itemsize = 2 if call.dtype == "bfloat16" else 4
+    sizes = block_sizes_of(
+        given, call.spec.numerics, call.length, call.length, call.head_size, itemsize
+    )
+    by_query, by_key = sizes.query_gradients, sizes.key_gradients
+    return {"forward": sizes.forward, "delta": by_query, "dq": by_query, "dkv": by_key}
+
+
+def cycles(call: Call, schedules: dict[str, Schedule]) -> dict[str, int]:
+    """Bundles that a call issues, by kernel."""
+    tiles, programs = tiles_of(call), call.batch * call.heads
+    result = {}
+    for name, schedule in schedules.items():
+        kernel = kernel_of(name)
+        step = _step_of(call, tiles["forward"]) if kernel == "forward" else None
+        visits = Visits.of(call.length, tiles[kernel], kernel, step)
+        per_head = schedule.cycles(tiles=visits.tiles, owners=visits.owners, steps=visits.steps)
+        result[kernel] = per_head * programs
+    return result
+
+
+def _step_of(call: Call, forward: Tile) -> int:
+    """Keys of a softmax step, as many as a tile has at most."""
+    if call.kernel != "ours":
+        return forward.kv
+    return min(call.spec.numerics.step_of(call.length, forward.kv), forward.kv)
+
+
+def record_of(call: Call, shape: str, result: Result) -> Record:
+    """One call as a JSON line."""
+    record: Record = {
+        "kind": "cost" if result.error is None else "refused",
+        "generation": call.generation,
+        "shape": shape,
+        "kernel": call.kernel,
+        "preset": call.preset if call.kernel == "ours" else None,
+        "row_max": call.row_max if call.kernel == "ours" else None,
+        "kv_block": call.spec.numerics.kv_block if call.kernel == "ours" else None,
+        "tiles": {name: [tile.query, tile.kv] for name, tile in tiles_of(call).items()},
+    }
+    if result.error is not None:
+        return record | {"reason": result.error.splitlines()[0][:200]}
+    by_kernel = cycles(call, result.schedules)
+    return record | {
+        "cycles": by_kernel | {"total": sum(by_kernel.values())},
+        "vmem": {kernel_of(name): x.vmem for name, x in result.schedules.items()},
+    }
+
+
+def _calls(generation: str, args: argparse.Namespace) -> Iterator[tuple[str, Call]]:
+    for name in args.shapes:
+        shape = SHAPES[name]
+        call = Call(
+            generation=generation,
+            batch=shape.batch,
+            length=shape.length,
+            heads=shape.heads,
+            kv_heads=shape.heads,
+            head_size=shape.head_size,
+        )
+        tiles = [tile for tile in TILES if max(tile) <= shape.length]
+        for peer in PEERS:
+            yield from ((name, dataclasses.replace(call, kernel=peer, tile=t)) for t in tiles)
+        ours = itertools.product(
+            args.presets, args.rules, args.kv_blocks or [None], tiles if args.tiles else [None]
+        )
+        for preset, rule, kv_block, tile in ours:
+            points = () if kv_block is None else (("kv_block", kv_block),)
+            yield (
+                name,
+                dataclasses.replace(call, preset=preset, row_max=rule, points=points, tile=tile),
+            )
+
+
+def measure(generation: str, args: argparse.Namespace) -> list[Record]:
+    """Compiles everything asked for on one generation."""
+    named = list(_calls(generation, args))
+    different = list(dict.fromkeys(_compiled_call(call) for _, call in named))
+    results = dict(zip(different, compile_calls(different, timeout=3600), strict=True))
+    records = [record_of(call, shape, results[_compiled_call(call)]) for shape, call in named]
+    return records if args.tiles else list(_best_tiles(records))
+
+
+def _compiled_call(call: Call) -> Call:
+    """The call that is compiled for all lengths: schedules are the same, grids differ in size.
+
+    Its arrays are too large for XLA to keep in VMEM whole.
+    """
+    # Default tiles depend on whether there are 8192 keys.
+    length = 8192 if call.tile is None and call.length >= 8192 else 2048
+    return dataclasses.replace(call, batch=2**18 // length, length=length, heads=1, kv_heads=1)
+
+
+def _best_tiles(records: Iterable[Record]) -> Iterator[Record]:
+    """Of each peer and shape the record of least cost; everything else as it is."""
+    best: dict[tuple[str, str], Record] = {}
+    rest = []
+    for record in records:
+        if record["kernel"] == "ours":
+            rest.append(record)
+        elif record["kind"] == "cost":
+            key = record["shape"], record["kernel"]
+            if key not in best or _total(record) < _total(best[key]):
+                best[key] = record
+    yield from best.values()
+    yield from rest
+
+
+def _total(record: Record) -> int:
+    return record["cycles"]["total"]
+
+
+def environment() -> Record:
+    """Versions, date and command."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    return {
+        "kind": "environment",
+        "versions": versions,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["python -m benchmarks.tpu.cost", *sys.argv[1:]]),
+    }
+
+
+def lines(records: Sequence[Record]) -> Iterator[str]:
+    """The table: million cycles, ratios to splash, and the most VMEM that a kernel takes."""
+    records = sorted(records, key=_place)  # stable
+    header = f"{'kernel':<40}{'tile':>10}{'forward':>9}{'dQ':>8}{'dK, dV':>8}"
+    for (generation, shape), group in itertools.groupby(records, _place):
+        rows = list(group)
+        yield f"\n{generation} {shape}: million cycles by the compiler's schedule"
+        yield header + f"{'fwd/splash':>12}{'fwd+bwd/splash':>16}{'VMEM, MiB':>11}"
+        peers = (r for r in rows if r["kernel"] == "splash" and r["kind"] == "cost")
+        splash = min(peers, key=_total)
+        for r in rows:
+            name = r["kernel"]
+            if name == "ours":
+                steps = "" if r["kv_block"] is None else f", {r['kv_block']} keys"
+                name = f"{r['preset']}, {r['row_max']}{steps}"
+            row = f"{name:<40}{'x'.join(map(str, r['tiles']['forward'])):>10}"
+            yield row + ("  " + r["reason"] if r["kind"] == "refused" else _numbers(r, splash))
+
+
+def _place(record: Record) -> tuple[str, str]:
+    return record["generation"], record["shape"]
+
+
+def _numbers(record: Record, splash: Record) -> str:
+    by_kernel, theirs = record["cycles"], splash["cycles"]
+    dq = by_kernel["dq"] + by_kernel.get("delta", 0)
+    columns = (f"{x / 1e6:>8.2f}" for x in (by_kernel["forward"], dq, by_kernel["dkv"]))
+    forward, total = (by_kernel[name] / theirs[name] for name in ("forward", "total"))
+    vmem = max(record["vmem"].values()) / 2**20
+    return f" {''.join(columns)}{forward:>12.3f}{total:>16.3f}{vmem:>11.1f}"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tpu.cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--generations", nargs="+", choices=TOPOLOGIES, default=["v5e", "v6e"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gpt2"])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["flash"])
+    parser.add_argument(
+        "--rules", nargs="+", choices=ROW_MAX_RULES, default=["standard", "dynamic_max"]
+    )
+    parser.add_argument(
+        "--kv-blocks", nargs="+", type=int, help="keys of a softmax step, whatever the preset says"
+    )
+    parser.add_argument("--tiles", action="store_true", help="every tile of TILES, none left out")
+    parser.add_argument("--out", type=Path, help="write JSON lines here")
+    args = parser.parse_args()
+    with ThreadPoolExecutor(2) as pool:  # each generation compiles in a process of its own
+        parts = pool.map(lambda generation: measure(generation, args), args.generations)
+        records = [record for part in parts for record in part]
+    for line in lines(records):
+        print(line)
+    if args.out is not None:
+        write(args.out, [environment(), *records])
+
+
+if __name__ == "__main__":
+    main()

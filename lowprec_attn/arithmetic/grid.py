@@ -1,0 +1,124 @@
+"""Cutting the arrays of one attention call into query tiles and blocks of keys."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.steps import Grouped, Place, span, sum_to_shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
+
+    With `every_block` blocks of keys above the causal diagonal are visited too, to no effect.
+    Arrays are in the layout of `steps`, with the sequence on the axis before the last.
+    """
+
+    rows: int
+    keys: int
+    block_q: int
+    block_kv: int
+    is_causal: bool
+    every_block: bool = False
+
+    @property
+    def q_tiles(self) -> int:
+        """Number of query tiles, the last one padded."""
+        return -(-self.rows // self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Number of key blocks, the last one padded."""
+        return -(-self.keys // self.block_kv)
+
+    @property
+    def kv_padding(self) -> int:
+        """Keys that pad the last block."""
+        return self.kv_blocks * self.block_kv - self.keys
+
+    @property
+    def rows_can_miss_blocks(self) -> bool:
+        """Whether a visited tile may hold a row that lies wholly above the causal diagonal."""
+        return self.is_causal and (self.every_block or self.block_kv % self.block_q != 0)
+
+    def kv_end(self, i: Array) -> Array | int:
+        """The number of key blocks that query tile i visits."""
+        if not self.is_causal or self.every_block:
+            return self.kv_blocks
+        last_row = (i + 1) * self.block_q
+        return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)
+
+    def place(self, i: Array, j: Array) -> Place:
+        """Global rows and columns of tile (i, j)."""
+        rows = span(i * self.block_q, self.block_q)[:, None]
+        return Place(rows, span(j * self.block_kv, self.block_kv)[None])
+
+    def pad(self, x: Grouped) -> Grouped:
+        """Zero padding to whole tiles."""
+        extras = x.extras
+        bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
+        k, v = (_pad(a, -2, self.kv_blocks * self.block_kv) for a in (x.k, x.v))
+        return Grouped(self.pad_rows(x.q), k, v, extras._replace(bias=bias, mask=mask))
+
+    def pad_rows(self, x: Array, value: float = 0.0) -> Array:
+        """Padding of query rows to whole tiles."""
+        return _pad(x, -2, self.q_tiles * self.block_q, value)
+
+    def _pad_pairs(self, x: Array) -> Array:
+        if x.shape[-2] > 1:
+            x = self.pad_rows(x)
+        return _pad(x, -1, self.kv_blocks * self.block_kv) if x.shape[-1] > 1 else x
+
+    def query_rows(self, x: Array, i: Array) -> Array:
+        """Query tile i of padded rows."""
+        return lax.dynamic_slice_in_dim(x, i * self.block_q, self.block_q, axis=x.ndim - 2)
+
+    def key_rows(self, x: Array, j: Array) -> Array:
+        """Block j of padded keys or values."""
+        return lax.dynamic_slice_in_dim(x, j * self.block_kv, self.block_kv, axis=x.ndim - 2)
+
+    def pairs(self, x: Array, i: Array, j: Array) -> Array:
+        """Tile (i, j) of a mask or bias; axes of length 1 stay."""
+        starts, sizes = self._pair_window(x.shape, i, j)
+        return lax.dynamic_slice(x, starts, sizes)
+
+    def _pair_window(
+        self, shape: tuple[int, ...], i: Array, j: Array
+    ) -> tuple[list[Array | int], list[int]]:
+        starts: list[Array | int] = [0] * len(shape)
+        sizes = list(shape)
+        if shape[-2] > 1:
+            starts[-2], sizes[-2] = i * self.block_q, self.block_q
+        if shape[-1] > 1:
+            starts[-1], sizes[-1] = j * self.block_kv, self.block_kv
+        return [jnp.asarray(s, jnp.int32) for s in starts], sizes
+
+    def add_keys(self, total: Array, x: Array, j: Array) -> Array:
+        """Adds x to block j of a sum over keys."""
+        start = j * self.block_kv
+        old = self.key_rows(total, j)
+        return lax.dynamic_update_slice_in_dim(total, old + x, start, axis=total.ndim - 2)
+
+    def add_pairs(self, total: Array, ds: Array, i: Array, j: Array) -> Array:
+        """Adds dS of tile (i, j) to the gradient of a bias."""
+        starts, sizes = self._pair_window(total.shape, i, j)
+        old = lax.dynamic_slice(total, starts, sizes)
+        return lax.dynamic_update_slice(total, old + sum_to_shape(ds, tuple(sizes)), starts)
+
+    def unpad_rows(self, tiles: Array) -> Array:
+        """Stacked query tiles [tiles, ..., block_q, H] to rows [..., T, H]."""
+        x = jnp.moveaxis(tiles, 0, -3)
+        x = x.reshape(*x.shape[:-3], self.q_tiles * self.block_q, x.shape[-1])
+        return x[..., : self.rows, :]
+
+
+def _pad(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
+    missing = size - x.shape[axis]
+    if missing == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths, constant_values=value)

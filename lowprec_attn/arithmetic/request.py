@@ -1,0 +1,137 @@
+"""What every implementation of attention receives, and how it declines.
+
+An implementation is a function `attention(q, k, v, extras, spec) -> (out, lse)` with its own
+`custom_vjp`; a function `unsupported(request) -> str | None` that names what it cannot serve; and
+`keys_per_step(request) -> int`, which tells how many keys a step of its softmax has. One that can
+read q, k and v where they lie packed in one array [B, T, 3, N, H], and write its gradient there,
+has `packed_attention(qkv, extras, spec)` too, the same otherwise; others get the planes.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, UInt32
+
+from lowprec_attn.arithmetic.transforms import checks_varying_types
+from lowprec_attn.numerics import Numerics, RowMax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """The static part of a call: what is computed, and (block_sizes) how fast.
+
+    Attributes:
+      numerics, row_max: the arithmetic.
+      scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
+      is_causal: row t sees the keys s <= t.
+      block_sizes: the implementation's own tile record, None for its default. Never changes
+        what is rounded where.
+    """
+
+    numerics: Numerics
+    row_max: RowMax
+    scale: float
+    is_causal: bool = False
+    block_sizes: Hashable = None
+
+
+class RandomStream(NamedTuple):
+    """Where the random bits of stochastic rounding come from.
+
+    Attributes:
+      seed: two words of a PRNG key.
+      batch, head: global index of each batch element [B] and query head [N] of this call, so
+        that the bits depend neither on sharding nor on how heads are grouped into calls.
+    """
+
+    seed: UInt32[Array, "2"]
+    batch: Int32[Array, "B"]
+    head: Int32[Array, "N"]
+
+    @classmethod
+    def of(cls, key: Key[Array, ""], batch: int, heads: int) -> "RandomStream":
+        """The stream of a PRNG key of any kind, for a whole call."""
+        return cls(
+            jax.random.bits(key, (2,), jnp.uint32),
+            jnp.arange(batch, dtype=jnp.int32),
+            jnp.arange(heads, dtype=jnp.int32),
+        )
+
+
+class Extras(NamedTuple):
+    """The optional arrays of a call; None where absent.
+
+    Attributes:
+      bias: added to q kᵀ · scale.
+      mask: True where a query may see a key.
+      query_lengths, key_lengths: number of valid positions per batch element.
+      stream: random bits, needed by stochastic points only.
+      scale: factor of q kᵀ that is not known before the call is run.
+    """
+
+    bias: Float[Array, "#B #N T S"] | None = None
+    mask: Bool[Array, "#B #N T S"] | None = None
+    query_lengths: Int32[Array, "B"] | None = None
+    key_lengths: Int32[Array, "B"] | None = None
+    stream: RandomStream | None = None
+    scale: Float32[Array, ""] | None = None
+
+
+def planes(*arrays: Array) -> tuple[Array, Array, Array]:
+    """q, k and v, given as such or as one array [B, T, 3, N, H] of them."""
+    if len(arrays) == 1:
+        packed = arrays[0]
+        return packed[:, :, 0], packed[:, :, 1], packed[:, :, 2]
+    q, k, v = arrays
+    return q, k, v
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What an implementation is asked whether it can serve: the spec and the shapes.
+
+    `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
+    `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
+    """
+
+    spec: Spec
+    q_shape: tuple[int, ...]
+    kv_shape: tuple[int, ...]
+    dtype: np.dtype
+    has_bias: bool = False
+    has_mask: bool = False
+    has_lengths: bool = False
+    has_traced_scale: bool = False
+    checks_vma: bool = False
+    platform: str | None = None
+
+    @classmethod
+    def of(cls, q: Array, k: Array, extras: Extras, spec: Spec) -> "Request":
+        """The request that a call with these arrays makes."""
+        return cls(
+            spec=spec,
+            q_shape=q.shape,
+            kv_shape=k.shape,
+            dtype=jnp.dtype(q.dtype),
+            has_bias=extras.bias is not None,
+            has_mask=extras.mask is not None,
+            has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
+            has_traced_scale=extras.scale is not None,
+            checks_vma=checks_varying_types(),
+        )
+
+
+def unsupported_by_kernels(request: Request) -> str | None:
+    """What of the request no Pallas kernel can serve, or None."""
+    if request.has_traced_scale:
+        return "a traced scale (its kernels are compiled for one; pass a Python number)"
+    if request.checks_vma:
+        return (
+            "jax.shard_map with check_vma=True "
+            "(pass check_vma=False to it, and call attention.within_shard inside)"
+        )
+    return None

@@ -1,0 +1,27 @@
+"""Attention in which every rounding is a named choice: the public name of the library.
+
+    from lowprec_attn import attention, numerics
+
+    out = attention.dot_product_attention(
+        q, k, v, is_causal=True, numerics=numerics.FLASH, row_max=numerics.DynamicMax()
+    )
+
+Here live the public functions, the validation of a call, the choice of an implementation, and the
+implementations in plain JAX: `tiled`, `dense`, and the textbook formula, `reference`. They compute
+with `arithmetic`; the kernels of `pallas_kernels` are reached through `dispatch` alone.
+"""
+
+from lowprec_attn.attention.dispatch import IMPLEMENTATIONS, UnsupportedError, resolve
+from lowprec_attn.attention.entry import dot_product_attention
+from lowprec_attn.attention.flax_modules import attention_fn
+from lowprec_attn.attention.sharding import sharded, within_shard
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "UnsupportedError",
+    "attention_fn",
+    "dot_product_attention",
+    "resolve",
+    "sharded",
+    "within_shard",
+]

@@ -1,0 +1,106 @@
+"""Unfused attention with every numerics point: one softmax step over all keys, O(T S) memory.
+
+What `standard` needs, and what small studies and dense masks use; `tiled` is the same
+arithmetic in tiles.
+"""
+
+from functools import partial
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request `dense` cannot serve, or None."""
+    if request.spec.block_sizes is not None:
+        return f"block_sizes={request.spec.block_sizes} (dense has no tiles)"
+    numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
+    if numerics.step_of(keys, keys) < keys:
+        return f"kv_block={numerics.kv_block} (dense takes one step over all {keys} keys)"
+    if not numerics.tile_grads.is_identity and numerics.step_of(rows, rows) < rows:
+        return (
+            f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
+            f"(dense has one tile of all {rows} queries)"
+        )
+    return None
+
+
+def keys_per_step(request: Request) -> int:
+    """All keys: there is one step."""
+    return request.kv_shape[1]
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, Array], steps.Residuals]:
+    place, s = _scores(q, k, extras, spec)
+    start = steps.initial_state(q, v, spec)
+    state = steps.softmax_step(start, s, v, spec, extras, place)
+    state = steps.keep_unvisited(state, start, steps.visited(extras, place, causal=False))
+    out = steps.finish(state, spec, extras, place.rows, q.dtype)
+    return (out.o, out.lse), steps.Residuals(steps.Grouped(q, k, v, extras), out.o_saved, out.lse)
+
+
+def _backward(
+    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Extras]:
+    q, k, v, extras = res.inputs
+    do, dlse = cotangents
+    place, s = _scores(q, k, extras, spec)
+    n, dlse = spec.numerics, dlse[..., None]
+    tile = steps.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
+    if res.o_saved is None:
+        delta = steps.delta_from_probs(tile)
+    else:
+        delta = steps.delta_from_output(do, res.o_saved, n, q.dtype)
+    if n.delta == "normalized":
+        sums = steps.row_sums(tile, delta, k, spec, extras, place)
+        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
+        dq = steps.corrected_dq(dq, sums, dlse, spec, extras)
+        delta = delta + sums.shift - dlse
+    else:
+        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        delta = delta - dlse
+        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
+    dk, dv = steps.key_gradients(tile, delta, q, do, spec, extras, place)
+    dbias = None
+    if extras.bias is not None:
+        ds = steps.ds_of(tile, delta)
+        dbias = steps.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
+    dscale = None
+    if extras.scale is not None:
+        dscale = steps.scale_gradient(steps.ds_of(tile, delta), q, k)
+    rounded = steps.round_gradients(dq, dk, dv, res.inputs, spec)
+    return (*rounded, Extras(bias=dbias, scale=dscale))
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[steps.Place, Array]:
+    place = steps.Place(
+        steps.span(0, q.shape[-2])[:, None],
+        steps.span(0, k.shape[-2])[None],
+    )
+    s = steps.scores(q, k, extras.bias, spec, extras, place)
+    seen = steps.visible(extras, spec, place, extras.mask)
+    return place, steps.mask_scores(s, seen)

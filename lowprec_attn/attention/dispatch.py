@@ -1,0 +1,162 @@
+"""Which implementation serves a call, and the calls that heads of different arithmetic need."""
+
+import dataclasses
+import functools
+import logging
+from types import ModuleType
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
+from lowprec_attn.arithmetic.transforms import vary_alike
+from lowprec_attn.attention import dense, tiled
+from lowprec_attn.errors import UserError
+from lowprec_attn.numerics import Numerics
+from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.tpu import attention as tpu
+
+_log = logging.getLogger(__name__)
+
+# Fastest first: `implementation=None` takes the first that supports the request.
+IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "tpu": tpu, "tiled": tiled, "dense": dense}
+
+# Platforms, as JAX names what a computation is lowered for, that have implementations of their
+# own; "default" is any other.
+_PLATFORMS = ("cuda", "tpu", "default")
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """An implementation, or every one, declines a call; the message says why and who serves it."""
+
+
+class Part(NamedTuple):
+    """Query heads that share their arithmetic, and who computes them, by platform."""
+
+    heads: tuple[int, ...]
+    spec: Spec
+    implementations: dict[str, str]
+
+
+class Call(NamedTuple):
+    """One validated call; `arrays` are q, k and v, or one packed array of them."""
+
+    arrays: tuple[Array, ...]
+    extras: Extras
+    parts: tuple[Part, ...]
+
+
+def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
+    """The implementation of a request for every platform; raises as `resolve`.
+
+    Without a choice the platform that the computation is lowered for decides, which need not be
+    that of this process's devices. A chosen implementation serves all of them.
+    """
+    if implementation is not None:
+        return dict.fromkeys(_PLATFORMS, resolve(request, implementation))
+    names = {
+        platform: resolve(dataclasses.replace(request, platform=platform))
+        for platform in _PLATFORMS
+    }
+    _log_choice(tuple(names.items()), request.spec.numerics)
+    return names
+
+
+def resolve(request: Request, implementation: str | None = None) -> str:
+    """The name of the implementation that serves the request on its platform.
+
+    Raises:
+      ValueError: unknown name.
+      UnsupportedError: the one asked for, or every one, declines.
+    """
+    reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
+    able = [name for name, reason in reasons.items() if reason is None]
+    if implementation is None:
+        if not able:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
+        return able[0]
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
+        )
+    if reasons[implementation] is not None:
+        others = f"use {' or '.join(able)}" if able else "no other implementation does either"
+        raise UnsupportedError(
+            f"implementation {implementation!r} does not support "
+            f"{reasons[implementation]}; {others}"
+        )
+    return implementation
+
+
+def keys_per_step(request: Request, implementation: str | None = None) -> int:
+    """Keys of one online-softmax step of what serves the request on its platform.
+
+    Without `kv_block` every implementation has a step of its own, and the step is arithmetic.
+
+    Raises:
+      ValueError, UnsupportedError: as `resolve`.
+    """
+    return IMPLEMENTATIONS[resolve(request, implementation)].keys_per_step(request)
+
+
+@functools.cache
+def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
+    """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`."""
+    if len({name for _, name in names}) == 1:
+        choice = names[0][1]
+    else:
+        choice = ", ".join(f"{name} on {platform}" for platform, name in names)
+    _log.info("attention: %s for %s", choice, numerics)
+
+
+def compute(call: Call) -> tuple[Array, Array]:
+    """One call per part, heads put back in order."""
+    arrays, extras = vary_alike((call.arrays, call.extras))
+    call = call._replace(arrays=arrays, extras=extras)
+    if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
+        return _run(call.parts[0], call.arrays, call.extras)
+    results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
+    order = np.argsort([head for part in call.parts for head in part.heads])
+    # Parts may hand on O in different formats; the widest one holds them all.
+    dtypes = {out.dtype for out, _ in results}
+    dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
+    out = jnp.concatenate([out.astype(dtype) for out, _ in results], axis=2)[:, :, order]
+    return out, jnp.concatenate([lse for _, lse in results], axis=2)[:, :, order]
+
+
+def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, Array]:
+    """The part's implementation; where platforms differ, chosen when the call is lowered."""
+    by_platform = {
+        platform: functools.partial(_attend, IMPLEMENTATIONS[name], part.spec)
+        for platform, name in part.implementations.items()
+    }
+    if len(set(part.implementations.values())) == 1:
+        return by_platform["default"](arrays, extras)
+    return lax.platform_dependent(arrays, extras, **by_platform)
+
+
+def _attend(
+    module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
+) -> tuple[Array, Array]:
+    if len(arrays) == 1 and hasattr(module, "packed_attention"):
+        return module.packed_attention(*arrays, extras, spec)
+    return module.attention(*planes(*arrays), extras, spec)
+
+
+def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:
+    (q, k, v), extras = planes(*call.arrays), call.extras
+    group = q.shape[2] // k.shape[2]
+    query_heads = np.array(heads)
+    kv_heads = np.unique(query_heads // group)
+    bias, mask = (
+        x if x is None or x.shape[1] == 1 else x[:, query_heads] for x in (extras.bias, extras.mask)
+    )
+    stream = extras.stream
+    if stream is not None:
+        stream = stream._replace(head=stream.head[query_heads])
+    extras = extras._replace(bias=bias, mask=mask, stream=stream)
+    return (q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads]), extras

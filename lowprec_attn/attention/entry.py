@@ -1,0 +1,160 @@
+"""The public function: validates a call once and lets the implementations compute its heads."""
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
+
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec, planes
+from lowprec_attn.attention import validation
+from lowprec_attn.attention.dispatch import (
+    Call,
+    Part,
+    compute,
+    resolve_by_platform,
+)
+from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
+
+
+def dot_product_attention(
+    q: Float[ArrayLike, "B T N H"],
+    k: Float[ArrayLike, "B S K H"] | None = None,
+    v: Float[ArrayLike, "B S K H"] | None = None,
+    bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
+    mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    numerics: Numerics | Sequence[Numerics] = FLASH,
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    key: Key[Array, ""] | None = None,
+    implementation: str | None = None,
+    block_sizes: Hashable = None,
+    return_residual: bool = False,
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
+
+    Differentiable in q, k, v, bias and a traced scale by a hand-written backward pass whose
+    roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
+    `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
+
+    Second derivatives (`jax.hessian`, `jax.jvp` or `jax.grad` of `jax.grad`) take the derivative of
+    every rounding as 1. `tiled` and `dense` have them; name one of the two, because under `jit` the
+    choice by platform keeps the kernels, which refuse. `jax.grad` of `jax.grad` takes memory
+    quadratic in the length.
+
+    Args:
+      q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together. Without k and
+        v all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU kernels read
+        that array, and write its gradient, in place.
+      k: keys [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
+      v: values, like k.
+      bias: added to the scores.
+      mask: True where a query may see a key.
+      scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
+        number is too; the kernels decline it.
+      is_causal: row t sees the keys s <= t; not traced.
+      query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
+        as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
+        gives lse = log(clamp) instead).
+      key_value_seq_lengths: valid keys per batch element.
+      numerics: a `Numerics` for all heads or one per query head; query heads that share a key
+        head must agree.
+      row_max: a row-max rule, likewise.
+      key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
+        batch element, head, row and column alone (elements of a `vmap` over one key share them).
+      implementation: `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the
+        fastest that supports the request on the platform that the call is lowered for.
+      block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
+        what is rounded where.
+      return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
+
+    Returns:
+      O in q's dtype (in float32 where q's dtype cannot hold the format of `numerics.output`), or
+      (O, lse).
+
+    Raises:
+      ValueError: wrong shapes, dtypes or options; the message names the value.
+      UnsupportedError: the implementation asked for cannot serve the request; the message names
+        what, and the implementations that can. A NotImplementedError.
+      NotImplementedError: the second derivative of a kernel.
+      TypeError: forward-mode differentiation (`jax.jvp`) of the call itself.
+
+    Example:
+      >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 2, 32), jnp.bfloat16)
+      >>> dot_product_attention(q, k, v, is_causal=True).shape
+      (1, 8, 2, 32)
+    """
+    call, unbatched = prepare(
+        (q, k, v, bias, mask),
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        numerics=numerics,
+        row_max=row_max,
+        key=key,
+        implementation=implementation,
+        block_sizes=block_sizes,
+    )
+    out, lse = compute(call)
+    if unbatched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def prepare(
+    arrays: tuple[Any, Any, Any, Any, Any],
+    *,
+    scale: Any = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    numerics: Numerics | Sequence[Numerics] = FLASH,
+    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    key: Key[Array, ""] | None = None,
+    implementation: str | None = None,
+    block_sizes: Hashable = None,
+) -> tuple[Call, bool]:
+    """Validates a call once and decides who computes which heads.
+
+    Returns:
+      The call, and whether its arrays came without a batch axis.
+    """
+    operands, unbatched = validation.batched(*arrays[:3])
+    bias, mask = arrays[3:]
+    if unbatched:
+        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
+    q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
+    validation.check_inputs(q, k, v)
+    batch, _, heads, head_size = q.shape
+    extras = Extras(
+        validation.pairs("bias", bias, q, k),
+        validation.pairs("mask", mask, q, k),
+        validation.lengths("query_seq_lengths", query_seq_lengths, batch),
+        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        None if key is None else RandomStream.of(key, batch, heads),
+        validation.traced_scale(scale),
+    )
+    spec = functools.partial(
+        Spec,
+        scale=1.0 if extras.scale is not None else validation.scale(scale, head_size),
+        is_causal=validation.causal(is_causal),
+        block_sizes=block_sizes,
+    )
+    arithmetic = validation.per_head(numerics, row_max, heads, k.shape[2])
+    parts = []
+    for numerics_, row_max_ in dict.fromkeys(arithmetic):
+        validation.check_shift(numerics_, row_max_)
+        if numerics_.needs_bits and key is None:
+            raise ValueError(f"{numerics_} draws random bits; pass key=jax.random.key(...)")
+        which = tuple(i for i, a in enumerate(arithmetic) if a == (numerics_, row_max_))
+        part = spec(numerics=numerics_, row_max=row_max_)
+        request = Request.of(q, k, extras, part)
+        parts.append(Part(which, part, resolve_by_platform(request, implementation)))
+    return Call(operands, extras, tuple(parts)), unbatched

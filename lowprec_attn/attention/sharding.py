@@ -1,0 +1,155 @@
+"""Attention over several devices: under a `jax.shard_map` of ours, or of the caller's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Extras, RandomStream, planes
+from lowprec_attn.attention.dispatch import Call, compute
+from lowprec_attn.attention.entry import prepare
+
+
+def sharded(
+    mesh: Mesh, *, batch_axis: str | None = None, head_axis: str | None = None
+) -> Callable[..., Any]:
+    """`dot_product_attention` under `jax.shard_map`: XLA does not partition a Pallas call.
+
+    The result is that of the unsharded call up to float32 summation order; random bits are the
+    same.
+
+    Args:
+      mesh: the device mesh.
+      batch_axis: mesh axis over which the batch is split, None for not.
+      head_axis: mesh axis over which heads are split (whole key heads), None for not. Heads must
+        then share their arithmetic.
+
+    Returns:
+      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
+      axis. It raises ValueError where an axis does not divide.
+    """
+    for axis in (batch_axis, head_axis):
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
+
+    def attend(
+        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
+    ) -> Array | tuple[Array, Array]:
+        return_residual = options.pop("return_residual", False)
+        call = _batched(*prepare((q, k, v, bias, mask), **options))
+        _check_divides(mesh, batch_axis, head_axis, call)
+        heads = PartitionSpec(batch_axis, None, head_axis, None)
+        packed = PartitionSpec(batch_axis, None, None, head_axis, None)
+        in_specs = (
+            (packed,) if len(call.arrays) == 1 else (heads,) * 3,
+            _extras_specs(call.extras, batch_axis, head_axis),
+        )
+        run = jax.shard_map(
+            lambda arrays, extras: compute(Call(arrays, extras, call.parts)),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=(heads, PartitionSpec(batch_axis, None, head_axis)),
+            check_vma=False,  # Pallas calls carry no varying-axes types
+        )
+        arrays = (call.arrays, call.extras)
+        if AxisType.Explicit in mesh.axis_types:  # the default of `jax.make_mesh`
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
+            arrays = jax.sharding.reshard(arrays, shardings)
+        out, lse = run(*arrays)
+        return (out, lse) if return_residual else out
+
+    return attend
+
+
+def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array]]:
+    """`dot_product_attention` for code that runs under `jax.shard_map` already.
+
+    The kernels need a `jax.shard_map` with `check_vma=False`. Under its default, `check_vma=True`,
+    they decline, so that without a choice `tiled` serves the call; the gradient of an array that
+    does not vary over a mesh axis is then summed over it.
+
+    Args:
+      batch_axis: mesh axis over which that code's batch is split, in equal parts. Random bits are
+        those of the whole batch.
+
+    Returns:
+      A function with the arguments and errors of `dot_product_attention`; q, k, v need the batch
+      axis.
+    """
+
+    def attend(
+        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
+    ) -> Array | tuple[Array, Array]:
+        return_residual = options.pop("return_residual", False)
+        call = _batched(*prepare((q, k, v, bias, mask), **options))
+        stream = call.extras.stream
+        if stream is not None:
+            start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
+            stream = stream._replace(batch=stream.batch + start)
+            call = call._replace(extras=call.extras._replace(stream=stream))
+        out, lse = compute(call)
+        return (out, lse) if return_residual else out
+
+    return attend
+
+
+def _batched(call: Call, unbatched: bool) -> Call:
+    if unbatched:
+        packed = "3, " if len(call.arrays) == 1 else ""
+        raise ValueError(
+            f"q must be [batch, length, {packed}heads, head size], "
+            f"got shape {call.arrays[0].shape[1:]}"
+        )
+    return call
+
+
+def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, call: Call) -> None:
+    q, k, _ = jax.eval_shape(planes, *call.arrays)
+    if batch_axis is not None and q.shape[0] % mesh.shape[batch_axis]:
+        raise ValueError(
+            f"batch {q.shape[0]} does not divide over {mesh.shape[batch_axis]} devices "
+            f"of mesh axis {batch_axis!r}"
+        )
+    if head_axis is None:
+        return
+    if k.shape[2] % mesh.shape[head_axis]:
+        raise ValueError(
+            f"{k.shape[2]} key heads do not divide over {mesh.shape[head_axis]} devices "
+            f"of mesh axis {head_axis!r}"
+        )
+    if len(call.parts) > 1:
+        raise ValueError(
+            f"heads of different arithmetic cannot be split over mesh axis {head_axis!r}; "
+            "split the batch instead"
+        )
+
+
+def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None) -> Extras:
+    def pairs(x: Array | None) -> PartitionSpec | None:
+        if x is None:
+            return None
+        batch = batch_axis if x.shape[0] > 1 else None
+        return PartitionSpec(batch, head_axis if x.shape[1] > 1 else None, None, None)
+
+    def lengths(x: Array | None) -> PartitionSpec | None:
+        return None if x is None else PartitionSpec(batch_axis)
+
+    stream = None
+    if extras.stream is not None:
+        # The indices in the stream are global, so each shard draws the bits of its own elements.
+        stream = RandomStream(
+            PartitionSpec(),  # type: ignore[arg-type]
+            PartitionSpec(batch_axis),  # type: ignore[arg-type]
+            PartitionSpec(head_axis),  # type: ignore[arg-type]
+        )
+    return Extras(
+        pairs(extras.bias),  # type: ignore[arg-type]
+        pairs(extras.mask),  # type: ignore[arg-type]
+        lengths(extras.query_lengths),  # type: ignore[arg-type]
+        lengths(extras.key_lengths),  # type: ignore[arg-type]
+        stream,
+        None if extras.scale is None else PartitionSpec(),  # type: ignore[arg-type]
+    )

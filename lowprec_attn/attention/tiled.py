@@ -1,0 +1,280 @@
+"""Flash attention as loops over tiles in plain JAX: every point, rule and `kv_block`, any backend.
+
+Memory is linear in the sequence length: a query tile walks over blocks of keys, and the backward
+pass recomputes the scores from q, k and lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2).
+Blocks of keys above the causal diagonal are not visited.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.grid import Grid
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.arithmetic.transforms import differentiated_as
+
+DEFAULT_KV_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Tile sizes, for speed alone.
+
+    Attributes:
+      query: query rows of a tile.
+      kv_bwd: keys of a tile in the backward pass (in the forward pass that is `kv_block`, as it is
+        in both passes for both sides of a tile where `tile_grads` rounds).
+
+    Raises:
+      ValueError: a size is not positive.
+    """
+
+    query: int = 256
+    kv_bwd: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("query", "kv_bwd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"block size {name} must be positive, got {getattr(self, name)}")
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request `tiled` cannot serve, or None."""
+    if request.spec.numerics.normalize_probs:
+        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
+    sizes = request.spec.block_sizes
+    if sizes is not None and not isinstance(sizes, BlockSizes):
+        return f"block_sizes of type {type(sizes).__name__} (it takes tiled.BlockSizes)"
+    return None
+
+
+def keys_per_step(request: Request) -> int:
+    """Keys of one online-softmax step."""
+    return request.spec.numerics.step_of(request.kv_shape[1], DEFAULT_KV_BLOCK)
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+    return _forward(q, k, v, extras, spec)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
+) -> tuple[tuple[Array, Array], steps.Residuals]:
+    grid = _grid(q, k, spec, backward=False, every_block=every_block)
+    tiles = grid.pad(steps.Grouped(q, k, v, extras))
+
+    def query_tile(i: Array) -> steps.Output:
+        q_tile = grid.query_rows(tiles.q, i)
+
+        def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
+            s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            new = steps.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
+            # A rule that visits tiles above the diagonal has no row there that misses a block.
+            visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            return steps.keep_unvisited(new, state, visited)
+
+        state = lax.fori_loop(0, grid.kv_end(i), step, steps.initial_state(q_tile, v, spec))
+        rows = steps.span(i * grid.block_q, grid.block_q)[:, None]
+        return steps.finish(state, spec, extras, rows, q.dtype)
+
+    out = lax.map(query_tile, jnp.arange(grid.q_tiles))
+    o, lse = grid.unpad_rows(out.o), grid.unpad_rows(out.lse[..., None])[..., 0]
+    saved = None
+    if out.o_saved is not None:
+        saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
+    return (o, lse), steps.Residuals(steps.Grouped(q, k, v, extras), saved, lse)
+
+
+class _Sums(NamedTuple):
+    """Running sums of the backward pass over all query tiles, float32."""
+
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dscale: Array | None
+
+
+class _Walk(NamedTuple):
+    """A query tile in the backward pass, which walks over the blocks of keys that it sees."""
+
+    grid: Grid
+    tiles: steps.Grouped
+    i: Array
+    q: Array
+    do: Array
+    lse: Array
+    dlse: Array
+    spec: Spec
+
+    def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
+        """total = add(total, j, P and dP, k, place) over the blocks j."""
+
+        def step(j: Array, total: Any) -> Any:
+            s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
+            extras = self.tiles.extras
+            tile = steps.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
+            return add(total, j, tile, k, place)
+
+        return lax.fori_loop(0, self.grid.kv_end(self.i), step, total)
+
+    def query_gradient(
+        self, tile: steps.BackwardTile, delta: Array, k: Array, place: steps.Place
+    ) -> Array:
+        """What a block adds to dQ."""
+        return steps.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+
+    def delta(self, o_saved: Array | None) -> Array:
+        """δ, without dlse; δ₀ of `delta='normalized'`. A pass over the keys where O is not kept."""
+        if o_saved is None:
+            return self.over_keys(
+                lambda total, j, tile, k, place: total + steps.delta_from_probs(tile),
+                jnp.zeros_like(self.lse),
+            )
+        o = self.grid.query_rows(o_saved, self.i)
+        return steps.delta_from_output(self.do, o, self.spec.numerics, self.tiles.q.dtype)
+
+    def normalized(self, delta: Array) -> tuple[Array, Array]:
+        """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""
+        extras = self.tiles.extras
+
+        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+            sums = steps.row_sums(tile, delta, k, self.spec, extras, place)
+            dq = self.query_gradient(tile, delta, k, place)
+            return jax.tree.map(jnp.add, total, (dq, sums))
+
+        zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.lse)
+        dq, sums = self.over_keys(add, (zero, steps.RowSums(row, row, zero)))
+        dq = steps.corrected_dq(dq, sums, self.dlse, self.spec, extras)
+        return dq, delta + sums.shift - self.dlse
+
+    def gradients(self, sums: _Sums, delta: Array, dq: Array | None) -> tuple[_Sums, Array]:
+        """The sums with this tile's contributions, and its dQ where that is not known yet."""
+        grid, extras = self.grid, self.tiles.extras
+
+        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+            sums, dq_sum = total
+            if dq_sum is not None:
+                dq_sum = dq_sum + self.query_gradient(tile, delta, k, place)
+            dk, dv = steps.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
+            ds, dbias, dscale = steps.ds_of(tile, delta), sums.dbias, sums.dscale
+            if dbias is not None:
+                dbias = grid.add_pairs(dbias, ds, self.i, j)
+            if dscale is not None:
+                dscale = dscale + steps.scale_gradient(ds, self.q, k)
+            dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
+            return _Sums(dk, dv, dbias, dscale), dq_sum
+
+        start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
+        sums, dq_sum = self.over_keys(add, (sums, start))
+        return sums, dq_sum if dq is None else dq
+
+
+def _backward(
+    spec: Spec,
+    res: steps.Residuals,
+    cotangents: tuple[Array, Array],
+    *,
+    every_block: bool = False,
+) -> tuple[Array, Array, Array, Extras]:
+    q, k, _, extras = res.inputs
+    do, dlse = cotangents
+    grid = _grid(q, k, spec, backward=True, every_block=every_block)
+    tiles = grid.pad(res.inputs)
+    do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
+    # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
+    lse = grid.pad_rows(res.lse[..., None], jnp.inf)
+    o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
+
+    def query_tile(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
+        q, do_tile, lse_tile, dlse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse, dlse))
+        walk = _Walk(grid, tiles, i, q, do_tile, lse_tile, dlse_tile, spec)
+        delta = walk.delta(o_saved)
+        if spec.numerics.delta == "normalized":
+            dq, delta = walk.normalized(delta)
+            return walk.gradients(sums, delta, dq)
+        # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
+        return walk.gradients(sums, delta - walk.dlse, None)
+
+    zeros = partial(jnp.zeros_like, dtype=jnp.float32)
+    dbias, dscale = (
+        None if x is None else zeros(x) for x in (tiles.extras.bias, tiles.extras.scale)
+    )
+    sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale)
+    sums, dq = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
+
+    keys = k.shape[-2]
+    dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
+    rounded = steps.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
+    if extras.bias is not None and sums.dbias is not None:
+        t, s = extras.bias.shape[-2:]
+        dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
+    return (*rounded, Extras(bias=dbias, scale=sums.dscale))
+
+
+# A loop that ends at the causal diagonal has a traced length, so JAX has no reverse mode for it.
+# Second derivatives are those of loops over every block, which round the same values.
+_attend.defvjp(
+    lambda q, k, v, extras, spec: differentiated_as(
+        partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
+    )(q, k, v, extras),
+    lambda spec, res, cotangents: differentiated_as(
+        partial(_backward, spec), partial(_backward, spec, every_block=True)
+    )(res, cotangents),
+)
+
+
+def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) -> Grid:
+    rows, keys = q.shape[-2], k.shape[-2]
+    sizes = spec.block_sizes or BlockSizes()
+    assert isinstance(sizes, BlockSizes)  # `unsupported` declines any other
+    n = spec.numerics
+    step = n.step_of(keys, DEFAULT_KV_BLOCK)
+    block_q, block_kv = sizes.query, min(sizes.kv_bwd, keys) if backward else step
+    if backward and not n.tile_grads.is_identity:
+        block_kv, block_q = step, n.step_of(rows, DEFAULT_KV_BLOCK)
+    # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
+    skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
+    return Grid(
+        rows=rows,
+        keys=keys,
+        block_q=min(block_q, rows),
+        block_kv=block_kv,
+        is_causal=skips,
+        every_block=every_block,
+    )
+
+
+def _tile_scores(
+    grid: Grid, tiles: steps.Grouped, q_tile: Array, i: Array, j: Array, spec: Spec
+) -> tuple[Array, steps.Place]:
+    """Masked scores of query tile i against key block j, and where they lie."""
+    place = grid.place(i, j)
+    bias, mask = (
+        None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
+    )
+    s = steps.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    s = steps.mask_scores(s, steps.visible(tiles.extras, spec, place, mask))
+    if grid.kv_padding:
+        # Not MASKED: keys that do not exist must not count as repeated maxima of a masked step.
+        s = jnp.where((place.cols < grid.keys)[None, None, None], s, -jnp.inf)
+    return s, place

@@ -1,0 +1,42 @@
+"""`lowprec-attn compile`: does a training step fit a TPU slice? Asked on a host without a TPU."""
+
+import argparse
+import os
+from pathlib import Path
+
+from lowprec_attn.commands import config
+
+# libtpu reads these when it is loaded. Nothing must ask for the surroundings of a TPU, and no other
+# process with libtpu is in the way.
+COMPILER_HOST = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = "Fields of the config are set by --config.NAME=VALUE, as for train.py."
+    parser.add_argument(
+        "--topology", required=True, help="GENERATION:SHAPE, such as v5e:16x16, v4:2x2x1, v5e:1x1"
+    )
+    parser.add_argument("--config", required=True, help="NAME or FILE, with :VARIANT")
+    parser.add_argument("--record", type=Path, help="append a line of JSON to this file")
+    parser.set_defaults(config_flags=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles; returns 0, or 1 where the step does not fit.
+
+    Raises:
+      UserError: config, slice, batch or attention cannot serve.
+    """
+    os.environ.update(COMPILER_HOST)  # before anything below starts JAX
+    from lowprec_attn.training.config import train_settings
+    from lowprec_attn.training.fit import compile_for
+
+    settings = train_settings(config.load(args.config, args.config_flags))
+    return compile_for(args.topology, settings, args.record)

@@ -1,0 +1,90 @@
+"""Configs by name or path, with the fields that flags set: the one place that knows ml_collections.
+
+The configs of the project lie in `configs/` of a checkout, and in the installed package.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowprec_attn.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class ConfigFileError(UserError, ValueError):
+    """A config cannot be found or read, or a flag cannot be taken."""
+
+
+def shipped() -> Path:
+    """The directory of the project's own configs."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+
+
+def config_file(name: str, suffix: str) -> Path:
+    """The file of a config: a path, or the name of one of `shipped()`.
+
+    Args:
+      name: `runs/mine.py`, `gpt2_bf16` or, wherever one stands, `configs/gpt2_bf16.py`.
+      suffix: `.py` or `.toml`.
+
+    Raises:
+      ConfigFileError: there is no such file.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    own = shipped() / f"{path.name.removesuffix(suffix)}{suffix}"
+    if path.parent in (Path(), Path("configs")) and own.is_file():
+        return own
+    names = ", ".join(sorted(p.stem for p in shipped().glob(f"*{suffix}") if p.stem != "__init__"))
+    raise ConfigFileError(f"there is no config {name}; pass a file, or one of {names}")
+
+
+def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """A config as a mapping.
+
+    Args:
+      name: see `config_file`; `:VARIANT` may follow.
+      flags: of its fields, `--config.FIELD=VALUE` or `--config.FIELD`, `VALUE`.
+
+    Raises:
+      ConfigFileError: no such file or field, a value of another type, an unknown flag.
+    """
+    from absl import flags as absl_flags
+    from ml_collections import config_flags
+
+    file, colon, variant = name.partition(":")
+    path = config_file(file, ".py")
+    values = absl_flags.FlagValues()
+    holder = config_flags.DEFINE_config_file("config", flag_values=values)
+    arguments = [f"--config={path}{colon}{variant}", *flags]
+    try:
+        rest = values(["lowprec-attn", *arguments])
+    except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+        reason = str(cause).strip().splitlines()[-1].strip()
+        raise ConfigFileError(f"cannot parse {' '.join(arguments)}: {reason}") from error
+    if len(rest) > 1:
+        raise ConfigFileError(
+            f"unexpected argument {rest[1]!r}; fields are set as --config.FIELD=VALUE"
+        )
+    return holder.value.to_dict()
+
+
+def module(name: str) -> ModuleType:
+    """One of the project's configs as a module, for those that build upon it."""
+    full = f"lowprec_attn.configs.{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, config_file(name, ".py"))
+        assert spec is not None and spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        sys.modules[full] = loaded
+    return sys.modules[full]

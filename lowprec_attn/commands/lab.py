@@ -1,0 +1,89 @@
+"""`lowprec-attn lab`: run a set of arms, collect their records, report."""
+
+import argparse
+from pathlib import Path
+
+from lowprec_attn.commands.config import config_file
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import writing
+from lowprec_attn.lab import experiment, figure, records, runner, table
+from lowprec_attn.lab.comparison import unwanted_differences
+from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
+from lowprec_attn.lab.workdir import arm_runs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's actions and their arguments to its parser."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add_run(actions.add_parser("run", help="train all arms; the same command continues"))
+    collect = actions.add_parser("collect", help="write compact records of the arms")
+    collect.add_argument("workdir", type=Path, help="of `lab run`, which may still be running")
+    collect.add_argument("results", type=Path, help="directory for ARM.jsonl")
+    collect.set_defaults(act=_collect)
+    report = actions.add_parser("report", help="table and figure of compact records")
+    report.add_argument("results", type=Path, help="directory of ARM.jsonl; gets table.md")
+    report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
+    report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
+    report.add_argument("--figure", type=Path, help="default: figure.png in RESULTS")
+    report.set_defaults(act=_report)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fields are set in every arm by --config.NAME=VALUE, as for train.py."
+    parser.add_argument("experiment", help="definition of the arms: NAME of configs/, or a FILE")
+    parser.add_argument("--workdir", type=Path, required=True, help="directory for all arms")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these (default: all)")
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument(
+        "--devices",
+        metavar="0,1,...",
+        help="GPUs, one arm each (default: all; where there is none, one arm at a time)",
+    )
+    places.add_argument("--jobs", type=int, help="so many arms at a time, bound to no device")
+    parser.set_defaults(act=_run, config_flags=[])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command on arguments that `add_arguments` parsed.
+
+    Raises:
+      RunError: a definition, directory or arm fails; see the modules of `lab`.
+    """
+    args.act(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    defined = experiment.load(config_file(args.experiment, ".toml")).with_flags(args.config_flags)
+    arms = defined.arms if args.arms is None else defined.select(args.arms)
+    runner.run_arms(defined, arms, args.workdir.absolute(), _slots(args))
+
+
+def _slots(args: argparse.Namespace) -> list[Slot]:
+    if args.jobs is None:
+        return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+    if args.jobs < 1:
+        raise RunError(f"--jobs must be at least 1, got {args.jobs}")
+    return cpu_slots(args.jobs)
+
+
+def _collect(args: argparse.Namespace) -> None:
+    runs = arm_runs(args.workdir.absolute())
+    unwanted = unwanted_differences(runs)
+    if unwanted:
+        raise RunError("the arms cannot be compared:\n" + "\n".join(unwanted))
+    for arm_run in runs:
+        print(f"{records.write(arm_run, args.results)}: {arm_run.outcome().text}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    arms = records.read_all(args.results)
+    layers = min(len(layers) for arm in arms for layers in arm.signals.values())
+    if not 0 <= args.layer < layers:
+        raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
+    text = table.markdown(arms, args.layer, args.steps)
+    path = args.figure or args.results / "figure.png"
+    with writing(path):
+        (args.results / "table.md").write_text(text, encoding="utf-8")
+        figure.score_figure(arms, args.layer).savefig(path, dpi=110)
+    print(text)
+    print(path)

@@ -1,0 +1,63 @@
+"""The `lowprec-attn` command: training, text, diagnosis, experiments, compiling, reports."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from lowprec_attn import __version__
+from lowprec_attn.errors import UserError
+
+EXIT_BAD_INPUT = 1
+
+# Each module has add_arguments(parser) and run(args). They are imported when asked for:
+# `diagnose` needs the core install alone, the others the trainer's packages.
+_COMMANDS = {
+    "train": "train GPT-2 with a named choice of attention arithmetic",
+    "compile": "does a training step fit a TPU slice? without a TPU",
+    "diagnose": "what low precision does to your own q, k, v (and dO)",
+    "lab": "run and compare sets of training runs",
+    "prepare": "make token files from text or a data set",
+    "report": "redraw the report of a run directory",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit code: 0, 1 for input that cannot serve."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    parser = argparse.ArgumentParser(prog="lowprec-attn", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--debug", action="store_true", help="show where an error comes from, with any command"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked_for = next((word for word in arguments if not word.startswith("-")), None)
+    for name, summary in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == asked_for:
+            try:
+                module = importlib.import_module(f"lowprec_attn.commands.{name}")
+            except ModuleNotFoundError as error:
+                if debug:
+                    raise
+                return _fail(f"{error}; pip install 'lowprec-attn[train,data]'")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args, rest = parser.parse_known_args(arguments)
+    if hasattr(args, "config_flags"):  # fields of the config
+        args.config_flags, rest = rest, []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return args.run(args) or 0
+    except UserError as error:
+        if debug:
+            raise
+        return _fail(error)
+
+
+def _fail(error: object) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_BAD_INPUT

@@ -1,0 +1,88 @@
+"""`lowprec-attn prepare`: make token files for training from text files or a data set."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from lowprec_attn.data import documents
+from lowprec_attn.data.prepare import OUTPUTS, prepare
+from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
+from lowprec_attn.data.tokens import DataError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.add_argument(
+        "out", type=Path, help="directory to write train.bin, val.bin, meta.json to"
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files, each a document"
+    )
+    source.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="Hugging Face data set, for example Skylion007/openwebtext, or a loader of local "
+        "files (text, json, parquet, ...) with --data-files; column 'text', a document per row",
+    )
+    parser.add_argument("--separator", help="with --text: what stands between documents in a file")
+    parser.add_argument("--data-files", nargs="+", metavar="FILE", help="with --dataset: its files")
+    parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
+    parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
+    parser.add_argument(
+        "--bpe",
+        type=Path,
+        metavar="DIR",
+        help="directory with GPT-2's encoder.json and vocab.bpe, to need no download",
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        help="share of documents, or of the pieces of long ones, that is held out "
+        "(default %(default)s; nanoGPT holds out 0.0005 of OpenWebText)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of what is held out")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command on arguments that `add_arguments` parsed.
+
+    Raises:
+      DataError, DiskError: the arguments contradict each other, outputs exist already; see
+        `data.prepare.prepare`.
+    """
+    _check(args)
+    tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2(args.bpe)
+    source = (
+        documents.text_files(args.text, args.separator)
+        if args.text
+        else documents.dataset(args.dataset, args.data_files, args.revision)
+    )
+    meta = prepare(args.out, source, tokenizer, args.val_fraction, args.seed)
+    for name, split in meta.splits.items():
+        print(f"wrote {args.out / name}.bin: {split.tokens:,} tokens")
+    print(
+        f"tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary:,}; train on it with\n"
+        "  python train.py --config=configs/gpt2_bf16.py "
+        f"--config.data.path={shlex.quote(str(args.out))}"
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not 0 < args.val_fraction < 1:
+        raise DataError(f"--val-fraction {args.val_fraction} is not between 0 and 1: give 0.05")
+    for option, needed, given in (
+        ("--separator", "--text", args.separator is None or args.text),
+        ("--data-files", "--dataset", args.data_files is None or args.dataset),
+        ("--revision", "--dataset", args.revision is None or args.dataset),
+        ("--bpe", "--tokenizer gpt2", args.bpe is None or args.tokenizer == "gpt2"),
+    ):
+        if not given:
+            raise DataError(f"{option} only goes with {needed}: remove it")
+    if args.separator == "":
+        raise DataError("--separator is empty: give the text that stands between documents")
+    for path in (args.out / name for name in OUTPUTS):
+        if path.exists() and not args.overwrite:
+            raise DataError(f"{path} exists: give another directory, or --overwrite to replace it")

@@ -1,0 +1,74 @@
+"""`lowprec-attn train`: trains GPT-2 with a named choice of attention arithmetic.
+
+    python train.py --config=configs/gpt2_bf16.py
+    python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR
+    python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
+    python train.py --config=configs/gpt2_bf16.py --profile=DIR
+    python train.py --config=configs/gpt2_bf16.py:full --distributed --workdir=DIR
+
+The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
+checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite. With
+--distributed the same command runs on every host of a TPU slice or GPU cluster.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowprec_attn.commands import config
+from lowprec_attn.errors import UserError
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.settings import TrainSettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--config", help="NAME or FILE, with :VARIANT; --config.FIELD=VALUE sets")
+    add("--workdir", type=Path, help="run directory (default: runs/NAME-VARIANT-HASH)")
+    add("--profile", type=Path, metavar="DIR", help="time steps on random tokens, write to DIR")
+    processes = parser.add_argument_group("several processes, usually one per host")
+    add = processes.add_argument
+    add("--distributed", action="store_true", help="train together; the cluster tells the rest")
+    add("--coordinator_address", metavar="HOST:PORT", help="of process 0, if it does not")
+    add("--num_processes", type=int, help="likewise: how many there are")
+    add("--process_id", type=int, help="likewise: which of them this one is")
+    parser.set_defaults(config_flags=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, or profiles; returns the exit code.
+
+    Raises:
+      UserError: config, data, directory or devices cannot serve.
+    """
+    # absl writes pages of Orbax's at INFO.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    if args.config is None:
+        raise UserError("no config; pass --config=configs/gpt2_bf16.py")
+    values = config.load(args.config, args.config_flags)
+    settings = train_settings(values)
+    # Only now: a wrong config is told before JAX takes its seconds to start.
+    if args.distributed:
+        from lowprec_attn import hosts
+
+        hosts.connect(args.coordinator_address, args.num_processes, args.process_id)
+    if args.profile is not None:
+        from lowprec_attn.training.profile import profile
+
+        return profile(settings, args.profile)
+    from lowprec_attn.training.run import train
+
+    return train(settings, values, args.workdir or _default_workdir(settings, values))
+
+
+def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
+    """One directory per config, so that the same command finds its run again."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    return Path("runs", f"{settings.name}-{settings.variant}-{digest}")

@@ -1,0 +1,133 @@
+"""The input pipeline: batches of token windows by step, as checkpointable Grain iterators."""
+
+import sys
+from collections.abc import Iterator
+from typing import TypedDict
+
+import grain
+import numpy as np
+from grain.sharding import NoSharding, ShardOptions
+from jaxtyping import Int32, Int64
+
+from lowprec_attn.data.order import Order
+from lowprec_attn.data.tokens import Tokens
+
+# Batches read ahead in a background thread. Reading ahead changes neither batches nor state.
+_READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+_ALL_ROWS = NoSharding()
+
+
+class Batch(TypedDict):
+    """The windows of one step.
+
+    `starts` names all B windows of the step; `inputs` and `targets` hold the rows of this shard
+    (all B without sharding). targets[i, t] is the token after inputs[i, t].
+    """
+
+    step: int
+    starts: Int64[np.ndarray, " B"]
+    inputs: Int32[np.ndarray, "rows T"]
+    targets: Int32[np.ndarray, "rows T"]
+
+
+class Batches:
+    """Random access to the batch of any step: a source for Grain.
+
+    Args:
+      tokens: the text.
+      context: tokens per sequence T.
+      order: start indices of each step.
+      shard: which rows of every micro-batch this process reads, shards in row order.
+      parts: micro-batches of a batch.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        context: int,
+        order: Order,
+        shard: ShardOptions = _ALL_ROWS,
+        parts: int = 1,
+    ):
+        self._ids = np.asarray(tokens.ids)
+        self._window = np.arange(context + 1)
+        self._order = order
+        self._shard = shard
+        self._parts = parts
+
+    def __len__(self) -> int:
+        """Without end: an order that ends says so itself when a step beyond it is read."""
+        return sys.maxsize
+
+    def __getitem__(self, step: int) -> Batch:
+        """The batch of `step`.
+
+        Raises:
+          ValueError: the batch does not divide into the shards.
+        """
+        starts = self._order(step)
+        rows, rest = divmod(len(starts), self._parts * self._shard.shard_count)
+        if rest:
+            in_parts = f" in {self._parts} micro-batches" if self._parts > 1 else ""
+            raise ValueError(
+                f"a batch of {len(starts)} sequences{in_parts} does not divide into "
+                f"{self._shard.shard_count} shards: choose a multiple"
+            )
+        by_shard = starts.reshape(self._parts, self._shard.shard_count, rows)
+        local = by_shard[:, self._shard.shard_index].reshape(-1)
+        windows = self._ids[local[:, None] + self._window].astype(np.int32)
+        return {
+            "step": int(step),
+            "starts": starts,
+            "inputs": windows[:, :-1],
+            "targets": windows[:, 1:],
+        }
+
+
+def train_iterator(
+    tokens: Tokens,
+    context: int,
+    order: Order,
+    *,
+    start_step: int = 0,
+    shard: ShardOptions = _ALL_ROWS,
+    parts: int = 1,
+) -> grain.DatasetIterator[Batch]:
+    """Batches of steps start_step, start_step + 1, … without end.
+
+    `get_state()` is the small JSON-serialisable record of the next step, whatever has been read
+    ahead; `set_state` continues from it exactly. Orbax stores the iterator as it is. An error of
+    `order` (a replay that ends) is raised when its step is reached, not while reading ahead.
+
+    Args:
+      tokens: the training text.
+      context: tokens per sequence T.
+      order: `SeededOrder`, `Replay`, or any function of the step.
+      start_step: first step.
+      shard, parts: rows of each batch that this process reads; see `Batches`.
+    """
+    source = Batches(tokens, context, order, shard, parts)
+    iterator = iter(grain.MapDataset.source(source).to_iter_dataset(_READ_AHEAD))
+    grain.experimental.set_next_index(iterator, start_step)
+    return iterator
+
+
+def validation_batches(
+    tokens: Tokens,
+    context: int,
+    batch_size: int,
+    count: int,
+    *,
+    shard: ShardOptions = _ALL_ROWS,
+    parts: int = 1,
+) -> Iterator[Batch]:
+    """`count` batches of windows spread evenly over the whole text, the same ones every time.
+
+    Windows overlap where the text is shorter than count · batch_size · T tokens.
+    """
+    windows = count * batch_size
+    last_start = tokens.count - context - 1
+    starts = np.arange(windows, dtype=np.int64) * last_start // max(windows - 1, 1)
+    order = starts.reshape(count, batch_size).__getitem__
+    batches = Batches(tokens, context, order, shard, parts)
+    return (batches[index] for index in range(count))

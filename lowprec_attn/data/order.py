@@ -1,0 +1,188 @@
+"""The order in which windows of the training text are read: drawn, recorded, replayed.
+
+An `Order` is a function of the step alone, so a resumed run needs no past steps to continue it.
+The record is a text file with one line per optimizer step: the comma-separated start indices of
+the step's windows, line 1 for step 0. The public code of Qiu & Yao (arXiv 2510.04212) writes the
+same, per process, as `generated_indices_rank_0.txt`; `paste -d, generated_indices_rank_*.txt`
+makes one file of several ranks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+
+from lowprec_attn import hosts
+from lowprec_attn.data.tokens import DataError
+from lowprec_attn.files import writing
+
+Order = Callable[[int], Int64[np.ndarray, " B"]]
+
+
+def starts(
+    seed: int, step: int, batch_size: int, token_count: int, context: int
+) -> Int64[np.ndarray, " B"]:
+    """Start indices of one step's windows, uniform over 0 … token_count − context − 1.
+
+    A pure function of its arguments. It uses the raw 64-bit words of Philox, which NumPy keeps
+    stable between versions (NEP 19; `Generator.integers` it does not); the remainder's bias is
+    below token_count / 2⁶⁴.
+
+    Args:
+      seed: of the run, ≥ 0.
+      step: optimizer step, ≥ 0.
+      batch_size: windows per step.
+      token_count: tokens of the text, at least context + 1.
+      context: tokens per sequence T; a window is T + 1 tokens.
+    """
+    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))).random_raw(batch_size)
+    return (words % np.uint64(token_count - context)).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class SeededOrder:
+    """The order drawn from a seed; arguments as in `starts`."""
+
+    seed: int
+    batch_size: int
+    token_count: int
+    context: int
+
+    def __call__(self, step: int) -> Int64[np.ndarray, " B"]:
+        """Start indices of `step`."""
+        return starts(self.seed, step, self.batch_size, self.token_count, self.context)
+
+
+class Replay:
+    """The order that a record holds, read and checked in full when made.
+
+    The record is held as one int64 array (8 bytes per window).
+
+    Args:
+      path: a record as `OrderRecord` or the paper's public code writes it.
+      batch_size, token_count, context: of the run that replays it; see `starts`.
+
+    Raises:
+      DataError: the file is missing, empty or cut off, or a line has another number of indices
+        than `batch_size`, something that is no integer, or a window outside the text.
+    """
+
+    def __init__(self, path: str | Path, batch_size: int, token_count: int, context: int):
+        self._path = Path(path)
+        self._batch_size = batch_size
+        self._last_start = token_count - context - 1
+        if not self._path.is_file():
+            raise DataError(f"data order {path} does not exist: give the path of a record")
+        lines = [self._parse(where, line) for where, line in _numbered_lines(self._path)]
+        if not lines:
+            raise DataError(f"data order {path} is empty: give a record with one line per step")
+        self._starts = np.stack(lines)
+
+    def __len__(self) -> int:
+        """Number of recorded steps."""
+        return len(self._starts)
+
+    def __call__(self, step: int) -> Int64[np.ndarray, " B"]:
+        """Start indices of `step`.
+
+        Raises:
+          DataError: the record ends before `step`.
+        """
+        if step >= len(self):
+            raise DataError(
+                f"data order {self._path} ends after {len(self)} steps, step {step} is not in it: "
+                f"train at most {len(self)} steps or give a longer record"
+            )
+        return self._starts[step]
+
+    def _parse(self, where: str, line: str) -> Int64[np.ndarray, " B"]:
+        try:
+            indices = np.array([int(field) for field in line.split(",")], np.int64)
+        except (ValueError, OverflowError) as err:
+            raise DataError(f"{where} is not comma-separated start indices: {err}") from err
+        if len(indices) != self._batch_size:
+            raise DataError(
+                f"{where} has {len(indices)} start indices, but a step reads {self._batch_size} "
+                f"sequences: set batch_size={len(indices)} or give another record"
+            )
+        outside = indices[(indices < 0) | (indices > self._last_start)]
+        if len(outside):
+            raise DataError(
+                f"{where} starts a window at {outside[0]}, outside the text, whose last window "
+                f"starts at {self._last_start}: the record belongs to other data or context"
+            )
+        return indices
+
+
+class OrderRecord:
+    """Writes the order of a run, line by line as the steps are taken.
+
+    Every line is handed to the operating system before `append` returns, so it survives the
+    process. A line that a crash cut off does not count; `truncate` removes it. Of several
+    processes the first one writes; on the others nothing here has an effect.
+
+    Args:
+      path: the record; continued if it exists.
+
+    Attributes:
+      steps: number of complete lines.
+    """
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        self.steps = sum(line.endswith(b"\n") for line in lines)
+        self._cut_off = self.steps < len(lines)
+
+    @hosts.first_only
+    def append(self, step: int, starts: Int64[np.ndarray, " B"]) -> None:
+        """Writes the line of `step`.
+
+        Raises:
+          DataError: `step` is not the next one, the last line is cut off, or the disk refuses.
+        """
+        if step != self.steps or self._cut_off:
+            state = " and a cut-off line" if self._cut_off else ""
+            raise DataError(
+                f"data order {self._path} holds {self.steps} steps{state}, so step {step} cannot "
+                "follow: truncate it to the step that the run resumes from"
+            )
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(",".join(map(str, starts.tolist())).encode() + b"\n")
+        self.steps += 1
+
+    @hosts.first_only
+    def truncate(self, steps: int) -> None:
+        """Keeps the first `steps` lines; shortening a file is one operation of the file system.
+
+        Raises:
+          DataError: there are fewer complete lines, or the disk refuses.
+        """
+        if steps > self.steps:
+            raise DataError(
+                f"data order {self._path} holds {self.steps} complete steps, but the run resumes "
+                f"from step {steps}: resume from an earlier checkpoint"
+            )
+        if steps < self.steps or self._cut_off:
+            with writing(self._path), self._path.open("r+b") as file:
+                for _ in range(steps):
+                    file.readline()
+                file.truncate(file.tell())
+        self.steps, self._cut_off = steps, False
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines with a name for messages ("FILE line 3"), each checked to be complete."""
+    try:
+        with path.open(encoding="ascii") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    raise DataError(
+                        f"{path} line {number} is cut off (no newline at its end): delete that "
+                        "line, or add the newline if it is complete"
+                    )
+                yield f"{path} line {number}", line
+    except UnicodeDecodeError as err:
+        raise DataError(f"{path} is not a text file of start indices: {err}") from err

@@ -1,0 +1,1 @@
+"""Opens a user's own files for `diagnostics`, which takes arrays."""

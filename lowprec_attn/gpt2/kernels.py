@@ -1,0 +1,22 @@
+"""The model's door to the GPU kernels: a norm, an activation, a loss, and who runs them."""
+
+from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
+from pallas_kernels.gpu.device import kernel_or
+from pallas_kernels.gpu.gelu import gelu, gelu_gradient
+from pallas_kernels.gpu.layer_norm import (
+    add_norm,
+    add_norm_gradients,
+    normalize,
+    residual_gradient,
+)
+
+__all__ = [
+    "add_norm",
+    "add_norm_gradients",
+    "cross_entropy_rows",
+    "gelu",
+    "gelu_gradient",
+    "kernel_or",
+    "normalize",
+    "residual_gradient",
+]

@@ -1,0 +1,315 @@
+"""Checkpoints that a kill cannot lose and that damage cannot pass through.
+
+On disk, for every checkpoint of a step:
+
+    00001500.json    the manifest: the content directory's name, and size and SHA-256 of its files
+    00001500-0/      the content, written by Orbax
+
+A checkpoint exists exactly when its manifest does, and manifests appear and disappear in one step:
+written (by rename) after all of the content, removed before any of it. Whatever no manifest refers
+to is a leftover of a killed save or deletion: it never counts, and the next save removes it. A step
+saved again gets a fresh content directory, so that its first version counts until the second one
+does. Orbax by itself loads flipped bits silently; the hashes are there for these.
+
+Of several processes each writes and reads what lies on its devices; the first one chooses the
+content directory, verifies, and writes and removes manifests.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from lowprec_attn import hosts
+from lowprec_attn.errors import RunError
+from lowprec_attn.runs import checkpoint_content
+from lowprec_attn.runs.manifest import DamagedError, Manifest
+
+_MANIFEST = re.compile(r"(\d{8,})\.json")
+_CONTENT = re.compile(r"(\d{8,})-\d+(\.orbax-checkpoint-tmp.*)?")
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be written or read."""
+
+
+class _UnfinishedError(DamagedError):
+    """A checkpoint was never completed, so that nothing is lost with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restored checkpoint.
+
+    Attributes:
+      step: the step it was saved as.
+      state: a pytree of the target's structure.
+      data_state: the data iterator's state.
+    """
+
+    step: int
+    state: Any
+    data_state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory that all of its processes see.
+
+    Example:
+      with Checkpoints(run_dir.checkpoints) as checkpoints:
+          restored = checkpoints.restore(state)
+          ...
+          checkpoints.save(step, state, iterator.get_state())
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
+        """Names the directory; nothing is created before the first `save`.
+
+        Args:
+          directory: where the checkpoints are.
+          keep: how many of the newest checkpoints stay, at least 1.
+        """
+        if keep < 1:
+            raise ValueError(f"keep={keep} would delete every checkpoint; it must be at least 1")
+        self._directory = Path(directory).absolute()
+        self._keep = keep
+        self._damaged: set[int] = set()  # steps, as `restore` found them
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+
+    def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+        """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
+
+        When this returns, `state` has been copied to the host, so that its buffers may be donated;
+        hashing and writing go on in a thread. An error there is raised by the next `save`,
+        `wait`, `restore` or `close`. Saving a step that exists replaces it.
+
+        Args:
+          step: number of the step, at least 0.
+          state: a pytree of JAX or NumPy arrays and numbers, none of them empty.
+          data_state: the data iterator's state, JSON-able.
+
+        Raises:
+          CheckpointError: this checkpoint or the one before could not be written. The checkpoints
+            that were complete stay.
+        """
+        self.wait()
+        data_copy = json.loads(json.dumps(data_state))
+        write: Callable[[], Path]
+        if jax.process_count() == 1:
+            arrays = checkpoint_content.copy_to_host(state)
+            write = partial(self._write_alone, step, arrays, data_copy)
+        else:
+            write = self._begin_together(step, state, data_copy)
+        self._pending = self._worker.submit(self._complete, step, write)
+
+    def restore(self, target_state: Any) -> Restored | None:
+        """Loads the newest checkpoint that is intact.
+
+        Every newer one that is not (it was never completed, a file is missing or differs from its
+        checksum) is skipped with one logged warning.
+
+        Args:
+          target_state: a pytree as given to `save`. Where it holds a JAX array, or a
+            `jax.ShapeDtypeStruct` with a sharding, an array of the same sharding is returned;
+            elsewhere a NumPy array.
+
+        Returns:
+          The checkpoint, or None where none was ever completed.
+
+        Raises:
+          CheckpointError: none is intact, or the newest intact one differs from the target in the
+            path, shape or dtype of an array.
+        """
+        self.wait()
+        with self._explain_errors("read checkpoints in"):
+            found = hosts.from_first(self._newest_intact)
+            if found is None:
+                return None
+            step, content = found
+            return self._load(step, self._directory / content, target_state)
+
+    def _newest_intact(self) -> tuple[int, str] | None:
+        """Step and content directory of the checkpoint to restore."""
+        skipped: dict[int, DamagedError] = {}
+        for step in self._steps_newest_first():
+            try:
+                content = self._verified_content(step)
+            except DamagedError as damage:
+                skipped[step] = damage
+                self._damaged.add(step)
+                continue
+            self._log_skipped(skipped, f"using checkpoint {step} instead")
+            return step, content.name
+        if all(isinstance(damage, _UnfinishedError) for damage in skipped.values()):
+            self._log_skipped(skipped, "there is no older one, so nothing is restored")
+            return None
+        damages = "; ".join(f"checkpoint {step}: {damage}" for step, damage in skipped.items())
+        raise CheckpointError(
+            f"no checkpoint in {self._directory} is intact ({damages}); "
+            "restore the directory from a copy, or move it away to start anew"
+        )
+
+    def wait(self) -> None:
+        """Returns once the last `save` is complete.
+
+        Raises:
+          CheckpointError: it failed.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        """Completes the last `save` and ends the thread; raises as `wait`."""
+        self._worker.shutdown(wait=True)
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Saving.
+
+    def _begin_together(
+        self, step: int, state: Any, data_state: dict[str, Any]
+    ) -> Callable[[], Path]:
+        """Starts to write in all processes; in the main thread, where they can agree."""
+        with self._explain_errors(f"write checkpoint {step} to"):
+            content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
+            wait = checkpoint_content.begin(content, state, data_state)
+
+        def write() -> Path:
+            wait()
+            return content
+
+        return write
+
+    def _write_alone(
+        self, step: int, arrays: dict[str, np.ndarray], data_state: dict[str, Any]
+    ) -> Path:
+        content = self._new_content(step)
+        checkpoint_content.write(content, arrays, data_state)
+        return content
+
+    def _new_content(self, step: int) -> Path:
+        """A content directory that is not there yet."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        paths = (self._directory / f"{step:08d}-{version}" for version in itertools.count())
+        return next(path for path in paths if not path.exists())
+
+    def _complete(self, step: int, write: Callable[[], Path]) -> None:
+        """In the worker thread: content, then manifest, with which the checkpoint exists."""
+        with self._explain_errors(f"write checkpoint {step} to"):
+            try:
+                content = write()
+                if hosts.is_first():
+                    Manifest.of(content).write(self._manifest_path(step))
+            except BaseException:
+                with contextlib.suppress(OSError):  # what it left is ignored and removed later
+                    self._remove_leftovers()
+                raise
+            self._damaged.discard(step)
+            self._delete_older(step)
+
+    @hosts.first_only
+    def _delete_older(self, step: int) -> None:
+        """Leaves the newest `keep` up to `step`, not counting those known to be damaged.
+
+        Newer ones stay: only the damaged can be newer than what this run saves.
+        """
+        older = sorted((other, path) for other, path in self._entries(_MANIFEST) if other < step)
+        intact = [other for other, _ in older if other not in self._damaged]
+        kept = intact[max(0, len(intact) - self._keep + 1) :]
+        for other, manifest in older:
+            if other not in kept:
+                manifest.unlink()
+        self._remove_leftovers()
+
+    @hosts.first_only
+    def _remove_leftovers(self) -> None:
+        for temporary in self._directory.glob("*.json.tmp"):
+            temporary.unlink()
+        for step, content in self._entries(_CONTENT):
+            if self._is_leftover(step, content):
+                shutil.rmtree(content)
+
+    def _is_leftover(self, step: int, content: Path) -> bool:
+        if not self._manifest_path(step).exists():
+            return True
+        try:
+            return Manifest.read(self._manifest_path(step)).content != content.name
+        except DamagedError:
+            return False  # nothing is deleted on the word of a damaged manifest
+
+    # Restoring.
+
+    def _verified_content(self, step: int) -> Path:
+        """The content directory of a step, every file of which has its size and checksum."""
+        if not self._manifest_path(step).exists():
+            raise _UnfinishedError(
+                f"{self._manifest_path(step).name} is missing, saving it was not completed"
+            )
+        return Manifest.read(self._manifest_path(step)).verify(self._directory)
+
+    def _load(self, step: int, content: Path, target_state: Any) -> Restored:
+        try:
+            state, data_state = checkpoint_content.read(content, target_state)
+        except checkpoint_content.MismatchError as mismatch:
+            raise CheckpointError(
+                f"checkpoint {step} in {self._directory} is of another model: {mismatch}; "
+                "use the config it was saved with"
+            ) from None
+        return Restored(step=step, state=state, data_state=data_state)
+
+    def _log_skipped(self, skipped: Mapping[int, DamagedError], consequence: str) -> None:
+        for step, damage in skipped.items():
+            _logger.warning(
+                "skipping checkpoint %d in %s: %s; %s", step, self._directory, damage, consequence
+            )
+
+    # Names on the disk.
+
+    def _entries(self, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+        """The step and path of every entry whose name has the pattern."""
+        if not self._directory.exists():
+            return []
+        matches = [(pattern.fullmatch(path.name), path) for path in self._directory.iterdir()]
+        return [(int(match[1]), path) for match, path in matches if match]
+
+    def _steps_newest_first(self) -> list[int]:
+        """Every step of which there is anything, complete or not."""
+        entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
+        return sorted({step for step, _ in entries}, reverse=True)
+
+    def _manifest_path(self, step: int) -> Path:
+        return self._directory / f"{step:08d}.json"
+
+    @contextlib.contextmanager
+    def _explain_errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax raises what its layers raise: of any type, misleading
+            raise CheckpointError(
+                f"cannot {action} {self._directory}: {checkpoint_content.reason(error)}; "
+                "checkpoints that were complete stay as they are"
+            ) from error

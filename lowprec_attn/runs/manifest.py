@@ -1,0 +1,90 @@
+"""The manifest of a checkpoint: which files it consists of, with size and SHA-256."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Self
+
+from lowprec_attn.files import write_atomically
+
+
+class DamagedError(Exception):
+    """A checkpoint is not intact; the message names the file and what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What a file must be: its size in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads a file."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+            return cls(size=file.tell(), sha256=digest.hexdigest())
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content directory of a checkpoint and its files by relative path.
+
+    Attributes:
+      content: name of the content directory, which lies beside the manifest.
+      files: what every file in it must be.
+    """
+
+    content: str
+    files: dict[str, Fingerprint]
+
+    @classmethod
+    def of(cls, content: Path) -> Self:
+        """Describes a content directory, after bringing its files to the disk."""
+        files = {}
+        for path in sorted(path for path in content.rglob("*") if path.is_file()):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            files[path.relative_to(content).as_posix()] = Fingerprint.of(path)
+        return cls(content=content.name, files=files)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a manifest.
+
+        Raises:
+          DamagedError: the file is not a manifest.
+        """
+        try:
+            fields = json.loads(path.read_bytes())
+            files = {name: Fingerprint(**file) for name, file in fields["files"].items()}
+            return cls(content=fields["content"], files=files)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedError(f"{path.name} is not a manifest") from None
+
+    def write(self, path: Path) -> None:
+        """Writes or replaces a manifest in one step."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
+
+    def verify(self, directory: Path) -> Path:
+        """Reads all files of the content in `directory` and returns the content's path.
+
+        Raises:
+          DamagedError: a file is missing or has another size or checksum.
+        """
+        for name, expected in self.files.items():
+            path = directory / self.content / name
+            try:
+                found = Fingerprint.of(path)
+            except (FileNotFoundError, NotADirectoryError):
+                raise DamagedError(f"{self.content}/{name} is missing") from None
+            if found.size != expected.size:
+                raise DamagedError(
+                    f"{self.content}/{name} has {found.size} bytes instead of {expected.size}"
+                )
+            if found.sha256 != expected.sha256:
+                raise DamagedError(f"{self.content}/{name} differs from its SHA-256")
+        return directory / self.content

@@ -1,0 +1,271 @@
+"""Metrics of a run: JSON lines that repeat bit for bit, timings, and TensorBoard events.
+
+`metrics.jsonl` holds only what the run determines, so that the files of an interrupted and resumed
+run and of an uninterrupted one are equal byte for byte; what the clock determines goes to
+`throughput.jsonl`. Every line is strict JSON. Floats are written with as many digits as
+reading them back exactly takes; JSON has no NaN and no infinity: they are the texts "nan",
+"inf" and "-inf", which `read` returns as floats.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from tensorboardX import RecordWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+
+from lowprec_attn import hosts
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import write_atomically
+from lowprec_attn.runs.run_dir import RunDir
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_TENSORBOARD_FLUSH_SECONDS = 5.0
+
+
+class MetricsError(RunError):
+    """Metrics cannot be written or read."""
+
+
+class MetricsWriter:
+    """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
+
+    In a run of several processes the first one writes; on the others nothing here has an effect.
+
+    A record is on its way to the disk when `write` returns: kill -9 loses nothing but, at most, a
+    part of the line being written, which the next writer drops.
+
+    Before a checkpoint of step s is saved, every record of a step below s must have been written
+    and `flush` called: the resumed run will not write them again.
+    """
+
+    def __init__(self, run_dir: RunDir, start_step: int) -> None:
+        """Opens the files for a run that starts, or resumes, at `start_step`.
+
+        Args:
+          run_dir: an opened run directory.
+          start_step: the first step that this writer will record. Records of it and of later
+            steps, left by a process that was killed after its last checkpoint, are removed (in
+            one atomic step per file), and TensorBoard is told to hide its own.
+
+        Raises:
+          MetricsError: a file cannot be written, or holds lines that are not records.
+        """
+        self._where = run_dir.path
+        self._open(run_dir, start_step)
+
+    @hosts.first_only
+    def _open(self, run_dir: RunDir, start_step: int) -> None:
+        with self._explain_errors():
+            for path in (run_dir.metrics, run_dir.throughput):
+                _truncate(path, start_step)
+            self._metrics = _LineFile(run_dir.metrics)
+            self._throughput = _LineFile(run_dir.throughput)
+            self._events = _EventFile(run_dir.tensorboard, start_step)
+
+    @hosts.first_only
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records something about a step.
+
+        Args:
+          step: index of the step; several records may share one.
+          values: numbers, text, None, and nested dicts, lists and arrays of these.
+
+        Raises:
+          MetricsError: the disk is full or not writable.
+        """
+        self._append(self._metrics, step, values)
+
+    @hosts.first_only
+    def write_throughput(self, step: int, seconds: float, tokens: int) -> None:
+        """Records that the steps since the last such record took `seconds` for `tokens` tokens.
+
+        Raises:
+          MetricsError: the disk is full or not writable.
+        """
+        rate = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+        self._append(self._throughput, step, rate)
+
+    @hosts.first_only
+    def flush(self) -> None:
+        """Brings everything written so far to the disk."""
+        with self._explain_errors():
+            self._metrics.flush()
+            self._throughput.flush()
+            self._events.flush()
+
+    @hosts.first_only
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        with self._explain_errors():
+            self._metrics.close()
+            self._throughput.close()
+            self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _append(self, file: "_LineFile", step: int, values: Mapping[str, Any]) -> None:
+        record = {"step": int(step), **_plain(values)}
+        with self._explain_errors():
+            file.append(record)
+            self._events.add(record)
+
+    @contextlib.contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MetricsError(
+                f"cannot write metrics to {self._where}: {error.strerror or error}; "
+                "make the disk writable and repeat the command to resume"
+            ) from error
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Reads `metrics.jsonl` or `throughput.jsonl`, also of a run that is writing it.
+
+    Floats come back bit for bit, and the texts "nan", "inf" and "-inf" as floats. A last line that
+    does not end yet is left out.
+
+    Raises:
+      MetricsError: a line is not a record.
+      OSError: the file cannot be read.
+    """
+    return [record for _, record in _records(path)]
+
+
+class _LineFile:
+    """Appends records to a file, each with one write of one whole line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = f"{json.dumps(_encode(record), allow_nan=False)}\n".encode()
+        if self._file.write(line) != len(line):
+            # Only a disk that has just become full, or a file size limit, cuts a write short.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _EventFile:
+    """A TensorBoard event file, written in this thread.
+
+    tensorboardX's SummaryWriter is not used: its thread dies on a full disk, after which its queue
+    blocks the training loop for ever, and it puts the host's name into the file's name.
+    """
+
+    def __init__(self, directory: Path, start_step: int) -> None:
+        directory.mkdir(exist_ok=True)
+        # TensorBoard reads the files of a directory in the order of their names.
+        self._records = RecordWriter(str(directory / f"events.out.tfevents.{time.time_ns()}"))
+        self._write(Event(file_version="brain.Event:2"))
+        # Tells TensorBoard to hide what earlier files say about this step and later ones.
+        self._write(Event(step=start_step, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        scalars = [
+            Summary.Value(tag=tag, simple_value=value)
+            for tag, value in _scalars(record)
+            if tag != "step"
+        ]
+        self._write(Event(step=record["step"], summary=Summary(value=scalars)))
+        if time.monotonic() - self._flushed > _TENSORBOARD_FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        self._records.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        self._records.close()
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and NumPy or JAX scalars as Python numbers of the same value, containers likewise."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":  # bfloat16 and its like, all of them exact in float64
+        array = array.astype(np.float64)
+    return array.tolist()
+
+
+def _encode(value: Any) -> Any:
+    """The same value with NaN and infinities as texts."""
+    if isinstance(value, Mapping):
+        return {name: _encode(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _decode(value: Any) -> Any:
+    """The inverse of `_encode`."""
+    if isinstance(value, dict):
+        return {name: _decode(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _scalars(value: Any, tag: str = "") -> Iterator[tuple[str, float]]:
+    """Yields every number with its flat name, such as `layer_2/score_max` or `layer_2/heads/0`."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _scalars(item, f"{tag}/{name}" if tag else str(name))
+    elif isinstance(value, int | float):
+        yield tag, float(value)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields every complete line of a file, with its line end, and the record it holds."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            return
+        record = None
+        with contextlib.suppress(ValueError):
+            record = _decode(json.loads(line))
+        if not isinstance(record, dict) or "step" not in record:
+            raise MetricsError(f"{path} line {number} is not a record; repair or remove that line")
+        yield line, record
+
+
+def _truncate(path: Path, start_step: int) -> None:
+    """Removes the records of `start_step` and later, and a half-written last line."""
+    if not path.exists():
+        return
+    kept = b"".join(line for line, record in _records(path) if record["step"] < start_step)
+    if len(kept) != path.stat().st_size:
+        write_atomically(path, kept)

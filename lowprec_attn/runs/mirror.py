@@ -1,0 +1,154 @@
+"""A copy of a run directory somewhere that outlives this machine: a mounted drive, a bucket.
+
+The run itself stays on a local disk, as its locks and renames need. `push` copies what a resumed
+run needs, also while the run goes on; `pull` brings it back to a new machine.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.runs.manifest import DamagedError, Manifest
+from lowprec_attn.runs.run_dir import RunDir
+
+_NOT_COPIED = (".lock", ".tmp")
+
+
+class MirrorError(RunError):
+    """A copy cannot be made, or is not one of a run."""
+
+
+def push(run_dir: RunDir, url: str) -> None:
+    """Brings the copy at `url` up to date: the newest complete checkpoint and all records.
+
+    Records are copied after the checkpoint, so that they reach at least as far; older checkpoints
+    there are removed. A copy that was interrupted at any instant still holds the checkpoint it
+    had before, or the new one. Only one process may push to a `url`.
+
+    Args:
+      run_dir: a run, finished or going on.
+      url: a directory for this run alone: a path (`/content/drive/MyDrive/run`), or any address
+        that fsspec knows (`gs://bucket/run` with the package gcsfs, `s3://…` with s3fs).
+
+    Raises:
+      MirrorError: the run directory cannot be read or `url` cannot be written.
+    """
+    try:
+        target = _Target(url)
+        manifest = _newest_manifest(run_dir.checkpoints)
+        if manifest is not None:
+            _push_checkpoint(run_dir, manifest, target)
+        for path in _records(run_dir):
+            target.replace(path, path.relative_to(run_dir.path).as_posix())
+        if manifest is not None:
+            _remove_others(run_dir, manifest, target)
+    except (OSError, DamagedError, ImportError) as error:
+        raise MirrorError(f"cannot copy {run_dir.path} to {url}: {error}") from error
+
+
+def pull(url: str, path: str | os.PathLike[str]) -> bool:
+    """Brings a run back: makes the run directory `path` from the copy at `url`.
+
+    Args:
+      url: as given to `push`.
+      path: a directory that does not exist or is empty.
+
+    Returns:
+      Whether there was a copy; without one nothing is made.
+
+    Raises:
+      MirrorError: `url` cannot be read, or `path` has contents.
+    """
+    path = Path(path).absolute()
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        target = _Target(url)
+        if "config.json" not in (names := target.names()):
+            return False
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in names:
+            if not name.endswith(_NOT_COPIED):
+                target.get(name, partial / name)
+        partial.replace(path)  # all of it, or nothing
+    except (OSError, ImportError) as error:
+        raise MirrorError(f"cannot copy {url} to {path}: {error}") from error
+    return True
+
+
+class _Target:
+    """The files of one directory of a file system, by their relative names."""
+
+    def __init__(self, url: str) -> None:
+        self._files, root = fsspec.url_to_fs(url)
+        self._root = root.rstrip("/")
+
+    def names(self) -> list[str]:
+        """Of all files, at any depth."""
+        self._files.invalidate_cache()
+        if not self._files.exists(self._root):
+            return []
+        return [name[len(self._root) + 1 :] for name in self._files.find(self._root)]
+
+    def put(self, path: Path, name: str) -> None:
+        at = f"{self._root}/{name}"
+        self._files.makedirs(at.rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), at)
+
+    def replace(self, path: Path, name: str) -> None:
+        """As `put`; a copy cut short leaves what was there before."""
+        self.put(path, f"{name}.tmp")
+        self._files.mv(f"{self._root}/{name}.tmp", f"{self._root}/{name}")
+
+    def get(self, name: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._files.get_file(f"{self._root}/{name}", str(path))
+
+    def read(self, name: str) -> bytes | None:
+        at = f"{self._root}/{name}"
+        return self._files.cat_file(at) if self._files.exists(at) else None
+
+    def remove(self, name: str) -> None:
+        self._files.rm_file(f"{self._root}/{name}")
+
+
+def _newest_manifest(checkpoints: Path) -> Path | None:
+    return max(checkpoints.glob("*.json"), default=None)
+
+
+def _records(run_dir: RunDir) -> list[Path]:
+    """Every file of a run but its checkpoints and what belongs to a living process.
+
+    The config comes last: with it a copy begins to exist.
+    """
+    files = [
+        path
+        for path in sorted(run_dir.path.rglob("*"))
+        if path.is_file()
+        and run_dir.checkpoints not in path.parents
+        and path.suffix not in _NOT_COPIED
+    ]
+    return sorted(files, key=lambda path: path == run_dir.config)
+
+
+def _push_checkpoint(run_dir: RunDir, manifest: Path, target: _Target) -> None:
+    """Content first: a checkpoint exists when its manifest does, there as here."""
+    name = f"{run_dir.checkpoints.name}/{manifest.name}"
+    if target.read(name) == manifest.read_bytes():
+        return
+    described = Manifest.read(manifest)
+    for file in described.files:
+        inside = f"{described.content}/{file}"
+        target.put(run_dir.checkpoints / inside, f"{run_dir.checkpoints.name}/{inside}")
+    target.put(manifest, name)
+
+
+def _remove_others(run_dir: RunDir, manifest: Path, target: _Target) -> None:
+    """Manifests before contents, so that no checkpoint is ever half there."""
+    inside = f"{run_dir.checkpoints.name}/"
+    kept = (f"{inside}{manifest.name}", f"{inside}{Manifest.read(manifest).content}/")
+    others = [n for n in target.names() if n.startswith(inside) and not n.startswith(kept)]
+    for name in sorted(others, key=lambda name: name.count("/")):
+        target.remove(name)

@@ -1,0 +1,211 @@
+"""The run directory: everything one training run leaves behind, by name."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Self
+
+from lowprec_attn import hosts
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import write_atomically
+from lowprec_attn.runs import environment
+
+# What a creation that was killed half-way may have left; config.json comes last.
+_CREATED_BEFORE_CONFIG = {
+    "run.lock",
+    "environment.json",
+    "environment.json.tmp",
+    "config.json.tmp",
+}
+_CHANGES_SHOWN = 4
+_ABSENT = "(absent)"
+
+
+class RunDirError(RunError):
+    """A run directory cannot be used."""
+
+
+class RunDir:
+    """The names inside of a run directory; `RunDir.open` also creates and locks it.
+
+    Constructing one touches nothing on the disk, so that a report can read a run while it trains.
+
+    Attributes:
+      path: the directory itself.
+      config: `config.json`, the run's config as given to `open`.
+      environment: `environment.json`, a list with one `environment.describe()` per start.
+      data_order: `data_order.txt`, the start indices of every step's batch.
+      metrics: `metrics.jsonl`, what is the same in every repetition of the run.
+      throughput: `throughput.jsonl`, timings.
+      tensorboard: directory of TensorBoard events.
+      checkpoints: directory of checkpoints.
+      report: `report.png`.
+      summary: `summary.json`, losses at the end.
+      failure: `failure.json`, where and when a loss was not finite.
+      origin: `resumed_from.json`, the run that this one continues with something changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.config = self.path / "config.json"
+        self.environment = self.path / "environment.json"
+        self.data_order = self.path / "data_order.txt"
+        self.metrics = self.path / "metrics.jsonl"
+        self.throughput = self.path / "throughput.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.png"
+        self.summary = self.path / "summary.json"
+        self.failure = self.path / "failure.json"
+        self.origin = self.path / "resumed_from.json"
+        self._lock: IO[bytes] | None = None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
+        """Creates a run directory, or reopens the one of an interrupted run with the same config.
+
+        A creation that was killed at any instant is completed by the next call. The directory
+        stays locked until `close`, or until the process ends in whatever way. Of several processes
+        the first one does it, and the others fail if it does or if they do not see the directory.
+
+        Args:
+          path: the directory; parents are created.
+          config: everything that defines the run, JSON-able.
+
+        Raises:
+          RunDirError: `path` holds other files, belongs to another config, is in use by another
+            process, or cannot be written.
+        """
+        run_dir = cls(path)
+        hosts.from_first(lambda: run_dir._create(config))
+        hosts.require_everywhere(
+            run_dir.config.exists(),
+            f"does not see the run directory {run_dir.path}; choose a --workdir on a file system "
+            "that all processes share",
+        )
+        return run_dir
+
+    def _create(self, config: Mapping[str, Any]) -> None:
+        config = json.loads(json.dumps(config))  # as it reads back: tuples are lists, keys strings
+        with self._explain_errors():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign_files()
+            try:
+                self._acquire_lock()
+                self._record_start(config)
+            except BaseException:
+                self.close()
+                raise
+
+    def write_json(self, path: Path, value: Any) -> None:
+        """Writes or replaces one of the JSON files in one step.
+
+        Raises:
+          RunDirError: the disk is full or not writable.
+        """
+        with self._explain_errors():
+            write_atomically(path, _to_json(value))
+
+    def changes_from(self, other: Self) -> dict[str, tuple[str, str]]:
+        """The config fields that differ from another run's, as `{name: (theirs, ours)}` in JSON.
+
+        Raises:
+          RunDirError: a config cannot be read.
+        """
+        with other._explain_errors():
+            return _differences(_read_json(other.config), _read_json(self.config))
+
+    def close(self) -> None:
+        """Releases the lock."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _explain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirError(
+                f"cannot use {self.path} as a run directory: {error.strerror or error}; "
+                "choose another --workdir"
+            ) from error
+
+    def _refuse_foreign_files(self) -> None:
+        if self.config.exists():
+            return
+        foreign = {entry.name for entry in self.path.iterdir()} - _CREATED_BEFORE_CONFIG
+        if foreign:
+            raise RunDirError(
+                f"{self.path} is not a run directory and not empty (it holds {min(foreign)}); "
+                "choose another --workdir"
+            )
+
+    def _acquire_lock(self) -> None:
+        # The kernel holds the lock for as long as the process lives: kill -9 releases it.
+        self._lock = (self.path / "run.lock").open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(
+                f"{self.path} is in use by another process; wait until that run ends or "
+                "choose another --workdir"
+            ) from None
+
+    def _record_start(self, config: Mapping[str, Any]) -> None:
+        if self.config.exists():
+            self._refuse_other_config(config)
+        starts = _read_json(self.environment) if self.environment.exists() else []
+        write_atomically(self.environment, _to_json([*starts, environment.describe()]))
+        if not self.config.exists():
+            write_atomically(self.config, _to_json(config))
+
+    def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
+        changes = [
+            f"{name}: {theirs} -> {ours}"
+            for name, (theirs, ours) in _differences(_read_json(self.config), config).items()
+        ]
+        if not changes:
+            return
+        shown = ", ".join(changes[:_CHANGES_SHOWN])
+        more = f" and {len(changes) - _CHANGES_SHOWN} more" if len(changes) > _CHANGES_SHOWN else ""
+        raise RunDirError(
+            f"{self.path} belongs to a run with another config ({shown}{more}); "
+            f"choose another --workdir, or resume with --config.resume_from={self.path}"
+        )
+
+
+def _to_json(value: Any) -> bytes:
+    return f"{json.dumps(value, indent=2)}\n".encode()
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunDirError(f"{path} is not JSON ({error}); choose another directory") from error
+
+
+def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields `('optimizer.peak_lr', '0.001')` and so on; lists are values, as are empty dicts."""
+    if isinstance(config, Mapping) and config:
+        for name, value in config.items():
+            yield from _flatten(value, f"{prefix}.{name}" if prefix else name)
+    else:
+        yield prefix, json.dumps(config)
+
+
+def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
+    """The fields in which two configs differ, with both values as JSON."""
+    a, b = dict(_flatten(theirs)), dict(_flatten(ours))
+    pairs = {name: (a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

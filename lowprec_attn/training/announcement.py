@@ -1,0 +1,107 @@
+"""The first lines of a run: what was chosen and why."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from lowprec_attn import attention, hosts
+from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.data.tokens import Corpus
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.gpt2.settings import HeadArithmetic
+from lowprec_attn.numerics import PRESETS
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.settings import TrainSettings
+
+
+def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
+    """Prints device, scale, data, arithmetic, tokens per step and run directory."""
+    for title, text in _lines(settings, corpus, devices, run_dir):
+        hosts.say(f"{title:<11}{text}")
+
+
+def _lines(
+    settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path
+) -> list[tuple[str, str]]:
+    model = settings.model
+    parameters = parameter_count(model)
+    device = devices.mesh.devices.flat[0]
+    tokens = settings.batch_size * model.context
+    default = "tiny" if device.platform == "cpu" else "full"
+    processes = jax.process_count()
+    where = f" in {processes} processes" if processes > 1 else ""
+    count = devices.mesh.devices.size
+    lines = [
+        ("device", f"{count} x {device.device_kind}{where}, JAX {jax.__version__}"),
+        (
+            "scale",
+            f"{settings.variant} ({default} is the default on this device; "
+            f"--config=FILE:tiny or FILE:full chooses): {parameters / 1e6:.1f}M parameters, "
+            f"{model.layers} layers, {model.heads} heads, width {model.width}, "
+            f"context {model.context}",
+        ),
+        (
+            "data",
+            f"{corpus.description}: {corpus.train.count:,} tokens to train on, "
+            f"{corpus.val.count:,} held out"
+            + ("" if settings.data.path else " (needs no download; data.path=DIR reads your own)"),
+        ),
+    ]
+    lines += [("attention", text) for text in arithmetic(settings)]
+    split = f" in {settings.accumulation_steps} parts" if settings.accumulation_steps > 1 else ""
+    lines += [
+        (
+            "step",
+            f"{tokens:,} tokens ({settings.batch_size} x {model.context}{split}), "
+            f"{settings.steps:,} steps, learning rate {settings.optimizer.peak_lr:g}",
+        ),
+        ("run", str(run_dir)),
+    ]
+    return lines
+
+
+def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str]:
+    """One line per distinct arithmetic: its name, its heads, its implementation.
+
+    Args:
+      settings: of the run.
+      platform: that it is compiled for; None for this process's devices.
+    """
+    groups: dict[HeadArithmetic, list[str]] = {}
+    for i, layer in enumerate(settings.attention.heads):
+        for head in dict.fromkeys(layer):
+            which = [n for n, other in enumerate(layer) if other == head]
+            part = "" if len(which) == len(layer) else f" heads {_ranges(which)}"
+            groups.setdefault(head, []).append(f"{i}{part}")
+    return [
+        f"{name_of(head)}, computed by `{_implementation(settings, head, platform)}`"
+        + ("" if len(groups) == 1 else f", in layer {', '.join(places)}")
+        for head, places in groups.items()
+    ]
+
+
+def name_of(head: HeadArithmetic) -> str:
+    """The preset's name if it is one, all points, and the row-max rule."""
+    plain = head.numerics.replace(kv_block=None)
+    named = (name for name, n in PRESETS.items() if n.replace(kv_block=None) == plain)
+    preset = next(named, "custom")
+    points = str(head.numerics).removeprefix("Numerics")
+    return f"{preset} {points}, row max {head.row_max}"
+
+
+def _ranges(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))
+
+
+def _implementation(settings: TrainSettings, head: HeadArithmetic, platform: str | None) -> str:
+    model = settings.model
+    shape = (1, model.context, model.heads, model.width // model.heads)
+    request = Request(
+        spec=Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True),
+        q_shape=shape,
+        kv_shape=shape,
+        dtype=jnp.dtype(model.activation_dtype),
+        platform=platform,
+    )
+    return attention.resolve(request, settings.attention.implementation)

@@ -1,0 +1,229 @@
+"""From a nested mapping (a config file as plain dicts) to the frozen `TrainSettings`, once.
+
+Every field must be known and every value in range; an error names the field, its value and what
+is possible, before anything runs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lowprec_attn.attention import IMPLEMENTATIONS
+from lowprec_attn.errors import UserError
+from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
+from lowprec_attn.numerics import Numerics, get_preset, get_row_max
+from lowprec_attn.training.settings import DataSettings, OptimizerSettings, TrainSettings
+
+
+class ConfigError(UserError, ValueError):
+    """A config that cannot be run; the message names the field and the value."""
+
+
+def train_settings(config: Mapping[str, Any]) -> TrainSettings:
+    """The settings that a config describes.
+
+    Raises:
+      ConfigError: unknown or missing field, wrong type, value out of range.
+    """
+    sections = {
+        "model": ModelSettings,
+        "data": DataSettings,
+        "optimizer": OptimizerSettings,
+    }
+    top = dict(config)
+    built = {name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()}
+    attention = attention_settings(top.pop("attention", None), built["model"])
+    settings = _record(TrainSettings, top, "", given={**built, "attention": attention})
+    _check(settings)
+    return settings
+
+
+def _record(cls: type, values: Any, section: str, given: Mapping[str, Any] | None = None) -> Any:
+    """The dataclass `cls` from a mapping; scalars are checked against the field types."""
+    values = _mapping(values, section)
+    given = dict(given or {})
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in given}
+    for name in values:
+        if name not in fields:
+            raise ConfigError(
+                f"unknown field {_path(section, name)}; fields are {', '.join(fields)}"
+            )
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise ConfigError(f"missing field {_path(section, name)}")
+        if name in values:
+            _check_type(values[name], field.type, _path(section, name))
+    return cls(**values, **given)
+
+
+def _mapping(value: Any, section: str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{section or 'config'} must be a mapping of fields, got {value!r}")
+    return dict(value)
+
+
+def _path(section: str, name: Any) -> str:
+    return f"config.{section}.{name}" if section else f"config.{name}"
+
+
+def _check_type(value: Any, annotation: Any, path: str) -> None:
+    """Scalars only: int, float, str, bool, each possibly None; choices are listed."""
+    choices = getattr(annotation, "__args__", (annotation,))
+    literals = [c for c in choices if isinstance(c, str)]
+    if literals:
+        if value not in literals:
+            raise ConfigError(f"{path} must be one of {', '.join(literals)}, got {value!r}")
+        return
+    if float in choices and isinstance(value, int) and not isinstance(value, bool):
+        return
+    if (isinstance(value, bool) and bool not in choices) or not isinstance(value, tuple(choices)):
+        names = " or ".join(getattr(c, "__name__", str(c)) for c in choices)
+        raise ConfigError(f"{path} must be {names}, got {value!r}")
+
+
+def _check(settings: TrainSettings) -> None:
+    """Ranges of all numbers."""
+    model, optimizer = settings.model, settings.optimizer
+    for section, record, names in (
+        ("model", model, ("layers", "heads", "width", "context", "vocab_size")),
+        ("", settings, ("steps", "batch_size", "accumulation_steps", "checkpoints_kept")),
+        ("", settings, ("eval_batches",)),
+    ):
+        for name in names:
+            _require(getattr(record, name) >= 1, section, name, record, "at least 1")
+    for name in ("diagnostics_every", "checkpoint_every", "eval_every", "seed"):
+        _require(getattr(settings, name) >= 0, "", name, settings, "0 or more")
+    _require(
+        model.width % model.heads == 0,
+        "model",
+        "width",
+        model,
+        f"a multiple of {model.heads} heads",
+    )
+    if model.logits_dtype == "bfloat16":  # they are read as words of two
+        bfloat16 = model.activation_dtype == "bfloat16"
+        _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
+        even = model.vocab_size % 2 == 0
+        _require(even, "model", "vocab_size", model, "even if logits_dtype is bfloat16")
+    for name in ("peak_lr", "end_lr", "eps", "weight_decay", "warmup_steps"):
+        value = getattr(optimizer, name)
+        _require(0 <= value < math.inf, "optimizer", name, optimizer, "0 or more and finite")
+    for name in ("b1", "b2"):
+        _require(0 <= getattr(optimizer, name) < 1, "optimizer", name, optimizer, "in [0, 1)")
+    clip = optimizer.clip_norm
+    _require(clip is None or clip > 0, "optimizer", "clip_norm", optimizer, "positive or None")
+    _require(
+        settings.batch_size % settings.accumulation_steps == 0,
+        "",
+        "accumulation_steps",
+        settings,
+        f"a divisor of batch_size {settings.batch_size}",
+    )
+
+
+def _require(holds: bool, section: str, name: str, record: Any, what: str) -> None:
+    if not holds:
+        raise ConfigError(f"{_path(section, name)} must be {what}, got {getattr(record, name)!r}")
+
+
+# Fields of `config.attention` that describe one head's arithmetic, so may be overridden.
+_ARITHMETIC = (
+    "numerics",
+    "points",
+    "kv_block",
+    "row_max",
+    "row_max_beta",
+    "row_max_tolerance",
+    "row_max_clamp",
+    "row_max_max_shift",
+)
+
+
+def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
+    """The arithmetic of every head from `config.attention`.
+
+    The most specific setting wins: the section itself, then `heads[n]` (in every layer), then
+    `layers[i]`, then `layers[i].heads[n]`, counted from 0. An override that names `numerics`
+    starts from that preset and drops inherited `points`; one that names `row_max` drops
+    inherited `row_max_*` options. Otherwise it changes what it names.
+
+    Raises:
+      ConfigError: unknown field or name, index or value out of range.
+    """
+    section = _mapping(config, "attention")
+    _known(section, (*_ARITHMETIC, "implementation", "layers", "heads"), "attention")
+    implementation = section.get("implementation")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ConfigError(
+            f"config.attention.implementation must be one of {known}, got {implementation!r}"
+        )
+    base = {name: section.get(name) for name in _ARITHMETIC}
+    _head(base, "attention")  # told of the section itself, not of its first layer
+    all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
+    layers = _indexed(section.get("layers"), model.layers, "attention.layers")
+    result = []
+    for i in range(model.layers):
+        path = f"attention.layers[{i}]"
+        layer = layers.get(i, {})
+        _known(layer, (*_ARITHMETIC, "heads"), path)
+        own_heads = _indexed(layer.pop("heads", None), model.heads, f"{path}.heads")
+        heads = []
+        for n in range(model.heads):
+            options = base
+            for change in (all_heads.get(n, {}), layer, own_heads.get(n, {})):
+                _known(change, _ARITHMETIC, f"{path}.heads[{n}]")
+                options = _overridden(options, change)
+            heads.append(_head(options, path))
+        result.append(tuple(heads))
+    return AttentionSettings(heads=tuple(result), implementation=implementation)
+
+
+def _known(section: Mapping[Any, Any], names: tuple[str, ...], path: str) -> None:
+    for name in section:
+        if name not in names:
+            raise ConfigError(f"unknown field {_path(path, name)}; fields are {', '.join(names)}")
+
+
+def _indexed(section: Any, count: int, path: str) -> dict[int, dict[str, Any]]:
+    """A mapping from index to options, keys as ints."""
+    result = {}
+    for key, options in _mapping(section or {}, path).items():
+        if not str(key).isdigit() or int(key) >= count:
+            raise ConfigError(f"config.{path} has no index {key!r}; indices are 0 to {count - 1}")
+        result[int(key)] = _mapping(options, f"{path}[{key}]")
+    return result
+
+
+def _overridden(options: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(options)
+    if change.get("numerics") is not None:
+        result["points"] = None
+    if change.get("row_max") is not None:
+        result.update({name: None for name in _ARITHMETIC if name.startswith("row_max_")})
+    for name, value in change.items():
+        if name == "points":
+            result["points"] = {**(result["points"] or {}), **_mapping(value, "points")}
+        elif value is not None:
+            result[name] = value
+    return result
+
+
+def _head(options: Mapping[str, Any], path: str) -> HeadArithmetic:
+    points = {k: v for k, v in _mapping(options["points"] or {}, "points").items() if v is not None}
+    row_max = {
+        name.removeprefix("row_max_"): options[name]
+        for name in _ARITHMETIC
+        if name.startswith("row_max_") and options[name] is not None
+    }
+    for name in ("numerics", "row_max"):
+        if not isinstance(options[name], str):
+            raise ConfigError(f"config.{path}: {name} must be a name, got {options[name]!r}")
+    try:
+        numerics: Numerics = get_preset(options["numerics"]).replace(**points)
+        if options["kv_block"] is not None:
+            numerics = numerics.replace(kv_block=options["kv_block"])
+        return HeadArithmetic(numerics=numerics, row_max=get_row_max(options["row_max"], **row_max))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config.{path}: {error}") from error

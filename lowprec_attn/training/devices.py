@@ -1,0 +1,203 @@
+"""Where a run computes: the mesh over all devices, what lies where on it, and its attention."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from grain.sharding import ShardOptions
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowprec_attn import attention
+from lowprec_attn.data.batches import Batch
+from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.step import TrainState
+
+_AXIS = "data"
+_ROWS = 8  # of a float32 tile in a TPU's memory
+
+
+def compiler_options(platform: str) -> dict[str, bool]:
+    """XLA options of every jitted function of a run.
+
+    By default XLA may drop the rounding of a bfloat16 activation between two operations. On a GPU
+    its reductions and scatters need not give the same bits twice; and it considers products of its
+    own, which lose to cuBLAS here, but not before it has taken apart what cuBLAS would have added
+    in place.
+    """
+    options = {"xla_allow_excess_precision": False}
+    if platform == "gpu":
+        options["xla_gpu_deterministic_ops"] = True
+        options["xla_gpu_enable_triton_gemm"] = False
+    return options
+
+
+class Devices(NamedTuple):
+    """A one-axis mesh; parameters are replicated over it, batches split.
+
+    Attributes:
+      mesh: of all devices of the run, those of one process next to each other.
+      attend: attention for arrays that are split over the batch.
+      attend_part: attention for what a function under `over_devices` sees of them.
+      attend_whole: attention for arrays that every device holds whole.
+      accumulation_steps: micro-batches per step.
+      shard_optimizer: the optimizer's state is split over the devices.
+    """
+
+    mesh: Mesh
+    attend: Attend
+    attend_part: Attend
+    attend_whole: Attend
+    accumulation_steps: int
+    shard_optimizer: bool
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Every device holds the whole array."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def split(self) -> NamedSharding:
+        """Every device holds its part of the sequences of [A, B/A, T]."""
+        return NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """See the function of this name."""
+        return compiler_options(self.mesh.devices.flat[0].platform)
+
+    def jit(self, function: Any, **options: Any) -> Any:
+        """`jax.jit` with the run's compiler options."""
+        return jax.jit(function, compiler_options=self.compiler_options, **options)
+
+    def over_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The mean over the devices of function(params, inputs, targets [A, M, T], key).
+
+        Each device computes it for its own sequences, and one all-reduce follows at the end: left
+        to itself, XLA reduces the gradients of every micro-batch.
+        """
+        if self.mesh.devices.size == 1:
+            return function
+        whole, part = PartitionSpec(), PartitionSpec(None, _AXIS)
+        return jax.shard_map(
+            lambda *args: lax.pmean(function(*args), _AXIS),
+            mesh=self.mesh,
+            in_specs=(whole, part, part, whole),
+            out_specs=whole,
+            check_vma=False,  # Pallas calls carry no varying-axes types
+        )
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each array of a training state lies.
+
+        A split optimizer state (ZeRO stage 1; Rajbhandari et al., arXiv 1910.02054) makes XLA
+        split the update that is computed from it as well, and gather the new parameters.
+        """
+        whole = jax.tree.map(lambda _: self.replicated, state)
+        if not self.shard_optimizer:
+            return whole
+        return whole._replace(opt_state=jax.tree.map(self._split, state.opt_state))
+
+    def _split(self, x: Any) -> NamedSharding:
+        """One axis of x in as many equal parts as the devices allow; each part on count/parts.
+
+        Parts are whole tiles of rows: smaller ones save little, and a TPU would pad them and
+        gather them by an all-reduce.
+        """
+        count = self.mesh.devices.size
+        parts = [
+            math.gcd(size // _ROWS, count) if size % _ROWS == 0 else 1 for size in x.shape[:-1]
+        ]
+        if max(parts, default=1) == 1:
+            return self.replicated
+        axis = parts.index(max(parts))
+        mesh = Mesh(self.mesh.devices.reshape(parts[axis], -1), (_AXIS, "copy"))
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, _AXIS))
+
+    @property
+    def shard(self) -> ShardOptions:
+        """The rows of every micro-batch that this process reads."""
+        return ShardOptions(jax.process_index(), jax.process_count())
+
+    def put(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Inputs and targets as [A, B/A, T], the middle axis split over the devices.
+
+        Args:
+          batch: its rows are those of this process's `shard`.
+        """
+
+        def put(x: np.ndarray) -> jax.Array:
+            rows = x.reshape(self.accumulation_steps, -1, x.shape[-1])
+            return jax.make_array_from_process_local_data(self.split, rows)
+
+        return put(batch["inputs"]), put(batch["targets"])
+
+    def put_whole(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Inputs and targets [B, T] of a batch that every process has, whole on every device."""
+        inputs, targets = (
+            jax.make_array_from_process_local_data(self.replicated, x, x.shape)
+            for x in (batch["inputs"], batch["targets"])
+        )
+        return inputs, targets
+
+
+def run_devices(settings: TrainSettings) -> Devices:
+    """The mesh of `settings.devices`, by default all devices of all processes.
+
+    Raises:
+      RunError: there are fewer, or a micro-batch does not divide over them.
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if settings.devices is not None and jax.process_count() > 1:
+        raise RunError(
+            f"devices={settings.devices} chooses among the devices of a single process; "
+            "leave it out where several run together"
+        )
+    return mesh_over(devices, settings)
+
+
+def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
+    """The mesh of `settings.devices` of the given devices, by default all of them.
+
+    They need not be there: a program may be compiled for others.
+
+    Raises:
+      RunError: there are fewer, or a micro-batch does not divide over them.
+    """
+    if settings.devices is not None:
+        if not 1 <= settings.devices <= len(devices):
+            raise RunError(f"devices={settings.devices}, but there are {len(devices)}")
+        devices = devices[: settings.devices]
+    micro_batch = settings.batch_size // settings.accumulation_steps
+    if micro_batch % len(devices):
+        raise RunError(
+            f"a micro-batch of {micro_batch} sequences (batch_size {settings.batch_size} / "
+            f"accumulation_steps {settings.accumulation_steps}) does not divide over "
+            f"{len(devices)} devices; choose a multiple of {len(devices)}"
+        )
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    one = len(devices) == 1
+    whole = attention.dot_product_attention
+    split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
+    part = whole if one else attention.within_shard(batch_axis=_AXIS)
+
+    implementation = settings.attention.implementation
+    # The GPU kernels alone read q, k and v as one product gives them.
+    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu")
+
+    def chosen(function: Callable[..., Any]) -> Attend:
+        return Attend(functools.partial(function, implementation=implementation), packed)
+
+    return Devices(
+        mesh=mesh,
+        attend=chosen(split),
+        attend_part=chosen(part),
+        attend_whole=chosen(whole),
+        accumulation_steps=settings.accumulation_steps,
+        shard_optimizer=settings.shard_optimizer,
+    )

@@ -1,0 +1,173 @@
+"""Whether a training step fits a TPU slice, compiled for it on a host without one.
+
+    lowprec-attn compile --topology v5e:16x16 --config=configs/gpt2_bf16.py:full \\
+        --config.accumulation_steps=1
+
+The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Time is not
+measured: the only one given is what the arithmetic takes at the chip's peak rate.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.training.announcement import arithmetic
+from lowprec_attn.training.devices import Devices, mesh_over
+from lowprec_attn.training.footprint import Footprint, OutOfMemoryError, step_footprint
+from lowprec_attn.training.profile import step_flops
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.tpu_slice import Slice
+
+_GIB = 2**30
+EXIT_DOES_NOT_FIT = 1
+
+
+def compile_for(topology: str, settings: TrainSettings, record: Path | None = None) -> int:
+    """Compiles the step of a run for a slice and prints what it takes.
+
+    Args:
+      topology: see `Slice.of`.
+      settings: of the run; with `devices`, only that many of the slice compute.
+      record: a file to which a line of JSON is appended.
+
+    Returns:
+      0, or EXIT_DOES_NOT_FIT.
+
+    Raises:
+      UserError: slice, batch or attention cannot serve.
+    """
+    target = Slice.of(topology)
+    computed = arithmetic(settings, platform="tpu")
+    settings = _released(settings)
+    devices = mesh_over(target.devices, settings)
+    start = time.perf_counter()
+    footprint, refusal = None, None
+    try:
+        footprint = step_footprint(settings, devices)
+    except OutOfMemoryError as error:
+        refusal = str(error)
+    facts = _facts(target, devices, settings, footprint) | {
+        "topology": topology,
+        "attention": computed,
+        "refusal": refusal,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    facts["fits"] = footprint is not None and footprint.total <= target.generation.hbm
+    for title, text in _lines(facts):
+        print(f"{title:<12}{text}")
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+    if facts["fits"]:
+        return 0
+    for advice in _advice(facts, settings):
+        print(f"{'':<12}{advice}")
+    return EXIT_DOES_NOT_FIT
+
+
+def _released(settings: TrainSettings) -> TrainSettings:
+    """Without a forced `tpu`: it is refused on this host, and what a TPU resolves to by itself."""
+    if settings.attention.implementation != "tpu":
+        return settings
+    released = dataclasses.replace(settings.attention, implementation=None)
+    return dataclasses.replace(settings, attention=released)
+
+
+def _facts(
+    target: Slice, devices: Devices, settings: TrainSettings, footprint: Footprint | None
+) -> dict[str, Any]:
+    model, count = settings.model, devices.mesh.devices.size
+    tokens = settings.batch_size * model.context
+    flops = step_flops(model, tokens) / count
+    facts: dict[str, Any] = {
+        "config": f"{settings.name}:{settings.variant}",
+        "parameters": parameter_count(model),
+        "devices": count,
+        "hosts": target.hosts,
+        "device_kind": target.devices[0].device_kind,
+        "hbm": target.generation.hbm,
+        "batch_size": settings.batch_size,
+        "context": model.context,
+        "accumulation_steps": settings.accumulation_steps,
+        "shard_optimizer": settings.shard_optimizer,
+        "model_flops": flops,
+        "seconds_at_peak": flops / target.generation.peak,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    if footprint is not None:
+        numbers = dataclasses.asdict(footprint)
+        facts |= {name: numbers.pop(name) for name in ("collectives", "kernels", "compiler_flops")}
+        facts["bytes"] = numbers | {"total": footprint.total}
+    return facts
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    hbm = facts["hbm"] / _GIB
+    per_device = facts["batch_size"] // facts["accumulation_steps"] // facts["devices"]
+    optimizer = "split over the devices" if facts["shard_optimizer"] else "whole on every device"
+    lines = [
+        (
+            "slice",
+            f"{facts['topology']}: {facts['devices']} x {facts['device_kind']} "
+            f"({facts['hosts']} hosts), {hbm:.2f} GiB each",
+        ),
+        (
+            "step",
+            f"{facts['config']}, {facts['parameters'] / 1e6:.1f}M parameters; "
+            f"{facts['batch_size']} sequences of {facts['context']} tokens, "
+            f"{facts['accumulation_steps']} x {per_device} per device; optimizer state {optimizer}",
+        ),
+        *(("attention", text) for text in facts["attention"]),
+        (
+            "arithmetic",
+            f"{facts['model_flops'] / 1e12:.2f} T model operations per device: "
+            f"{1e3 * facts['seconds_at_peak']:.1f} ms at the peak rate",
+        ),
+    ]
+    if "bytes" in facts:
+        gib = {name: size / _GIB for name, size in facts["bytes"].items()}
+        listed = [
+            f"{count} {kind} ({size / _GIB:.3f} GiB)"
+            for kind, (count, size) in facts["collectives"].items()
+        ]
+        lines += [
+            ("collectives", ", ".join(listed) or "none"),
+            ("kernels", f"{facts['kernels']} calls"),
+            (
+                "memory",
+                f"{gib['total']:.2f} GiB per device: arguments {gib['arguments']:.2f}, "
+                f"temporaries {gib['temporaries']:.2f}, results {gib['results']:.2f} "
+                f"(in place {gib['aliased']:.2f}), code {gib['code']:.2f}",
+            ),
+        ]
+    verdict = "fits" if facts["fits"] else "does not fit"
+    reason = f": {facts['refusal']}" if facts["refusal"] else ""
+    versions = facts["versions"]
+    by = f"libtpu {versions['libtpu']}, JAX {versions['jax']}, {facts['seconds']:.0f} s"
+    return [*lines, ("verdict", f"{verdict}{reason} ({by})")]
+
+
+def _advice(facts: dict[str, Any], settings: TrainSettings) -> list[str]:
+    """What would take less memory, the cheapest first."""
+    advice = []
+    rows = settings.batch_size // settings.accumulation_steps
+    gradients = 4 * facts["parameters"] / _GIB
+    if rows > facts["devices"]:
+        cost = "" if settings.accumulation_steps > 1 else f" (their sum takes {gradients:.1f} GiB)"
+        parts = 2 * settings.accumulation_steps
+        advice.append(f"smaller micro-batches: --config.accumulation_steps={parts}{cost}")
+    if facts["devices"] > 1 and not settings.shard_optimizer:
+        freed = 8 * facts["parameters"] * (1 - 1 / facts["devices"]) / _GIB
+        advice.append(f"a split optimizer state: --config.shard_optimizer=True ({freed:.1f} GiB)")
+    if settings.accumulation_steps > 1 and rows == facts["devices"]:
+        advice.append(
+            f"no sum over micro-batches: --config.accumulation_steps=1 ({gradients:.1f} GiB)"
+        )
+    return [*advice, "a larger slice, or a generation with more memory"]

@@ -1,0 +1,110 @@
+"""What a training step takes of each device it is compiled for: memory, collectives, kernels."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.step import make_steps
+
+
+class OutOfMemoryError(Exception):
+    """A program needs more memory than its device has, in the compiler's words."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one device needs for a training step, in bytes and operations.
+
+    Attributes:
+      arguments: state and batch.
+      temporaries: everything in between.
+      results: of which `aliased` takes no memory of its own, but that of donated arguments.
+      code: the program itself.
+      collectives: count and bytes of results per kind; one in a loop counts once.
+      kernels: calls of kernels written by hand.
+      compiler_flops: the compiler's count: without kernels, the body of a loop once.
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+    aliased: int
+    code: int
+    collectives: dict[str, tuple[int, int]]
+    kernels: int
+    compiler_flops: float
+
+    @property
+    def total(self) -> int:
+        """Bytes in use at once, at most."""
+        return self.arguments + self.temporaries + self.results - self.aliased + self.code
+
+
+def step_footprint(settings: TrainSettings, devices: Devices) -> Footprint:
+    """Compiles the training step of a run.
+
+    Args:
+      settings: of the run.
+      devices: what it is compiled for; they need not be there.
+
+    Raises:
+      OutOfMemoryError: the compiler finds no room for it.
+    """
+    steps = make_steps(settings, devices.attend_part, devices.over_devices)
+    abstract = jax.eval_shape(steps.init)
+    placed = devices.shardings(abstract)
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract,
+        placed,
+    )
+    rows = settings.batch_size // settings.accumulation_steps
+    shape = (settings.accumulation_steps, rows, settings.model.context)
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=devices.split)
+    step = devices.jit(steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated))
+    try:
+        compiled = step.lower(state, batch, batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise OutOfMemoryError(reason[max(reason.find("Ran out"), 0) :]) from error
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    return Footprint(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        collectives=collectives(text),
+        kernels=text.count('custom_call_target="tpu_custom_call"'),
+        compiler_flops=compiled.cost_analysis()["flops"],
+    )
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """Count and bytes of results, per kind of collective, of a compiled program's text."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for results, kind, started in _COLLECTIVE.findall(text):
+        arrays = [
+            int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
+            for _, bits, shape in _ARRAY.findall(results)
+        ]
+        # What is started and awaited later lists its operands and some flags beside its result.
+        alone = started and kind != "all-reduce"
+        counts[kind] += 1
+        sizes[kind] += max(arrays) if alone else sum(arrays)
+    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}

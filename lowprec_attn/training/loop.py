@@ -1,0 +1,257 @@
+"""The training loop: dispatch, fetch, record, save, stop.
+
+It never waits for a step it has just dispatched: the metrics of step n are fetched when step
+n + 1 is under way. Everything that is recorded belongs to a step: what looks at the parameters
+before their update s (validation, diagnostics) and what the update itself gives (loss, gradient
+norm) carry the number s, so a run resumed at s writes exactly what is missing.
+"""
+
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lowprec_attn import hosts
+from lowprec_attn.data import tokens
+from lowprec_attn.data.batches import Batch, validation_batches
+from lowprec_attn.data.order import OrderRecord
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.metrics import MetricsWriter
+from lowprec_attn.runs.report import write_report
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.nonfinite import Culprit, find_culprit
+from lowprec_attn.training.progress import Progress
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.signals import Signals, make_signals
+from lowprec_attn.training.step import StepMetrics, Steps, TrainState, make_steps, step_key
+
+EXIT_DONE = 0
+EXIT_NOT_FINITE = 3
+
+
+class Run(NamedTuple):
+    """What stays the same from the first step to the last."""
+
+    settings: TrainSettings
+    devices: Devices
+    steps: Steps
+    corpus: tokens.Corpus
+    run_dir: RunDir
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    order: OrderRecord
+
+
+class _Pending(NamedTuple):
+    """A dispatched step whose metrics have not been fetched."""
+
+    batch: Batch
+    arrays: tuple[jax.Array, jax.Array]
+    data_state: dict[str, Any]  # before the batch was drawn
+    metrics: StepMetrics
+    signals: Signals | None
+
+
+class Loop:
+    """A running loop: the live state, and the step whose metrics are still on the device.
+
+    Args:
+      run: what does not change.
+      state: to start from.
+      data: iterator whose next batch is that of step `state.step`.
+      saved_step: step of the checkpoint that `state` is from, None for a fresh start.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: TrainState,
+        data: grain.DatasetIterator,
+        saved_step: int | None,
+    ) -> None:
+        self.fixed, self.state, self.data = run, state, data
+        everywhere = run.devices.replicated
+        placed = jax.tree.map(lambda x: x.sharding, state), everywhere
+        self.train_step = run.devices.jit(run.steps.train, donate_argnums=0, out_shardings=placed)
+        self.evaluate = run.devices.jit(run.steps.evaluate)
+        # The diagnostics look at one sequence, which cannot be split over devices.
+        self.first_sequence = run.devices.jit(_first_sequence, out_shardings=everywhere)
+        whole = make_steps(run.settings, run.devices.attend_whole)
+        signals = make_signals(run.settings, whole)
+        self.signals = run.devices.jit(signals, out_shardings=everywhere)
+        self.root = jax.random.key(run.settings.seed)
+        self.pending: _Pending | None = None
+        self.data_state = data.get_state()
+        self.saved_step = saved_step
+
+    def run(self) -> int:
+        """All remaining steps; returns the exit code."""
+        settings, start = self.fixed.settings, int(self.state.step)
+        with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
+            try:
+                for step in range(start, settings.steps):
+                    self._before(step)
+                    self._dispatch(step)
+                    if stop_after(step):
+                        return self._stop_early(step + 1)
+                self._fetch()
+            except _NotFiniteError as stopped:
+                return self._stop_not_finite(stopped.pending)
+        self._save(settings.steps)
+        return self._finish()
+
+    def _before(self, step: int) -> None:
+        """What is due before a step: it looks at the parameters that the step will change."""
+        settings = self.fixed.settings
+        if step > 0 and _due(settings.checkpoint_every, step):
+            self._fetch()
+            self._save(step)
+        if step > 0 and _due(settings.eval_every, step):
+            self._fetch()
+            self._write_validation(step)
+
+    def _dispatch(self, step: int) -> None:
+        data_state = self.data_state
+        batch = next(self.data)
+        self.data_state = self.data.get_state()
+        arrays = self.fixed.devices.put(batch)
+        signals = None
+        if _due(self.fixed.settings.diagnostics_every, step):
+            signals = self._signals(step, *self.first_sequence(*arrays))
+        self.state, metrics = self.train_step(self.state, *arrays)
+        # Asked for later, the copies would queue behind the next step.
+        for array in jax.tree.leaves((metrics, signals)):
+            array.copy_to_host_async()
+        dispatched = _Pending(batch, arrays, data_state, metrics, signals)
+        self._fetch()
+        self.pending = dispatched
+
+    def _fetch(self) -> None:
+        """Waits for the pending step and records it.
+
+        Raises:
+          _NotFiniteError: its update was withheld.
+        """
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        step = int(pending.batch["step"])
+        if pending.signals is not None:
+            self._write_signals(step, pending.signals)
+        metrics = jax.device_get(pending.metrics)
+        self.fixed.order.append(step, pending.batch["starts"])
+        self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
+        if not metrics.applied:
+            raise _NotFiniteError(pending)
+        seconds, tokens_done = self.progress.advance(float(metrics.loss))
+        self.fixed.metrics.write_throughput(step, seconds, tokens_done)
+
+    def _signals(self, step: int, inputs: Array, targets: Array) -> Signals:
+        """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
+        key = step_key(self.root, jnp.int32(step))
+        key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
+        return self.signals(self.state.params, inputs, targets, key)
+
+    def _write_signals(self, step: int, signals: Signals) -> None:
+        self.fixed.metrics.write(step, {"signals": jax.device_get(signals)})
+
+    def _write_validation(self, step: int) -> float:
+        settings, run = self.fixed.settings, self.fixed
+        batches = validation_batches(
+            run.corpus.val,
+            settings.model.context,
+            settings.batch_size,
+            settings.eval_batches,
+            shard=run.devices.shard,
+            parts=settings.accumulation_steps,
+        )
+        losses = [self.evaluate(self.state.params, *run.devices.put(batch)) for batch in batches]
+        loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
+        run.metrics.write(step, {"val_loss": loss})
+        return loss
+
+    def _save(self, step: int) -> None:
+        if self.saved_step != step:
+            self.fixed.metrics.flush()  # a resumed run will not write these records again
+            self.fixed.checkpoints.save(step, self.state, self.data_state)
+            self.saved_step = step
+
+    def _stop_early(self, step: int) -> int:
+        """The steps taken so far are kept."""
+        self._fetch()
+        self._save(step)
+        hosts.say(f"stopped by a signal after {step} steps; the same command continues from there")
+        return EXIT_DONE
+
+    def _stop_not_finite(self, pending: _Pending) -> int:
+        """The last good state is the live one: step n's update was withheld, n + 1's too."""
+        step = int(pending.batch["step"])
+        self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
+        self.data_state = pending.data_state
+        self._save(step)
+        culprit = find_culprit(
+            self.fixed.settings,
+            make_steps(self.fixed.settings, self.fixed.devices.attend),
+            self.state.params,
+            pending.arrays,
+            step_key(self.root, jnp.int32(step)),
+            jit=self.fixed.devices.jit,
+        )
+        self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
+        _report_failure(self.fixed.run_dir, step, culprit)
+        return EXIT_NOT_FINITE
+
+    def _finish(self) -> int:
+        settings, corpus = self.fixed.settings, self.fixed.corpus
+        loss = self._write_validation(settings.steps)
+        if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
+            first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
+            self._write_signals(
+                settings.steps, self._signals(settings.steps, *self.fixed.devices.put_whole(first))
+            )
+        _report_end(self.fixed.run_dir, loss, corpus)
+        return EXIT_DONE
+
+
+_RECORDED = ("loss", "grad_norm", "lr")
+
+
+class _NotFiniteError(Exception):
+    """A step whose update was withheld."""
+
+    def __init__(self, pending: _Pending) -> None:
+        super().__init__()
+        self.pending = pending
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
+    """[1, T] of a batch [A, B/A, T]."""
+    return inputs[0, :1], targets[0, :1]
+
+
+@hosts.first_only
+def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
+    failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+    run_dir.write_json(run_dir.failure, failure)
+    write_report(run_dir)
+    print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+
+
+@hosts.first_only
+def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
+    unigram = tokens.unigram_loss(corpus.train, corpus.val)
+    summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
+    run_dir.write_json(run_dir.summary, summary)
+    report = write_report(run_dir)
+    print(
+        f"validation loss {loss:.3f} nats per token, {unigram - loss:.3f} below the unigram "
+        f"model's {unigram:.3f}; report: {report}"
+    )

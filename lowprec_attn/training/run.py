@@ -1,0 +1,147 @@
+"""Assembles a training run from its settings: what `train.py` calls after reading the config.
+
+A run directory holds config, environment, data order, metrics, checkpoints and the report.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lowprec_attn import hosts
+from lowprec_attn.data import builtin_text, tokens
+from lowprec_attn.data.batches import train_iterator
+from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import write_atomically
+from lowprec_attn.runs.checkpoint import Checkpoints, Restored
+from lowprec_attn.runs.metrics import MetricsWriter
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.announcement import announce
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.loop import Loop, Run
+from lowprec_attn.training.settings import DataSettings, TrainSettings
+from lowprec_attn.training.step import Steps, TrainState, make_steps
+
+
+def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> int:
+    """Trains, or continues what an interrupted run left in `workdir`.
+
+    Args:
+      settings: the run.
+      config: the mapping they were made from, written into the run directory.
+      workdir: the run directory.
+
+    Returns:
+      An exit code: 0 when done or stopped by SIGTERM, 3 when a loss was not finite.
+
+    Raises:
+      UserError: data, checkpoint or run directory cannot serve; one clear line.
+    """
+    devices = run_devices(settings)
+    corpus = open_corpus(settings.data)
+    corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
+    draw = _order(settings, corpus.train)
+    # The text is part of what defines a run: the built-in one differs between Python versions.
+    identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
+    config = {**config, "text_sha256": identity}
+    _require_one_run(config, workdir)
+    with (
+        hosts.ending_together(),
+        RunDir.open(workdir, config) as run_dir,
+        Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
+    ):
+        announce(settings, corpus, devices, run_dir.path)
+        steps = make_steps(settings, devices.attend_part, devices.over_devices)
+        data = train_iterator(
+            corpus.train,
+            settings.model.context,
+            draw,
+            shard=devices.shard,
+            parts=settings.accumulation_steps,
+        )
+        placed = devices.shardings(jax.eval_shape(steps.init))
+        restored = _restore(settings, steps, placed, run_dir, checkpoints)
+        if restored is None:
+            state, start = jax.jit(steps.init, out_shardings=placed)(), 0
+        else:
+            state, start = restored.state, restored.step
+            data.set_state(restored.data_state)
+        order = OrderRecord(run_dir.data_order)
+        order.truncate(start)
+        with MetricsWriter(run_dir, start) as metrics:
+            run = Run(settings, devices, steps, corpus, run_dir, checkpoints, metrics, order)
+            return Loop(run, state, data, None if restored is None else start).run()
+
+
+def open_corpus(settings: DataSettings) -> tokens.Corpus:
+    """The text of a run: token files, or the built-in documentation."""
+    return builtin_text.load() if settings.path is None else tokens.load(settings.path)
+
+
+def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder | Replay:
+    shape = (settings.batch_size, train_tokens.count, settings.model.context)
+    if settings.data.replay is None:
+        return SeededOrder(settings.seed, *shape)
+    replay = Replay(settings.data.replay, *shape)
+    replay(settings.steps - 1)  # a record that is too short is told now
+    return replay
+
+
+def _restore(
+    settings: TrainSettings,
+    steps: Steps,
+    placed: TrainState,
+    run_dir: RunDir,
+    checkpoints: Checkpoints,
+) -> Restored | None:
+    """The newest intact checkpoint of this run, else of `resume_from`, else None."""
+    target = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(steps.init),
+        placed,
+    )
+    restored = checkpoints.restore(target)
+    if restored is not None:
+        hosts.say(f"resuming at step {restored.step}")
+    elif settings.resume_from is not None:
+        restored = _restore_other(settings.resume_from, run_dir, target)
+    return restored
+
+
+def _restore_other(resume_from: str, run_dir: RunDir, target: Any) -> Restored:
+    """The newest checkpoint of another run, with its data order up to there; says what changed."""
+    source = RunDir(resume_from)
+    if not source.config.exists():
+        raise RunError(f"resume_from={resume_from} is not a run directory: it has no config.json")
+    with Checkpoints(source.checkpoints) as checkpoints:
+        restored = checkpoints.restore(target)
+    if restored is None:
+        raise RunError(f"resume_from={resume_from} holds no complete checkpoint")
+    _record_origin(source, run_dir, restored.step)
+    return restored
+
+
+@hosts.first_only
+def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
+    with source.data_order.open("rb") as file:
+        lines = list(itertools.islice(file, step))
+    write_atomically(run_dir.data_order, b"".join(lines))
+    changed = run_dir.changes_from(source)
+    run_dir.write_json(run_dir.origin, {"run": str(source.path), "step": step, "changed": changed})
+    listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
+    print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
+
+
+def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:
+    """All processes must have been started for the same run."""
+    described = json.dumps([config, str(workdir.absolute()), jax.__version__])
+    digest = hashlib.sha256(described.encode()).hexdigest()
+    hosts.require_everywhere(
+        digest == hosts.from_first(lambda: digest),
+        "has another config, text, --workdir or JAX than process 0; start all of them alike",
+    )

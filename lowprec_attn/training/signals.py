@@ -1,0 +1,76 @@
+"""The diagnostics of every layer of the model on one or a few sequences."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.attention.dispatch import keys_per_step
+from lowprec_attn.diagnostics import attention_signals
+from lowprec_attn.gpt2.model import LayerRecord
+from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic
+from lowprec_attn.numerics import Numerics
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.step import Steps
+
+Signals = dict[str, dict[str, Array]]
+
+
+def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals]:
+    """A jit-able function (params, inputs, targets [B, T], key) -> {layer_0: {name: [N]}, ...}.
+
+    It runs the model forward and backward once, so that q, k, v and dO are those of training on
+    these sequences (dO up to the factor by which their loss enters a whole batch), and compares
+    each layer's attention with exact arithmetic.
+    """
+    model = settings.model
+    head_size = model.width // model.heads
+    scale, factor = head_size**-0.5, 1.0
+    if model.scale_placement == "qk":  # q is factor · X W_Q, and carries the scale already
+        scale, factor = 1.0, head_size**-0.25
+
+    def signals(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Signals:
+        shape = (*inputs.shape, model.heads, head_size)
+        taps = tuple(jnp.zeros(shape, jnp.float32) for _ in range(model.layers))
+        d_outputs, records = jax.grad(
+            lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
+        )(taps)
+        result = {}
+        for i, (heads, record) in enumerate(zip(settings.attention.heads, records, strict=True)):
+            weights = params["blocks"][i]["attention"]
+            w_q, w_k = (
+                weights[name]["kernel"][...].reshape(model.width, model.heads, head_size)
+                for name in ("query", "key")
+            )
+            layer = attention_signals(
+                record.q,
+                record.k,
+                record.v,
+                d_outputs[i].astype(record.o.dtype),
+                numerics=[_as_computed(head, record, settings.attention) for head in heads],
+                row_max=[head.row_max for head in heads],
+                scale=scale,
+                is_causal=True,
+                x=record.x,
+                w_q=w_q,
+                w_k=w_k,
+                key=jax.random.fold_in(key, i),
+            )
+            layer["query_weight_gradient_error"] *= jnp.float32(factor)
+            result[f"layer_{i}"] = layer
+        return result
+
+    return signals
+
+
+def _as_computed(
+    head: HeadArithmetic, record: LayerRecord, attention: AttentionSettings
+) -> Numerics:
+    """The head's numerics, in the softmax steps of the implementation that computes it."""
+    spec = Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True)
+    request = Request.of(record.q, record.k, Extras(), spec)
+    step = keys_per_step(request, attention.implementation)
+    return head.numerics.replace(kv_block=step)

@@ -1,0 +1,157 @@
+"""One optimizer step and one evaluation, as pure functions of the training state."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from lowprec_attn.gpt2.loss import cross_entropy
+from lowprec_attn.gpt2.model import GPT2, Attend
+from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
+from lowprec_attn.training.settings import TrainSettings
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds and a step changes.
+
+    Attributes:
+      params: float32 weights.
+      opt_state: Optax state.
+      step: number of updates made.
+      failed: a loss, gradient or update was not finite. From then on no step changes anything,
+        so that the live state is the last good one.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Int[Array, ""]
+    failed: Bool[Array, ""]
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step; `applied` is False if the update was withheld."""
+
+    loss: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    lr: Float[Array, ""]
+    applied: Bool[Array, ""]
+
+
+class Steps(NamedTuple):
+    """The jit-able functions of a run.
+
+    Attributes:
+      init: () -> TrainState.
+      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), over A micro-batches.
+      evaluate: (params, inputs, targets [A, B/A, T]) -> mean loss, likewise.
+      loss: (params, inputs, targets, key, taps) -> (loss, layer records).
+    """
+
+    init: Callable[[], TrainState]
+    train: Callable[[TrainState, Array, Array], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[Any, Array, Array], Array]
+    loss: Callable[..., tuple[Array, Any]]
+
+
+# Makes (params, inputs, targets [A, M, T], key) -> mean over micro-batches run on several devices.
+OverDevices = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def make_steps(
+    settings: TrainSettings, attend: Attend, over_devices: OverDevices = lambda function: function
+) -> Steps:
+    """The functions of a run.
+
+    Args:
+      settings: of the run.
+      attend: attention as the model calls it.
+      over_devices: see `devices.Devices.over_devices`; the default keeps to one device.
+    """
+    optimizer = adamw(settings.optimizer, settings.steps)
+    schedule = learning_rate(settings.optimizer, settings.steps)
+    root = jax.random.key(settings.seed)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, root)))
+    needs_key = any(
+        head.numerics.needs_bits for layer in settings.attention.heads for head in layer
+    )
+
+    def loss_fn(
+        params: Any,
+        inputs: Array,
+        targets: Array,
+        key: Key[Array, ""] | None = None,
+        taps: Any = None,
+    ) -> tuple[Array, Any]:
+        model = nnx.merge(graph, params)
+        hidden, records = model(inputs, attend, key if needs_key else None, taps)
+        with jax.named_scope("loss"):
+            table, dtype = model.tokens.embedding[...], settings.model.logits_dtype
+            return cross_entropy(hidden, table, targets, dtype), records
+
+    def init() -> TrainState:
+        params = nnx.state(_model(settings, root), nnx.Param)
+        opt_state = optimizer.init(params)
+        return TrainState(params, opt_state, jnp.int32(0), jnp.bool_(False))
+
+    @over_devices
+    def gradients(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
+        value_and_grad = jax.value_and_grad(lambda *args: loss_fn(*args)[0])
+        return _mean(partial(value_and_grad, params), inputs, targets, key)
+
+    @over_devices
+    def losses(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Array:
+        return _mean(lambda *args: loss_fn(params, *args)[0], inputs, targets, key)
+
+    def train(state: TrainState, inputs: Array, targets: Array) -> tuple[TrainState, StepMetrics]:
+        key = step_key(root, state.step)
+        loss, grads = gradients(state.params, inputs, targets, key)
+        with jax.named_scope("optimizer"):
+            return update(state, loss, grads)
+
+    def update(state: TrainState, loss: Array, grads: Any) -> tuple[TrainState, StepMetrics]:
+        grad_norm = optax.tree.norm(grads)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if can_overflow(settings.optimizer):  # otherwise spared: it takes two passes over the state
+            finite &= jnp.isfinite(optax.tree.norm(updates))
+        applied = finite & ~state.failed
+        new = TrainState(params, opt_state, state.step + 1, state.failed)
+        old = state._replace(failed=jnp.bool_(True))
+        kept = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
+        return kept, StepMetrics(loss, grad_norm, schedule(state.step), applied)
+
+    def evaluate(params: Any, inputs: Array, targets: Array) -> Array:
+        return losses(params, inputs, targets, root)
+
+    return Steps(init, train, evaluate, loss_fn)
+
+
+def step_key(root: Key[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:
+    """The key of all stochastic rounding in a step: a function of seed and step."""
+    return jax.random.fold_in(root, step)
+
+
+def _model(settings: TrainSettings, key: Key[Array, ""]) -> GPT2:
+    return GPT2(settings.model, settings.attention, nnx.Rngs(key))
+
+
+def _mean(function: Callable[..., Any], inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
+    """Mean of function(inputs, targets, key) over the micro-batches, summed in float32."""
+    count = inputs.shape[0]
+
+    def part(i: Array | int) -> Any:
+        return function(inputs[i], targets[i], jax.random.fold_in(key, i))
+
+    if count == 1:
+        return part(0)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
+    total = lax.fori_loop(0, count, lambda i, sums: jax.tree.map(jnp.add, sums, part(i)), zeros)
+    return jax.tree.map(lambda x: x / jnp.float32(count), total)
