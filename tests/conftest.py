@@ -24,6 +24,13 @@ def strict_promotion() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """The interpreter prints the races that it finds."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
 @pytest.fixture(scope="session")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
     """Starts `train.py`; see `command.start`."""

@@ -34,8 +34,8 @@ def _of_product(x: Array) -> Array:
     None of them is carried out in bfloat16: cuBLAS applies GELU to the float32 sums that x is
     rounded from, and writes both. On one H200 the product of 65,536 × 768 by 768 × 3,072 and GELU
     then take 0.63 ms instead of 0.72. That XLA does so (with JAX 0.10, 0.11 and 0.12),
-    `tests/test_ptx.py` checks in its program, and `tests/test_gpu_trainer_kernels.py` in the
-    result.
+    `tests/kernels/test_ptx.py` checks in its program, and
+    `tests/kernels/test_gpu_trainer_kernels.py` in the result.
     """
     return jax.nn.gelu(x, approximate=True)
 

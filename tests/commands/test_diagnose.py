@@ -26,7 +26,7 @@ from lowprec_attn.diagnostics import verdict
 
 BFLOAT16 = ml_dtypes.bfloat16
 _example = runpy.run_path(
-    str(Path(__file__).resolve().parents[1] / "docs" / "examples" / "paper_like.py")
+    str(Path(__file__).resolve().parents[2] / "docs" / "examples" / "paper_like.py")
 )
 healthy_arrays, paper_like_arrays = _example["healthy_arrays"], _example["paper_like_arrays"]
 LENGTH, HEAD_SIZE = _example["LENGTH"], _example["HEAD_SIZE"]

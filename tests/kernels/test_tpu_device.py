@@ -1,6 +1,6 @@
 """The compiled TPU kernels on a TPU, by the checks that run interpreted elsewhere.
 
-JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0 tests/test_tpu_device.py
+JAX_PLATFORMS=tpu,cpu pytest -m tpu -n 0 tests/kernels/test_tpu_device.py
 """
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_calls import PRESETS, RULES, run
-from test_tpu_kernels import CASES, REPEATED, check_accuracy, tpu_call
+from tpu_calls import CASES, REPEATED, check_accuracy, tpu_call
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Extras, Request

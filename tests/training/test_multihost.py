@@ -11,7 +11,7 @@ import time
 import command
 import numpy as np
 import pytest
-from test_train_kills import wait_for_steps
+from command import wait_for_steps
 
 from lowprec_attn.runs import metrics
 

@@ -1,6 +1,6 @@
 """Records what the compiled GPU kernels compute on this device, and what the sanitizers say.
 
-    python tests/record_gpu.py --out results/gpu_conformance_h200.jsonl
+    python tests/support/record_gpu.py --out results/gpu_conformance_h200.jsonl
 
 JSON lines: the environment, one line per check of `gpu_checks.CHECKS`, and one per run of
 `compute-sanitizer` (memcheck, racecheck) on the kernels of attention, with every preset, and on
@@ -151,7 +151,7 @@ def main() -> None:
     if args.sanitizer and shutil.which(args.sanitizer) is None:
         parser.error(f"there is no {args.sanitizer!r} on PATH; name one with --sanitizer, or ''")
     os.environ |= SHARED_DEVICE
-    command = " ".join(["python tests/record_gpu.py", *sys.argv[1:]])
+    command = " ".join(["python tests/support/record_gpu.py", *sys.argv[1:]])
     records = [environment() | {"command": command}]
     runs = sanitizer_runs(args.only) if args.sanitizer else []
     start = time.monotonic()

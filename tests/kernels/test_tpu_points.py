@@ -10,12 +10,10 @@ import kernel_calls
 import pytest
 from harness import Case
 from kernel_calls import FORWARD, Call, run, run_plain, skip_point
-from test_points import CHOICES, ROUNDINGS, closer
-from test_tpu_kernels import no_races, tpu_call
+from points import CHOICES, ROUNDINGS, closer
+from tpu_calls import tpu_call
 
 from lowprec_attn.numerics import EXACT, POINTS
-
-__all__ = ["no_races"]
 
 pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
 

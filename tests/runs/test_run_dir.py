@@ -25,7 +25,7 @@ from lowprec_attn.runs import environment, metrics
 from lowprec_attn.runs.metrics import MetricsError, MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir, RunDirError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"seed": 1, "optimizer": {"lr": 1e-3, "betas": (0.9, 0.95)}, "layers": {1: {}}}
 
 

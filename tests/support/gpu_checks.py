@@ -44,7 +44,7 @@ from kernel_calls import (
     run,
     run_plain,
 )
-from test_points import ROUNDINGS, distances
+from points import ROUNDINGS, distances
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic import steps

@@ -1,6 +1,6 @@
 """Records what the public code of arXiv 2510.04212 computes: torch and einops, no JAX.
 
-    python tests/record_public_code.py DIR --out results/public_code/h200.npz
+    python tests/support/record_public_code.py DIR --out results/public_code/h200.npz
 
 DIR holds `attention.py` of https://github.com/ucker/why-low-precision-training-fails, unmodified.
 It runs in two ways, both under bfloat16 autocast:

@@ -11,7 +11,7 @@ import kernel_calls
 import numpy as np
 import plain
 import pytest
-import test_tpu_kernels
+import tpu_calls
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
@@ -26,7 +26,7 @@ RULES: dict[str, RowMax] = {
     "published": PublishedMax(),
     "dynamic_max": DynamicMax(),
 }
-TILES: dict[str, Any] = {"gpu": kernel_calls.INTERPRETED, "tpu": test_tpu_kernels.INTERPRETED}
+TILES: dict[str, Any] = {"gpu": kernel_calls.INTERPRETED, "tpu": tpu_calls.INTERPRETED}
 NEVER = MASKED  # the running maximum before the first step
 
 

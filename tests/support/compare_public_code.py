@@ -1,6 +1,6 @@
 """Prints how far the record of the public code, its reading and the library are apart.
 
-    PYTHONPATH=. python tests/compare_public_code.py
+    PYTHONPATH=. python tests/support/compare_public_code.py
 
 The table of docs/published_arithmetic.md, and what it says about T = 1536: the share of elements
 that differ, in per cent, and after a colon the most by which one does, in units of bfloat16.
@@ -12,7 +12,7 @@ import grid_inputs
 import jax
 import ml_dtypes
 from public_record import ARRAYS, ROUNDINGS, Difference, Run, difference, reading
-from test_published import PRESETS, RULES, Call, library
+from published_calls import PRESETS, RULES, Call, library
 
 
 def row(label: str, found: dict[str, Difference]) -> str:

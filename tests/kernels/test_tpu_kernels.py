@@ -4,7 +4,6 @@ Memory that was never written is NaN there, a read out of bounds raises, and a r
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -13,19 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case
-from jax.experimental.pallas import tpu as pltpu
 from kernel_calls import (
     PRESETS,
     RULES,
     Call,
-    call_of,
     compiled,
-    factor_of,
     operands_of,
     run,
     run_plain,
 )
-from test_points import closer
+from points import closer
+from tpu_calls import CASES, INTERPRETED, LONG, REPEATED, STRICT, check_accuracy, tpu_call
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
@@ -36,50 +33,6 @@ from pallas_kernels.tpu import forward, problem, query_gradients, walk
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
 pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
-
-STRICT = pltpu.InterpretParams(
-    detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
-)
-TILE = Tile(query=128, kv=128)
-INTERPRETED = BlockSizes(forward=TILE, key_gradients=TILE, query_gradients=TILE, interpret=STRICT)
-
-# The harness's cases in few tiles, and some that take several tiles of rows and of keys.
-LONG = Case(batch=1, rows=150, keys=200, head_size=32, is_causal=True)
-CASES = {name: case for name, case in harness.CASES.items() if not (case.mask or case.bias)} | {
-    "tiles": LONG,
-    "tiles_full": dataclasses.replace(LONG, is_causal=False, scale=0.3),
-    "tiles_gqa_lengths": dataclasses.replace(
-        LONG, batch=2, heads=4, query_lengths=(150, 40), key_lengths=(200, 131)
-    ),
-    "tiles_head_192": dataclasses.replace(LONG, heads=1, kv_heads=1, head_size=192),
-}
-CASES = {name: case for name, case in CASES.items() if case.dtype != "float16"}
-REPEATED = dataclasses.replace(
-    LONG, rows=200, keys=256, query_lengths=(170,), key_lengths=(250,), values="repeated_maxima"
-)
-
-
-@pytest.fixture
-def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """The interpreter prints the races that it finds."""
-    yield
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def tpu_call(case: Case, chosen: Numerics, *rule: Any, **options: Any) -> Call:
-    """A call in steps of 128 keys."""
-    options = {"sizes": INTERPRETED, "kv_block": 128, "implementation": tpu} | options
-    return call_of(case, chosen, *rule, **options)
-
-
-def check_accuracy(case: Case, call: Call) -> harness.Arrays:
-    """The result of the call, found to be as accurate as the same arithmetic in NumPy."""
-    result, arrays = run(case, call), harness.inputs(case)
-    plain, oracle = run_plain(case, call), harness.oracle(case, arrays)
-    noise = harness.score_noise(case, arrays)
-    plain, oracle = ({name: x[name] for name in result} for x in (plain, oracle))
-    harness.check(result, plain, oracle, factor_of(call.spec.numerics), noise)
-    return result
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,7 @@
 """The compiled GPU kernels on a device: the table that `record_gpu.py` also writes down.
 
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
-pytest -m gpu -n 8 --dist=load tests/test_gpu_device.py
+pytest -m gpu -n 8 --dist=load tests/kernels/test_gpu_device.py
 """
 
 import gpu_checks

@@ -19,7 +19,7 @@ from kernel_calls import (
     run,
     run_plain,
 )
-from test_points import closer
+from points import closer
 
 from pallas_kernels.gpu.problem import Problem
 

@@ -3,9 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Small enough that kills fall into every phase of a run.
 TINY = {
@@ -50,3 +51,14 @@ def finish(process, code=0):
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, f"exit {process.returncode}\n{out}\n{err}"
     return out, err
+
+
+def wait_for_steps(process, path, count):
+    """Waits until `count` more lines than now stand in the file, or the process has ended."""
+
+    def lines():
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    target = lines() + count
+    while lines() < target and process.poll() is None:
+        time.sleep(0.002)

@@ -2,22 +2,10 @@
 
 import random
 import signal
-import time
 
-from command import finish
+from command import finish, wait_for_steps
 
 KILLS = 10
-
-
-def wait_for_steps(process, path, count):
-    """Waits until `count` more lines than now stand in the file, or the process has ended."""
-
-    def lines():
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    target = lines() + count
-    while lines() < target and process.poll() is None:
-        time.sleep(0.002)
 
 
 def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):

@@ -11,7 +11,7 @@ import harness
 import kernel_calls
 import pytest
 from kernel_calls import CAUSAL, FORWARD, TALL, Call, call_of, run, run_plain, skip_point
-from test_points import CHOICES, ROUNDINGS, closer
+from points import CHOICES, ROUNDINGS, closer
 
 from lowprec_attn.numerics import EXACT, POINTS, Numerics
 

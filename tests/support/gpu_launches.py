@@ -1,9 +1,9 @@
 """Launches GPU kernels on small shapes, for `compute-sanitizer`.
 
-    python tests/gpu_launches.py flash     # attention with a preset and every rule
-    python tests/gpu_launches.py trainer   # cross-entropy, LayerNorm and GELU
-    python tests/gpu_launches.py beyond    # a kernel that stores outside its array
-    python tests/gpu_launches.py race      # a kernel whose warps write one word of shared memory
+    python tests/support/gpu_launches.py flash     # attention with a preset and every rule
+    python tests/support/gpu_launches.py trainer   # cross-entropy, LayerNorm and GELU
+    python tests/support/gpu_launches.py beyond    # a kernel that stores outside its array
+    python tests/support/gpu_launches.py race      # warps that write one word of shared memory
 
 Forward and backward are executables of their own, so that with XLA's `platform` allocator q, k,
 v, O, lse and the gradients are allocations of their own, whose ends the sanitizer knows.

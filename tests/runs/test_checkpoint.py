@@ -28,7 +28,7 @@ from lowprec_attn.runs.checkpoint import CheckpointError, Checkpoints
 from lowprec_attn.runs.manifest import Manifest
 
 Moments = namedtuple("Moments", ["mu", "nu"])
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def make_state(step):
@@ -415,7 +415,7 @@ test_checkpoint.{function}(Path(sys.argv[1]), *sys.argv[2:])
 
 
 def child_command(function, *arguments):
-    paths = [str(ROOT), str(ROOT / "tests")]
+    paths = [str(ROOT), str(ROOT / "tests" / "runs"), str(ROOT / "tests" / "support")]
     code = CHILD.format(paths=paths, function=function.__name__)
     return [sys.executable, "-c", code, *map(str, arguments)]
 

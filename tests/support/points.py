@@ -1,0 +1,83 @@
+"""Which results each point reaches, and how to see in them that it is there."""
+
+import harness
+import numpy as np
+
+from lowprec_attn.numerics import EXACT, Numerics
+
+# Every point on its own, and which results it reaches; O reaches dS through δ.
+ALL = {"out", "lse", "dq", "dk", "dv"}
+FORWARD = {"out", "dq", "dk"}
+ROUNDINGS: dict[str, set[str]] = {
+    "scores": ALL,
+    "shift": ALL,
+    "probs": FORWARD,
+    "pv": FORWARD,
+    "rescale": FORWARD,
+    "accumulator": FORWARD,
+    "stats": ALL,
+    "normalizer": ALL,
+    "lse": {"lse", "dq", "dk", "dv"},
+    "output": {"out"},  # `exact` saves the unrounded O for δ
+    "probs_bwd": {"dv"},
+    "dp": {"dq", "dk"},
+    "ds": {"dq", "dk"},
+    "tile_grads": {"dq", "dk", "dv"},
+    "grads": {"dq", "dk", "dv"},
+}
+
+# Choices that are no rounding of their own: (with it, without it, what it reaches).
+ROUNDED_OUTPUT = EXACT.replace(output="bfloat16", saved_output="same")
+CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
+    "saved_output=same": (ROUNDED_OUTPUT, EXACT.replace(output="bfloat16"), {"dq", "dk"}),
+    "saved_output=float32": (EXACT.replace(output="bfloat16"), ROUNDED_OUTPUT, {"dq", "dk"}),
+    "saved_output=auxiliary": (
+        EXACT.replace(probs="bfloat16", saved_output="auxiliary"),
+        EXACT.replace(probs="bfloat16"),
+        {"dq", "dk"},
+    ),
+    "delta=do_o_storage": (
+        ROUNDED_OUTPUT.replace(delta="do_o_storage"),
+        ROUNDED_OUTPUT,
+        {"dq", "dk"},
+    ),
+    "delta=normalized": (ROUNDED_OUTPUT.replace(delta="normalized"), ROUNDED_OUTPUT, {"dq", "dk"}),
+    "delta=dp_p": (ROUNDED_OUTPUT.replace(delta="dp_p"), ROUNDED_OUTPUT, {"dq", "dk"}),
+    "row_sum=rounded": (
+        EXACT.replace(probs="bfloat16", row_sum="rounded"),
+        EXACT.replace(probs="bfloat16"),
+        ALL,
+    ),
+    "normalize_probs=True": (
+        EXACT.replace(probs="bfloat16", normalize_probs=True),
+        EXACT.replace(probs="bfloat16"),
+        FORWARD,
+    ),
+}
+
+
+def closer(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> set[str]:
+    """The results that the point reaches; asserts that each lies at `on`, not at `off`.
+
+    A result near `on` differs from it by float32 noise and by the few roundings that this noise
+    tips over: a quarter of the distance between the two leaves room for both.
+    """
+    reached = distances(result, on, off)
+    for name, distance in reached.items():
+        assert distance < 0.25, f"{name}: {distance} from on, in units of that between on and off"
+    return set(reached)
+
+
+def distances(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> dict[str, float]:
+    """Distance from `on` over that between `on` and `off`, of the results that differ in them."""
+    reached = {}
+    for name, with_point in on.items():
+        gap = np.linalg.norm(_finite(with_point) - _finite(off[name]))
+        if gap > 1e-5 * np.linalg.norm(_finite(off[name])):
+            distance = np.linalg.norm(_finite(result[name]) - _finite(with_point))
+            reached[name] = float(distance / gap)
+    return reached
+
+
+def _finite(x: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(x), x, 0.0)

@@ -1,0 +1,60 @@
+"""The library called as the public code was: its presets and rules beside those of the reading."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from public_code import COMPILED, EAGER, Rule
+from public_record import by_head
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.numerics import Numerics
+
+PRESETS = {
+    "published": (numerics.PUBLISHED, COMPILED),
+    "published_eager": (numerics.PUBLISHED_EAGER, EAGER),
+}
+RULES: dict[Rule, numerics.RowMax] = {
+    "standard": numerics.StandardMax(),
+    "published": numerics.PublishedMax(beta=2.0, tolerance=1e-3, clamp=1e-10),
+    "bounded": numerics.DynamicMax(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static part of a call of the library."""
+
+    implementation: str
+    numerics: Numerics
+    row_max: numerics.RowMax
+
+    def forward_and_backward(self, arrays: dict[str, Any]) -> dict[str, jax.Array]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return attention.dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=True,
+                numerics=self.numerics,
+                row_max=self.row_max,
+                implementation=self.implementation,
+            )
+
+        out, pullback = jax.vjp(attend, *(jnp.asarray(arrays[name]) for name in "qkv"))
+        grads = pullback(jnp.asarray(arrays["do"]).astype(out.dtype))
+        return {"out": out} | {f"d{name}": x for name, x in zip("qkv", grads, strict=True)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compiled(call: Call, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return call.forward_and_backward(arrays)
+
+
+def library(call: Call, arrays: dict[str, np.ndarray], *, jit: bool = True) -> Any:
+    """out dq dk dv [N, T, H], float32."""
+    result = compiled(call, arrays) if jit else call.forward_and_backward(arrays)
+    return by_head({name: np.asarray(x).astype(np.float32) for name, x in result.items()})
