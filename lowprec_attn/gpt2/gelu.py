@@ -48,8 +48,8 @@ gelu.defvjp(lambda x: (gelu(x), x), _backward)
 
 
 def _plain(x: Array) -> Array:
-    return kernels.value(x.astype(jnp.float32)).astype(x.dtype)
+    return kernels.gelu_value(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _plain_gradient(x: Array, d_y: Array) -> Array:
-    return (d_y.astype(jnp.float32) * kernels.slope(x.astype(jnp.float32))).astype(x.dtype)
+    return (d_y.astype(jnp.float32) * kernels.gelu_slope(x.astype(jnp.float32))).astype(x.dtype)

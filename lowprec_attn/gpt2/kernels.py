@@ -3,6 +3,8 @@
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 from pallas_kernels.gpu.device import kernel_or
 from pallas_kernels.gpu.gelu import gelu, gelu_gradient
+from pallas_kernels.gpu.gelu import slope as gelu_slope
+from pallas_kernels.gpu.gelu import value as gelu_value
 from pallas_kernels.gpu.layer_norm import (
     add_norm,
     add_norm_gradients,
@@ -16,6 +18,8 @@ __all__ = [
     "cross_entropy_rows",
     "gelu",
     "gelu_gradient",
+    "gelu_slope",
+    "gelu_value",
     "kernel_or",
     "normalize",
     "residual_gradient",

@@ -40,10 +40,10 @@ class ModelSettings:
     width: int
     context: int
     vocab_size: int
-    init: InitStd = "gpt2"
-    scale_placement: Literal["scores", "qk"] = "scores"
-    activation_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
-    logits_dtype: Literal["float32", "bfloat16"] = "float32"
+    init: InitStd
+    scale_placement: Literal["scores", "qk"]
+    activation_dtype: Literal["bfloat16", "float32", "float16"]
+    logits_dtype: Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

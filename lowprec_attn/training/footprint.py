@@ -5,12 +5,11 @@ import re
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.step import make_steps
 
 
 class OutOfMemoryError(Exception):
@@ -56,20 +55,9 @@ def step_footprint(settings: TrainSettings, devices: Devices) -> Footprint:
     Raises:
       OutOfMemoryError: the compiler finds no room for it.
     """
-    steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    abstract = jax.eval_shape(steps.init)
-    placed = devices.shardings(abstract)
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract,
-        placed,
-    )
-    rows = settings.batch_size // settings.accumulation_steps
-    shape = (settings.accumulation_steps, rows, settings.model.context)
-    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=devices.split)
-    step = devices.jit(steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated))
+    program = make_program(settings, devices)
     try:
-        compiled = step.lower(state, batch, batch).compile()
+        compiled = program.train.lower(program.state, program.batch, program.batch).compile()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if not reason.startswith("RESOURCE_EXHAUSTED"):

@@ -24,10 +24,11 @@ from lowprec_attn.runs.report import write_report
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
+from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Signals, make_signals
-from lowprec_attn.training.step import StepMetrics, Steps, TrainState, make_steps, step_key
+from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, step_key
 
 EXIT_DONE = 0
 EXIT_NOT_FINITE = 3
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
     settings: TrainSettings
     devices: Devices
-    steps: Steps
+    program: Program
     corpus: tokens.Corpus
     run_dir: RunDir
     checkpoints: Checkpoints
@@ -75,9 +76,8 @@ class Loop:
     ) -> None:
         self.fixed, self.state, self.data = run, state, data
         everywhere = run.devices.replicated
-        placed = jax.tree.map(lambda x: x.sharding, state), everywhere
-        self.train_step = run.devices.jit(run.steps.train, donate_argnums=0, out_shardings=placed)
-        self.evaluate = run.devices.jit(run.steps.evaluate)
+        self.train_step = run.program.train
+        self.evaluate = run.devices.jit(run.program.steps.evaluate)
         # The diagnostics look at one sequence, which cannot be split over devices.
         self.first_sequence = run.devices.jit(_first_sequence, out_shardings=everywhere)
         whole = make_steps(run.settings, run.devices.attend_whole)

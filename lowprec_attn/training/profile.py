@@ -27,8 +27,8 @@ from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
 from lowprec_attn.training.devices import Devices, run_devices
+from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.step import make_steps
 
 # The named scopes of model and step, the innermost first: an operation belongs to the first one
 # that its name holds.
@@ -125,12 +125,10 @@ def profile(settings: TrainSettings, out: Path) -> int:
 def measure(settings: TrainSettings) -> Profile:
     """The profile of training steps with these settings on this process's devices."""
     devices = run_devices(settings)
-    steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    placed = devices.shardings(jax.eval_shape(steps.init))
-    state = jax.jit(steps.init, out_shardings=placed)()
+    program = make_program(settings, devices)
+    state = program.init()
     batch = devices.put(_random_batch(settings))
-    step = devices.jit(steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated))
-    lowered = step.lower(state, *batch)
+    lowered = program.train.lower(state, *batch)
     train = lowered.compile()
     state = _run(train, state, batch, steps=3)
 

@@ -24,8 +24,9 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.announcement import announce
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.loop import Loop, Run
+from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import DataSettings, TrainSettings
-from lowprec_attn.training.step import Steps, TrainState, make_steps
+from lowprec_attn.training.step import TrainState
 
 
 def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> int:
@@ -56,7 +57,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
     ):
         announce(settings, corpus, devices, run_dir.path)
-        steps = make_steps(settings, devices.attend_part, devices.over_devices)
+        program = make_program(settings, devices)
         data = train_iterator(
             corpus.train,
             settings.model.context,
@@ -64,17 +65,16 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
             shard=devices.shard,
             parts=settings.accumulation_steps,
         )
-        placed = devices.shardings(jax.eval_shape(steps.init))
-        restored = _restore(settings, steps, placed, run_dir, checkpoints)
+        restored = _restore(settings, program.state, run_dir, checkpoints)
         if restored is None:
-            state, start = jax.jit(steps.init, out_shardings=placed)(), 0
+            state, start = program.init(), 0
         else:
             state, start = restored.state, restored.step
             data.set_state(restored.data_state)
         order = OrderRecord(run_dir.data_order)
         order.truncate(start)
         with MetricsWriter(run_dir, start) as metrics:
-            run = Run(settings, devices, steps, corpus, run_dir, checkpoints, metrics, order)
+            run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order)
             return Loop(run, state, data, None if restored is None else start).run()
 
 
@@ -94,17 +94,11 @@ def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder 
 
 def _restore(
     settings: TrainSettings,
-    steps: Steps,
-    placed: TrainState,
+    target: TrainState,
     run_dir: RunDir,
     checkpoints: Checkpoints,
 ) -> Restored | None:
     """The newest intact checkpoint of this run, else of `resume_from`, else None."""
-    target = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(steps.init),
-        placed,
-    )
     restored = checkpoints.restore(target)
     if restored is not None:
         hosts.say(f"resuming at step {restored.step}")

@@ -1,4 +1,4 @@
-"""What a training run is made of, as frozen records.
+"""What a training run is made of, as frozen records. Their defaults are those of the config.
 
 `commands/train` builds these once from its config (see `training.config`); nothing below it reads a
 ConfigDict, a flag or an environment variable.
@@ -20,8 +20,8 @@ class DataSettings:
         order drawn from the run's seed.
     """
 
-    path: str | None = None
-    replay: str | None = None
+    path: str | None
+    replay: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class OptimizerSettings:
     peak_lr: float
     end_lr: float
     warmup_steps: int
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float | None = 1.0
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,13 @@ class TrainSettings:
     optimizer: OptimizerSettings
     steps: int
     batch_size: int
-    accumulation_steps: int = 1
-    seed: int = 42
-    diagnostics_every: int = 100
-    checkpoint_every: int = 1000
-    checkpoints_kept: int = 2
-    eval_every: int = 500
-    eval_batches: int = 8
-    resume_from: str | None = None
-    devices: int | None = None
-    shard_optimizer: bool = False
+    accumulation_steps: int
+    seed: int
+    diagnostics_every: int
+    checkpoint_every: int
+    checkpoints_kept: int
+    eval_every: int
+    eval_batches: int
+    resume_from: str | None
+    devices: int | None
+    shard_optimizer: bool

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import pytest
 from tiny import tiny_settings
 
+from configs import gpt2_bf16
 from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.training import profile
+from lowprec_attn.training.config import train_settings
 
 # JAX 0.12's reader of traces registers a type without a module, of which Python 3.12 warns; as an
 # error the warning ends the process, for no Python code is there to raise it.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats has no:DeprecationWarning")
 
-GPT2 = ModelSettings(layers=12, heads=12, width=768, context=1024, vocab_size=50304)
+GPT2 = train_settings(gpt2_bf16.get_config("full").to_dict()).model
 
 
 def test_the_operations_of_a_step_are_six_per_weight_and_the_causal_attention():

@@ -1,0 +1,54 @@
+"""The programs of a run: the step that it trains with, times, and asks the compiler about."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.step import Steps, TrainState, make_steps
+
+
+class Program(NamedTuple):
+    """The step of a run, and what it is given.
+
+    Attributes:
+      steps: the functions that the programs are made of.
+      init: () -> TrainState, jitted.
+      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), jitted; takes the state's
+        memory over.
+      state: what `train` is given, as shapes.
+      batch: inputs, and alike targets, as a shape.
+    """
+
+    steps: Steps
+    init: Any
+    train: Any
+    state: TrainState
+    batch: jax.ShapeDtypeStruct
+
+
+def make_program(settings: TrainSettings, devices: Devices) -> Program:
+    """The programs of a run; nothing is compiled yet, and the devices need not be there."""
+    steps = make_steps(settings, devices.attend_part, devices.over_devices)
+    shapes = jax.eval_shape(steps.init)
+    placed = devices.shardings(shapes)
+    rows = settings.batch_size // settings.accumulation_steps
+    return Program(
+        steps=steps,
+        init=jax.jit(steps.init, out_shardings=placed),
+        train=devices.jit(
+            steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated)
+        ),
+        state=jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            placed,
+        ),
+        batch=jax.ShapeDtypeStruct(
+            (settings.accumulation_steps, rows, settings.model.context),
+            jnp.int32,
+            sharding=devices.split,
+        ),
+    )
