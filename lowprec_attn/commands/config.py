@@ -50,7 +50,7 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
     Args:
       name: see `config_file`; `:VARIANT` may follow.
-      flags: of its fields, `--config.FIELD=VALUE` or `--config.FIELD`, `VALUE`.
+      flags: of its fields, `--config.FIELD=VALUE`.
 
     Raises:
       ConfigFileError: no such file or field, a value of another type, an unknown flag.
@@ -64,17 +64,13 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     holder = config_flags.DEFINE_config_file("config", flag_values=values)
     arguments = [f"--config={path}{colon}{variant}", *flags]
     try:
-        rest = values(["lowprec-attn", *arguments])
+        values(["lowprec-attn", *arguments])
     except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         cause: BaseException = error
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
         reason = str(cause).strip().splitlines()[-1].strip()
         raise ConfigFileError(f"cannot parse {' '.join(arguments)}: {reason}") from error
-    if len(rest) > 1:
-        raise ConfigFileError(
-            f"unexpected argument {rest[1]!r}; fields are set as --config.FIELD=VALUE"
-        )
     return holder.value.to_dict()
 
 

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args, rest = parser.parse_known_args(arguments)
-    if hasattr(args, "config_flags"):  # fields of the config
-        args.config_flags, rest = rest, []
+    if hasattr(args, "config_flags"):
+        args.config_flags, rest = _config_flags(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -56,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(error)
+
+
+def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--config.NAME=VALUE` of each field that is set, and the other words."""
+    flags, others = [], []
+    for i, word in enumerate(words):
+        if word.startswith("--config."):
+            value = words[i + 1] if "=" not in word and i + 1 < len(words) else None
+            flags.append(word if value is None or value.startswith("--") else f"{word}={value}")
+        elif not (i and words[i - 1].startswith("--config.") and "=" not in words[i - 1]):
+            others.append(word)
+    return flags, others
 
 
 def _fail(error: object) -> int:

@@ -15,7 +15,7 @@ from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
 # The command `lowprec-attn train`, wherever its script may be.
-_TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
+TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
 _PROGRESS_SECONDS = 60.0
 _LOG_LINES = 5
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
@@ -51,7 +51,7 @@ def run_arms(
             if run.outcome().finished:
                 _say(f"{run.name}: {run.outcome().text}")
             else:
-                command = [*_TRAIN, *experiment.arguments(arm)]
+                command = [*TRAIN, *experiment.arguments(arm)]
                 command.append(f"--workdir={run.run_dir.path}")
                 tasks.append(Task(run.name, command, run.log))
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, get_rounding
+from pallas_kernels.gpu.instructions import anew
 from pallas_kernels.gpu.problem import Problem, call
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
@@ -56,7 +57,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         lse,
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
     )
-    out_rows = p.tile_rows()
+    out_rows = p.head_rows()
     out_specs = Outputs(out_rows, statistics, None if saved is None else out_rows)
     specs = ((p.head_rows(0), *p.head_keys, jax.tree.map(whole, scalars)), out_specs)
     return Outputs(*call(_forward, p, p.query_grid, specs, out)(q, k, v, scalars))
@@ -80,12 +81,21 @@ def _forward(
         return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
 
     full, end = p.key_range(i, batch, scalars, size=p.step)
-    state = lax.fori_loop(0, full, partial(step, masked=False), initial_state(p))
+    state = initial_state(p)
+    several = p.tiles_per_step > 1
+    if several and p.has_masked_tiles and masked_step_changes_nothing(p):
+        # Such a step tells by itself which of its tiles to mask: one loop takes them all.
+        full = jnp.int32(0)
+    else:
+        state = lax.fori_loop(0, full, partial(step, masked=False), state)
     if p.has_masked_tiles:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
     if p.visits_above_diagonal:
         _, every = p.key_range(i, batch, scalars, size=p.step, causal=False)
         state = lax.fori_loop(end, every, partial(step_above_diagonal, walk=walk), state)
+    if several:
+        # Otherwise q's addresses, which are O's too, would stay in registers during the walk.
+        start = anew(start, interpret=p.interpret)
     _finish(state, p, round_point, start, Outputs(*out))
 
 
@@ -103,11 +113,11 @@ def _finish(
     divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
     o = round_point(unrounded, "output", n.output_for(p.dtype), place)
-    p.store(out.o, o, start, p.rows)
+    p.store_rows(out.o, o, start)
     if state.aux is not None:
-        p.store(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start, p.rows)
+        p.store_rows(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start)
     elif out.saved is not None:
-        p.store(out.saved, unrounded, start, p.rows)
+        p.store_rows(out.saved, unrounded, start)
 
     lse = m * np.float32(p.score_unit) + jnp.log(divisor)
     lse = round_point(lse, "lse", n.lse, statistic(place, "lse"))

@@ -39,6 +39,17 @@ def _instruction(
     )[0]
 
 
+def anew(x: Array, *, interpret: bool) -> Array:
+    """The same number, int32, but unknown to the compiler.
+
+    What follows from it is computed again where it is used, instead of kept in registers.
+    """
+    if interpret:
+        return x
+    one = jnp.broadcast_to(x, (1,))
+    return jnp.max(_instruction("mov.b32 $0, $1;", "=r,r", one, dtype=x.dtype))
+
+
 def round_to_bfloat16(x: Array) -> Array:
     """Nearest-even float32 values that bfloat16 holds; compiled code only."""
     return _instruction(_ROUND_PAIR, "=f,=f,f,f", x, pack=2)

@@ -369,6 +369,11 @@ class Problem:
         mask = self._inside(start, x.shape[0], limit, (0, self.padded_head))
         plt.store(ref, x.astype(ref.dtype), mask=mask)
 
+    def store_rows(self, ref: Any, x: Array, start: Array) -> None:
+        """Stores a query tile [size, H] at rows start ... of a [rows, H] reference."""
+        window = ref.at[(pl.ds(start, x.shape[0]), pl.ds(0, self.padded_head))]
+        self.store(window, x, start, self.rows)
+
     def _inside(
         self, start: Array | int, size: int, limit: int, columns: tuple[int, int]
     ) -> Array | None:

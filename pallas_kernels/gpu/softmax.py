@@ -87,7 +87,9 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
         second = [jnp.maximum(x, jnp.minimum(largest, s)) for x in second]
         return jnp.maximum(largest, s), *second
 
-    largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties))
+    # From the last tile to the first: the products start with the first, and its addresses would
+    # otherwise stay in registers meanwhile.
+    largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties), backwards=True)
     r_m = jnp.maximum(_over_row(jnp.max, largest, p), jnp.float32(MASKED))
 
     def repeats(below: Array, tolerance: float) -> Array:

@@ -1,7 +1,6 @@
 """One query tile of the forward kernel, which walks over the key tiles that it sees."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,28 +35,48 @@ class Walk(NamedTuple):
         """v of key tile j."""
         return self.problem.load_keys(self.v_ref, j)
 
-    def scores(self, k: Array, j: Array, *, masked: bool) -> tuple[Array, Place]:
-        """S of key tile j, which holds k, in units of `score_unit`; and where it lies."""
+    def scores(self, k: Array, j: Array, *, masked: bool | Array) -> tuple[Array, Place]:
+        """S of key tile j, which holds k, in units of `score_unit`; and where it lies.
+
+        masked: known when compiled, or found out by every program.
+        """
         p, q = self.problem, self.q
         place = p.place(self.i, j)
         s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
         s = s * np.float32(p.spec.scale / p.score_unit)
         s = self.round_point(s, "scores", p.spec.numerics.scores, place)
-        if masked:
-            s = mask_scores(s, p.visible(place, self.batch, self.scalars))
-        return s, place
+        if masked is False:
+            return s, place
 
-    def over_tiles(self, t: Array, body: Callable[..., Any], carry: Any, *, masked: bool) -> Any:
-        """body(j, carry, masked=) over the key tiles of step t, all seen in full unless masked."""
+        def mask(s: Array) -> Array:
+            return mask_scores(s, p.visible(place, self.batch, self.scalars))
+
+        return mask(s) if masked is True else lax.cond(masked, mask, lambda s: s, s), place
+
+    def over_tiles(
+        self,
+        t: Array,
+        body: Callable[..., Any],
+        carry: Any,
+        *,
+        masked: bool,
+        backwards: bool = False,
+    ) -> Any:
+        """body(j, carry, masked=) over the key tiles of step t, all seen in full unless masked.
+
+        One loop, where masked with a branch: of two each would wait for its first tiles.
+        """
         p = self.problem
         first, last = t * p.tiles_per_step, (t + 1) * p.tiles_per_step
-        if not masked:
-            return lax.fori_loop(first, last, partial(body, masked=False), carry)
         full, end = p.key_range(self.i, self.batch, self.scalars)
-        last = jnp.minimum(last, end)
-        cut = jnp.clip(full, first, last)
-        carry = lax.fori_loop(first, cut, partial(body, masked=False), carry)
-        return lax.fori_loop(cut, last, partial(body, masked=True), carry)
+        if masked:
+            last = jnp.minimum(last, end)
+
+        def visit(n: Array, carry: Any) -> Any:
+            j = first + last - 1 - n if backwards else n
+            return body(j, carry, masked=masked and j >= full)
+
+        return lax.fori_loop(first, last, visit, carry)
 
     def visits(self, t: Array) -> Array:
         """Rows for which step t exists: those it does not lie wholly beyond, by position."""

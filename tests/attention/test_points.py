@@ -10,7 +10,7 @@ import harness
 import jax
 import numpy as np
 import pytest
-from points import CHOICES, ROUNDINGS, closer
+from points import CHOICES, ROUNDINGS, closer, finite
 
 from lowprec_attn.arithmetic import steps
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
@@ -111,7 +111,7 @@ def test_other_modes_perturb_as_much_as_rounding_but_otherwise(point: str, mode:
     off = plain_results("tiled_odd", EXACT)
     for name in ROUNDINGS[point]:
         gap, moved, apart = (
-            np.linalg.norm(_finite(x) - _finite(y))
+            np.linalg.norm(finite(x) - finite(y))
             for x, y in (
                 (on[name], off[name]),
                 (result[name], off[name]),

@@ -7,6 +7,7 @@ import pytest
 
 from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder, starts
 from lowprec_attn.data.tokens import DataError
+from lowprec_attn.files import DiskError
 
 GOLDEN = [854, 480, 664, 796]
 
@@ -102,7 +103,7 @@ def test_a_full_disk_is_one_line(path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, hard))
     try:
-        with pytest.raises(DataError, match=r"cannot write .*data_order.txt: .*; free space"):
+        with pytest.raises(DiskError, match=r"cannot write .*data_order.txt: .*; free space"):
             record.append(1, np.arange(10))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

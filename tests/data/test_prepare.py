@@ -8,14 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from lowprec_attn.data import documents, prepare, tokens
+from lowprec_attn.commands import prepare as command
+from lowprec_attn.data import documents, tokens
 from lowprec_attn.data.tokens import DataError
+from lowprec_attn.files import DiskError
 
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
-    prepare.run(parser.parse_args([str(a) for a in arguments]))
+    command.add_arguments(parser)
+    command.run(parser.parse_args([str(a) for a in arguments]))
 
 
 def byte_documents(ids):
@@ -124,7 +126,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(out, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        with pytest.raises(DataError, match=rf"cannot write {out}: .*; free space there"):
+        with pytest.raises(DiskError, match=rf"cannot write {out}: .*; free space there"):
             run(out, "--text", text, "--tokenizer", "bytes", "--val-fraction", "0.5")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -132,7 +134,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(out, tmp_path):
 
 
 def test_an_output_that_is_a_file(tmp_path, files):
-    with pytest.raises(DataError, match=r"cannot write .*00.txt"):
+    with pytest.raises(DiskError, match=r"cannot write .*00.txt"):
         run(files[0], "--text", files[1], "--tokenizer", "bytes")
     assert files[0].read_text().startswith("text 0")
 

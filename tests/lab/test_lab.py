@@ -18,8 +18,9 @@ from absl import flags
 from command import ROOT, TINY
 from ml_collections import config_flags
 
+from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
-from lowprec_attn.lab import experiment, figure, processes, records, table
+from lowprec_attn.lab import experiment, figure, processes, records, runner, table
 from lowprec_attn.training.config import train_settings
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
@@ -62,19 +63,25 @@ def lab(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     definition, trainer, out = tmp_path / "arms.toml", tmp_path / "stand_in.py", tmp_path / "out"
     trainer.write_text(STAND_IN)
+    stand_in = (sys.executable, str(trainer))
+    monkeypatch.setattr(runner, "TRAIN", stand_in)
+    code = (
+        "import sys; from lowprec_attn.lab import runner; from lowprec_attn.commands.main import "
+        f"main; runner.TRAIN = {stand_in!r}; sys.exit(main(sys.argv[1:]))"
+    )
 
     def words(acts, *options):
         arms = "".join(f"[arms.{name}]\nact = '{act}'\n" for name, act in acts.items())
         definition.write_text(f"config = 'some.py'\n{arms}")
-        words = ["lab", "run", definition, "--workdir", out, "--trainer", trainer, *options]
+        words = ["lab", "run", definition, "--workdir", out, *options]
         return [str(word) for word in words]
 
     def run(acts, *options):
-        code = cli.main(words(acts, *(options or ("--jobs", 2))))
+        code = main(words(acts, *(options or ("--jobs", 2))))
         return code, "".join(capsys.readouterr())
 
     def start(acts, *options):
-        command = [sys.executable, "-m", "lowprec_attn", *words(acts, *options)]
+        command = [sys.executable, "-c", code, *words(acts, *options)]
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -174,7 +181,7 @@ def test_a_wrong_definition_is_told_in_one_line(tmp_path, text, message):
 def test_finished_arms_are_skipped_and_a_failing_one_is_reported_and_tried_again(lab):
     acts = {"good": "finish", "bad": "fail", "wild": "nan", "late": "finish"}
     code, output = lab(acts)
-    assert code == cli.EXIT_BAD_INPUT
+    assert code == EXIT_BAD_INPUT
     assert "good: done, validation loss 2.500" in output
     assert "wild: not finite at step 7: first in layer 1" in output  # a result, not an error
     assert "late: done" in output
@@ -252,7 +259,7 @@ def test_arms_that_outlive_their_lab_are_noticed(lab):
     output, _ = process.communicate(timeout=60)
     pid = int(re.search(r"\(process (\d+)\)", output)[1])
     code, output = lab({"a": "wait"})
-    assert code == cli.EXIT_BAD_INPUT
+    assert code == EXIT_BAD_INPUT
     assert "is in use by another `lab run`, or by arms that go on" in output
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: "saved" in log.read_text())
@@ -272,7 +279,6 @@ def test_a_started_arm_keeps_its_definition(lab):
 
 def test_bad_arguments_give_one_line(lab, capsys):
     assert "--jobs must be at least 1, got 0" in lab({"a": "finish"}, "--jobs", "0")[1]
-    assert "there is no no.py" in lab({"a": "finish"}, "--jobs", "1", "--trainer", "no.py")[1]
     with pytest.raises(SystemExit):
         lab({"a": "finish"}, "--steps=3")
     assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
@@ -312,7 +318,7 @@ def test_arms_that_differ_in_more_than_their_overrides_are_not_compared(lab, tmp
     code, output = lab(acts)
     assert code == 1
     assert message in output
-    assert cli.main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 1
+    assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 1
     assert not (tmp_path / "results").exists()
 
 
@@ -362,7 +368,7 @@ def collected(lab, tmp_path):
         (lab.out / name / "metrics.jsonl").write_text("".join(lines))
     rewrite(lab.out / "wild" / "failure.json", lambda failure: failure.update(step=57))
     results = tmp_path / "results"
-    assert cli.main(["lab", "collect", str(lab.out), str(results)]) == 0
+    assert main(["lab", "collect", str(lab.out), str(results)]) == 0
     return results
 
 
@@ -406,16 +412,16 @@ def test_the_figure_has_a_panel_an_arm_and_a_line_a_layer(collected):
 
 def test_report_writes_table_and_figure(collected, tmp_path, capsys):
     picture = tmp_path / "picture.png"
-    assert cli.main(["lab", "report", str(collected), "--figure", str(picture)]) == 0
+    assert main(["lab", "report", str(collected), "--figure", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     text = (collected / "table.md").read_text()
     assert text in capsys.readouterr().out
     assert "| arm | 10 | 30 | 40 | 60 | 70 | 90 | 100 |" in text
-    assert cli.main(["lab", "report", str(collected), "--layer", "12"]) == 1
+    assert main(["lab", "report", str(collected), "--layer", "12"]) == 1
     assert "--layer must be 0 to 11, got 12" in capsys.readouterr().err
-    assert cli.main(["lab", "report", str(collected), "--figure", "/nonexistent/a.png"]) == 1
+    assert main(["lab", "report", str(collected), "--figure", "/nonexistent/a.png"]) == 1
     assert "cannot write /nonexistent/a.png" in capsys.readouterr().err
-    assert cli.main(["lab", "report", str(tmp_path)]) == 1
+    assert main(["lab", "report", str(tmp_path)]) == 1
     assert "holds no records of arms" in capsys.readouterr().err
 
 
@@ -429,7 +435,7 @@ def test_the_committed_table_is_that_of_the_committed_records(tmp_path, capsys):
     results = ROOT / "results" / "first_sight"
     for path in results.glob("*.jsonl"):
         shutil.copy(path, tmp_path)
-    assert cli.main(["lab", "report", str(tmp_path)]) == 0
+    assert main(["lab", "report", str(tmp_path)]) == 0
     assert (tmp_path / "table.md").read_text() == (results / "table.md").read_text()
     page = (results / "README.md").read_text()
     rows = [line for line in (results / "table.md").read_text().splitlines() if line[:1] == "|"]
@@ -476,7 +482,7 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(t
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: any((disturbed / "probe_dynamic_max").glob("checkpoints/*.json")))
     process.send_signal(signal.SIGTERM)
-    output = finish(process, cli.EXIT_BAD_INPUT)
+    output = finish(process, EXIT_BAD_INPUT)
     assert re.search(r"probe_dynamic_max: interrupted after \d+ steps", output)
     assert "flash failed: exit code -9, interrupted after" in output
 

@@ -72,12 +72,12 @@ def distances(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -
     """Distance from `on` over that between `on` and `off`, of the results that differ in them."""
     reached = {}
     for name, with_point in on.items():
-        gap = np.linalg.norm(_finite(with_point) - _finite(off[name]))
-        if gap > 1e-5 * np.linalg.norm(_finite(off[name])):
-            distance = np.linalg.norm(_finite(result[name]) - _finite(with_point))
+        gap = np.linalg.norm(finite(with_point) - finite(off[name]))
+        if gap > 1e-5 * np.linalg.norm(finite(off[name])):
+            distance = np.linalg.norm(finite(result[name]) - finite(with_point))
             reached[name] = float(distance / gap)
     return reached
 
 
-def _finite(x: np.ndarray) -> np.ndarray:
+def finite(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), x, 0.0)

@@ -12,8 +12,11 @@ import pytest
 from command import ROOT
 from tiny import tiny_settings
 
+from lowprec_attn.commands import compile as compile_command
 from lowprec_attn.commands.compile import COMPILER_HOST
+from lowprec_attn.commands.main import main
 from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.training import fit
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.fit import _advice
 from lowprec_attn.training.footprint import collectives, step_footprint
@@ -77,21 +80,24 @@ def test_advice_names_the_fields_that_help():
     ]
 
 
-def test_the_trainer_compiles_in_a_process_prepared_for_libtpu(tmp_path, capfd):
-    trainer = tmp_path / "trainer.py"
-    trainer.write_text(
-        "import os, sys\nprint(*sys.argv[1:], os.environ['TPU_SKIP_MDS_QUERY'])\nsys.exit(1)\n"
-    )
-    command = ["compile", "--topology=v5e:2x2", "--config=a.py:full", "--config.steps=3"]
-    assert cli.main([*command, f"--trainer={trainer}"]) == 1
-    printed = capfd.readouterr().out.split()
-    assert printed == ["--config=a.py:full", "--config.steps=3", "--compile=v5e:2x2", "1"]
+def test_the_compiler_is_prepared_before_anything_starts_jax(monkeypatch):
+    loaded = "import lowprec_attn.commands.compile, sys; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["False"]
+
+    asked = []
+    monkeypatch.setattr(compile_command.os, "environ", {})
+    monkeypatch.setattr(fit, "compile_for", lambda *args: asked.append(args) or 1)
+    command = ["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny", "--config.steps=3"]
+    assert main(command) == 1
+    assert compile_command.os.environ == COMPILER_HOST
+    ((topology, settings, record),) = asked
+    assert (topology, settings.steps, record) == ("v5e:2x2", 3, None)
 
 
-def test_without_a_trainer_it_says_where_to_run(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["compile", "--topology=v5e:2x2", "--config=a.py:full"]) == 1
-    assert "there is no train.py; run in the checkout" in capsys.readouterr().err
+def test_a_config_that_is_not_there_is_named_with_those_that_are(capsys):
+    assert main(["compile", "--topology=v5e:2x2", "--config=a.py:full"]) == 1
+    assert "there is no config a.py; pass a file, or one of gpt2_bf16, " in capsys.readouterr().err
 
 
 # The compiler itself.
@@ -111,12 +117,18 @@ SMALL = {
 }
 
 
+def compile_alone(*words):
+    """`lowprec-attn compile` in a process of its own, as libtpu wants it: exit code and stderr."""
+    command = [sys.executable, "-m", "lowprec_attn", "compile", *words]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
+
+
 def compiled(record, topology, code=0, **changes):
     """What `lowprec-attn compile` records of a small model."""
     flags = [f"--config.{name}={value}" for name, value in (SMALL | changes).items()]
-    command = ["compile", f"--topology={topology}", "--config=configs/gpt2_bf16.py:tiny"]
-    trainer = "--trainer=" + str(ROOT / "train.py")
-    assert cli.main([*command, trainer, f"--record={record}", *flags]) == code
+    command = [f"--topology={topology}", "--config=gpt2_bf16:tiny", f"--record={record}", *flags]
+    assert compile_alone(*command)[0] == code
     return json.loads(record.read_text().splitlines()[-1])
 
 
@@ -198,8 +210,10 @@ class TestCompiler:
         assert "--config.shard_optimizer=True" in printed
 
     def test_a_batch_that_does_not_divide_and_a_slice_that_is_not_offered(self, record, capfd):
-        command = ["compile", "--config=configs/gpt2_bf16.py:tiny"]
-        assert cli.main([*command, "--topology=v5e:16x16"]) == 1
-        assert "does not divide over 256 devices" in capfd.readouterr().err
-        assert cli.main([*command, "--topology=v5e:3x5"]) == 1
-        assert "the TPU compiler does not know v5e:3x5" in capfd.readouterr().err
+        for topology, said in (
+            ("v5e:16x16", "does not divide over 256 devices"),
+            ("v5e:3x5", "the TPU compiler does not know v5e:3x5"),
+        ):
+            code, err = compile_alone("--config=gpt2_bf16:tiny", f"--topology={topology}")
+            assert code == 1
+            assert said in err

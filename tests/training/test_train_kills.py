@@ -2,6 +2,7 @@
 
 import random
 import signal
+import time
 
 from command import finish, wait_for_steps
 
