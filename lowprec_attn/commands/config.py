@@ -4,7 +4,6 @@ The configs of the project lie in `configs/` of a checkout, and in the installed
 """
 
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -53,34 +52,43 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
       flags: of its fields, `--config.FIELD=VALUE`.
 
     Raises:
-      ConfigFileError: no such file or field, a value of another type, an unknown flag.
+      ConfigFileError: no such file, variant or field, no config in the file, a value of another
+        type, an unknown flag.
     """
     from absl import flags as absl_flags
-    from ml_collections import config_flags
+    from ml_collections import ConfigDict, config_flags
 
     file, colon, variant = name.partition(":")
     path = config_file(file, ".py")
-    values = absl_flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values)
-    arguments = [f"--config={path}{colon}{variant}", *flags]
     try:
-        values(["lowprec-attn", *arguments])
-    except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        config = _read(path).get_config(*([variant] if colon else []))
+    except (AttributeError, SyntaxError, ValueError) as error:
+        raise ConfigFileError(f"{name} is not a config: {error}") from error
+    if not isinstance(config, ConfigDict):
+        kind = type(config).__name__
+        raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
+    # The fields that may be set are defined as flags by what stands in `sys_argv`.
+    words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
+    try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=words)
+        values(words)
+    except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         cause: BaseException = error
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
         reason = str(cause).strip().splitlines()[-1].strip()
-        raise ConfigFileError(f"cannot parse {' '.join(arguments)}: {reason}") from error
-    return holder.value.to_dict()
+        raise ConfigFileError(f"cannot parse {' '.join(flags)}: {reason}") from error
+    return config.to_dict()
 
 
 def module(name: str) -> ModuleType:
     """One of the project's configs as a module, for those that build upon it."""
-    full = f"lowprec_attn.configs.{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, config_file(name, ".py"))
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-        sys.modules[full] = loaded
-    return sys.modules[full]
+    return _read(config_file(name, ".py"))
+
+
+def _read(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"lowprec_attn.configs.{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from lowprec_attn.data import prepare, tokenizer, tokens
+from lowprec_attn.commands import prepare
+from lowprec_attn.data import tokenizer, tokens
 from lowprec_attn.data.tokens import DataError
 
 

@@ -157,13 +157,3 @@ def test_unigram_loss_by_hand(monkeypatch):
     assert tokens.unigram_loss(train, val) == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr(tokens, "_CHUNK", 3)
     assert tokens.unigram_loss(train, val) == pytest.approx(expected, rel=1e-12)
-
-
-def test_write_errors_name_the_path(tmp_path):
-    path = tmp_path / "file" / "below"
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(DataError, match=r"cannot write .*below: Not a directory"),
-        tokens.writing(path),
-    ):
-        path.write_text("")

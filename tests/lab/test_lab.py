@@ -14,10 +14,9 @@ import sys
 import time
 
 import pytest
-from absl import flags
 from command import ROOT, TINY
-from ml_collections import config_flags
 
+from lowprec_attn.commands import config
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import experiment, figure, processes, records, runner, table
@@ -102,15 +101,11 @@ def wait_until(holds):
 
 
 def settings_of(arm, defined):
-    """The settings that train.py makes of an arm's arguments."""
-    values = flags.FlagValues()
-    argv = ["train.py", *defined.arguments(arm)]
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-    values(argv)
-    return train_settings(holder.value.to_dict())
+    """The settings that the trainer makes of an arm's arguments."""
+    name, *fields = defined.arguments(arm)
+    return train_settings(config.load(name.removeprefix("--config="), fields))
 
 
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # ml_collections
 def test_the_arms_of_first_sight_differ_in_their_arithmetic_alone(monkeypatch):
     monkeypatch.chdir(ROOT)
     defined = experiment.load(FIRST_SIGHT)
