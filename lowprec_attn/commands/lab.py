@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect = actions.add_parser("collect", help="write compact records of the arms")
     collect.add_argument("workdir", type=Path, help="of `lab run`, which may still be running")
     collect.add_argument("results", type=Path, help="directory for ARM.jsonl")
+    collect.add_argument(
+        "--signals", nargs="+", choices=records.SIGNALS, metavar="NAME", help="only these"
+    )
     collect.set_defaults(act=_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument("results", type=Path, help="directory of ARM.jsonl; gets table.md")
@@ -72,7 +75,8 @@ def _collect(args: argparse.Namespace) -> None:
     if unwanted:
         raise RunError("the arms cannot be compared:\n" + "\n".join(unwanted))
     for arm_run in runs:
-        print(f"{records.write(arm_run, args.results)}: {arm_run.outcome().text}")
+        path = records.write(arm_run, args.results, args.signals or records.SIGNALS)
+        print(f"{path}: {arm_run.outcome().text}")
 
 
 def _report(args: argparse.Namespace) -> None:

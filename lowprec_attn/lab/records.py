@@ -9,7 +9,7 @@ not finite are the texts "nan", "inf" and "-inf".
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,11 +41,16 @@ class RecordError(RunError):
     """There are no records, or a file does not hold any."""
 
 
-def write(run: ArmRun, directory: Path) -> Path:
+def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Path:
     """Writes the compact record of an arm, finished or not; returns its path.
 
+    Args:
+      run: the arm.
+      directory: of the records.
+      signals: which of them to keep.
+
     Raises:
-      DataError: the disk refuses.
+      DiskError: the disk refuses.
     """
     run_dir = run.run_dir
     header = {
@@ -57,7 +62,7 @@ def write(run: ArmRun, directory: Path) -> Path:
         "failure": read_json(run_dir.failure) if run_dir.failure.exists() else None,
     }
     path = directory / f"{run.name}.jsonl"
-    lines = [header, *_compact(run_dir.metrics)]
+    lines = [header, *_compact(run_dir.metrics, signals)]
     text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines)
     with writing(path):
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,14 +70,14 @@ def write(run: ArmRun, directory: Path) -> Path:
     return path
 
 
-def _compact(path: Path) -> Iterator[Mapping[str, Any]]:
+def _compact(path: Path, signals: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     complete = path.read_bytes()
     complete = complete[: complete.rfind(b"\n") + 1]
     records = [json.loads(line) for line in complete.splitlines()]
     last = max((record["step"] for record in records if "loss" in record), default=0)
     for record in records:
         if "signals" in record:
-            yield {"step": record["step"], "signals": _selected(record["signals"])}
+            yield {"step": record["step"], "signals": _selected(record["signals"], signals)}
         elif "loss" not in record or not _left_out(record["step"], last):
             yield record
 
@@ -81,11 +86,13 @@ def _left_out(step: int, last: int) -> bool:
     return step % _LOSS_EVERY != 0 and step <= last - _LOSS_EVERY
 
 
-def _selected(layers: Mapping[str, Any]) -> dict[str, dict[str, list[float | str]]]:
+def _selected(
+    layers: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, dict[str, list[float | str]]]:
     return {
         layer: {
             name: [_four_digits(value) for value in signals[name]]
-            for name in SIGNALS
+            for name in names
             if name in signals  # a run of an older version may lack some
         }
         for layer, signals in layers.items()

@@ -265,12 +265,32 @@ def test_programs_of_the_cross_entropy_share_a_multiprocessor(dtype: str, progra
         for text in dumped(lowered(rows, logits, targets, target=H200))
         if ".entry cross_entropy_rows" in text
     )
+    assert programs_at_once(text) >= programs
+
+
+@pytest.mark.parametrize("kv_block", [64, 512])
+def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(kv_block: int) -> None:
+    """Whether a step has one tile or eight: with two programs it takes a third longer."""
+    chosen = FLASH.replace(kv_block=kv_block)
+    q = jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)
+    spec = Spec(numerics=chosen, row_max=StandardMax(), scale=0.125, is_causal=True)
+
+    def attend(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return gpu.attention(*qkv, Extras(), spec)
+
+    (text,) = dumped(lowered(attend, q, q, q, target=H200))
+    assert "bytes spill" not in assembled(text).replace("0 bytes spill", "")
+    assert programs_at_once(text) >= 4
+
+
+def programs_at_once(text: str) -> int:
+    """Programs of a kernel for whose registers a multiprocessor has room."""
     threads, registers = (
         int(re.findall(pattern, report)[0])
         for pattern, report in ((r"\.reqntid (\d+)", text), (r"Used (\d+)", assembled(text)))
     )
     # Registers come in eights per thread, 65,536 to a multiprocessor.
-    assert 65536 // (threads * -(-registers // 8) * 8) >= programs
+    return 65536 // (threads * -(-registers // 8) * 8)
 
 
 @pytest.mark.parametrize(

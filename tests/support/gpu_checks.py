@@ -175,7 +175,7 @@ class Points:
             others = tuple(x for x in self.points if x != point)
             on, off = (run_plain(CAUSAL, self._call(*x)) for x in ((*others, point), others))
             away[point] = distances(result, on, off)
-        reached = all(away[point].keys() == ROUNDINGS[point] for point in self.points)
+        reached = all(away[point].keys() == self._reaches(point) for point in self.points)
         largest = max(x for by_result in away.values() for x in by_result.values())
         return {
             "distance": away,
@@ -183,6 +183,11 @@ class Points:
             "bound": 0.25,
             "passed": bool(reached and largest < 0.25),
         }
+
+    def _reaches(self, point: str) -> set[str]:
+        # `stats` has rounded the l that `normalizer` rounds: a second time changes nothing.
+        again = point == "normalizer" and "stats" in self.points
+        return set() if again else ROUNDINGS[point]
 
     def _call(self, *points: str) -> Call:
         return call_of(CAUSAL, EXACT.replace(**dict.fromkeys(points, "bfloat16")), sizes=COMPILED)
