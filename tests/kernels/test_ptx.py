@@ -278,8 +278,9 @@ def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(kv_block: in
     def attend(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gpu.attention(*qkv, Extras(), spec)
 
-    (text,) = dumped(lowered(attend, q, q, q, target=H200))
-    assert "bytes spill" not in assembled(text).replace("0 bytes spill", "")
+    texts = dumped(lowered(attend, q, q, q, target=H200))
+    (text,) = (text for text in texts if ".entry attention_forward" in text)
+    assert not any(int(n) for n in re.findall(r"(\d+) bytes spill", assembled(text)))
     assert programs_at_once(text) >= 4
 
 
