@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place
@@ -56,15 +57,20 @@ class Rounder:
     """Rounds tiles [rows, columns] of one program. A device adds its product, `dot`.
 
     Attributes:
+      numerics: what is rounded to which format.
+      dtype: of q, k and v.
       stream: random bits; None where no point draws any.
       interpret: whether the kernel runs in the interpreter.
     """
 
+    numerics: Numerics
+    dtype: np.dtype
     stream: Stream | None
     interpret: bool
 
-    def __call__(self, x: Array, point: str, rounding: Rounding, place: Place) -> Array:
-        """x rounded at a numerics point; float32 in, float32 out."""
+    def __call__(self, x: Array, point: str, place: Place) -> Array:
+        """x rounded at a point of `POINTS`; float32 in, float32 out."""
+        rounding = self.numerics.rounding_at(point, self.dtype)
         if rounding.is_identity:
             return x
         if not rounding.needs_bits:

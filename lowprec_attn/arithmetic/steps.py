@@ -21,7 +21,6 @@ from lowprec_attn.numerics import (
     SALTS,
     Format,
     Numerics,
-    Rounding,
     counter_bits,
     get_format,
     round_to,
@@ -52,6 +51,9 @@ _COLUMNS = {"m": 0, "l": 1, "lse": 2, "alpha": -1}
 def statistic(place: Place, name: str) -> Place:
     """The place of a row statistic: `m`, `l`, `lse`, or the exponent of `alpha`."""
     return Place(place.rows, jnp.full((1, 1), _COLUMNS[name], jnp.int32), place.step)
+
+
+_FLOAT32 = get_format("float32")
 
 
 class SoftmaxState(NamedTuple):
@@ -124,15 +126,34 @@ def _format_of(x: Array) -> Format:
     return get_format(x.dtype.name)
 
 
-def round_point(
-    x: Array, point: str, rounding: Rounding, stream: RandomStream | None, place: Place
-) -> Array:
-    """Rounds x at a numerics point; random bits, where needed, are a function of the place."""
-    if rounding.is_identity:
-        return x
-    bits = None
-    if rounding.needs_bits:
+class Rounder(NamedTuple):
+    """Rounds at the points of `numerics`; `stream` gives the random bits that a point may need."""
+
+    numerics: Numerics
+    stream: RandomStream | None
+
+    @classmethod
+    def of(cls, spec: Spec, extras: Extras) -> "Rounder":
+        """The roundings of a call."""
+        return cls(spec.numerics, extras.stream)
+
+    def __call__(
+        self, x: Array, point: str, place: Place, dtype: np.dtype = _FLOAT32.dtype
+    ) -> Array:
+        """x rounded at a point of `POINTS`; random bits are a function of the place.
+
+        dtype: of the inputs, which `output` and `grads` follow.
+        """
+        rounding = self.numerics.rounding_at(point, dtype)
+        if rounding.is_identity:
+            return x
+        bits = self._bits(x, point, place) if rounding.needs_bits else None
+        return round_to(x, rounding.format, rounding.mode, bits)
+
+    def _bits(self, x: Array, point: str, place: Place) -> Array:
+        stream = self.stream
         if stream is None:
+            rounding = getattr(self.numerics, point)
             raise ValueError(f"{point}={rounding} draws random bits; pass key=jax.random.key(...)")
         b, k, g = x.shape[:3]
         bits = counter_bits(
@@ -145,8 +166,7 @@ def round_point(
             place.cols[None, None, None],
             place.step,
         )
-        bits = jnp.broadcast_to(bits, x.shape)
-    return round_to(x, rounding.format, rounding.mode, bits)
+        return jnp.broadcast_to(bits, x.shape)
 
 
 def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Array | None:
@@ -183,7 +203,7 @@ def scores(
     s = _products(q, k) * _scale(spec, extras)
     if bias is not None:
         s = s + bias.astype(jnp.float32)
-    return round_point(s, "scores", spec.numerics.scores, extras.stream, place)
+    return Rounder.of(spec, extras)(s, "scores", place)
 
 
 def _products(q: Array, k: Array) -> Array:
@@ -213,7 +233,7 @@ def softmax_step(
     state: SoftmaxState, s: Array, v: Array, spec: Spec, extras: Extras, place: Place
 ) -> SoftmaxState:
     """One online-softmax step over the scores s of one block of keys."""
-    n, stream = spec.numerics, extras.stream
+    n, round_point = spec.numerics, Rounder.of(spec, extras)
     place = dataclasses.replace(place, step=0)
     every_step = dataclasses.replace(place, step=place.cols[0, 0])
     out = Place(place.rows, span(0, v.shape[-1])[None], every_step.step)
@@ -221,28 +241,28 @@ def softmax_step(
     # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
     # that it adds to theirs would not cancel.
     m = spec.row_max(lax.stop_gradient(s), state.m)
-    m = round_point(m, "stats", n.stats, stream, statistic(every_step, "m"))
+    m = round_point(m, "stats", statistic(every_step, "m"))
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    p = jnp.exp(_round_shift(s - subtracted, spec, stream, place))
+    p = jnp.exp(_round_shift(s - subtracted, round_point, place))
     of_alpha = statistic(every_step, "alpha")
-    alpha = jnp.exp(_round_shift(state.m - subtracted, spec, stream, of_alpha))
+    alpha = jnp.exp(_round_shift(state.m - subtracted, round_point, of_alpha))
 
-    p_rounded = round_point(p, "probs", n.probs, stream, place)
+    p_rounded = round_point(p, "probs", place)
     row_sum = jnp.sum(p_rounded if n.row_sum == "rounded" else p, axis=-1, keepdims=True)
     if spec.row_max.clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(spec.row_max.clamp))
     l = alpha * state.l + row_sum
-    l = round_point(l, "stats", n.stats, stream, statistic(every_step, "l"))
+    l = round_point(l, "stats", statistic(every_step, "l"))
 
     if n.normalize_probs:  # all keys are in this one step, so l is final
         # A row that sees no key has l = 0 and all its p = 0.
-        divisor = jnp.where(m <= MASKED, 1.0, normalizer(l, spec, stream, place))
-        p_rounded = round_point(p / divisor, "probs", n.probs, stream, place)
+        divisor = jnp.where(m <= MASKED, 1.0, normalizer(l, round_point, place))
+        p_rounded = round_point(p / divisor, "probs", place)
     pv = dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, _format_of(v))
-    pv = round_point(pv, "pv", n.pv, stream, out)
-    rescaled = round_point(alpha * state.acc, "rescale", n.rescale, stream, out)
-    acc = round_point(rescaled + pv, "accumulator", n.accumulator, stream, out)
+    pv = round_point(pv, "pv", out)
+    rescaled = round_point(alpha * state.acc, "rescale", out)
+    acc = round_point(rescaled + pv, "accumulator", out)
 
     aux = state.aux
     if aux is not None:
@@ -255,18 +275,16 @@ def softmax_step(
 LEAST_SHIFT = -128.0
 
 
-def _round_shift(x: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
+def _round_shift(x: Array, round_point: Rounder, place: Place) -> Array:
     """An exponent S − m or m_old − m as rounded at `shift`."""
-    rounding = spec.numerics.shift
-    if rounding.is_identity:
+    if round_point.numerics.shift.is_identity:
         return x
-    return round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, stream, place)
+    return round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
 
-def normalizer(l: Array, spec: Spec, stream: RandomStream | None, place: Place) -> Array:
+def normalizer(l: Array, round_point: Rounder, place: Place) -> Array:
     """The final l, as it divides Ō and enters lse."""
-    n = spec.numerics
-    return round_point(l, "normalizer", n.normalizer, stream, statistic(place, "l"))
+    return round_point(l, "normalizer", statistic(place, "l"))
 
 
 def visited(extras: Extras, place: Place, *, causal: bool) -> Array | None:
@@ -309,13 +327,12 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
       rows: global row indices [T, 1].
       dtype: of the queries.
     """
-    n, stream = spec.numerics, extras.stream
+    n, round_point = spec.numerics, Rounder.of(spec, extras)
     place = Place(rows, span(0, state.acc.shape[-1])[None])
     empty = state.m <= MASKED
-    divisor = jnp.where(empty, jnp.float32(1), normalizer(state.l, spec, stream, place))
+    divisor = jnp.where(empty, jnp.float32(1), normalizer(state.l, round_point, place))
     acc = state.acc if n.normalize_probs else state.acc / divisor
-    rounding = n.output_for(dtype)
-    o = round_point(acc, "output", rounding, stream, place).astype(n.output_dtype(dtype))
+    o = round_point(acc, "output", place, dtype).astype(n.output_dtype(dtype))
 
     if n.delta == "dp_p":
         saved = None
@@ -328,7 +345,7 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = round_to(state.aux / divisor, "bfloat16").astype(jnp.bfloat16)
 
     lse = state.m + jnp.log(divisor)
-    lse = round_point(lse, "lse", n.lse, stream, statistic(place, "lse"))
+    lse = round_point(lse, "lse", statistic(place, "lse"))
     lse = jnp.where(empty, -jnp.inf, lse)
     return Output(o, saved, lse[..., 0])
 
@@ -337,7 +354,7 @@ def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.d
     """δ = rowsum(dO ∘ O_saved), [..., 1], for queries of `dtype`; may be summed over parts of H."""
     products = do.astype(jnp.float32) * o_saved.astype(jnp.float32)
     if numerics.delta == "do_o_storage":
-        products = round_to(products, numerics.output_for(dtype).format)
+        products = round_to(products, numerics.rounding_at("output", dtype).format)
     return jnp.sum(products, axis=-1, keepdims=True)
 
 
@@ -355,7 +372,7 @@ def backward_tile(
     # A row without keys has lse = −inf; its scores are all MASKED and exp must give 0.
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, jnp.float32(0), lse))
     dp = dot("bkgth,bksh->bkgts", do, v, _format_of(do), _format_of(v))
-    return BackwardTile(p, round_point(dp, "dp", spec.numerics.dp, extras.stream, place))
+    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))
 
 
 def delta_from_probs(tile: BackwardTile) -> Array:
@@ -381,7 +398,7 @@ def row_sums(
 ) -> RowSums:
     """The sums over the keys of this tile, with δ₀ for `delta`."""
     n = spec.numerics
-    p_rounded = round_point(tile.p, "probs_bwd", n.probs_bwd, extras.stream, place)
+    p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
     return RowSums(
         jnp.sum(tile.p * (tile.dp - delta), axis=-1, keepdims=True),
         jnp.sum(tile.p, axis=-1, keepdims=True),
@@ -402,7 +419,7 @@ def ds_of(tile: BackwardTile, delta: Array) -> Array:
 def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
     """dS · scale as rounded at `ds`."""
     scaled = ds_of(tile, delta) * _scale(spec, extras)
-    return round_point(scaled, "ds", spec.numerics.ds, extras.stream, place)
+    return Rounder.of(spec, extras)(scaled, "ds", place)
 
 
 def query_gradient(
@@ -414,7 +431,7 @@ def query_gradient(
     dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, _format_of(k))
     features = span(0, k.shape[-1])[None]
     tile_place = Place(place.rows, features, tile_number(place.cols[0, 0], 0))
-    return round_point(dq, "tile_grads", n.tile_grads, extras.stream, tile_place)
+    return Rounder.of(spec, extras)(dq, "tile_grads", tile_place)
 
 
 def key_gradients(
@@ -427,9 +444,9 @@ def key_gradients(
     place: Place,
 ) -> tuple[Array, Array]:
     """What the tile adds to dK and dV [B, K, S, H], float32, summed over the query heads."""
-    n, stream = spec.numerics, extras.stream
+    n, round_point = spec.numerics, Rounder.of(spec, extras)
     ds = rounded_ds(tile, delta, spec, extras, place)
-    p_rounded = round_point(tile.p, "probs_bwd", n.probs_bwd, stream, place)
+    p_rounded = round_point(tile.p, "probs_bwd", place)
 
     def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
         if n.tile_grads.is_identity:
@@ -438,7 +455,7 @@ def key_gradients(
         features = span(0, b.shape[-1])[None]
         number = tile_number(place.rows[0, 0], which)
         tile_place = Place(place.cols.reshape(-1, 1), features, number)
-        rounded = round_point(by_head, "tile_grads", n.tile_grads, stream, tile_place)
+        rounded = round_point(by_head, "tile_grads", tile_place)
         return jnp.sum(rounded, axis=2)
 
     dk = product(ds, q, n.ds.result_format, 1)
@@ -465,8 +482,7 @@ def round_gradients(
         # dK and dV have no group axis; `which` tells the three arrays' random bits apart.
         x5 = x if x.ndim == 5 else x[:, :, None]
         place = Place(span(0, x.shape[-2])[:, None], span(0, h)[None], which)
-        rounding = spec.numerics.grads_for(like.dtype)
-        rounded = round_point(x5, "grads", rounding, inputs.extras.stream, place)
+        rounded = Rounder.of(spec, inputs.extras)(x5, "grads", place, like.dtype)
         return rounded.reshape(x.shape).astype(like.dtype)
 
     return finished(dq, inputs.q, 0), finished(dk, inputs.k, 1), finished(dv, inputs.v, 2)

@@ -172,17 +172,17 @@ class Numerics:
             return length
         return min(self.kv_block or default, length)
 
-    def output_for(self, dtype: np.dtype) -> Rounding:
-        """The rounding of O for queries of `dtype`."""
-        return self.output if self.output is not None else get_rounding(jnp.dtype(dtype).name)
+    def rounding_at(self, point: str, dtype: np.dtype) -> Rounding:
+        """The rounding at a point of `POINTS`, for inputs of `dtype`.
 
-    def grads_for(self, dtype: np.dtype) -> Rounding:
-        """The rounding of the gradient of an input of `dtype`."""
-        return self.grads if self.grads is not None else get_rounding(jnp.dtype(dtype).name)
+        `output` and `grads` follow the inputs where they are None.
+        """
+        rounding: Rounding | None = getattr(self, point)
+        return get_rounding(jnp.dtype(dtype).name) if rounding is None else rounding
 
     def output_dtype(self, dtype: np.dtype) -> np.dtype:
         """The dtype of O: that of q where it holds the output's format, else float32."""
-        result = self.output_for(dtype).result_format
+        result = self.rounding_at("output", dtype).result_format
         return jnp.dtype(dtype) if result.is_exact_in(dtype) else jnp.dtype(jnp.float32)
 
     @property

@@ -93,7 +93,7 @@ def _probs_and_dp(
     a, b = left.for_scores, right.for_scores
     s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(p.spec.scale)
     if not n.scores.is_identity:
-        s, factor = round_point(s * factor, "scores", n.scores, place), np.float32(1)
+        s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
     if p.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=p.interpret)
@@ -104,14 +104,14 @@ def _probs_and_dp(
     probs = exp2(log2_p, interpret=p.interpret)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
-    return probs, round_point(dp, "dp", n.dp, place)
+    return probs, round_point(dp, "dp", place)
 
 
 def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
     """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
     p = program.problem
     ds = _unrounded_ds(p, probs, dp, offset)
-    return program.round_point(ds, "ds", p.spec.numerics.ds, place)
+    return program.round_point(ds, "ds", place)
 
 
 def _unrounded_ds(problem: Problem, probs: Array, dp: Array, offset: Array) -> Array:
@@ -173,7 +173,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             place = p.place(i, j, keys_first=True)  # P and dS are then left operands as they are
             probs, dp = _probs_and_dp(program, keys, rows, offset, place, masked=masked)
             q, do = rows
-            p_rounded = program.round_point(probs, "probs_bwd", n.probs_bwd, place)
+            p_rounded = program.round_point(probs, "probs_bwd", place)
             dv = dv + program.round_point.dot(
                 p_rounded, do, n.probs_bwd.result_format, format_of(do)
             )
@@ -208,7 +208,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     round_point = p.rounder(scalars, batch, kv_head * p.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
         place = p.features(first_key, p.tile.kv, which)
-        p.store(out, round_point(x, "grads", n.grads_for(p.dtype), place), first_key, p.keys)
+        p.store(out, round_point(x, "grads", place), first_key, p.keys)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
@@ -219,7 +219,7 @@ def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: 
     assert tiles is not None
     number = steps.tile_number(c * (tiles * size), which)
     place = dataclasses.replace(place, step=number)
-    return program.round_point(x, "tile_grads", p.spec.numerics.tile_grads, place)
+    return program.round_point(x, "tile_grads", place)
 
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
@@ -340,7 +340,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
     def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
-        p_rounded = round_point(probs, "probs_bwd", n.probs_bwd, place)
+        p_rounded = round_point(probs, "probs_bwd", place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
         ds = _unrounded_ds(p, probs, dp, of_dp)
         return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
@@ -360,7 +360,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     else:
         (dq,) = walk.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
     dq = _scaled_sum(dq, p)
-    dq = round_point(dq, "grads", n.grads_for(p.dtype), p.features(walk.start, p.tile.query, 0))
+    dq = round_point(dq, "grads", p.features(walk.start, p.tile.query, 0))
     p.store(out[0], dq, walk.start, p.rows)
 
 

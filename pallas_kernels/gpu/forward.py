@@ -103,16 +103,16 @@ def _finish(
     state: SoftmaxState, problem: Problem, round_point: Rounder, start: Array, out: Outputs
 ) -> None:
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
-    p, n = problem, problem.spec.numerics
+    p = problem
     place = p.features(start, p.tile.query)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if row_sums(p) > 1 else one(state.l)
-    l = round_point(l, "normalizer", n.normalizer, statistic(place, "l"))
+    l = round_point(l, "normalizer", statistic(place, "l"))
     empty = m <= MASKED
     divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
-    o = round_point(unrounded, "output", n.output_for(p.dtype), place)
+    o = round_point(unrounded, "output", place)
     p.store_rows(out.o, o, start)
     if state.aux is not None:
         p.store_rows(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start)
@@ -120,6 +120,6 @@ def _finish(
         p.store_rows(out.saved, unrounded, start)
 
     lse = m * np.float32(p.score_unit) + jnp.log(divisor)
-    lse = round_point(lse, "lse", n.lse, statistic(place, "lse"))
+    lse = round_point(lse, "lse", statistic(place, "lse"))
     lse = jnp.where(empty, -jnp.inf, lse)
     p.store_statistics(out.lse, lse[:, 0], start)

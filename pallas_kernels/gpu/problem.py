@@ -238,7 +238,8 @@ class Problem:
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
-        return Rounder(scalars.stream(batch, head), self.interpret)
+        stream = scalars.stream(batch, head)
+        return Rounder(self.spec.numerics, self.dtype, stream, self.interpret)
 
     def place(self, i: Array, j: Array, *, keys_first: bool = False) -> Place:
         """Global rows and columns of tile (i, j), [query, 1] and [1, kv]; or of its transpose."""

@@ -61,7 +61,7 @@ def step_of_one_tile(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool)
     count = is_repeated_by_warp if p.counts_ties_by_warp else is_repeated
     step = _Step.of(state, r_m, below, partial(count, interpret=p.interpret), t, walk)
     probs, alpha = step.probs(s, below, place), step.alpha
-    rounded = walk.round_point(probs, "probs", n.probs, place)
+    rounded = walk.round_point(probs, "probs", place)
     row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, p)
     pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
     aux_pv = _auxiliary_product(probs, v, walk)
@@ -107,7 +107,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
         k, v = walk.keys(j), walk.values(j)
         s, place = walk.scores(k, j, masked=masked)
         probs = step.probs(s, s - r_m, place)
-        rounded = walk.round_point(probs, "probs", n.probs, place)
+        rounded = walk.round_point(probs, "probs", place)
         row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, p)
         pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
         if aux_pv is not None:
@@ -174,10 +174,10 @@ class _Step(NamedTuple):
     ) -> "_Step":
         """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
         p, round_point = walk.problem, walk.round_point
-        n, rule = p.spec.numerics, p.spec.row_max
+        rule = p.spec.row_max
         out = Place(p.place(walk.i, t).rows, p.feature_columns, t * p.step)
         m = rule.running_max(r_m, below, state.m, unit=p.score_unit, is_repeated=is_repeated)
-        m = round_point(m, "stats", n.stats, statistic(out, "m"))
+        m = round_point(m, "stats", statistic(out, "m"))
         # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
         subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
         return cls(state, r_m, m, subtracted, out, walk)
@@ -213,18 +213,18 @@ class _Step(NamedTuple):
     ) -> SoftmaxState:
         """The state after the step; rescaled: pv holds α Ō already."""
         p, round_point, state = self.walk.problem, self.walk.round_point, self.state
-        n, rule = p.spec.numerics, p.spec.row_max
+        rule = p.spec.row_max
         if rule.clamp is not None:
             row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
         alpha_of_l = _per_column(alpha, LANES) if row_sums(p) > 1 else alpha
         l = alpha_of_l * state.l + row_sum
-        l = round_point(l, "stats", n.stats, statistic(self.out, "l"))
+        l = round_point(l, "stats", statistic(self.out, "l"))
         alpha = _per_column(alpha, p.padded_head)
         acc = pv
         if not rescaled:
-            pv = round_point(pv, "pv", n.pv, self.out)
-            acc = round_point(alpha * state.acc, "rescale", n.rescale, self.out)
-            acc = round_point(acc + pv, "accumulator", n.accumulator, self.out)
+            pv = round_point(pv, "pv", self.out)
+            acc = round_point(alpha * state.acc, "rescale", self.out)
+            acc = round_point(acc + pv, "accumulator", self.out)
         aux = state.aux
         if aux is not None and aux_pv is not None:
             aux = alpha * aux + aux_pv
@@ -236,7 +236,7 @@ def _round_shift(x: Array, place: Place, walk: Walk) -> Array:
     rounding = walk.problem.spec.numerics.shift
     if rounding.is_identity:
         return x
-    return walk.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, place)
+    return walk.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
 
 def masked_step_changes_nothing(problem: Problem) -> bool:

@@ -44,7 +44,7 @@ class Walk(NamedTuple):
         place = p.place(self.i, j)
         s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
         s = s * np.float32(p.spec.scale / p.score_unit)
-        s = self.round_point(s, "scores", p.spec.numerics.scores, place)
+        s = self.round_point(s, "scores", place)
         if masked is False:
             return s, place
 

@@ -70,19 +70,18 @@ def probs_and_dp(
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
     p, round_point = program.problem, program.round_point
-    n = p.spec.numerics
     a, b = left.for_scores, right.for_scores
     s = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
     unit = lse_unit(p)
     if not p.scales_queries and unit == 1:
         s = s * jnp.float32(p.spec.scale)
-    s = round_point(s, "scores", n.scores, place)
+    s = round_point(s, "scores", place)
     if masked:
         s = mask_scores(s, p.visible(place, program.batch, program.scalars))
     probs = exponential(s - lse, unit)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
-    return probs, round_point(dp, "dp", n.dp, place)
+    return probs, round_point(dp, "dp", place)
 
 
 def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
@@ -90,7 +89,7 @@ def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
     p = program.problem
     if not scales_last(p):
         ds = ds * jnp.float32(p.spec.scale)
-    return program.round_point(ds, "ds", p.spec.numerics.ds, place)
+    return program.round_point(ds, "ds", place)
 
 
 def scales_last(problem: Problem) -> bool:
@@ -157,8 +156,7 @@ class GradientSum(NamedTuple):
     def _add_rounded(self, x: Array, rows: Array, first: Array) -> None:
         # `steps` tells the random bits of these roundings apart in the same way.
         place = Place(rows, indices(0, x.shape[1], 1), 3 * first + self.which)
-        rounding = self.program.problem.spec.numerics.tile_grads
-        self.total[...] += self.program.round_point(x, "tile_grads", rounding, place)
+        self.total[...] += self.program.round_point(x, "tile_grads", place)
 
 
 def sums_parts(problem: Problem, size: int, step: int) -> bool:

@@ -127,7 +127,7 @@ def _finish(
     out: Outputs,
 ) -> None:
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
-    p, n = problem, problem.spec.numerics
+    p = problem
     place = Place(rows, indices(0, p.head_size, 1))
     empty = state.m <= MASKED
     if query_length is not None:
@@ -135,7 +135,7 @@ def _finish(
     l = state.l
     if softmax.sums_by_lane(p):
         l = jnp.broadcast_to(jnp.sum(l, axis=-1, keepdims=True), l.shape)
-    l = round_point(l, "normalizer", n.normalizer, statistic(place, "l"))
+    l = round_point(l, "normalizer", statistic(place, "l"))
     divisor = jnp.where(empty, jnp.float32(1), l)
 
     def divided(acc: Array) -> Array:
@@ -145,12 +145,12 @@ def _finish(
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)
 
     unrounded = divided(state.acc)
-    out.o[...] = round_point(unrounded, "output", n.output_for(p.dtype), place).astype(out.o.dtype)
+    out.o[...] = round_point(unrounded, "output", place).astype(out.o.dtype)
     if state.aux is not None:
         out.saved[...] = round_point.nearest(divided(state.aux), BFLOAT16).astype(jnp.bfloat16)
     elif out.saved is not None:
         out.saved[...] = unrounded
 
     lse = state.m * jnp.float32(softmax.score_unit(p)) + jnp.log(divisor)
-    lse = round_point(lse, "lse", n.lse, statistic(place, "lse"))
+    lse = round_point(lse, "lse", statistic(place, "lse"))
     out.lse[...] = to_row(jnp.where(empty, -jnp.inf, lse))

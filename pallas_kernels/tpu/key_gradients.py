@@ -91,7 +91,7 @@ def _key_gradients(
         q, do = ref.q[...], ref.do[...]
         keys, rows = Side(ref.k[...], ref.v[...]), Side(q, do)
         probs, dp = probs_and_dp(program, keys, rows, ref.lse[...], place, masked=masked)
-        rounded = program.round_point(probs, "probs_bwd", n.probs_bwd, place)
+        rounded = program.round_point(probs, "probs_bwd", place)
         dot, p_format = program.round_point.dot, n.probs_bwd.result_format
         dv_total.add(i, lambda x: dot(rounded[:, x], do[x], p_format, format_of(do), ROWS), cols)
         ds = rounded_ds(program, probs * (dp - ref.delta[...]), place)
@@ -113,4 +113,4 @@ def _key_gradients(
         start = indices(j * p.tile.kv, p.tile.kv, 0)
         for which, (x, out) in enumerate(((dk, dk_ref), (dv_sum[...], dv_ref)), start=1):
             place = Place(start, indices(0, p.head_size, 1), which)
-            out[...] = round_point(x, "grads", n.grads_for(p.dtype), place).astype(out.dtype)
+            out[...] = round_point(x, "grads", place).astype(out.dtype)

@@ -111,7 +111,8 @@ class Problem:
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
-        return Rounder(scalars.stream(batch, head), self.interpret is not None)
+        stream = scalars.stream(batch, head)
+        return Rounder(self.spec.numerics, self.dtype, stream, self.interpret is not None)
 
     def steps_end(self, i: Array, batch: Array, scalars: Scalars) -> Array:
         """The number of steps that query tile i takes, those above the diagonal included."""

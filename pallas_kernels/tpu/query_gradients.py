@@ -196,7 +196,7 @@ def _query_gradients(
             rows,
         )
         if sums.pk is not None:
-            rounded = round_point(probs, "probs_bwd", n.probs_bwd, place)
+            rounded = round_point(probs, "probs_bwd", place)
             p_format = n.probs_bwd.result_format
             sums.pk[...] += round_point.dot(rounded, k, p_format, format_of(k), ROWS)
             sums.p_dp[...] += sum_slices(unscaled)
@@ -214,7 +214,7 @@ def _query_gradients(
             dq = dq - scale * lanes(correction, p.head_size) * sums.pk[...]
             delta_ref[...] = to_row(sums.delta[...] + correction)
         place = Place(walk.rows, indices(0, p.head_size, 1), 0)
-        dq_ref[...] = round_point(dq, "grads", n.grads_for(p.dtype), place).astype(dq_ref.dtype)
+        dq_ref[...] = round_point(dq, "grads", place).astype(dq_ref.dtype)
 
 
 def _row_shift(sums: _QuerySums) -> Array:

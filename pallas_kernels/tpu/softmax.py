@@ -114,7 +114,7 @@ def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
 
 def round_m(m: Array, step: Step) -> Array:
     """The running maximum as it is kept."""
-    return step.round_point(m, "stats", step.problem.spec.numerics.stats, step.statistic("m"))
+    return step.round_point(m, "stats", step.statistic("m"))
 
 
 def _subtracted(m: Array, step: Step) -> Array:
@@ -137,11 +137,11 @@ def _round_shift(x: Array, step: Step, place: Place) -> Array:
     rounding = step.problem.spec.numerics.shift
     if rounding.is_identity:
         return x
-    return step.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", rounding, place)
+    return step.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
 
 def _round_probs(probs: Array, step: Step) -> Array:
-    return step.round_point(probs, "probs", step.problem.spec.numerics.probs, step.place)
+    return step.round_point(probs, "probs", step.place)
 
 
 def _row_sum(probs: Array, rounded: Array, step: Step) -> Array:
@@ -155,8 +155,7 @@ def _new_l(l: Array, alpha: Array, row_sum: Array, step: Step) -> Array:
     clamp = step.problem.spec.row_max.clamp
     if clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(clamp))
-    stats = step.problem.spec.numerics.stats
-    return step.round_point(alpha * l + row_sum, "stats", stats, step.statistic("l"))
+    return step.round_point(alpha * l + row_sum, "stats", step.statistic("l"))
 
 
 def _product(rounded: Array, v: Array, step: Step) -> Array:
@@ -165,10 +164,10 @@ def _product(rounded: Array, v: Array, step: Step) -> Array:
 
 
 def _new_acc(acc: Array, factor: Array, pv: Array, step: Step) -> Array:
-    n, round_point, out = step.problem.spec.numerics, step.round_point, step.out
-    pv = round_point(pv, "pv", n.pv, out)
-    rescaled = round_point(factor * acc, "rescale", n.rescale, out)
-    return round_point(rescaled + pv, "accumulator", n.accumulator, out)
+    round_point, out = step.round_point, step.out
+    pv = round_point(pv, "pv", out)
+    rescaled = round_point(factor * acc, "rescale", out)
+    return round_point(rescaled + pv, "accumulator", out)
 
 
 class Largest(NamedTuple):

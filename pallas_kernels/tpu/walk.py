@@ -115,7 +115,7 @@ class Program(NamedTuple):
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
         if not p.scales_queries and softmax.score_unit(p) == 1:
             s = s * jnp.float32(p.spec.scale)
-        s = self.round_point(s, "scores", p.spec.numerics.scores, place)
+        s = self.round_point(s, "scores", place)
         return mask_scores(s, p.visible(place, self.batch, self.scalars)) if masked else s
 
     def keep_unvisited(

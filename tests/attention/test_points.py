@@ -90,12 +90,12 @@ def test_mutant_that_skips_a_rounding_is_noticed(
 ) -> None:
     chosen = EXACT.replace(**{point: "bfloat16"})
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
-    round_point = steps.round_point
+    round_point = steps.Rounder.__call__
 
-    def skipping(x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else round_point(x, name, *rest)
+    def skipping(self: steps.Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
+        return x if name == point else round_point(self, x, name, *rest)
 
-    monkeypatch.setattr(steps, "round_point", skipping)
+    monkeypatch.setattr(steps.Rounder, "__call__", skipping)
     mutant = eager_result(implementation, chosen)
     assert closer(mutant, off, on) == ROUNDINGS[point]  # it lies where the point is off
     with pytest.raises(AssertionError, match="between on and off"):

@@ -110,8 +110,10 @@ def test_output_is_stored_where_its_format_fits(
 
 
 def test_grads_default_to_the_format_of_their_input() -> None:
-    assert str(FLASH.grads_for(np.dtype("float16"))) == "float16"
-    assert str(FLASH.replace(grads="bfloat16").grads_for(np.dtype("float32"))) == "bfloat16"
+    assert str(FLASH.rounding_at("grads", np.dtype("float16"))) == "float16"
+    assert (
+        str(FLASH.replace(grads="bfloat16").rounding_at("grads", np.dtype("float32"))) == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ from lowprec_attn.arithmetic.steps import Place
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
 from pallas_kernels.gpu.problem import Problem
-from pallas_kernels.gpu.rounding import Rounder
 
 Record = dict[str, Any]
 
@@ -347,8 +346,10 @@ def round_in_kernel(x: Any, fmt: str, *, point: str) -> jax.Array:
     place = Place(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
 
     def kernel(x_ref: Any, out_ref: Any) -> None:
-        rounding = numerics.get_rounding(fmt)
-        out_ref[...] = Rounder(None, interpret=False)(x_ref[...], point, rounding, place)
+        rounder = Rounder(
+            EXACT.replace(**{point: fmt}), np.dtype(np.float32), None, interpret=False
+        )
+        out_ref[...] = rounder(x_ref[...], point, place)
 
     block = pl.BlockSpec((1, size), lambda i: (i, 0))
     out = pl.pallas_call(

@@ -126,7 +126,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     empty = m == -np.inf
     divisor = np.where(empty, np.float32(1), round_nearest(l, n.normalizer))
     acc = acc if n.normalize_probs else acc / divisor
-    o = round_nearest(acc, n.output_for(np.dtype(getattr(ml_dtypes, dtype, dtype))))
+    o = round_nearest(acc, n.rounding_at("output", np.dtype(getattr(ml_dtypes, dtype, dtype))))
     saved = {
         "same": o,
         "float32": acc,
@@ -164,7 +164,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     else:
         products = do * fwd.o_saved
         if n.delta == "do_o_storage":
-            products = round_nearest(products, Rounding(n.output_for(np_dtype).format))
+            products = round_nearest(products, Rounding(n.rounding_at("output", np_dtype).format))
     delta = products.sum(-1, keepdims=True, dtype=np.float32)
     dlse = inputs["dlse"].swapaxes(1, 2)[..., None]
     scale, tiles = np.float32(opt.scale), tile_slices(n, *p.shape[-2:])
@@ -201,7 +201,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     def of_key_heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
 
-    grads = n.grads_for(np_dtype)
+    grads = n.rounding_at("grads", np_dtype)
     result = {"out": fwd.o, "dq": dq, "dk": of_key_heads(dk), "dv": of_key_heads(dv)}
     for name in ("dq", "dk", "dv"):
         result[name] = round_nearest(result[name], grads)
