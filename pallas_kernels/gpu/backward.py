@@ -88,20 +88,20 @@ def _probs_and_dp(
     program: Program, left: Side, right: Side, offset: Array, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
-    p, round_point = program.problem, program.round_point
-    n = p.spec.numerics
+    problem, round_point = program.problem, program.round_point
+    n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
-    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(p.spec.scale)
+    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.spec.scale)
     if not n.scores.is_identity:
         s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
-    if p.hides_exponent_noise:
-        log2_p = multiply_add(s, factor * log2e, offset, interpret=p.interpret)
+    if problem.hides_exponent_noise:
+        log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
     else:
         log2_p = (s * factor + offset) * log2e
     if masked:
-        log2_p = mask_scores(log2_p, p.visible(place, program.batch, program.scalars))
-    probs = exp2(log2_p, interpret=p.interpret)
+        log2_p = mask_scores(log2_p, problem.visible(place, program.batch, program.scalars))
+    probs = exp2(log2_p, interpret=problem.interpret)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
     return probs, round_point(dp, "dp", place)
@@ -109,16 +109,17 @@ def _probs_and_dp(
 
 def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
     """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
-    p = program.problem
-    ds = _unrounded_ds(p, probs, dp, offset)
+    problem = program.problem
+    ds = _unrounded_ds(problem, probs, dp, offset)
     return program.round_point(ds, "ds", place)
 
 
 def _unrounded_ds(problem: Problem, probs: Array, dp: Array, offset: Array) -> Array:
-    p = problem
-    if p.scales_last:
+    if problem.scales_last:
         return probs * (dp + offset)
-    return probs * multiply_add(dp, np.float32(p.spec.scale), offset, interpret=p.interpret)
+    return probs * multiply_add(
+        dp, np.float32(problem.spec.scale), offset, interpret=problem.interpret
+    )
 
 
 def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
@@ -127,50 +128,60 @@ def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
 
 def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, ...]:
     """dK and dV, summed over the query heads of each group; packed, one array with dQ too."""
-    p = problem
 
     def all_rows(j: Array, h: Array, b: Array) -> tuple[Array, int, Array]:
         return b, 0, h
 
-    q, do = (p.block(p.rows, all_rows, plane=plane, heads=p.group) for plane in (0, None))
-    k, v = (p.block(p.keys, all_rows, plane=plane) for plane in (1, 2))
-    statistics = pl.BlockSpec((None, p.group, p.rows), lambda j, h, b: (b, h, 0))
-    if p.packed:
-        block = (None, p.tile.kv, 3, None, p.padded_head)
+    q, do = (
+        problem.block(problem.rows, all_rows, plane=plane, heads=problem.group)
+        for plane in (0, None)
+    )
+    k, v = (problem.block(problem.keys, all_rows, plane=plane) for plane in (1, 2))
+    statistics = pl.BlockSpec((None, problem.group, problem.rows), lambda j, h, b: (b, h, 0))
+    if problem.packed:
+        block = (None, problem.tile.kv, 3, None, problem.padded_head)
         gradients = pl.BlockSpec(block, lambda j, h, b: (b, j, 0, h, 0))
         blocks = [gradients]
     else:
         gradients = None
-        blocks = [p.block(p.tile.kv, lambda j, h, b: (b, j, h))] * 2
+        blocks = [problem.block(problem.tile.kv, lambda j, h, b: (b, j, h))] * 2
     in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients)
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
-    grid = (p.kv_tiles, p.kv_heads, p.batch)
+    grid = (problem.kv_tiles, problem.kv_heads, problem.batch)
     # The array that dQ was written into is the last of the operands.
-    aliases = {len(jax.tree.leaves(x)) - 1: 0} if p.packed else {}
-    return tuple(call(_key_gradients, p, grid, specs, [out] * len(blocks), aliases)(x, scalars))
+    aliases = {len(jax.tree.leaves(x)) - 1: 0} if problem.packed else {}
+    return tuple(
+        call(_key_gradients, problem, grid, specs, [out] * len(blocks), aliases)(x, scalars)
+    )
 
 
 def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
-    p, n = problem, problem.spec.numerics
-    dk_ref, dv_ref = (out[0].at[:, jnp.int32(plane)] for plane in (1, 2)) if p.packed else out
+    n = problem.spec.numerics
+    dk_ref, dv_ref = (out[0].at[:, jnp.int32(plane)] for plane in (1, 2)) if problem.packed else out
     j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    keys = Side(p.load_keys(ref.k, j), p.load_keys(ref.v, j))
-    begin, full, end = p.query_range(j, batch, scalars)
-    first_key = j * p.tile.kv
-    zeros = jnp.zeros((p.tile.kv, p.padded_head), jnp.float32)
+    keys = Side(problem.load_keys(ref.k, j), problem.load_keys(ref.v, j))
+    begin, full, end = problem.query_range(j, batch, scalars)
+    first_key = j * problem.tile.kv
+    zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
 
     def add_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        program = Program(p, scalars, batch, p.rounder(scalars, batch, kv_head * p.group + g))
+        program = Program(
+            problem, scalars, batch, problem.rounder(scalars, batch, kv_head * problem.group + g)
+        )
 
         def add_tile(i: Array, sums: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
             dk, dv = sums
-            start = i * p.tile.query
-            rows = Side(*(p.load_rows(r, start, p.tile.query, g) for r in (ref.q, ref.do)))
-            offset, of_dp = (
-                p.load_statistics(r, start, g)[None] for r in (ref.offset, ref.dp_offset)
+            start = i * problem.tile.query
+            rows = Side(
+                *(problem.load_rows(r, start, problem.tile.query, g) for r in (ref.q, ref.do))
             )
-            place = p.place(i, j, keys_first=True)  # P and dS are then left operands as they are
+            offset, of_dp = (
+                problem.load_statistics(r, start, g)[None] for r in (ref.offset, ref.dp_offset)
+            )
+            place = problem.place(
+                i, j, keys_first=True
+            )  # P and dS are then left operands as they are
             probs, dp = _probs_and_dp(program, keys, rows, offset, place, masked=masked)
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", place)
@@ -185,7 +196,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
             return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
 
-        per_product, _ = p.tiles_per_rounded_product
+        per_product, _ = problem.tiles_per_rounded_product
         if per_product is None:
             return add_tiles(begin, full, end, sums)
 
@@ -194,7 +205,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             first = jnp.maximum(first, begin)
             products = add_tiles(first, jnp.clip(full, first, last), last, (zeros, zeros))
             dk, dv = (
-                _rounded_product(program, x, p.features(first_key, p.tile.kv), c, which)
+                _rounded_product(program, x, problem.features(first_key, problem.tile.kv), c, which)
                 for which, x in enumerate(products, start=1)
             )
             return sums[0] + dk, sums[1] + dv
@@ -202,20 +213,20 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         first = lax.div(begin, per_product)
         return lax.fori_loop(first, lax.div(end + per_product - 1, per_product), add_product, sums)
 
-    dk, dv = lax.fori_loop(0, p.group, add_head, (zeros, zeros))
-    sums = (_scaled_sum(dk, p), dv)
+    dk, dv = lax.fori_loop(0, problem.group, add_head, (zeros, zeros))
+    sums = (_scaled_sum(dk, problem), dv)
     # A gradient summed over a group is told apart by the group's first head.
-    round_point = p.rounder(scalars, batch, kv_head * p.group)
+    round_point = problem.rounder(scalars, batch, kv_head * problem.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
-        place = p.features(first_key, p.tile.kv, which)
-        p.store(out, round_point(x, "grads", place), first_key, p.keys)
+        place = problem.features(first_key, problem.tile.kv, which)
+        problem.store(out, round_point(x, "grads", place), first_key, problem.keys)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
     """Product c of those that add up to dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
-    p = program.problem
-    queries, keys = p.tiles_per_rounded_product
-    tiles, size = (keys, p.tile.kv) if which == 0 else (queries, p.tile.query)
+    problem = program.problem
+    queries, keys = problem.tiles_per_rounded_product
+    tiles, size = (keys, problem.tile.kv) if which == 0 else (queries, problem.tile.query)
     assert tiles is not None
     number = steps.tile_number(c * (tiles * size), which)
     place = dataclasses.replace(place, step=number)
@@ -224,11 +235,10 @@ def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: 
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
     """dQ and the `dp_offset` that dS had."""
-    p = problem
-    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), p.tile_rows(0))
+    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), problem.tile_rows(0))
     if x.dp_offset is not None:
-        return _over_queries(_query_gradients, x, scalars, p, [dq])[0], x.dp_offset
-    dq, formed = _over_queries(_query_gradients, x, scalars, p, [dq, p.tile_statistics])
+        return _over_queries(_query_gradients, x, scalars, problem, [dq])[0], x.dp_offset
+    dq, formed = _over_queries(_query_gradients, x, scalars, problem, [dq, problem.tile_statistics])
     return dq, formed
 
 
@@ -241,13 +251,15 @@ def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
-    p, rows = problem, problem.head_rows()
-    statistics = pl.BlockSpec((None, None, p.rows), lambda i, n, b: (b, n, 0))
-    every = Operands(p.head_rows(0), *p.head_keys, rows, statistics, statistics, rows, statistics)
+    rows = problem.head_rows()
+    statistics = pl.BlockSpec((None, None, problem.rows), lambda i, n, b: (b, n, 0))
+    every = Operands(
+        problem.head_rows(0), *problem.head_keys, rows, statistics, statistics, rows, statistics
+    )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
     specs = ((Operands(*given), jax.tree.map(whole, scalars)), out_specs)
-    return call(body, p, p.query_grid, specs, shapes)(x, scalars)
+    return call(body, problem, problem.query_grid, specs, shapes)(x, scalars)
 
 
 class _Walk(NamedTuple):
@@ -262,12 +274,11 @@ class _Walk(NamedTuple):
 
     @classmethod
     def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
-        p = problem
-        i, head, batch = p.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
-        start = i * p.tile.query
-        rows = Side(*(p.load_rows(r, start, p.tile.query) for r in (ref.q, ref.do)))
-        offset = p.load_statistics(ref.offset, start)[:, None]
-        program = Program(p, scalars, batch, p.rounder(scalars, batch, head))
+        i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+        start = i * problem.tile.query
+        rows = Side(*(problem.load_rows(r, start, problem.tile.query) for r in (ref.q, ref.do)))
+        offset = problem.load_statistics(ref.offset, start)[:, None]
+        program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head))
         return cls(program, ref, i, start, rows, offset)
 
     def statistic(self, ref: Any) -> Array:
@@ -297,17 +308,17 @@ class _Walk(NamedTuple):
 
     def _range(self) -> tuple[Array, Array]:
         p, scalars, batch, _ = self.program
-        return p.key_range(self.i, batch, scalars)
+        return problem.key_range(self.i, batch, scalars)
 
     def _sum(
         self, contribution: Callable[..., Any], zero: Any, first: Array, full: Array, end: Array
     ) -> Any:
         """Over the tiles first ... end − 1, those before `full` without a mask."""
-        p = self.program.problem
+        problem = self.program.problem
 
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
-            keys = Side(p.load_keys(self.ref.k, j), p.load_keys(self.ref.v, j))
-            place = p.place(self.i, j)
+            keys = Side(problem.load_keys(self.ref.k, j), problem.load_keys(self.ref.v, j))
+            place = problem.place(self.i, j)
             probs, dp = _probs_and_dp(
                 self.program, self.rows, keys, self.offset, place, masked=masked
             )
@@ -317,21 +328,21 @@ class _Walk(NamedTuple):
         total = zero
         # First, because ptxas serialises all tensor-core instructions of the other order: there,
         # a program without unmasked tiles sets the accumulator of a pending one to zero.
-        if p.has_masked_tiles:
+        if problem.has_masked_tiles:
             total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
         return lax.fori_loop(first, full, partial(add_tile, masked=False), total)
 
 
 def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
-    p, n = problem, problem.spec.numerics
-    walk = _Walk.of(ref, scalars, p)
+    n = problem.spec.numerics
+    walk = _Walk.of(ref, scalars, problem)
     round_point = walk.program.round_point
     normalized = n.delta == "normalized"
     if ref.dp_offset is None:
         delta = _delta_from_output(walk)
-        of_dp = dp_offset(delta if normalized else delta - walk.statistic(ref.dlse), p)
+        of_dp = dp_offset(delta if normalized else delta - walk.statistic(ref.dlse), problem)
         if not normalized:
-            p.store_statistics(out[1], of_dp[:, 0], walk.start)
+            problem.store_statistics(out[1], of_dp[:, 0], walk.start)
     else:
         of_dp = walk.statistic(ref.dp_offset)
 
@@ -342,35 +353,35 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
         p_rounded = round_point(probs, "probs_bwd", place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
-        ds = _unrounded_ds(p, probs, dp, of_dp)
+        ds = _unrounded_ds(problem, probs, dp, of_dp)
         return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
 
-    zero = jnp.zeros((p.tile.query, p.padded_head), jnp.float32)
+    zero = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     if normalized:
-        lanes = jnp.zeros((p.tile.query, LANES), jnp.float32)
+        lanes = jnp.zeros((problem.tile.query, LANES), jnp.float32)
         dq, pk, *sums = walk.sum_of_rounded(with_row_sums, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         # What δ₀ lacks, r / s − dlse, in the units of dS.
         lacks = jnp.where(s == 0, jnp.float32(0), r / jnp.where(s == 0, jnp.float32(1), s))
-        lacks = lacks + dp_offset(walk.statistic(ref.dlse), p)
-        p.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
+        lacks = lacks + dp_offset(walk.statistic(ref.dlse), problem)
+        problem.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
         dq = dq - lacks * pk
-    elif p.tiles_per_rounded_product[1] is None:
+    elif problem.tiles_per_rounded_product[1] is None:
         dq = walk.sum(product, zero)
     else:
         (dq,) = walk.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
-    dq = _scaled_sum(dq, p)
-    dq = round_point(dq, "grads", p.features(walk.start, p.tile.query, 0))
-    p.store(out[0], dq, walk.start, p.rows)
+    dq = _scaled_sum(dq, problem)
+    dq = round_point(dq, "grads", problem.features(walk.start, problem.tile.query, 0))
+    problem.store(out[0], dq, walk.start, problem.rows)
 
 
 def _delta_from_output(walk: _Walk) -> Array:
     """δ = rowsum(dO ∘ O), [query, 1]."""
-    p, ref = walk.program.problem, walk.ref
-    parts = (p.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
-    delta = jnp.zeros((p.tile.query, 1), jnp.float32)
+    problem, ref = walk.program.problem, walk.ref
+    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
+    delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
     for do, o in zip(*parts, strict=True):
-        delta = delta + steps.delta_from_output(do, o, p.spec.numerics, p.dtype)
+        delta = delta + steps.delta_from_output(do, o, problem.spec.numerics, problem.dtype)
     return delta
 
 

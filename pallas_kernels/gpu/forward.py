@@ -47,79 +47,76 @@ class Outputs(NamedTuple):
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the kernel."""
-    p = problem
-    n = p.spec.numerics
-    lse, statistics = p.tile_statistics
-    saved = saved_dtype(p)
-    shape = (p.batch, p.rows, p.heads, p.head_size)
+    n = problem.spec.numerics
+    lse, statistics = problem.tile_statistics
+    saved = saved_dtype(problem)
+    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     out = Outputs(
-        jax.ShapeDtypeStruct(shape, n.output_dtype(p.dtype)),
+        jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
         lse,
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
     )
-    out_rows = p.head_rows()
+    out_rows = problem.head_rows()
     out_specs = Outputs(out_rows, statistics, None if saved is None else out_rows)
-    specs = ((p.head_rows(0), *p.head_keys, jax.tree.map(whole, scalars)), out_specs)
-    return Outputs(*call(_forward, p, p.query_grid, specs, out)(q, k, v, scalars))
+    specs = ((problem.head_rows(0), *problem.head_keys, jax.tree.map(whole, scalars)), out_specs)
+    return Outputs(*call(_forward, problem, problem.query_grid, specs, out)(q, k, v, scalars))
 
 
 def _forward(
     q_ref: Any, k_ref: Any, v_ref: Any, scalars: Scalars, *out: Any, problem: Problem
 ) -> None:
-    p = problem
-    i, head, batch = p.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
-    start = i * p.tile.query
-    q = p.load_rows(q_ref, start, p.tile.query)
-    round_point = p.rounder(scalars, batch, head)
-    walk = Walk(p, scalars, batch, i, q, k_ref, v_ref, round_point)
-    take_step = step_of_one_tile if p.tiles_per_step == 1 else step_of_tiles
+    i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+    start = i * problem.tile.query
+    q = problem.load_rows(q_ref, start, problem.tile.query)
+    round_point = problem.rounder(scalars, batch, head)
+    walk = Walk(problem, scalars, batch, i, q, k_ref, v_ref, round_point)
+    take_step = step_of_one_tile if problem.tiles_per_step == 1 else step_of_tiles
 
     def step(t: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
         new = take_step(state, t, walk, masked=masked)
-        if not masked or masked_step_changes_nothing(p):
+        if not masked or masked_step_changes_nothing(problem):
             return new
         return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
 
-    full, end = p.key_range(i, batch, scalars, size=p.step)
-    state = initial_state(p)
-    several = p.tiles_per_step > 1
-    if several and p.has_masked_tiles and masked_step_changes_nothing(p):
+    full, end = problem.key_range(i, batch, scalars, size=problem.step)
+    state = initial_state(problem)
+    several = problem.tiles_per_step > 1
+    if several and problem.has_masked_tiles and masked_step_changes_nothing(problem):
         # Such a step tells by itself which of its tiles to mask: one loop takes them all.
         full = jnp.int32(0)
     else:
         state = lax.fori_loop(0, full, partial(step, masked=False), state)
-    if p.has_masked_tiles:
+    if problem.has_masked_tiles:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
-    if p.visits_above_diagonal:
-        _, every = p.key_range(i, batch, scalars, size=p.step, causal=False)
+    if problem.visits_above_diagonal:
+        _, every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)
         state = lax.fori_loop(end, every, partial(step_above_diagonal, walk=walk), state)
     if several:
         # Otherwise q's addresses, which are O's too, would stay in registers during the walk.
-        start = anew(start, interpret=p.interpret)
-    _finish(state, p, round_point, start, Outputs(*out))
+        start = anew(start, interpret=problem.interpret)
+    _finish(state, problem, round_point, start, Outputs(*out))
 
 
 def _finish(
     state: SoftmaxState, problem: Problem, round_point: Rounder, start: Array, out: Outputs
 ) -> None:
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
-    p = problem
-    place = p.features(start, p.tile.query)
+    place = problem.features(start, problem.tile.query)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
-    l = jnp.sum(state.l, axis=-1, keepdims=True) if row_sums(p) > 1 else one(state.l)
+    l = jnp.sum(state.l, axis=-1, keepdims=True) if row_sums(problem) > 1 else one(state.l)
     l = round_point(l, "normalizer", statistic(place, "l"))
     empty = m <= MASKED
     divisor = jnp.where(empty, jnp.float32(1), l)
     unrounded = state.acc / divisor
     o = round_point(unrounded, "output", place)
-    p.store_rows(out.o, o, start)
+    problem.store_rows(out.o, o, start)
     if state.aux is not None:
-        p.store_rows(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start)
+        problem.store_rows(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start)
     elif out.saved is not None:
-        p.store_rows(out.saved, unrounded, start)
+        problem.store_rows(out.saved, unrounded, start)
 
-    lse = m * np.float32(p.score_unit) + jnp.log(divisor)
+    lse = m * np.float32(problem.score_unit) + jnp.log(divisor)
     lse = round_point(lse, "lse", statistic(place, "lse"))
     lse = jnp.where(empty, -jnp.inf, lse)
-    p.store_statistics(out.lse, lse[:, 0], start)
+    problem.store_statistics(out.lse, lse[:, 0], start)

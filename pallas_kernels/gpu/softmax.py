@@ -52,17 +52,17 @@ def initial_state(problem: Problem) -> SoftmaxState:
 
 def step_of_one_tile(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) -> SoftmaxState:
     """One online-softmax step over the keys of one tile."""
-    p, n = walk.problem, walk.problem.spec.numerics
+    problem, n = walk.problem, walk.problem.spec.numerics
     k, v = walk.keys(t), walk.values(t)
     s, place = walk.scores(k, t, masked=masked)
     # At least MASKED: −inf − (−inf) would be NaN.
-    r_m = jnp.maximum(_over_row(jnp.max, s, p), jnp.float32(MASKED))
-    below = s - _per_column(r_m, p.tile.kv)
-    count = is_repeated_by_warp if p.counts_ties_by_warp else is_repeated
-    step = _Step.of(state, r_m, below, partial(count, interpret=p.interpret), t, walk)
+    r_m = jnp.maximum(_over_row(jnp.max, s, problem), jnp.float32(MASKED))
+    below = s - _per_column(r_m, problem.tile.kv)
+    count = is_repeated_by_warp if problem.counts_ties_by_warp else is_repeated
+    step = _Step.of(state, r_m, below, partial(count, interpret=problem.interpret), t, walk)
     probs, alpha = step.probs(s, below, place), step.alpha
     rounded = walk.round_point(probs, "probs", place)
-    row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+    row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, problem)
     pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
     aux_pv = _auxiliary_product(probs, v, walk)
     return step.finish(alpha, row_sum, pv, aux_pv)
@@ -74,10 +74,12 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
     S is formed twice. Entry by entry, the two largest of all tiles are kept: they are enough to
     find the maximum, and whether it repeats.
     """
-    p, n = walk.problem, walk.problem.spec.numerics
+    problem, n = walk.problem, walk.problem.spec.numerics
     over_tiles = partial(walk.over_tiles, t, masked=masked)
-    counts_ties = not isinstance(p.spec.row_max, StandardMax)
-    lowest = jnp.full((p.tile.query, p.tile.kv if counts_ties else LANES), -jnp.inf, jnp.float32)
+    counts_ties = not isinstance(problem.spec.row_max, StandardMax)
+    lowest = jnp.full(
+        (problem.tile.query, problem.tile.kv if counts_ties else LANES), -jnp.inf, jnp.float32
+    )
 
     def look(j: Array, seen: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
         s, _ = walk.scores(walk.keys(j), j, masked=masked)
@@ -90,7 +92,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
     # From the last tile to the first: the products start with the first, and its addresses would
     # otherwise stay in registers meanwhile.
     largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties), backwards=True)
-    r_m = jnp.maximum(_over_row(jnp.max, largest, p), jnp.float32(MASKED))
+    r_m = jnp.maximum(_over_row(jnp.max, largest, problem), jnp.float32(MASKED))
 
     def repeats(below: Array, tolerance: float) -> Array:
         near = [_count_near(x, tolerance) for x in (below, *(x - r_m for x in second))]
@@ -108,7 +110,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
         s, place = walk.scores(k, j, masked=masked)
         probs = step.probs(s, s - r_m, place)
         rounded = walk.round_point(probs, "probs", place)
-        row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, p)
+        row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, problem)
         pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
         if aux_pv is not None:
             aux_pv = aux_pv + _auxiliary_product(probs, v, walk)
@@ -116,7 +118,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
 
     start = (
         jnp.zeros_like(state.l),
-        _per_column(alpha, p.padded_head) * state.acc if adds_up else zero,
+        _per_column(alpha, problem.padded_head) * state.acc if adds_up else zero,
         None if state.aux is None else zero,
     )
     row_sum, pv, aux_pv = over_tiles(add, start)
@@ -125,11 +127,11 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
 
 def step_above_diagonal(t: Array, state: SoftmaxState, *, walk: Walk) -> SoftmaxState:
     """A step whose keys are all masked: m, l and Ō as the rule and the roundings leave them."""
-    p = walk.problem
+    problem = walk.problem
     masked = jnp.full_like(state.m, MASKED)
 
     def repeats(below: Array, tolerance: float) -> Array:
-        return jnp.full(below.shape, p.step > 1)
+        return jnp.full(below.shape, problem.step > 1)
 
     step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, walk)
     zero = jnp.zeros_like(state.acc)
@@ -173,10 +175,10 @@ class _Step(NamedTuple):
         walk: Walk,
     ) -> "_Step":
         """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
-        p, round_point = walk.problem, walk.round_point
-        rule = p.spec.row_max
-        out = Place(p.place(walk.i, t).rows, p.feature_columns, t * p.step)
-        m = rule.running_max(r_m, below, state.m, unit=p.score_unit, is_repeated=is_repeated)
+        problem, round_point = walk.problem, walk.round_point
+        rule = problem.spec.row_max
+        out = Place(problem.place(walk.i, t).rows, problem.feature_columns, t * problem.step)
+        m = rule.running_max(r_m, below, state.m, unit=problem.score_unit, is_repeated=is_repeated)
         m = round_point(m, "stats", statistic(out, "m"))
         # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
         subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
@@ -185,22 +187,22 @@ class _Step(NamedTuple):
     @property
     def alpha(self) -> Array:
         """exp(m_old − m)."""
-        p = self.walk.problem
+        problem = self.walk.problem
         shift = self.state.m - self.subtracted
         shift = _round_shift(shift, statistic(self.out, "alpha"), self.walk)
-        return exp2(shift * np.float32(p.score_unit * LOG2E), interpret=p.interpret)
+        return exp2(shift * np.float32(problem.score_unit * LOG2E), interpret=problem.interpret)
 
     def probs(self, s: Array, below: Array, place: Place) -> Array:
         """P̄ = exp(S − m) of a tile's scores s, which are r_m + below."""
-        p, columns = self.walk.problem, s.shape[1]
-        to_log2 = np.float32(p.score_unit * LOG2E)
-        if not p.spec.numerics.shift.is_identity:
+        problem, columns = self.walk.problem, s.shape[1]
+        to_log2 = np.float32(problem.score_unit * LOG2E)
+        if not problem.spec.numerics.shift.is_identity:
             shift = _round_shift(s - _per_column(self.subtracted, columns), place, self.walk)
-            return exp2(shift * to_log2, interpret=p.interpret)
+            return exp2(shift * to_log2, interpret=problem.interpret)
         # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
         offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
-        log2_p = multiply_add(below, to_log2, offset, interpret=p.interpret)
-        return exp2(log2_p, interpret=p.interpret)
+        log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)
+        return exp2(log2_p, interpret=problem.interpret)
 
     def finish(
         self,
@@ -212,14 +214,14 @@ class _Step(NamedTuple):
         rescaled: bool = False,
     ) -> SoftmaxState:
         """The state after the step; rescaled: pv holds α Ō already."""
-        p, round_point, state = self.walk.problem, self.walk.round_point, self.state
-        rule = p.spec.row_max
+        problem, round_point, state = self.walk.problem, self.walk.round_point, self.state
+        rule = problem.spec.row_max
         if rule.clamp is not None:
             row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
-        alpha_of_l = _per_column(alpha, LANES) if row_sums(p) > 1 else alpha
+        alpha_of_l = _per_column(alpha, LANES) if row_sums(problem) > 1 else alpha
         l = alpha_of_l * state.l + row_sum
         l = round_point(l, "stats", statistic(self.out, "l"))
-        alpha = _per_column(alpha, p.padded_head)
+        alpha = _per_column(alpha, problem.padded_head)
         acc = pv
         if not rescaled:
             pv = round_point(pv, "pv", self.out)

@@ -40,16 +40,16 @@ class Walk(NamedTuple):
 
         masked: known when compiled, or found out by every program.
         """
-        p, q = self.problem, self.q
-        place = p.place(self.i, j)
+        problem, q = self.problem, self.q
+        place = problem.place(self.i, j)
         s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
-        s = s * np.float32(p.spec.scale / p.score_unit)
+        s = s * np.float32(problem.spec.scale / problem.score_unit)
         s = self.round_point(s, "scores", place)
         if masked is False:
             return s, place
 
         def mask(s: Array) -> Array:
-            return mask_scores(s, p.visible(place, self.batch, self.scalars))
+            return mask_scores(s, problem.visible(place, self.batch, self.scalars))
 
         return mask(s) if masked is True else lax.cond(masked, mask, lambda s: s, s), place
 
@@ -66,9 +66,9 @@ class Walk(NamedTuple):
 
         One loop, where masked with a branch: of two each would wait for its first tiles.
         """
-        p = self.problem
-        first, last = t * p.tiles_per_step, (t + 1) * p.tiles_per_step
-        full, end = p.key_range(self.i, self.batch, self.scalars)
+        problem = self.problem
+        first, last = t * problem.tiles_per_step, (t + 1) * problem.tiles_per_step
+        full, end = problem.key_range(self.i, self.batch, self.scalars)
         if masked:
             last = jnp.minimum(last, end)
 
@@ -80,8 +80,8 @@ class Walk(NamedTuple):
 
     def visits(self, t: Array) -> Array:
         """Rows for which step t exists: those it does not lie wholly beyond, by position."""
-        p = self.problem
-        rows = p.place(self.i, t).rows
-        first = Place(rows, jnp.full((1, 1), t * p.step))
-        causal = p.spec.is_causal and not p.visits_above_diagonal
-        return p.visible(first, self.batch, self.scalars, causal=causal)
+        problem = self.problem
+        rows = problem.place(self.i, t).rows
+        first = Place(rows, jnp.full((1, 1), t * problem.step))
+        causal = problem.spec.is_causal and not problem.visits_above_diagonal
+        return problem.visible(first, self.batch, self.scalars, causal=causal)

@@ -111,15 +111,15 @@ def _forward(
 ) -> tuple[tuple[Array, Array], steps.Residuals]:
     q, k, v = first_order_only((q, k, v), "tpu")
     inputs = steps.Grouped(q, k, v, extras)
-    p = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
-    qs, ks, vs = _padded_inputs(inputs, p)
-    out = forward(qs, ks, vs, Scalars.of(extras, spec), p)
+    problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
+    qs, ks, vs = _padded_inputs(inputs, problem)
+    out = forward(qs, ks, vs, Scalars.of(extras, spec), problem)
     rows = q.shape[-2]
-    o = _by_group(out.o, p)[..., :rows, :]
-    lse = _by_group(out.lse, p)[..., 0, :rows]
+    o = _by_group(out.o, problem)[..., :rows, :]
+    lse = _by_group(out.lse, problem)[..., 0, :rows]
     saved = None
     if spec.numerics.delta != "dp_p":
-        saved = o if out.saved is None else _by_group(out.saved, p)[..., :rows, :]
+        saved = o if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
     return (o, lse), steps.Residuals(inputs, saved, lse)
 
 
@@ -134,11 +134,11 @@ def _backward(
     # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
     lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
 
-    def operands(p: Problem, *by_row: Array | None) -> Operands:
-        q, k, v = _padded_inputs(inputs, p)
-        scores_lse = _statistics(lse / jnp.float32(lse_unit(p)), p, jnp.inf)
-        others = (None if x is None else _statistics(x, p, 0.0) for x in by_row)
-        return Operands(q, k, v, _padded_rows(do, p), scores_lse, *others)
+    def operands(problem: Problem, *by_row: Array | None) -> Operands:
+        q, k, v = _padded_inputs(inputs, problem)
+        scores_lse = _statistics(lse / jnp.float32(lse_unit(problem)), problem, jnp.inf)
+        others = (None if x is None else _statistics(x, problem, 0.0) for x in by_row)
+        return Operands(q, k, v, _padded_rows(do, problem), scores_lse, *others)
 
     n = spec.numerics
     if res.o_saved is None:
@@ -190,33 +190,41 @@ def _sizes_of(inputs: steps.Grouped, spec: Spec) -> BlockSizes:
     return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize)
 
 
-def _padded_inputs(inputs: steps.Grouped, p: Problem) -> tuple[Array, Array, Array]:
+def _padded_inputs(inputs: steps.Grouped, problem: Problem) -> tuple[Array, Array, Array]:
     """q (times the scale where that is exact), k, v as the kernels take them."""
-    q = inputs.q * jnp.asarray(p.spec.scale, inputs.q.dtype) if p.scales_queries else inputs.q
-    return _padded_rows(q, p), _pad(inputs.k, p.padded_keys), _pad(inputs.v, p.padded_keys)
+    q = (
+        inputs.q * jnp.asarray(problem.spec.scale, inputs.q.dtype)
+        if problem.scales_queries
+        else inputs.q
+    )
+    return (
+        _padded_rows(q, problem),
+        _pad(inputs.k, problem.padded_keys),
+        _pad(inputs.v, problem.padded_keys),
+    )
 
 
-def _padded_rows(x: Array, p: Problem) -> Array:
+def _padded_rows(x: Array, problem: Problem) -> Array:
     """[B, K, G, T, H] as [B, N, T, H], T in whole tiles."""
-    return _pad(x.reshape(p.batch, p.heads, *x.shape[3:]), p.padded_rows)
+    return _pad(x.reshape(problem.batch, problem.heads, *x.shape[3:]), problem.padded_rows)
 
 
 def _pad(x: Array, size: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]), (0, 0)))
 
 
-def _statistics(x: Array, p: Problem, fill: float) -> Array:
+def _statistics(x: Array, problem: Problem, fill: float) -> Array:
     """[B, K, G, T] as [B, N, 1, T], T in whole tiles."""
-    x = x.reshape(p.batch, p.heads, 1, p.rows)
-    padding = ((0, 0), (0, 0), (0, 0), (0, p.padded_rows - p.rows))
+    x = x.reshape(problem.batch, problem.heads, 1, problem.rows)
+    padding = ((0, 0), (0, 0), (0, 0), (0, problem.padded_rows - problem.rows))
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def _by_group(x: Array, p: Problem) -> Array:
+def _by_group(x: Array, problem: Problem) -> Array:
     """[B, N, ...] as [B, K, G, ...]."""
-    return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:])
+    return x.reshape(problem.batch, problem.kv_heads, problem.group, *x.shape[2:])
 
 
-def _by_row(statistics: Array, p: Problem) -> Array:
+def _by_row(statistics: Array, problem: Problem) -> Array:
     """[B, N, 1, T], T in whole tiles, as [B, K, G, T]."""
-    return _by_group(statistics, p)[..., 0, : p.rows]
+    return _by_group(statistics, problem)[..., 0, : problem.rows]

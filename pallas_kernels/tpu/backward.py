@@ -69,15 +69,15 @@ def probs_and_dp(
     program: Program, left: Side, right: Side, lse: Array, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
-    p, round_point = program.problem, program.round_point
+    problem, round_point = program.problem, program.round_point
     a, b = left.for_scores, right.for_scores
     s = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
-    unit = lse_unit(p)
-    if not p.scales_queries and unit == 1:
-        s = s * jnp.float32(p.spec.scale)
+    unit = lse_unit(problem)
+    if not problem.scales_queries and unit == 1:
+        s = s * jnp.float32(problem.spec.scale)
     s = round_point(s, "scores", place)
     if masked:
-        s = mask_scores(s, p.visible(place, program.batch, program.scalars))
+        s = mask_scores(s, problem.visible(place, program.batch, program.scalars))
     probs = exponential(s - lse, unit)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
@@ -86,9 +86,9 @@ def probs_and_dp(
 
 def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
     """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
-    p = program.problem
-    if not scales_last(p):
-        ds = ds * jnp.float32(p.spec.scale)
+    problem = program.problem
+    if not scales_last(problem):
+        ds = ds * jnp.float32(problem.spec.scale)
     return program.round_point(ds, "ds", place)
 
 

@@ -44,35 +44,37 @@ class Outputs(NamedTuple):
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the kernel on q [B, N, T, H], k and v [B, K, S, H], padded to whole tiles."""
-    p, size = problem, problem.tile
-    walk = Walk.of(p)
+    size = problem.tile
+    walk = Walk.of(problem)
 
     def key_tile(b: Array, h: Array, i: Array, tile: Array, scalars: Scalars) -> tuple[Any, ...]:
-        visited = p.key_range(i, size.kv, b, scalars)
-        return b, lax.div(h, p.group), visited.clamp(tile), 0
+        visited = problem.key_range(i, size.kv, b, scalars)
+        return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
-    block = (None, None, size.kv, p.head_size)
-    rows = pl.BlockSpec((None, None, size.query, p.head_size), lambda b, h, i, j, _: (b, h, i, 0))
+    block = (None, None, size.kv, problem.head_size)
+    rows = pl.BlockSpec(
+        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
+    )
     keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile(j), x))
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile_of_v(j), x))
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
-    saved_dtype = _saved_dtype(p)
-    shape = (p.batch, p.heads, p.padded_rows, p.head_size)
+    saved_dtype = _saved_dtype(problem)
+    shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
     out = Outputs(
-        jax.ShapeDtypeStruct(shape, p.spec.numerics.output_dtype(p.dtype)),
-        jax.ShapeDtypeStruct((p.batch, p.heads, 1, p.padded_rows), jnp.float32),
+        jax.ShapeDtypeStruct(shape, problem.spec.numerics.output_dtype(problem.dtype)),
+        jax.ShapeDtypeStruct((problem.batch, problem.heads, 1, problem.padded_rows), jnp.float32),
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
     )
-    per_row, accumulator = (size.query, LANES), (size.query, p.head_size)
-    state = (per_row, per_row, accumulator) + (accumulator,) * _keeps_auxiliary(p)
+    per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
+    state = (per_row, per_row, accumulator) + (accumulator,) * _keeps_auxiliary(problem)
     grid = Grid(
-        sizes=(p.batch, p.heads, p.q_tiles, walk.programs),
+        sizes=(problem.batch, problem.heads, problem.q_tiles, walk.programs),
         parallel=3,
         in_specs=(rows, keys, values),
         out_specs=Outputs(rows, statistics, None if saved_dtype is None else rows),
         scratch=state + ((per_row,) * 2 + state) * walk.is_long,
     )
-    return Outputs(*call(_forward, p, grid, out)(scalars, q, k, v))
+    return Outputs(*call(_forward, problem, grid, out)(scalars, q, k, v))
 
 
 def _saved_dtype(problem: Problem) -> np.dtype | None:
@@ -90,11 +92,11 @@ def _keeps_auxiliary(problem: Problem) -> bool:
 def _forward(
     scalars: Scalars, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, problem: Problem
 ) -> None:
-    p, out, scratch = problem, Outputs(*refs[:3]), refs[3:]
+    out, scratch = Outputs(*refs[:3]), refs[3:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
-    program = Program(p, scalars, batch, p.rounder(scalars, batch, head), i)
-    walk, inputs = Walk.of(p), Inputs(q_ref, k_ref, v_ref)
-    size, missing = (4, ()) if _keeps_auxiliary(p) else (3, (None,))
+    program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i)
+    walk, inputs = Walk.of(problem), Inputs(q_ref, k_ref, v_ref)
+    size, missing = (4, ()) if _keeps_auxiliary(problem) else (3, (None,))
     state_ref = SoftmaxState(*scratch[:size], *missing)
 
     @pl.when(j == 0)
@@ -115,7 +117,7 @@ def _forward(
     def finish() -> None:
         state = read(state_ref)
         limit = None if scalars.query_lengths is None else scalars.query_lengths[batch]
-        _finish(state, p, program.round_point, program.rows(), limit, out)
+        _finish(state, problem, program.round_point, program.rows(), limit, out)
 
 
 def _finish(
@@ -127,19 +129,18 @@ def _finish(
     out: Outputs,
 ) -> None:
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
-    p = problem
-    place = Place(rows, indices(0, p.head_size, 1))
+    place = Place(rows, indices(0, problem.head_size, 1))
     empty = state.m <= MASKED
     if query_length is not None:
         empty = empty | (rows >= query_length)
     l = state.l
-    if softmax.sums_by_lane(p):
+    if softmax.sums_by_lane(problem):
         l = jnp.broadcast_to(jnp.sum(l, axis=-1, keepdims=True), l.shape)
     l = round_point(l, "normalizer", statistic(place, "l"))
     divisor = jnp.where(empty, jnp.float32(1), l)
 
     def divided(acc: Array) -> Array:
-        quotient = acc / lanes(divisor, p.head_size)
+        quotient = acc / lanes(divisor, problem.head_size)
         if query_length is None:
             return quotient
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)
@@ -151,6 +152,6 @@ def _finish(
     elif out.saved is not None:
         out.saved[...] = unrounded
 
-    lse = state.m * jnp.float32(softmax.score_unit(p)) + jnp.log(divisor)
+    lse = state.m * jnp.float32(softmax.score_unit(problem)) + jnp.log(divisor)
     lse = round_point(lse, "lse", statistic(place, "lse"))
     out.lse[...] = to_row(jnp.where(empty, -jnp.inf, lse))

@@ -32,33 +32,36 @@ from pallas_kernels.tpu.scalars import Scalars
 
 def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
     """dK and dV [B, K, S, H], summed over the query heads of each group."""
-    p, size = problem, problem.tile
+    size = problem.tile
 
     # A causal key tile may lie after all rows: no query tile sees it, and there is none to name.
-    may_be_unseen = p.spec.is_causal and p.padded_keys - size.kv >= p.padded_rows
+    may_be_unseen = problem.spec.is_causal and problem.padded_keys - size.kv >= problem.padded_rows
 
     def visited(j: Array, i: Array, b: Array, scalars: Scalars) -> Array:
-        tile = p.query_range(j, b, scalars).clamp(i)
-        return jnp.minimum(tile, p.q_tiles - 1) if may_be_unseen else tile
+        tile = problem.query_range(j, b, scalars).clamp(i)
+        return jnp.minimum(tile, problem.q_tiles - 1) if may_be_unseen else tile
 
     rows = pl.BlockSpec(
-        (None, None, size.query, p.head_size),
-        lambda b, h, j, g, i, scalars: (b, h * p.group + g, visited(j, i, b, scalars), 0),
+        (None, None, size.query, problem.head_size),
+        lambda b, h, j, g, i, scalars: (b, h * problem.group + g, visited(j, i, b, scalars), 0),
     )
-    keys = pl.BlockSpec((None, None, size.kv, p.head_size), lambda b, h, j, g, i, _: (b, h, j, 0))
+    keys = pl.BlockSpec(
+        (None, None, size.kv, problem.head_size), lambda b, h, j, g, i, _: (b, h, j, 0)
+    )
     statistics = pl.BlockSpec(
         (None, None, 1, size.query),
-        lambda b, h, j, g, i, scalars: (b, h * p.group + g, 0, visited(j, i, b, scalars)),
+        lambda b, h, j, g, i, scalars: (b, h * problem.group + g, 0, visited(j, i, b, scalars)),
     )
     grid = Grid(
-        sizes=(p.batch, p.kv_heads, p.kv_tiles, p.group, p.q_tiles),
+        sizes=(problem.batch, problem.kv_heads, problem.kv_tiles, problem.group, problem.q_tiles),
         parallel=3,
         in_specs=(Operands(rows, keys, keys, rows, statistics, statistics),),
         out_specs=(keys, keys),
-        scratch=((size.kv, p.head_size),) * (4 if sums_parts(p, size.query, p.row_step) else 2),
+        scratch=((size.kv, problem.head_size),)
+        * (4 if sums_parts(problem, size.query, problem.row_step) else 2),
     )
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
-    dk, dv = call(_key_gradients, p, grid, (out, out))(scalars, x)
+    dk, dv = call(_key_gradients, problem, grid, (out, out))(scalars, x)
     return dk, dv
 
 
@@ -72,12 +75,14 @@ def _key_gradients(
     *parts: Any,
     problem: Problem,
 ) -> None:
-    p, n = problem, problem.spec.numerics
+    n = problem.spec.numerics
     batch, kv_head, j, g, i = (pl.program_id(axis) for axis in range(5))
-    program = Program(p, scalars, batch, p.rounder(scalars, batch, kv_head * p.group + g))
+    program = Program(
+        problem, scalars, batch, problem.rounder(scalars, batch, kv_head * problem.group + g)
+    )
     dk_part, dv_part = parts or (None, None)
-    dk_total = GradientSum(program, dk_sum, dk_part, p.tile.query, p.row_step, 1)
-    dv_total = GradientSum(program, dv_sum, dv_part, p.tile.query, p.row_step, 2)
+    dk_total = GradientSum(program, dk_sum, dk_part, problem.tile.query, problem.row_step, 1)
+    dv_total = GradientSum(program, dv_sum, dv_part, problem.tile.query, problem.row_step, 2)
 
     @pl.when((g == 0) & (i == 0))
     def initialise() -> None:
@@ -86,8 +91,8 @@ def _key_gradients(
 
     def add_tile(*, masked: bool) -> None:
         # P and dS are formed transposed: they are then left operands as they are.
-        cols = indices(j * p.tile.kv, p.tile.kv, 0)
-        place = Place(indices(i * p.tile.query, p.tile.query, 1), cols)
+        cols = indices(j * problem.tile.kv, problem.tile.kv, 0)
+        place = Place(indices(i * problem.tile.query, problem.tile.query, 1), cols)
         q, do = ref.q[...], ref.do[...]
         keys, rows = Side(ref.k[...], ref.v[...]), Side(q, do)
         probs, dp = probs_and_dp(program, keys, rows, ref.lse[...], place, masked=masked)
@@ -98,19 +103,23 @@ def _key_gradients(
         ds_format = n.ds.result_format
         dk_total.add(i, lambda x: dot(ds[:, x], q[x], ds_format, format_of(q), ROWS), cols)
 
-    seen = p.query_range(j, batch, scalars)
-    visit_tile(i, seen, (p.key_range(i, p.tile.kv, batch, scalars).full > j), p, add_tile)
+    seen = problem.query_range(j, batch, scalars)
+    visit_tile(
+        i, seen, (problem.key_range(i, problem.tile.kv, batch, scalars).full > j), problem, add_tile
+    )
     for total in (dk_total, dv_total):
-        total.end_of_tile(i, seen, p.q_tiles, indices(j * p.tile.kv, p.tile.kv, 0))
+        total.end_of_tile(
+            i, seen, problem.q_tiles, indices(j * problem.tile.kv, problem.tile.kv, 0)
+        )
 
-    @pl.when((g == p.group - 1) & (i == p.q_tiles - 1))
+    @pl.when((g == problem.group - 1) & (i == problem.q_tiles - 1))
     def finish() -> None:
         # A gradient summed over a group is told apart by the group's first head.
-        round_point = p.rounder(scalars, batch, kv_head * p.group)
+        round_point = problem.rounder(scalars, batch, kv_head * problem.group)
         # q comes with the scale where that is exact, and dK = dSᵀ q has it from there.
-        scaled = scales_last(p) and not p.scales_queries
-        dk = dk_sum[...] * jnp.float32(p.spec.scale) if scaled else dk_sum[...]
-        start = indices(j * p.tile.kv, p.tile.kv, 0)
+        scaled = scales_last(problem) and not problem.scales_queries
+        dk = dk_sum[...] * jnp.float32(problem.spec.scale) if scaled else dk_sum[...]
+        start = indices(j * problem.tile.kv, problem.tile.kv, 0)
         for which, (x, out) in enumerate(((dk, dk_ref), (dv_sum[...], dv_ref)), start=1):
-            place = Place(start, indices(0, p.head_size, 1), which)
+            place = Place(start, indices(0, problem.head_size, 1), which)
             out[...] = round_point(x, "grads", place).astype(out.dtype)

@@ -59,25 +59,26 @@ class _QuerySums(NamedTuple):
     @classmethod
     def shapes(cls, problem: Problem) -> "_QuerySums":
         """What of it a problem needs."""
-        p, tile = problem, problem.tile
-        row, sums = (tile.query, LANES), (tile.query, p.head_size)
+        tile = problem.tile
+        row, sums = (tile.query, LANES), (tile.query, problem.head_size)
         result = cls(sums, row, row)
-        if p.spec.numerics.delta == "normalized":
+        if problem.spec.numerics.delta == "normalized":
             result = result._replace(p_dp=row, p=row, pk=sums)
-        return result._replace(part=sums) if sums_parts(p, tile.kv, p.step) else result
+        return result._replace(part=sums) if sums_parts(problem, tile.kv, problem.step) else result
 
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGradients:
     """dQ, and what it finds of δ on the way."""
-    p = problem
-    block = (None, None, p.tile.query, p.head_size)
+    block = (None, None, problem.tile.query, problem.head_size)
     out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
     out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
     if x.dlse is not None:
-        out_spec = out_spec._replace(delta=_row_statistics(p))
+        out_spec = out_spec._replace(delta=_row_statistics(problem))
         out = out._replace(delta=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
-    scratch = tuple(shape for shape in _QuerySums.shapes(p) if shape is not None)
-    return QueryGradients(*_over_queries(_query_gradients, x, scalars, p, (out, out_spec, scratch)))
+    scratch = tuple(shape for shape in _QuerySums.shapes(problem) if shape is not None)
+    return QueryGradients(
+        *_over_queries(_query_gradients, x, scalars, problem, (out, out_spec, scratch))
+    )
 
 
 def _row_statistics(problem: Problem) -> pl.BlockSpec:
@@ -87,33 +88,36 @@ def _row_statistics(problem: Problem) -> pl.BlockSpec:
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """δ = rowsum(dP ∘ P), [B, N, 1, T], in a pass of its own over the keys."""
-    p = problem
-    statistic = (p.tile.query, LANES)
+    statistic = (problem.tile.query, LANES)
     out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
-    return _over_queries(_delta, x, scalars, p, (out, _row_statistics(p), (statistic, statistic)))
+    return _over_queries(
+        _delta, x, scalars, problem, (out, _row_statistics(problem), (statistic, statistic))
+    )
 
 
 def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, out: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; its key tiles follow in order."""
-    p, size = problem, problem.tile
+    size = problem.tile
 
     def key_tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Any, ...]:
-        return b, lax.div(h, p.group), p.key_range(i, size.kv, b, scalars).clamp(j), 0
+        return b, lax.div(h, problem.group), problem.key_range(i, size.kv, b, scalars).clamp(j), 0
 
-    rows = pl.BlockSpec((None, None, size.query, p.head_size), lambda b, h, i, j, _: (b, h, i, 0))
-    keys = pl.BlockSpec((None, None, size.kv, p.head_size), key_tile)
+    rows = pl.BlockSpec(
+        (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
+    )
+    keys = pl.BlockSpec((None, None, size.kv, problem.head_size), key_tile)
     shape, out_spec, scratch = out
-    by_row = (None if row is None else _row_statistics(p) for row in (x.lse, x.delta, x.dlse))
+    by_row = (None if row is None else _row_statistics(problem) for row in (x.lse, x.delta, x.dlse))
     grid = Grid(
-        sizes=(p.batch, p.heads, p.q_tiles, p.kv_tiles),
+        sizes=(problem.batch, problem.heads, problem.q_tiles, problem.kv_tiles),
         parallel=3,
         in_specs=(Operands(rows, keys, keys, rows, *by_row),),
         out_specs=out_spec,
         scratch=scratch,
     )
-    return call(body, p, grid, shape)(scalars, x)
+    return call(body, problem, grid, shape)(scalars, x)
 
 
 class _Walk(NamedTuple):
@@ -141,24 +145,24 @@ class _Walk(NamedTuple):
     def seen(self) -> Range:
         """The key tiles that the walk visits."""
         p, scalars, batch, _ = self.program
-        return p.key_range(self.i, p.tile.kv, batch, scalars)
+        return problem.key_range(self.i, problem.tile.kv, batch, scalars)
 
     def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:
         """contribution(P, dP, place) of the key tile, where it is seen at all."""
-        p = self.program.problem
+        problem = self.program.problem
 
         def add_tile(*, masked: bool) -> None:
-            place = Place(self.rows, indices(self.j * p.tile.kv, p.tile.kv, 1))
+            place = Place(self.rows, indices(self.j * problem.tile.kv, problem.tile.kv, 1))
             rows, keys = (
                 Side(self.ref.q[...], self.ref.do[...]),
                 Side(self.ref.k[...], self.ref.v[...]),
             )
-            lse = lanes(self.lse[...], p.tile.kv)
+            lse = lanes(self.lse[...], problem.tile.kv)
             probs, dp = probs_and_dp(self.program, rows, keys, lse, place, masked=masked)
             contribution(probs, dp, place)
 
         seen = self.seen
-        visit_tile(self.j, seen, self.j < seen.full, p, add_tile)
+        visit_tile(self.j, seen, self.j < seen.full, problem, add_tile)
 
 
 def _query_gradients(
@@ -169,12 +173,14 @@ def _query_gradients(
     *scratch: Any,
     problem: Problem,
 ) -> None:
-    p, n = problem, problem.spec.numerics
+    n = problem.spec.numerics
     given = iter(scratch)
-    sums = _QuerySums(*(None if shape is None else next(given) for shape in _QuerySums.shapes(p)))
-    walk = _Walk.of(scalars, ref, sums.lse, p)
+    sums = _QuerySums(
+        *(None if shape is None else next(given) for shape in _QuerySums.shapes(problem))
+    )
+    walk = _Walk.of(scalars, ref, sums.lse, problem)
     round_point = walk.program.round_point
-    total = GradientSum(walk.program, sums.dq, sums.part, p.tile.kv, p.step, 0)
+    total = GradientSum(walk.program, sums.dq, sums.part, problem.tile.kv, problem.step, 0)
 
     @pl.when(walk.j == 0)
     def initialise() -> None:
@@ -186,7 +192,7 @@ def _query_gradients(
                 x[...] = jnp.zeros_like(x)
 
     def contribution(probs: Array, dp: Array, place: Place) -> None:
-        unscaled = probs * (dp - lanes(sums.delta[...], p.tile.kv))
+        unscaled = probs * (dp - lanes(sums.delta[...], problem.tile.kv))
         ds = rounded_ds(walk.program, unscaled, place)
         k, ds_format = ref.k[...], n.ds.result_format
         rows = walk.rows
@@ -203,17 +209,17 @@ def _query_gradients(
             sums.p[...] += sum_slices(probs)
 
     walk.visit(contribution)
-    total.end_of_tile(walk.j, walk.seen, p.kv_tiles, walk.rows)
+    total.end_of_tile(walk.j, walk.seen, problem.kv_tiles, walk.rows)
 
-    @pl.when(walk.j == p.kv_tiles - 1)
+    @pl.when(walk.j == problem.kv_tiles - 1)
     def finish() -> None:
-        scale = jnp.float32(p.spec.scale)
-        dq = sums.dq[...] * scale if scales_last(p) else sums.dq[...]
+        scale = jnp.float32(problem.spec.scale)
+        dq = sums.dq[...] * scale if scales_last(problem) else sums.dq[...]
         if sums.pk is not None:
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
-            dq = dq - scale * lanes(correction, p.head_size) * sums.pk[...]
+            dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
             delta_ref[...] = to_row(sums.delta[...] + correction)
-        place = Place(walk.rows, indices(0, p.head_size, 1), 0)
+        place = Place(walk.rows, indices(0, problem.head_size, 1), 0)
         dq_ref[...] = round_point(dq, "grads", place).astype(dq_ref.dtype)
 
 

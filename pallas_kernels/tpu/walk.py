@@ -111,23 +111,23 @@ class Program(NamedTuple):
 
     def scores(self, q: Array, k: Array, place: Place, *, masked: bool) -> Array:
         """S as rounded at its point, in `softmax.score_unit`."""
-        p = self.problem
+        problem = self.problem
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
-        if not p.scales_queries and softmax.score_unit(p) == 1:
-            s = s * jnp.float32(p.spec.scale)
+        if not problem.scales_queries and softmax.score_unit(problem) == 1:
+            s = s * jnp.float32(problem.spec.scale)
         s = self.round_point(s, "scores", place)
-        return mask_scores(s, p.visible(place, self.batch, self.scalars)) if masked else s
+        return mask_scores(s, problem.visible(place, self.batch, self.scalars)) if masked else s
 
     def keep_unvisited(
         self, new: SoftmaxState, old: SoftmaxState, step: softmax.Step
     ) -> SoftmaxState:
         """The old state where a step lies wholly beyond what a row may see by position."""
-        p = self.problem
-        rows_differ = step.masked and p.spec.is_causal and not p.visits_above_diagonal
-        if not rows_differ or _masked_step_changes_nothing(p):
+        problem = self.problem
+        rows_differ = step.masked and problem.spec.is_causal and not problem.visits_above_diagonal
+        if not rows_differ or _masked_step_changes_nothing(problem):
             return new
         first = Place(self.rows(), indices(step.first, 1, 1))
-        seen = p.visible(first, self.batch, self.scalars)
+        seen = problem.visible(first, self.batch, self.scalars)
         return jax.tree.map(functools.partial(jnp.where, seen), new, old)
 
 
@@ -144,10 +144,10 @@ def _write(refs: Any, values: Any) -> None:
 
 def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Array) -> None:
     """The steps of key tile j."""
-    p, scalars, batch, _, i = program
-    size = p.step
-    per_tile = p.tile.kv // size
-    visited = p.key_range(i, size, batch, scalars)
+    problem, scalars, batch, _, i = program
+    size = problem.step
+    per_tile = problem.tile.kv // size
+    visited = problem.key_range(i, size, batch, scalars)
 
     def take_step(within: int, *, masked: bool) -> None:
         number = j * per_tile + within
@@ -166,11 +166,11 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
     for within in range(per_tile):
         step = j * per_tile + within
         pl.when(step < visited.full)(functools.partial(take_step, within, masked=False))
-        if p.has_masked_tiles:
+        if problem.has_masked_tiles:
             cut = (step >= visited.full) & (step < visited.end)
             pl.when(cut)(functools.partial(take_step, within, masked=True))
-        if p.visits_above_diagonal:
-            above = (step >= visited.end) & (step < p.steps_end(i, batch, scalars))
+        if problem.visits_above_diagonal:
+            above = (step >= visited.end) & (step < problem.steps_end(i, batch, scalars))
             pl.when(above)(functools.partial(take_step_above, within))
 
 
@@ -178,13 +178,13 @@ def take_part(
     program: Program, inputs: Inputs, state_ref: SoftmaxState, ref: LongStep, j: Array
 ) -> None:
     """One of the two walks over the tiles of a long step, at program j."""
-    p, scalars, batch, _, i = program
-    walk, size = Walk.of(p), p.tile.kv
+    problem, scalars, batch, _, i = program
+    walk, size = Walk.of(problem), problem.tile.kv
     tile, number = walk.tile(j), walk.step(j)
-    visited = p.key_range(i, size, batch, scalars)
+    visited = problem.key_range(i, size, batch, scalars)
     within = lax.rem(j, 2 * walk.per_step)
-    if p.visits_above_diagonal:
-        taken = number < p.steps_end(i, batch, scalars)
+    if problem.visits_above_diagonal:
+        taken = number < problem.steps_end(i, batch, scalars)
     else:
         taken = number * walk.per_step < visited.end
 
@@ -194,7 +194,9 @@ def take_part(
 
     @pl.when(taken & (within == walk.per_step))
     def find_m() -> None:
-        m = read(ref.largest).running_max(p.spec.row_max, state_ref.m[...], softmax.score_unit(p))
+        m = read(ref.largest).running_max(
+            problem.spec.row_max, state_ref.m[...], softmax.score_unit(problem)
+        )
         ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
         _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))
 
@@ -213,13 +215,13 @@ def take_part(
             _write(ref.sums, jax.tree.map(jnp.add, read(ref.sums), new))
 
     pl.when(tile < visited.full)(functools.partial(visit, masked=False))
-    if p.has_masked_tiles:
+    if problem.has_masked_tiles:
         cut = (tile >= visited.full) & (tile < visited.end)
         pl.when(cut)(functools.partial(visit, masked=True))
 
     @pl.when(taken & (within == 2 * walk.per_step - 1))
     def end() -> None:
-        step = program.step(number, masked=p.has_masked_tiles)
+        step = program.step(number, masked=problem.has_masked_tiles)
         old = read(state_ref)
         new = softmax.close(old, ref.m[...], read(ref.sums), step)
         _write(state_ref, program.keep_unvisited(new, old, step))
