@@ -307,7 +307,7 @@ class _Walk(NamedTuple):
         return lax.fori_loop(0, lax.div(end + per_product - 1, per_product), add_product, zero)
 
     def _range(self) -> tuple[Array, Array]:
-        p, scalars, batch, _ = self.program
+        problem, scalars, batch, _ = self.program
         return problem.key_range(self.i, batch, scalars)
 
     def _sum(

@@ -144,7 +144,7 @@ class _Walk(NamedTuple):
     @property
     def seen(self) -> Range:
         """The key tiles that the walk visits."""
-        p, scalars, batch, _ = self.program
+        problem, scalars, batch, _ = self.program
         return problem.key_range(self.i, problem.tile.kv, batch, scalars)
 
     def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:
