@@ -1,9 +1,12 @@
 """Importing the library pulls in nothing of the trainer, and nothing at all before it is used."""
 
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from command import ROOT
 
 TRAINER = (
     "flax",
@@ -51,3 +54,43 @@ def test_numerics_does_not_import_what_stands_above_it() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert all(m.startswith("lowprec_attn.numerics") for m in done.stdout.split())
+
+
+def test_a_point_is_named_in_the_files_that_the_architecture_lists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## How to add a numerics point")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\S+\.py)` \|", section, re.MULTILINE))
+    named = re.compile(r'"dp"|\bn(?:umerics)?\.dp\b')
+    roots = ("lowprec_attn", "pallas_kernels", "tests/support")
+    files = (path for root in roots for path in (ROOT / root).rglob("*.py"))
+    found = {str(path.relative_to(ROOT)) for path in files if named.search(path.read_text())}
+    assert found == listed
+
+
+PUBLIC = [
+    "lowprec_attn.attention",
+    "lowprec_attn.attention.tiled",
+    "lowprec_attn.arithmetic.steps",
+    "lowprec_attn.diagnostics",
+    "lowprec_attn.numerics",
+    "pallas_kernels.gpu.attention",
+    "pallas_kernels.tpu.attention",
+    "lowprec_attn.gpt2.model",
+    "lowprec_attn.training.run",
+    "lowprec_attn.commands.main",
+]
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_any_public_module_can_be_the_first_to_be_imported(module: str) -> None:
+    assert module.partition(".")[0] in modules_after(f"import {module}")
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for root in ("lowprec_attn", "pallas_kernels")
+        for path in (ROOT / root).rglob("__init__.py")
+    }
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == folders | {"lowprec_attn.configs"}
