@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place
 from lowprec_attn.numerics import (
     POINTS,
     SALTS,
@@ -86,6 +86,12 @@ class Rounder:
             place.step,
         )
         return round_in_kernel(x, rounding.format, rounding.mode, jnp.broadcast_to(bits, x.shape))
+
+    def shift(self, x: Array, place: Place) -> Array:
+        """An exponent S − m or m_old − m as rounded at `shift`."""
+        if self.numerics.shift.is_identity:
+            return x
+        return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
     def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
         """`nearest`, by the instructions that suit a point."""

@@ -126,6 +126,10 @@ def _format_of(x: Array) -> Format:
     return get_format(x.dtype.name)
 
 
+# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
+LEAST_SHIFT = -128.0
+
+
 class Rounder(NamedTuple):
     """Rounds at the points of `numerics`; `stream` gives the random bits that a point may need."""
 
@@ -149,6 +153,12 @@ class Rounder(NamedTuple):
             return x
         bits = self._bits(x, point, place) if rounding.needs_bits else None
         return round_to(x, rounding.format, rounding.mode, bits)
+
+    def shift(self, x: Array, place: Place) -> Array:
+        """An exponent S − m or m_old − m as rounded at `shift`."""
+        if self.numerics.shift.is_identity:
+            return x
+        return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
     def _bits(self, x: Array, point: str, place: Place) -> Array:
         stream = self.stream
@@ -244,9 +254,9 @@ def softmax_step(
     m = round_point(m, "stats", statistic(every_step, "m"))
     # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
     subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-    p = jnp.exp(_round_shift(s - subtracted, round_point, place))
+    p = jnp.exp(round_point.shift(s - subtracted, place))
     of_alpha = statistic(every_step, "alpha")
-    alpha = jnp.exp(_round_shift(state.m - subtracted, round_point, of_alpha))
+    alpha = jnp.exp(round_point.shift(state.m - subtracted, of_alpha))
 
     p_rounded = round_point(p, "probs", place)
     row_sum = jnp.sum(p_rounded if n.row_sum == "rounded" else p, axis=-1, keepdims=True)
@@ -269,17 +279,6 @@ def softmax_step(
         float32 = get_format("float32")
         aux = alpha * aux + dot("bkgts,bksh->bkgth", p, v, float32, _format_of(v))
     return SoftmaxState(m, l, acc, aux)
-
-
-# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
-LEAST_SHIFT = -128.0
-
-
-def _round_shift(x: Array, round_point: Rounder, place: Place) -> Array:
-    """An exponent S − m or m_old − m as rounded at `shift`."""
-    if round_point.numerics.shift.is_identity:
-        return x
-    return round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
 
 def normalizer(l: Array, round_point: Rounder, place: Place) -> Array:

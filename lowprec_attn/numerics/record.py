@@ -180,6 +180,13 @@ class Numerics:
         rounding: Rounding | None = getattr(self, point)
         return get_rounding(jnp.dtype(dtype).name) if rounding is None else rounding
 
+    @property
+    def saved_dtype(self) -> np.dtype | None:
+        """Dtype of the O that δ sees, None where it is O itself or not needed."""
+        if self.delta == "dp_p" or self.saved_output == "same":
+            return None
+        return jnp.dtype(jnp.float32 if self.saved_output == "float32" else jnp.bfloat16)
+
     def output_dtype(self, dtype: np.dtype) -> np.dtype:
         """The dtype of O: that of q where it holds the output's format, else float32."""
         result = self.rounding_at("output", dtype).result_format

@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic import steps
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.steps import Place, mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
-from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call, mask_scores
+from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.rounding import format_of

@@ -25,9 +25,7 @@ from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.gpu.softmax import (
     initial_state,
-    masked_step_changes_nothing,
     row_sums,
-    saved_dtype,
     step_above_diagonal,
     step_of_one_tile,
     step_of_tiles,
@@ -49,7 +47,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     """Runs the kernel."""
     n = problem.spec.numerics
     lse, statistics = problem.tile_statistics
-    saved = saved_dtype(problem)
+    saved = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     out = Outputs(
         jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
@@ -74,14 +72,14 @@ def _forward(
 
     def step(t: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
         new = take_step(state, t, walk, masked=masked)
-        if not masked or masked_step_changes_nothing(problem):
+        if not masked or problem.masked_step_changes_nothing:
             return new
         return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
 
     full, end = problem.key_range(i, batch, scalars, size=problem.step)
     state = initial_state(problem)
     several = problem.tiles_per_step > 1
-    if several and problem.has_masked_tiles and masked_step_changes_nothing(problem):
+    if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
         # Such a step tells by itself which of its tiles to mask: one loop takes them all.
         full = jnp.int32(0)
     else:

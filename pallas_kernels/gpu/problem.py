@@ -16,7 +16,8 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.arithmetic.steps import Place, span
-from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax
+from lowprec_attn.numerics import DynamicMax, PublishedMax
+from pallas_kernels import problem as common
 from pallas_kernels.block_sizes import Tile
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars
@@ -29,34 +30,20 @@ THREADS, LANES = 4, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Sizes and tiles of one kernel.
+class Problem(common.Problem):
+    """Sizes, tile and machine of one kernel.
 
     Attributes:
-      spec: the call's static part.
-      batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
       packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
-      dtype: of q, k, v.
       tile: query rows and keys of a tile, warps, stages.
       interpret: run in the interpreter.
       hopper: compiled for a GPU of that generation.
-      has_query_lengths, has_key_lengths: whether the call has them.
     """
 
-    spec: Spec
-    batch: int
-    rows: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_size: int
     packed: bool
-    dtype: np.dtype
     tile: Tile
     interpret: bool
     hopper: bool
-    has_query_lengths: bool
-    has_key_lengths: bool
 
     @classmethod
     def of(
@@ -89,28 +76,13 @@ class Problem:
         )
 
     @property
-    def group(self) -> int:
-        """Query heads per key head."""
-        return self.heads // self.kv_heads
-
-    @property
     def padded_head(self) -> int:
         """H rounded up to a power of two: the compiler's tiles have no other sizes."""
         return 1 << (self.head_size - 1).bit_length()
 
-    @property
-    def q_tiles(self) -> int:
-        """Number of query tiles, the last one maybe partial."""
-        return -(-self.rows // self.tile.query)
-
     def query_tile(self, program: Array) -> Array:
         """The query tile of a program. Under causality the longest walks start first."""
         return self.q_tiles - 1 - program if self.spec.is_causal else program
-
-    @property
-    def kv_tiles(self) -> int:
-        """Number of key tiles, the last one maybe partial."""
-        return -(-self.keys // self.tile.kv)
 
     @property
     def step(self) -> int:
@@ -130,11 +102,6 @@ class Problem:
             return None, None
         queries = n.step_of(self.rows, self.rows)
         return -(-queries // self.tile.query), self.tiles_per_step
-
-    @property
-    def visits_above_diagonal(self) -> bool:
-        """Whether rows take, fully masked, the steps that lie above the diagonal."""
-        return self.spec.is_causal and self.spec.row_max.visits_above_diagonal
 
     @property
     def hides_exponent_noise(self) -> bool:
@@ -163,14 +130,9 @@ class Problem:
     def score_unit(self) -> float:
         """What the forward kernel's scores and m count in: `scale`, or 1.
 
-        Products q·k as they are, S = scale · s, save one multiplication per score. That is
-        possible where S, m and S − m are not rounded; a row-max rule is told the unit.
+        See `counts_in_scale`; a row-max rule is told the unit.
         """
-        n, scale = self.spec.numerics, self.spec.scale
-        # MASKED must stay far below every score in that unit too.
-        in_range = 2.0**-64 < scale < 2.0**64
-        unrounded = n.scores.is_identity and n.stats.is_identity and n.shift.is_identity
-        return scale if in_range and unrounded else 1.0
+        return self.spec.scale if self.counts_in_scale("scores", "stats", "shift") else 1.0
 
     @property
     def scales_last(self) -> bool:
@@ -406,11 +368,6 @@ class Problem:
 def by_lane(reduce: Callable[..., Array], x: Array) -> Array:
     """Rows reduced over columns that are equal modulo 8: each thread does what it holds itself."""
     return reduce(x.reshape(x.shape[0], -1, LANES), axis=1)
-
-
-def mask_scores(s: Array, seen: Array) -> Array:
-    """Scores with MASKED where `seen` is False."""
-    return jnp.where(seen, s, jnp.float32(MASKED))
 
 
 def call(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
-from lowprec_attn.numerics import MASKED, DynamicMax, StandardMax, get_format
+from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
+from lowprec_attn.numerics import MASKED, StandardMax, get_format
 from pallas_kernels.gpu.instructions import (
     exp2,
     is_repeated,
@@ -28,24 +28,11 @@ from pallas_kernels.rounding import format_of
 _FLOAT32 = get_format("float32")
 
 
-def saved_dtype(problem: Problem) -> np.dtype | None:
-    """Dtype of the O that δ sees, None where it is O itself or not needed."""
-    n = problem.spec.numerics
-    if n.delta == "dp_p" or n.saved_output == "same":
-        return None
-    return jnp.dtype(jnp.float32 if n.saved_output == "float32" else jnp.bfloat16)
-
-
-def keeps_auxiliary(problem: Problem) -> bool:
-    """Whether the kernel keeps Ō′."""
-    return saved_dtype(problem) == jnp.bfloat16
-
-
 def initial_state(problem: Problem) -> SoftmaxState:
     """No key seen yet."""
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
-    aux = acc if keeps_auxiliary(problem) else None
+    aux = acc if problem.keeps_auxiliary else None
     l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if row_sums(problem) > 1 else row
     return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
 
@@ -149,7 +136,7 @@ def _count_near(below: Array, tolerance: float) -> Array:
 
 def _auxiliary_product(probs: Array, v: Array, walk: Walk) -> Array | None:
     """P̄ v with unrounded P̄, where Ō′ is kept."""
-    if not keeps_auxiliary(walk.problem):
+    if not walk.problem.keeps_auxiliary:
         return None
     return walk.round_point.dot(probs, v, _FLOAT32, format_of(v))
 
@@ -189,7 +176,7 @@ class _Step(NamedTuple):
         """exp(m_old − m)."""
         problem = self.walk.problem
         shift = self.state.m - self.subtracted
-        shift = _round_shift(shift, statistic(self.out, "alpha"), self.walk)
+        shift = self.walk.round_point.shift(shift, statistic(self.out, "alpha"))
         return exp2(shift * np.float32(problem.score_unit * LOG2E), interpret=problem.interpret)
 
     def probs(self, s: Array, below: Array, place: Place) -> Array:
@@ -197,7 +184,7 @@ class _Step(NamedTuple):
         problem, columns = self.walk.problem, s.shape[1]
         to_log2 = np.float32(problem.score_unit * LOG2E)
         if not problem.spec.numerics.shift.is_identity:
-            shift = _round_shift(s - _per_column(self.subtracted, columns), place, self.walk)
+            shift = self.walk.round_point.shift(s - _per_column(self.subtracted, columns), place)
             return exp2(shift * to_log2, interpret=problem.interpret)
         # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
         offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
@@ -231,21 +218,6 @@ class _Step(NamedTuple):
         if aux is not None and aux_pv is not None:
             aux = alpha * aux + aux_pv
         return SoftmaxState(self.m, l, acc, aux)
-
-
-def _round_shift(x: Array, place: Place, walk: Walk) -> Array:
-    """S − m or m_old − m as rounded at `shift`."""
-    rounding = walk.problem.spec.numerics.shift
-    if rounding.is_identity:
-        return x
-    return walk.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
-
-
-def masked_step_changes_nothing(problem: Problem) -> bool:
-    """Whether a fully masked step leaves a row's state as it is: no rule moves m, no point Ō."""
-    n = problem.spec.numerics
-    keeps_accumulator = n.rescale.is_identity or n.rescale.format == n.accumulator.format
-    return keeps_accumulator and isinstance(problem.spec.row_max, StandardMax | DynamicMax)
 
 
 def _copies(problem: Problem) -> int:

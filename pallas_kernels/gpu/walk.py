@@ -8,8 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
-from pallas_kernels.gpu.problem import Problem, mask_scores
+from lowprec_attn.arithmetic.steps import Place, mask_scores
+from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.rounding import Rounder
 from pallas_kernels.gpu.scalars import Scalars
 from pallas_kernels.rounding import format_of

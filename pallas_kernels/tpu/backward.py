@@ -15,14 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.steps import Place, mask_scores
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.problem import (
     Problem,
     Range,
     exponential,
     indices,
-    mask_scores,
 )
 from pallas_kernels.tpu.rounding import COLUMNS, Rounder
 from pallas_kernels.tpu.scalars import Scalars

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
@@ -58,7 +57,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile(j), x))
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile_of_v(j), x))
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
-    saved_dtype = _saved_dtype(problem)
+    saved_dtype = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
     out = Outputs(
         jax.ShapeDtypeStruct(shape, problem.spec.numerics.output_dtype(problem.dtype)),
@@ -66,7 +65,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
     )
     per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
-    state = (per_row, per_row, accumulator) + (accumulator,) * _keeps_auxiliary(problem)
+    state = (per_row, per_row, accumulator) + (accumulator,) * problem.keeps_auxiliary
     grid = Grid(
         sizes=(problem.batch, problem.heads, problem.q_tiles, walk.programs),
         parallel=3,
@@ -77,18 +76,6 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     return Outputs(*call(_forward, problem, grid, out)(scalars, q, k, v))
 
 
-def _saved_dtype(problem: Problem) -> np.dtype | None:
-    """Dtype of the O that δ sees, None where it is O itself or not needed."""
-    n = problem.spec.numerics
-    if n.delta == "dp_p" or n.saved_output == "same":
-        return None
-    return jnp.dtype(jnp.float32 if n.saved_output == "float32" else jnp.bfloat16)
-
-
-def _keeps_auxiliary(problem: Problem) -> bool:
-    return _saved_dtype(problem) == jnp.bfloat16
-
-
 def _forward(
     scalars: Scalars, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, problem: Problem
 ) -> None:
@@ -96,7 +83,7 @@ def _forward(
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i)
     walk, inputs = Walk.of(problem), Inputs(q_ref, k_ref, v_ref)
-    size, missing = (4, ()) if _keeps_auxiliary(problem) else (3, (None,))
+    size, missing = (4, ()) if problem.keeps_auxiliary else (3, (None,))
     state_ref = SoftmaxState(*scratch[:size], *missing)
 
     @pl.when(j == 0)

@@ -13,56 +13,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.steps import Place
-from lowprec_attn.numerics import MASKED
+from pallas_kernels import problem as common
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.rounding import Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Sizes and tiles of one kernel. Arrays come padded to whole tiles.
+class Problem(common.Problem):
+    """Sizes, tile and steps of one kernel. Sizes are without padding; arrays come in whole tiles.
 
     Attributes:
-      spec: the call's static part.
-      batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H, without padding.
-      dtype: of q, k, v.
       tile: query rows and keys of a tile.
       steps: keys of an online-softmax step; keys and rows whose products `tile_grads` rounds.
       interpret: parameters of the interpreter, None to compile.
-      has_query_lengths, has_key_lengths: whether the call has them.
     """
 
-    spec: Spec
-    batch: int
-    rows: int
-    keys: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    dtype: np.dtype
     tile: Tile
     steps: Steps
     interpret: pltpu.InterpretParams | None
-    has_query_lengths: bool
-    has_key_lengths: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads per key head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def q_tiles(self) -> int:
-        """Number of query tiles."""
-        return -(-self.rows // self.tile.query)
-
-    @property
-    def kv_tiles(self) -> int:
-        """Number of key tiles."""
-        return -(-self.keys // self.tile.kv)
 
     @property
     def padded_rows(self) -> int:
@@ -85,11 +55,6 @@ class Problem:
         return self.padded_rows if self.steps.rows >= self.rows else self.steps.rows
 
     @property
-    def visits_above_diagonal(self) -> bool:
-        """Whether rows take steps over keys that lie wholly after them."""
-        return self.spec.is_causal and self.spec.row_max.visits_above_diagonal
-
-    @property
     def scales_queries(self) -> bool:
         """Whether the kernels are given q · scale instead of q: exact for a power of two.
 
@@ -100,14 +65,11 @@ class Problem:
     def score_unit(self, *rounded: str) -> float:
         """What a kernel's scores s count in, S = score_unit · s: 1, or `scale`.
 
-        Products q·k as they are, where none of the points `rounded` rounds S or what it is compared
-        with: the scale then goes into `exponential`, one multiplication per score fewer.
+        See `counts_in_scale`; the scale then goes into `exponential`.
         """
-        numerics, scale = self.spec.numerics, self.spec.scale
-        rounds = any(not getattr(numerics, point).is_identity for point in rounded)
-        # MASKED must stay far below every score in that unit too.
-        in_range = 2.0**-64 < scale < 2.0**64
-        return 1.0 if self.scales_queries or rounds or not in_range else scale
+        if self.scales_queries or not self.counts_in_scale(*rounded):
+            return 1.0
+        return self.spec.scale
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
@@ -184,11 +146,6 @@ def indices(start: Array | int, size: int, axis: int) -> Array:
     """The indices start ... start + size − 1, [size, 1] (axis 0) or [1, size]."""
     shape = (size, 1) if axis == 0 else (1, size)
     return lax.broadcasted_iota(jnp.int32, shape, axis) + jnp.asarray(start, jnp.int32)
-
-
-def mask_scores(s: Array, seen: Array) -> Array:
-    """Scores with MASKED where `seen` is False."""
-    return jnp.where(seen, s, jnp.float32(MASKED))
 
 
 def exponential(x: Array, unit: float) -> Array:

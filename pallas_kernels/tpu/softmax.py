@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place, SoftmaxState, statistic
+from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu.block_sizes import LANES
@@ -123,21 +123,13 @@ def _subtracted(m: Array, step: Step) -> Array:
 
 
 def _probs(s: Array, subtracted: Array, step: Step) -> Array:
-    below = _round_shift(s - lanes(subtracted, s.shape[1]), step, step.place)
+    below = step.round_point.shift(s - lanes(subtracted, s.shape[1]), step.place)
     return exponential(below, score_unit(step.problem))
 
 
 def _alpha(m_old: Array, subtracted: Array, step: Step) -> Array:
-    below = _round_shift(m_old - subtracted, step, step.statistic("alpha"))
+    below = step.round_point.shift(m_old - subtracted, step.statistic("alpha"))
     return exponential(below, score_unit(step.problem))
-
-
-def _round_shift(x: Array, step: Step, place: Place) -> Array:
-    """An exponent as rounded at `shift`."""
-    rounding = step.problem.spec.numerics.shift
-    if rounding.is_identity:
-        return x
-    return step.round_point(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
 
 def _round_probs(probs: Array, step: Step) -> Array:

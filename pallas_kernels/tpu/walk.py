@@ -13,11 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, SoftmaxState
-from lowprec_attn.numerics import DynamicMax, StandardMax
+from lowprec_attn.arithmetic.steps import Place, SoftmaxState, mask_scores
 from pallas_kernels.rounding import format_of
 from pallas_kernels.tpu import softmax
-from pallas_kernels.tpu.problem import Problem, indices, mask_scores
+from pallas_kernels.tpu.problem import Problem, indices
 from pallas_kernels.tpu.rounding import COLUMNS, Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
@@ -124,7 +123,7 @@ class Program(NamedTuple):
         """The old state where a step lies wholly beyond what a row may see by position."""
         problem = self.problem
         rows_differ = step.masked and problem.spec.is_causal and not problem.visits_above_diagonal
-        if not rows_differ or _masked_step_changes_nothing(problem):
+        if not rows_differ or problem.masked_step_changes_nothing:
             return new
         first = Place(self.rows(), indices(step.first, 1, 1))
         seen = problem.visible(first, self.batch, self.scalars)
@@ -225,13 +224,3 @@ def take_part(
         old = read(state_ref)
         new = softmax.close(old, ref.m[...], read(ref.sums), step)
         _write(state_ref, program.keep_unvisited(new, old, step))
-
-
-def _masked_step_changes_nothing(problem: Problem) -> bool:
-    """Whether a row's state stays as it is in a step whose keys are all masked.
-
-    The rule must leave m, and round_rescale(Ō) must be Ō, which round_accumulator ended in.
-    """
-    n = problem.spec.numerics
-    keeps_m = isinstance(problem.spec.row_max, StandardMax | DynamicMax)
-    return keeps_m and (n.rescale.is_identity or n.rescale.format == n.accumulator.format)
