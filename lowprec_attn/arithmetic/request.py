@@ -62,6 +62,10 @@ class RandomStream(NamedTuple):
         )
 
 
+# Arrays of which only shape and dtype are asked.
+Shaped = Array | jax.ShapeDtypeStruct
+
+
 class Extras(NamedTuple):
     """The optional arrays of a call; None where absent.
 
@@ -110,7 +114,7 @@ class Request:
     platform: str | None = None
 
     @classmethod
-    def of(cls, q: Array, k: Array, extras: Extras, spec: Spec) -> "Request":
+    def of(cls, q: Shaped, k: Shaped, extras: Extras, spec: Spec) -> "Request":
         """The request that a call with these arrays makes."""
         return cls(
             spec=spec,
