@@ -1,9 +1,13 @@
-"""Files that are written whole or not at all, and a disk that refuses."""
+"""Files that outlive a kill: written whole, or by whole lines; locks, and a disk that refuses."""
 
 import contextlib
+import errno
+import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 from lowprec_attn.errors import RunError
 
@@ -12,18 +16,8 @@ class DiskError(RunError):
     """A file cannot be written."""
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes or replaces a file in one step.
-
-    A process that is killed at any instant leaves the old contents or the new, never a part; at
-    most `path` with `.tmp` appended stays behind, and the next call overwrites it.
-    """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+class NotJsonError(RunError):
+    """A file that should hold JSON holds something else."""
 
 
 @contextlib.contextmanager
@@ -35,3 +29,142 @@ def writing(path: Path) -> Iterator[None]:
         raise DiskError(
             f"cannot write {path}: {err.strerror or err}; free space there or give another place"
         ) from err
+
+
+# Whole files.
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes or replaces a file in one step.
+
+    A process that is killed at any instant leaves the old contents or the new, never a part; at
+    most `path` with `.tmp` appended stays behind, and the next call overwrites it.
+
+    Raises:
+      OSError: the disk refuses.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any, indent: int = 2) -> None:
+    """Writes or replaces a JSON file in one step; raises as `write_atomically`."""
+    write_atomically(path, f"{json.dumps(value, indent=indent)}\n".encode())
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+      NotJsonError: it is not JSON.
+      OSError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise NotJsonError(f"{path} is not JSON ({error})") from error
+
+
+# Lines.
+
+
+class LineFile:
+    """Appends to a file, each time one whole line in one write.
+
+    A line is on its way to the disk when `append` returns: kill -9 loses nothing but, at most, a
+    part of the line being written, which `complete_lines` leaves out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, text: str) -> None:
+        """Writes a line.
+
+        Args:
+          text: of the line, without its end.
+
+        Raises:
+          OSError: the disk is full or not writable.
+        """
+        line = f"{text}\n".encode()
+        if self._file.write(line) != len(line):
+            # Only a disk that has just become full, or a file size limit, cuts a write short.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        """Brings everything written so far to the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def append_line(path: Path, text: str) -> None:
+    """Appends one line to a file, which is made if there is none.
+
+    Raises:
+      DiskError: the disk refuses.
+    """
+    with writing(path), contextlib.closing(LineFile(path)) as file:
+        file.append(text)
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file with their ends, without a last one that does not end yet.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+# Locks.
+
+
+def lock(path: Path) -> IO[bytes] | None:
+    """Opens a file that only one process at a time can open so, or None where another one has it.
+
+    The kernel holds the lock until the file is closed, here and in every child that inherited its
+    descriptor, or those processes end in whatever way: kill -9 releases it.
+
+    Raises:
+      OSError: the file cannot be made or locked.
+    """
+    with contextlib.ExitStack() as unless_locked:
+        file = unless_locked.enter_context(path.open("ab"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        unless_locked.pop_all()
+    return file
+
+
+# Contents.
+
+
+def flatten(
+    value: Any, separator: str = ".", lists: bool = False, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields what nested mappings hold under flat names, such as `('optimizer.peak_lr', 0.001)`.
+
+    Args:
+      value: mappings in mappings; one that is empty counts as a value.
+      separator: between the names of the levels.
+      lists: whether lists are taken apart as well, by index.
+      prefix: name of `value` itself.
+    """
+    if lists and isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
+        yield prefix, value
+        return
+    for name, item in value.items():
+        yield from flatten(item, separator, lists, f"{prefix}{separator}{name}" if prefix else name)

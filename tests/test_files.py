@@ -1,9 +1,9 @@
-"""Files that are written, and a disk that refuses."""
+"""Files that are written, lines, locks, and a disk that refuses."""
 
 import pytest
 
 from lowprec_attn import files
-from lowprec_attn.files import DiskError
+from lowprec_attn.files import DiskError, NotJsonError
 
 
 def test_write_errors_name_the_path(tmp_path):
@@ -14,3 +14,42 @@ def test_write_errors_name_the_path(tmp_path):
         files.writing(path),
     ):
         path.write_text("")
+    with pytest.raises(DiskError, match=r"cannot write .*below: Not a directory"):
+        files.append_line(path, "")
+
+
+def test_what_is_not_json_is_named(tmp_path):
+    files.write_json(tmp_path / "a.json", {"a": [1]})
+    assert files.read_json(tmp_path / "a.json") == {"a": [1]}
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(NotJsonError, match=r"a\.json is not JSON"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_a_cut_off_line_does_not_count(tmp_path):
+    path = tmp_path / "lines"
+    files.append_line(path, "a")
+    files.append_line(path, "ü")
+    assert files.complete_lines(path) == [b"a\n", "ü\n".encode()]
+    with path.open("ab") as file:
+        file.write(b"half")
+    assert files.complete_lines(path) == [b"a\n", "ü\n".encode()]
+    path.write_bytes(b"half")
+    assert files.complete_lines(path) == []
+
+
+def test_a_lock_holds_until_it_is_closed(tmp_path):
+    lock = files.lock(tmp_path / "lock")
+    assert lock is not None
+    with lock:
+        assert files.lock(tmp_path / "lock") is None
+    again = files.lock(tmp_path / "lock")
+    assert again is not None
+    again.close()
+
+
+def test_nested_mappings_are_flattened_to_their_values():
+    nested = {"a": {"b": 1, "c": {}}, "d": [2, {"e": 3}]}
+    assert dict(files.flatten(nested)) == {"a.b": 1, "a.c": {}, "d": [2, {"e": 3}]}
+    flat = {"a/b": 1, "a/c": {}, "d/0": 2, "d/1/e": 3}
+    assert dict(files.flatten(nested, "/", lists=True)) == flat

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from lowprec_attn import hosts
 from lowprec_attn.data.tokens import DataError
-from lowprec_attn.files import writing
+from lowprec_attn.files import append_line, writing
 
 Order = Callable[[int], Int64[np.ndarray, " B"]]
 
@@ -149,8 +149,7 @@ class OrderRecord:
                 f"data order {self._path} holds {self.steps} steps{state}, so step {step} cannot "
                 "follow: truncate it to the step that the run resumes from"
             )
-        with writing(self._path), self._path.open("ab") as file:
-            file.write(",".join(map(str, starts.tolist())).encode() + b"\n")
+        append_line(self._path, ",".join(map(str, starts.tolist())))
         self.steps += 1
 
     @hosts.first_only

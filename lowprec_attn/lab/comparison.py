@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from lowprec_attn.lab.workdir import ArmRun, read_json
+from lowprec_attn.files import complete_lines, read_json
+from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs.run_dir import RunDir
 
 _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
@@ -42,9 +43,9 @@ def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
 
 def _same_batches(a: RunDir, b: RunDir) -> bool:
     """True where the shorter record begins the longer one; a half-written line does not count."""
-    records = [path.read_bytes() if path.exists() else b"" for path in (a.data_order, b.data_order)]
-    whole = sorted((record[: record.rfind(b"\n") + 1] for record in records), key=len)
-    return whole[1].startswith(whole[0])
+    records = (complete_lines(run.data_order) if run.data_order.exists() else [] for run in (a, b))
+    shorter, longer = sorted(records, key=len)
+    return longer[: len(shorter)] == shorter
 
 
 def _environment_differences(name: str, starts: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

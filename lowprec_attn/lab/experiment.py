@@ -14,11 +14,12 @@ It is written down as TOML, so that the whole difference between two arms can be
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from lowprec_attn.errors import RunError
+from lowprec_attn.files import flatten
 
 Fields = Mapping[str, str]
 """Config fields by dotted name, with their values as flags spell them."""
@@ -139,9 +140,9 @@ def load(path: Path) -> Experiment:
             )
     return Experiment(
         config=config,
-        shared=_flatten(_table(definition, "shared", path), path, "shared"),
+        shared=_fields(_table(definition, "shared", path), path, "shared"),
         arms=tuple(
-            Arm(name, _flatten(_table(arms, name, path), path, f"arms.{name}")) for name in arms
+            Arm(name, _fields(_table(arms, name, path), path, f"arms.{name}")) for name in arms
         ),
     )
 
@@ -153,9 +154,10 @@ def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any
     return table
 
 
-def _flatten(table: Mapping[str, Any], path: Path, section: str) -> Fields:
+def _fields(table: Mapping[str, Any], path: Path, section: str) -> Fields:
     """Dotted names and values as flags spell them."""
-    fields = dict(_leaves(table))
+    # An empty table sets nothing.
+    fields = {n: value for n, value in flatten(table) if not isinstance(value, Mapping)}
     for name, value in fields.items():
         if not isinstance(value, str | int | float):
             raise ExperimentError(
@@ -165,11 +167,3 @@ def _flatten(table: Mapping[str, Any], path: Path, section: str) -> Fields:
         name: str(value).lower() if isinstance(value, bool) else str(value)
         for name, value in fields.items()
     }
-
-
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.files import complete_lines, read_json, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.workdir import ArmRun, read_json
+from lowprec_attn.lab.workdir import ArmRun
 
 SIGNALS = (
     "score_maximum",
@@ -71,9 +71,7 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
 
 
 def _compact(path: Path, signals: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    complete = path.read_bytes()
-    complete = complete[: complete.rfind(b"\n") + 1]
-    records = [json.loads(line) for line in complete.splitlines()]
+    records = [json.loads(line) for line in complete_lines(path)]
     last = max((record["step"] for record in records if "loss" in record), default=0)
     for record in records:
         if "signals" in record:

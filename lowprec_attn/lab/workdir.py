@@ -8,14 +8,12 @@ NAME.log        what its processes printed
 
 import contextlib
 import dataclasses
-import fcntl
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.files import lock, read_json, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
@@ -94,7 +92,8 @@ class ArmRun:
 
         Raises:
           WorkdirError: the arm has been started with another definition.
-          DataError: the disk refuses.
+          NotJsonError: its file is damaged.
+          DiskError: the disk refuses.
         """
         wanted = {
             "config": experiment.config,
@@ -110,7 +109,7 @@ class ArmRun:
                     f"({changed}); choose another --workdir or remove {self.run_dir.path}"
                 )
         with writing(self.definition):
-            write_atomically(self.definition, f"{json.dumps(wanted, indent=2)}\n".encode())
+            write_json(self.definition, wanted)
 
 
 def arm_runs(workdir: Path) -> list[ArmRun]:
@@ -140,32 +139,19 @@ def locked(workdir: Path) -> Iterator[int]:
         internal(workdir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkdirError(f"cannot use {workdir} as --workdir: {error.strerror}") from error
-    with (internal(workdir) / "lock").open("ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise WorkdirError(
-                f"{workdir} is in use by another `lab run`, or by arms that go on after one was "
-                "killed; wait for them, or stop them with SIGTERM (they save a checkpoint)"
-            ) from None
-        yield lock.fileno()
+    file = lock(internal(workdir) / "lock")
+    if file is None:
+        raise WorkdirError(
+            f"{workdir} is in use by another `lab run`, or by arms that go on after one was "
+            "killed; wait for them, or stop them with SIGTERM (they save a checkpoint)"
+        )
+    with file:
+        yield file.fileno()
 
 
 def internal(workdir: Path) -> Path:
     """What is of no interest to a reader; no arm has a name that begins with a dot."""
     return workdir / ".lab"
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
-
-    Raises:
-      WorkdirError: it is not JSON.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise WorkdirError(f"{path} is not JSON ({error})") from error
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -8,10 +8,8 @@ reading them back exactly takes; JSON has no NaN and no infinity: they are the t
 """
 
 import contextlib
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +22,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import LineFile, complete_lines, flatten, write_atomically
 from lowprec_attn.runs.run_dir import RunDir
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -67,8 +65,8 @@ class MetricsWriter:
         with self._explain_errors():
             for path in (run_dir.metrics, run_dir.throughput):
                 _truncate(path, start_step)
-            self._metrics = _LineFile(run_dir.metrics)
-            self._throughput = _LineFile(run_dir.throughput)
+            self._metrics = LineFile(run_dir.metrics)
+            self._throughput = LineFile(run_dir.throughput)
             self._events = _EventFile(run_dir.tensorboard, start_step)
 
     @hosts.first_only
@@ -116,10 +114,10 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _append(self, file: "_LineFile", step: int, values: Mapping[str, Any]) -> None:
+    def _append(self, file: LineFile, step: int, values: Mapping[str, Any]) -> None:
         record = {"step": int(step), **_plain(values)}
         with self._explain_errors():
-            file.append(record)
+            file.append(json.dumps(_encode(record), allow_nan=False))
             self._events.add(record)
 
     @contextlib.contextmanager
@@ -146,25 +144,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _records(path)]
 
 
-class _LineFile:
-    """Appends records to a file, each with one write of one whole line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        line = f"{json.dumps(_encode(record), allow_nan=False)}\n".encode()
-        if self._file.write(line) != len(line):
-            # Only a disk that has just become full, or a file size limit, cuts a write short.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def flush(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class _EventFile:
     """A TensorBoard event file, written in this thread.
 
@@ -183,9 +162,10 @@ class _EventFile:
 
     def add(self, record: Mapping[str, Any]) -> None:
         scalars = [
-            Summary.Value(tag=tag, simple_value=value)
-            for tag, value in _scalars(record)
-            if tag != "step"
+            # Flat names, such as `layer_2/score_max` or `layer_2/heads/0`.
+            Summary.Value(tag=tag, simple_value=float(value))
+            for tag, value in flatten(record, "/", lists=True)
+            if tag != "step" and isinstance(value, int | float)
         ]
         self._write(Event(step=record["step"], summary=Summary(value=scalars)))
         if time.monotonic() - self._flushed > _TENSORBOARD_FLUSH_SECONDS:
@@ -238,22 +218,9 @@ def _decode(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def _scalars(value: Any, tag: str = "") -> Iterator[tuple[str, float]]:
-    """Yields every number with its flat name, such as `layer_2/score_max` or `layer_2/heads/0`."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _scalars(item, f"{tag}/{name}" if tag else str(name))
-    elif isinstance(value, int | float):
-        yield tag, float(value)
-
-
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields every complete line of a file, with its line end, and the record it holds."""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            return
+    for number, line in enumerate(complete_lines(path), 1):
         record = None
         with contextlib.suppress(ValueError):
             record = _decode(json.loads(line))

@@ -1,7 +1,6 @@
 """The report of a run: one PNG page drawn from its run directory."""
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import read_json, write_atomically
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -20,7 +19,7 @@ def write_report(run_dir: RunDir) -> Path:
     """Draws `report.png` from the metrics written so far; returns its path.
 
     Raises:
-      MetricsError, OSError: the metrics cannot be read, or the page cannot be written.
+      RunError, OSError: a record of the run cannot be read, or the page cannot be written.
     """
     _save(draw(run_dir), run_dir.report)
     return run_dir.report
@@ -61,8 +60,8 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
       panels: which of `PANELS`, row by row, an even number.
 
     Raises:
-      MetricsError, OSError: the metrics cannot be read. (Where there are none yet, the panels stay
-        empty.)
+      RunError, OSError: a record of the run cannot be read. (Where there are no metrics yet, the
+        panels stay empty.)
     """
     records = metrics.read(run_dir.metrics) if run_dir.metrics.exists() else []
     rows = -(-len(panels) // 2)
@@ -161,7 +160,7 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def _save(figure: Figure, path: Path) -> None:

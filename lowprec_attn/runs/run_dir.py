@@ -1,7 +1,6 @@
 """The run directory: everything one training run leaves behind, by name."""
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from typing import IO, Any, Self
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import NotJsonError, flatten, lock, read_json, write_json
 from lowprec_attn.runs import environment
 
 # What a creation that was killed half-way may have left; config.json comes last.
@@ -107,7 +106,7 @@ class RunDir:
           RunDirError: the disk is full or not writable.
         """
         with self._explain_errors():
-            write_atomically(path, _to_json(value))
+            write_json(path, value)
 
     def changes_from(self, other: Self) -> dict[str, tuple[str, str]]:
         """The config fields that differ from another run's, as `{name: (theirs, ours)}` in JSON.
@@ -116,7 +115,7 @@ class RunDir:
           RunDirError: a config cannot be read.
         """
         with other._explain_errors():
-            return _differences(_read_json(other.config), _read_json(self.config))
+            return _differences(read_json(other.config), read_json(self.config))
 
     def close(self) -> None:
         """Releases the lock."""
@@ -139,6 +138,8 @@ class RunDir:
                 f"cannot use {self.path} as a run directory: {error.strerror or error}; "
                 "choose another --workdir"
             ) from error
+        except NotJsonError as error:
+            raise RunDirError(f"{error}; choose another directory") from error
 
     def _refuse_foreign_files(self) -> None:
         if self.config.exists():
@@ -151,28 +152,25 @@ class RunDir:
             )
 
     def _acquire_lock(self) -> None:
-        # The kernel holds the lock for as long as the process lives: kill -9 releases it.
-        self._lock = (self.path / "run.lock").open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        self._lock = lock(self.path / "run.lock")
+        if self._lock is None:
             raise RunDirError(
                 f"{self.path} is in use by another process; wait until that run ends or "
                 "choose another --workdir"
-            ) from None
+            )
 
     def _record_start(self, config: Mapping[str, Any]) -> None:
         if self.config.exists():
             self._refuse_other_config(config)
-        starts = _read_json(self.environment) if self.environment.exists() else []
-        write_atomically(self.environment, _to_json([*starts, environment.describe()]))
+        starts = read_json(self.environment) if self.environment.exists() else []
+        write_json(self.environment, [*starts, environment.describe()])
         if not self.config.exists():
-            write_atomically(self.config, _to_json(config))
+            write_json(self.config, config)
 
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
         changes = [
             f"{name}: {theirs} -> {ours}"
-            for name, (theirs, ours) in _differences(_read_json(self.config), config).items()
+            for name, (theirs, ours) in _differences(read_json(self.config), config).items()
         ]
         if not changes:
             return
@@ -184,28 +182,8 @@ class RunDir:
         )
 
 
-def _to_json(value: Any) -> bytes:
-    return f"{json.dumps(value, indent=2)}\n".encode()
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise RunDirError(f"{path} is not JSON ({error}); choose another directory") from error
-
-
-def _flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields `('optimizer.peak_lr', '0.001')` and so on; lists are values, as are empty dicts."""
-    if isinstance(config, Mapping) and config:
-        for name, value in config.items():
-            yield from _flatten(value, f"{prefix}.{name}" if prefix else name)
-    else:
-        yield prefix, json.dumps(config)
-
-
 def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
     """The fields in which two configs differ, with both values as JSON."""
-    a, b = dict(_flatten(theirs)), dict(_flatten(ours))
+    a, b = ({name: json.dumps(value) for name, value in flatten(c)} for c in (theirs, ours))
     pairs = {name: (a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lowprec_attn.files import append_line, writing
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, mesh_over
@@ -39,7 +40,7 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
       0, or EXIT_DOES_NOT_FIT.
 
     Raises:
-      UserError: slice, batch or attention cannot serve.
+      UserError: slice, batch or attention cannot serve, or the record cannot be written.
     """
     target = Slice.of(topology)
     computed = arithmetic(settings, platform="tpu")
@@ -61,9 +62,9 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
     for title, text in _lines(facts):
         print(f"{title:<12}{text}")
     if record is not None:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(facts) + "\n")
+        with writing(record):
+            record.parent.mkdir(parents=True, exist_ok=True)
+        append_line(record, json.dumps(facts))
     if facts["fits"]:
         return 0
     for advice in _advice(facts, settings):

@@ -8,7 +8,6 @@ product, measured beside it. Random tokens stand in for text: the time does not 
 
 import collections
 import dataclasses
-import json
 import re
 import tempfile
 import time
@@ -22,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.data.batches import Batch
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import write_json, writing
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
@@ -113,12 +112,17 @@ def step_flops(model: ModelSettings, tokens: int) -> float:
 
 
 def profile(settings: TrainSettings, out: Path) -> int:
-    """Times and traces training steps; prints the table and writes it to `out`/profile.json."""
+    """Times and traces training steps; prints the table and writes it to `out`/profile.json.
+
+    Raises:
+      UserError: the settings do not fit this machine, or the disk refuses.
+    """
     result = measure(settings)
     print(result)
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result.as_json(), indent=1) + "\n"
-    write_atomically(out / "profile.json", text.encode())
+    path = out / "profile.json"
+    with writing(path):
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, result.as_json(), indent=1)
     return 0
 
 
