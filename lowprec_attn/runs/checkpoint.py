@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
@@ -109,12 +108,9 @@ class Checkpoints:
         """
         self.wait()
         data_copy = json.loads(json.dumps(data_state))
-        write: Callable[[], Path]
-        if jax.process_count() == 1:
-            arrays = checkpoint_content.copy_to_host(state)
-            write = partial(self._write_alone, step, arrays, data_copy)
-        else:
-            write = self._begin_together(step, state, data_copy)
+        begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy)
+        # Several processes can agree in their main threads alone; one begins in the worker thread.
+        write = begin() if jax.process_count() > 1 else lambda: begin()()
         self._pending = self._worker.submit(self._complete, step, write)
 
     def restore(self, target_state: Any) -> Restored | None:
@@ -187,26 +183,19 @@ class Checkpoints:
 
     # Saving.
 
-    def _begin_together(
-        self, step: int, state: Any, data_state: dict[str, Any]
+    def _begin(
+        self, step: int, arrays: dict[str, Any], data_state: dict[str, Any]
     ) -> Callable[[], Path]:
-        """Starts to write in all processes; in the main thread, where they can agree."""
+        """Starts to write a content directory; the function returns it when it is complete."""
         with self._explain_errors(f"write checkpoint {step} to"):
             content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
-            wait = checkpoint_content.begin(content, state, data_state)
+            wait = checkpoint_content.begin(content, arrays, data_state)
 
         def write() -> Path:
             wait()
             return content
 
         return write
-
-    def _write_alone(
-        self, step: int, arrays: dict[str, np.ndarray], data_state: dict[str, Any]
-    ) -> Path:
-        content = self._new_content(step)
-        checkpoint_content.write(content, arrays, data_state)
-        return content
 
     def _new_content(self, step: int) -> Path:
         """A content directory that is not there yet."""

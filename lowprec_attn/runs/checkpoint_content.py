@@ -21,37 +21,36 @@ class MismatchError(Exception):
     """A checkpoint does not fit the target; the message names the first path that differs."""
 
 
-def copy_to_host(state: Any) -> dict[str, np.ndarray]:
-    """The leaves of a pytree by path, in buffers that nothing else refers to."""
+def copy(state: Any) -> dict[str, Any]:
+    """The leaves of a pytree by path, as arrays that may be read while `state` is donated.
+
+    They are on the host; in a run of several processes, each of which has but a part of them, on
+    the devices, from where `begin` copies them.
+    """
+    if jax.process_count() > 1:
+        return {path: _own(leaf) for path, leaf in _leaves_by_path(state).items()}
     # On a CPU, device_get returns views of the very buffers that the next step is given to reuse.
     return {path: np.array(leaf) for path, leaf in _leaves_by_path(jax.device_get(state)).items()}
 
 
-def write(content: Path, arrays: dict[str, np.ndarray], data_state: dict[str, Any]) -> None:
-    """Writes the directory `content`, which must not exist.
+def begin(content: Path, arrays: dict[str, Any], data_state: dict[str, Any]) -> Callable[[], None]:
+    """Starts to write the directory `content`, of several processes each its own devices' shards.
 
-    Raises:
-      OSError: the disk has not enough room.
-      Exception: whatever Orbax raises; see `reason`.
-    """
-    _require_room(content, arrays)
-    with _orbax_context():
-        ocp.save_checkpointables(content, {"state": arrays, "data": data_state})
+    When this returns, `arrays` are on the host. Several processes must call it at the same point
+    of their main threads.
 
-
-def begin(content: Path, state: Any, data_state: dict[str, Any]) -> Callable[[], None]:
-    """Starts to write `content` in all processes together, each the shards of its own devices.
-
-    When this returns, `state` has been copied to the host. To be called by all processes at the
-    same point of their main threads.
+    Args:
+      content: must not exist.
+      arrays: what `copy` returns.
+      data_state: JSON-able.
 
     Returns:
       A function, for any thread, that returns when all processes are done.
 
     Raises:
-      OSError, Exception: as `write`, here or from the function.
+      OSError: the disk has not enough room.
+      Exception: whatever Orbax raises, here or from the function; see `reason`.
     """
-    arrays = {path: _own(leaf) for path, leaf in _leaves_by_path(state).items()}
     _require_room(content, arrays)
     with _orbax_context():
         checkpointables = {"state": arrays, "data": data_state}
@@ -135,7 +134,7 @@ def _orbax_context() -> ocp.Context:
     context = ocp.Context()
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="data")
-    context.memory.deepcopy_host_arrays = False  # `copy_to_host` has made the copy
+    context.memory.deepcopy_host_arrays = False  # `copy` has made one
     # Weights shrink by 8 % for 7 times the writing time.
     context.array.saving.use_compression = False
     # In the background, an error there leaves threads that keep the process for ten minutes.

@@ -146,9 +146,9 @@ def test_the_state_may_be_donated_and_changed_as_soon_as_save_returns(tmp_path):
 
 def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
     may_write = threading.Event()
-    write = checkpoint_content.write
+    begin = checkpoint_content.begin
     monkeypatch.setattr(
-        checkpoint_content, "write", lambda *args: may_write.wait() and write(*args)
+        checkpoint_content, "begin", lambda *args: may_write.wait() and begin(*args)
     )
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, make_state(3), make_data_state(3))
@@ -362,7 +362,7 @@ def fail(error_code, *_):
 
 REFUSALS = {
     "full": (shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 30, 1 << 30, 4096)),
-    "quota": (checkpoint_content, "write", functools.partial(fail, errno.EDQUOT)),
+    "quota": (checkpoint_content, "begin", functools.partial(fail, errno.EDQUOT)),
     "broken": (Manifest, "of", functools.partial(fail, errno.EIO)),
     "full at the end": (Manifest, "write", functools.partial(fail, errno.ENOSPC)),
     "read-only": (Path, "mkdir", functools.partial(fail, errno.EROFS)),
