@@ -4,7 +4,6 @@ Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_
 everything for one layer; the rest are its parts, each with its definition.
 """
 
-from lowprec_attn.diagnostics.errors import signed_error
 from lowprec_attn.diagnostics.rows import (
     DOMINATED,
     dominated_rows,
@@ -13,6 +12,7 @@ from lowprec_attn.diagnostics.rows import (
     score_maximum,
 )
 from lowprec_attn.diagnostics.signals import attention_signals
+from lowprec_attn.diagnostics.signed_errors import signed_error
 from lowprec_attn.diagnostics.weights import (
     outer_product_similarity,
     query_weight_gradient,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Key
 
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
-from lowprec_attn.diagnostics import errors, weights
+from lowprec_attn.diagnostics import weights
 from lowprec_attn.diagnostics.comparison import GradientRows, OutputRows, ScoreRows, compare
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 
@@ -64,7 +64,7 @@ def attention_signals(
     accelerator). For B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and
     68 MiB on 2 CPU cores (`python -m benchmarks.diagnostics`).
 
-    `_*` stands for _mean, _rms, _max and _coherence of `errors.signed_error` over the B·T rows.
+    `_*` stands for _mean, _rms, _max and _coherence of `signed_errors.signed_error` over the B·T rows.
 
     Args:
       q, k, v, scale, is_causal, numerics, row_max, key: as in
@@ -168,7 +168,7 @@ def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
     signals = _error("delta", rows.delta, rows.delta_exact)
     for name in ("ds_row_sum", "rounded_ds_row_sum", "p_row_sum_error"):
         x = getattr(rows, name)
-        signals |= _named(name, errors.signed_error(x, jnp.zeros_like(x)))
+        signals |= _named(name, signed_errors.signed_error(x, jnp.zeros_like(x)))
     vanished = (rows.p_row_sum_error < -0.5).astype(jnp.float32)
     return signals | {"vanished_rows": jnp.mean(vanished, axis=(0, 1, 3))}
 
@@ -187,8 +187,8 @@ def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[st
 
 
 def _error(name: str, low: Array, high: Array) -> dict[str, Array]:
-    error = _named(f"{name}_error", errors.signed_error(low, high))
-    return error | {f"{name}_rms": errors.root_mean_square(high)}
+    error = _named(f"{name}_error", signed_errors.signed_error(low, high))
+    return error | {f"{name}_rms": signed_errors.root_mean_square(high)}
 
 
 def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:

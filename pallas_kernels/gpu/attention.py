@@ -36,7 +36,7 @@ from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.scalars import Scalars
-from pallas_kernels.rounding import unsupported_rounding
+from pallas_kernels.rounder import unsupported_rounding
 
 FORMATS = ("float32", "bfloat16", "float16")
 KV_TILE = 16  # a step has a multiple of this many keys, or all

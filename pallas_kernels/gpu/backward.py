@@ -21,9 +21,9 @@ from lowprec_attn.arithmetic import steps
 from lowprec_attn.arithmetic.steps import Place, mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call
-from pallas_kernels.gpu.rounding import Rounder
+from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 
 # δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
 # fourth program per multiprocessor.

@@ -21,7 +21,7 @@ from lowprec_attn.arithmetic.steps import SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, get_rounding
 from pallas_kernels.gpu.instructions import anew
 from pallas_kernels.gpu.problem import Problem, call
-from pallas_kernels.gpu.rounding import Rounder
+from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.gpu.softmax import (
     initial_state,

@@ -19,7 +19,7 @@ from lowprec_attn.arithmetic.steps import Place, span
 from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.block_sizes import Tile
-from pallas_kernels.gpu.rounding import Rounder
+from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.gpu.scalars import Scalars
 
 LOG2E = math.log2(math.e)

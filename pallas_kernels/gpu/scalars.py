@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
-from pallas_kernels.rounding import Stream
+from pallas_kernels.rounder import Stream
 
 
 class Scalars(NamedTuple):

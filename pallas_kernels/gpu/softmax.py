@@ -23,7 +23,7 @@ from pallas_kernels.gpu.instructions import (
 )
 from pallas_kernels.gpu.problem import LANES, LOG2E, THREADS, Problem, by_lane
 from pallas_kernels.gpu.walk import Walk
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 
 _FLOAT32 = get_format("float32")
 

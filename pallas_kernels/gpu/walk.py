@@ -10,9 +10,9 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place, mask_scores
 from pallas_kernels.gpu.problem import Problem
-from pallas_kernels.gpu.rounding import Rounder
+from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.gpu.scalars import Scalars
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 
 
 class Walk(NamedTuple):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic import steps
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
 from lowprec_attn.arithmetic.transforms import first_order_only
-from pallas_kernels.rounding import unsupported_rounding
+from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.tpu.backward import Operands, lse_unit
 from pallas_kernels.tpu.block_sizes import (
     LANES,

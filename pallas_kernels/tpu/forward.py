@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.rounding import BFLOAT16
+from pallas_kernels.rounder import BFLOAT16
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
@@ -28,7 +28,7 @@ from pallas_kernels.tpu.problem import (
     lanes,
     to_row,
 )
-from pallas_kernels.tpu.rounding import Rounder
+from pallas_kernels.tpu.products import Rounder
 from pallas_kernels.tpu.scalars import Scalars
 from pallas_kernels.tpu.walk import Inputs, LongStep, Program, Walk, read, take_part, take_steps
 

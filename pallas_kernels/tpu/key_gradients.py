@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.backward import (
     GradientSum,
     Operands,
@@ -26,7 +26,7 @@ from pallas_kernels.tpu.problem import (
     call,
     indices,
 )
-from pallas_kernels.tpu.rounding import ROWS
+from pallas_kernels.tpu.products import ROWS
 from pallas_kernels.tpu.scalars import Scalars
 
 

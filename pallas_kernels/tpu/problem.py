@@ -16,7 +16,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.steps import Place
 from pallas_kernels import problem as common
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
-from pallas_kernels.tpu.rounding import Rounder
+from pallas_kernels.tpu.products import Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
 

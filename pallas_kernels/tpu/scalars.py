@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
-from pallas_kernels.rounding import Stream
+from pallas_kernels.rounder import Stream
 
 
 class Scalars(NamedTuple):

@@ -15,10 +15,10 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import Problem, exponential, indices, lanes
-from pallas_kernels.tpu.rounding import ROWS, Rounder
+from pallas_kernels.tpu.products import ROWS, Rounder
 
 _FLOAT32 = get_format("float32")
 

@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Place, SoftmaxState, mask_scores
-from pallas_kernels.rounding import format_of
+from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.problem import Problem, indices
-from pallas_kernels.tpu.rounding import COLUMNS, Rounder
+from pallas_kernels.tpu.products import COLUMNS, Rounder
 from pallas_kernels.tpu.scalars import Scalars
 
 

@@ -15,7 +15,7 @@ from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
-from pallas_kernels.rounding import Rounder
+from pallas_kernels.rounder import Rounder
 
 TILE = Tile(query=16, kv=16, stages=1)
 INTERPRETED = BlockSizes(forward=TILE, key_gradients=TILE, query_gradients=TILE, interpret=True)

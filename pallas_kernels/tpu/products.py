@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.numerics import Format
-from pallas_kernels import rounding as common
+from pallas_kernels import rounder as common
 
 # Which axes a product sums over: the columns of both operands (A Bᵀ), or B's rows (A B).
 COLUMNS = (((1,), (1,)), ((), ()))

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.numerics import Format, Rounding
-from pallas_kernels import rounding as common
+from pallas_kernels import rounder as common
 from pallas_kernels.gpu.instructions import as_bfloat16, round_to_bfloat16
 
 # Points whose values are only multiplied or stored, in 16 bits: the compiler drops the second cast
