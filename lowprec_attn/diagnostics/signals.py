@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Key
 
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
-from lowprec_attn.diagnostics import weights
+from lowprec_attn.diagnostics import signed_errors, weights
 from lowprec_attn.diagnostics.comparison import GradientRows, OutputRows, ScoreRows, compare
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 
@@ -64,7 +64,7 @@ def attention_signals(
     accelerator). For B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and
     68 MiB on 2 CPU cores (`python -m benchmarks.diagnostics`).
 
-    `_*` stands for _mean, _rms, _max and _coherence of `signed_errors.signed_error` over the B·T rows.
+    `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Args:
       q, k, v, scale, is_causal, numerics, row_max, key: as in

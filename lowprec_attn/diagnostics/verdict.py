@@ -14,7 +14,7 @@ The first rule that any head meets, under any of the arithmetics measured, decid
 
 Errors over n rows are coherent if coherence ≥ 5 *and* coherence ≥ √n / 20 *and* their RMS is at
 least 1e-5 of what they are errors of. The first is statistics: with random signs coherence
-exceeds 5 with a probability of at most 2 exp(−12.5) = 7e-6, whatever n (`signed_errors.signed_error`);
+exceeds 5 with a probability of at most 2 exp(−12.5) = 7e-6, whatever n (`signed_error`);
 the second a convention, a mean below a twentieth of the RMS is not called persistent; the third
 leaves out the rounding of float32. Fewer than 25 rows can never be coherent in this sense.
 
