@@ -6,15 +6,26 @@
 import functools
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import command as train_command
 import jax
 import pytest
+from compiling import compile_quickly
 
+from lowprec_attn.data import builtin_text
+
+_ON_A_DEVICE = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")
 if not os.environ.get("JAX_PLATFORMS"):
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """On a CPU, programs compile quickly, unless tests of a device or slow ones were asked for."""
+    if not _ON_A_DEVICE and "not slow" in (config.getoption("markexpr") or ""):
+        compile_quickly()
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +43,35 @@ def no_races(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., object]:
+def compilations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes that tests start keep what they compile; one for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    of_run = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    (of_run / "compilations").mkdir(exist_ok=True)
+    return of_run / "compilations"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files; see `command.write_text`."""
+    return train_command.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def text_read_once() -> Iterator[None]:
+    """Runs in this process gather the built-in text, which takes a second, the first time alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtin_text, "load", _built_in_text)
+        yield
+
+
+_built_in_text = functools.cache(builtin_text.load)
+
+
+@pytest.fixture(scope="session")
+def command(compilations: Path) -> Callable[..., object]:
     """Starts `train.py`; see `command.start`."""
-    return functools.partial(train_command.start, tmp_path_factory.mktemp("compilations"))
+    return functools.partial(train_command.start, compilations)
 
 
 # Whole files go to one worker each, so the longest must not be left for last.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import optimized
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.attention import tiled
@@ -42,6 +43,13 @@ def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, c
         harness.oracle(problem, arrays),
         noise=harness.score_noise(problem, arrays),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", harness.CASES)
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_so_is_optimized_code(implementation: str, case: str) -> None:
+    test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation, case)
 
 
 @pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
@@ -235,7 +243,7 @@ def test_memory_of_tiled_is_linear_in_the_length() -> None:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.sum(ATTEND(q, k, v, is_causal=True, implementation="tiled")[0])
 
-        step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+        step = optimized(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
         return step.memory_analysis().temp_size_in_bytes
 
     sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]

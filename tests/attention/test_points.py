@@ -54,6 +54,12 @@ def test_rounding_is_there(implementation: str, point: str) -> None:
     check_rounding(implementation, point, "bfloat16")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "point"), POINTS_OF_IMPLEMENTATIONS)
+def test_rounding_is_there_in_optimized_code(implementation: str, point: str) -> None:
+    check_rounding(implementation, point, "bfloat16")
+
+
 @pytest.mark.parametrize("fmt", ["float16", "float8_e4m3fn", "float8_e5m2", "bf16_m3"])
 def test_rounding_to_other_formats_is_there(fmt: str) -> None:
     check_rounding("tiled_odd", "probs", fmt)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import optimized
 
 from lowprec_attn import attention, diagnostics, numerics
 from lowprec_attn.numerics import PRESETS, DynamicMax, Numerics, PublishedMax, RowMax, StandardMax
@@ -25,7 +26,7 @@ KEYS, STEP, TIED = 64, 16, 8
 EPS, LOW_EPS = 2.0**-24, 2.0**-8  # the largest relative error of float32, of bfloat16
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "num", "row_max"))
+@functools.partial(optimized, static_argnames=("implementation", "num", "row_max"))
 def probabilities(
     scores: jax.Array, *, implementation: str, num: Numerics, row_max: RowMax
 ) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +142,7 @@ def test_rows_vanish_under_the_published_rule() -> None:
         np.testing.assert_array_equal(sums < 0.5, VANISHING > 24)
 
 
-@functools.partial(jax.jit, static_argnames=("num", "row_max", "causal"))
+@functools.partial(optimized, static_argnames=("num", "row_max", "causal"))
 def signals(
     q: Any, k: Any, v: Any, do: Any, *, num: Numerics, row_max: RowMax, causal: bool
 ) -> Any:
@@ -174,7 +175,7 @@ def test_the_signal_of_lse_in_bfloat16() -> None:
     assert float(found["vanished_rows"][0]) == pytest.approx(1 / 6)
 
 
-@functools.partial(jax.jit, static_argnames="num")
+@functools.partial(optimized, static_argnames="num")
 def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) -> Any:
     """dS before its rounding [B, N, T, S], as the gradient of a bias of zeros, and dQ."""
     (batch, rows, heads, _), keys = q.shape, k.shape[1]
@@ -267,7 +268,7 @@ def test_rows_of_ds_sum_to_zero_for_packed_arrays() -> None:
         jnp.asarray(r.standard_normal(s), jnp.bfloat16) for s in ((2, 24, 3, 2, 16), (2, 24, 2, 16))
     )
 
-    @functools.partial(jax.jit, static_argnames="num")
+    @functools.partial(optimized, static_argnames="num")
     def ds(qkv: jax.Array, *, num: Numerics) -> jax.Array:
         def attend(bias: jax.Array) -> jax.Array:
             return attention.dot_product_attention(

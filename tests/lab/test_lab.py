@@ -14,7 +14,7 @@ import sys
 import time
 
 import pytest
-from command import ROOT, TINY
+from command import ROOT, TINY, environment
 
 from lowprec_attn.commands import config
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
@@ -440,16 +440,12 @@ def test_the_committed_table_is_that_of_the_committed_records(tmp_path, capsys):
 # With the trainer.
 
 
-def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(tmp_path):
+def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
+    tmp_path, compilations, text
+):
     fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 600}
+    fields["data.path"] = text
     fields |= {"checkpoint_every": 100, "diagnostics_every": 300, "eval_every": 300}
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compilations"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     arms = ("flash", "probe_dynamic_max")
 
     def start(out):
@@ -459,7 +455,7 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(t
         return subprocess.Popen(
             list(map(str, command)),
             cwd=ROOT,
-            env=environment,
+            env=environment(compilations),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -11,6 +11,7 @@ import numpy as np
 import plain
 import pytest
 from boundaries import HARDWARE, NARROW, SHORTENED, bits_of, boundaries, codes, dtype_of, expected
+from compiling import optimized
 
 from lowprec_attn import numerics
 from lowprec_attn.numerics import FORMATS, counter_bits, round_to
@@ -29,7 +30,7 @@ def assert_same_bits(result: jax.Array, expected_: np.ndarray) -> None:
 @pytest.mark.parametrize("fmt", NARROW)
 def test_nearest_agrees_with_the_oracle_on_every_boundary(fmt: str) -> None:
     x = boundaries(fmt)
-    assert_same_bits(jax.jit(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
+    assert_same_bits(optimized(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
 
 
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16"])
@@ -43,7 +44,7 @@ def test_nearest_does_not_depend_on_how_it_is_called(fmt: str, how: Callable) ->
 def test_nearest_agrees_with_the_oracle_on_random_patterns(fmt: str) -> None:
     rng = np.random.default_rng(1)
     x = rng.integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)
-    assert_same_bits(jax.jit(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
+    assert_same_bits(optimized(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
 
 
 @pytest.mark.parametrize("fmt", SHORTENED)
@@ -111,7 +112,7 @@ def test_stochastic_agrees_with_gfloat_given_the_same_bits(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", NARROW)
 def test_stochastic_never_moves_a_value_of_the_format(fmt: str) -> None:
     x = codes(fmt)
-    rounded = jax.jit(lambda x, bits: round_to(x, fmt, "stochastic", bits))
+    rounded = optimized(lambda x, bits: round_to(x, fmt, "stochastic", bits))
     for bits in (_bits(np.arange(x.size)), np.full(x.shape, 0xFFFF_FFFF, np.uint32)):
         assert_same_bits(rounded(x, bits), x)
 

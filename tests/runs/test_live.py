@@ -13,15 +13,17 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.run import train
 
+pytestmark = pytest.mark.usefixtures("text_read_once")
+
 
 def trained(path, **changes):
-    config = tiny_config(devices=1, **changes)
+    config = tiny_config(devices=1, attention__implementation="tiled", **changes)
     assert train(train_settings(config), config, path) == 0
     return RunDir(path)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(text_read_once, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("runs") / "run")
 
 

@@ -1,10 +1,15 @@
 """`python train.py` in a process of its own, on a model whose steps take milliseconds."""
 
+import hashlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import numpy as np
+
+from lowprec_attn.data import tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,21 +30,40 @@ TINY = {
 }
 
 
-def start(cache, workdir, config="configs/gpt2_bf16.py:tiny", **changes):
-    """Starts `train.py` with TINY and changes; compilations are shared through `cache`."""
-    fields = {**TINY, **{name.replace("__", "."): v for name, v in changes.items()}}
-    flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    environment = {
+def write_text(directory):
+    """Token files for `data.path`: a process that reads them need not gather the built-in text."""
+    ids = np.frombuffer((ROOT / "README.md").read_bytes(), np.uint8).astype("<u2")
+    splits = {}
+    for name, part in (("train", ids[:-2000]), ("val", ids[-2000:])):
+        part.tofile(directory / f"{name}.bin")
+        splits[name] = tokens.SplitMeta(len(part), hashlib.sha256(part.tobytes()).hexdigest())
+    tokens.Meta("bytes", 257, "uint16", splits).write(directory / "meta.json")
+    return directory
+
+
+def environment(cache, devices=1):
+    """Of a process on simulated devices; compilations are shared through `cache`."""
+    return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+
+def flags(config="configs/gpt2_bf16.py:tiny", **changes):
+    """The arguments of `train.py` for TINY and changes."""
+    fields = {**TINY, **{name.replace("__", "."): v for name, v in changes.items()}}
+    return [f"--config={config}", *(f"--config.{name}={v}" for name, v in fields.items())]
+
+
+def start(cache, workdir, config="configs/gpt2_bf16.py:tiny", **changes):
+    """Starts `train.py` with TINY and changes."""
     return subprocess.Popen(
-        [sys.executable, "train.py", f"--config={config}", f"--workdir={workdir}", *flags],
+        [sys.executable, "train.py", f"--workdir={workdir}", *flags(config, **changes)],
         cwd=ROOT,
-        env=environment,
+        env=environment(cache),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

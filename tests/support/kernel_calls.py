@@ -9,6 +9,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import pytest
+from compiling import UNOPTIMIZED
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
@@ -92,7 +93,7 @@ class Call:
 def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
     # Unoptimised code: the kernels of these small cases take longer to compile than to run.
     on_cpu = jax.default_backend() == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    options = UNOPTIMIZED if on_cpu else None
     # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
     return jax.jit(lambda *operands: call(*operands), compiler_options=options)
 

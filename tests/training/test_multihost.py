@@ -1,7 +1,6 @@
 """The trainer in several processes of one machine, each with its own simulated devices."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -10,13 +9,17 @@ import time
 
 import command
 import numpy as np
-import pytest
 from command import wait_for_steps
 
 from lowprec_attn.runs import metrics
 
 # Two parts, so that rows are dealt out to the processes within each micro-batch.
-RUN = {**command.TINY, "accumulation_steps": 2, "model.layers": 1}
+RUN = {
+    **command.TINY,
+    "accumulation_steps": 2,
+    "model.layers": 1,
+    "attention.implementation": "tiled",
+}
 
 
 def free_port():
@@ -25,10 +28,11 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(cache, workdir, *, processes, devices, own=None, **changes):
+def start(cache, text, workdir, *, processes, devices, own=None, **changes):
     """The processes of a run; `devices` is how many each has, `own` are flags that differ."""
+    fields = {**RUN, "data.path": text, **changes}
     arguments = ["--config=configs/gpt2_bf16.py:tiny", f"--workdir={workdir}"]
-    arguments += [f"--config.{name}={value}" for name, value in {**RUN, **changes}.items()]
+    arguments += [f"--config.{name}={value}" for name, value in fields.items()]
     if processes > 1:
         arguments += [
             "--distributed",
@@ -42,17 +46,10 @@ def start(cache, workdir, *, processes, devices, own=None, **changes):
 
 
 def launch(cache, arguments, devices):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
     return subprocess.Popen(
         [sys.executable, "train.py", *arguments],
         cwd=command.ROOT,
-        env=environment,
+        env=command.environment(cache, devices),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,20 +61,15 @@ def finish(processes, code=0):
     return [command.finish(process, code) for process in processes]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("compilations")
-
-
 def records(workdir):
     return (workdir / "metrics.jsonl").read_bytes(), (workdir / "data_order.txt").read_bytes()
 
 
-def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(cache, tmp_path):
+def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(compilations, text, tmp_path):
     """Of two numbers each, so that no sum has an order of its own."""
-    finish(start(cache, tmp_path / "one", processes=1, devices=2))
+    finish(start(compilations, text, tmp_path / "one", processes=1, devices=2))
     workdir = tmp_path / "two"
-    killed = start(cache, workdir, processes=2, devices=1)
+    killed = start(compilations, text, workdir, processes=2, devices=1)
     while not (workdir / "checkpoints" / "00000004.json").exists():
         assert all(process.poll() is None for process in killed)
         time.sleep(0.01)
@@ -86,7 +78,7 @@ def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(cache, tmp
     for process in killed:
         process.communicate()
     assert records(workdir) != records(tmp_path / "one")
-    (out, _), (silent, _) = finish(start(cache, workdir, processes=2, devices=1))
+    (out, _), (silent, _) = finish(start(compilations, text, workdir, processes=2, devices=1))
     assert "resuming at step 4" in out
     assert "2 x cpu in 2 processes" in out
     assert "resuming" not in silent
@@ -96,12 +88,20 @@ def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(cache, tmp
     assert [e["process_count"] for e in environments] == [2, 2]
 
 
-def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(cache, tmp_path):
+def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(
+    compilations, text, tmp_path
+):
     """With split moments each process writes what only it has; one process then reads them all."""
     workdir = tmp_path / "run"
     fields = {"steps": 40, "checkpoint_every": 0, "diagnostics_every": 0, "eval_every": 0}
     stopped = start(
-        cache, workdir, processes=2, devices=2, shard_optimizer=True, **fields | {"steps": 4000}
+        compilations,
+        text,
+        workdir,
+        processes=2,
+        devices=2,
+        shard_optimizer=True,
+        **fields | {"steps": 4000},
     )
     wait_for_steps(stopped[0], workdir / "throughput.jsonl", 3)
     stopped[1].send_signal(signal.SIGTERM)
@@ -112,8 +112,18 @@ def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(
     assert {path.name for path in content.glob("ocdbt.*")} == {"ocdbt.process_0", "ocdbt.process_1"}
     # The schedules differ only in the far end of the learning rate: compare one run with itself.
     fields |= {"steps": done + 5, "resume_from": workdir}
-    finish(start(cache, tmp_path / "one", processes=1, devices=4, **fields))
-    finish(start(cache, tmp_path / "two", processes=2, devices=2, shard_optimizer=True, **fields))
+    finish(start(compilations, text, tmp_path / "one", processes=1, devices=4, **fields))
+    finish(
+        start(
+            compilations,
+            text,
+            tmp_path / "two",
+            processes=2,
+            devices=2,
+            shard_optimizer=True,
+            **fields,
+        )
+    )
     one, two = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [r["step"] for r in two if "loss" in r] == list(range(done, done + 5))
     for a, b in zip(one, two, strict=True):
@@ -122,17 +132,19 @@ def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(
             np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)
 
 
-def test_processes_that_were_started_differently_all_say_so(cache, tmp_path):
+def test_processes_that_were_started_differently_all_say_so(compilations, text, tmp_path):
     own = [["--config.seed=1"], ["--config.seed=2"]]
-    for _, err in finish(start(cache, tmp_path / "run", processes=2, devices=1, own=own), code=1):
+    for _, err in finish(
+        start(compilations, text, tmp_path / "run", processes=2, devices=1, own=own), code=1
+    ):
         (line,) = [line for line in err.splitlines() if line.startswith("error:")]
         assert "process 1 has another config, text, --workdir or JAX than process 0" in line
         assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_config_that_looked_at_the_device_is_too_early(cache):
+def test_a_config_that_looked_at_the_device_is_too_early(compilations):
     flags = ["--config=configs/gpt2_bf16.py", "--distributed", "--num_processes=1"]
     flags += ["--process_id=0", f"--coordinator_address=localhost:{free_port()}"]
-    _, err = command.finish(launch(cache, flags, devices=1), code=1)
+    _, err = command.finish(launch(compilations, flags, devices=1), code=1)
     assert "name it: --config=FILE:full" in err.splitlines()[-1]

@@ -1,21 +1,29 @@
 """The trainer from the command line: `python train.py` in a process of its own."""
 
+import functools
 import json
 import shutil
 
 import numpy as np
 import pytest
-from command import finish
+from command import ROOT, finish, flags
 
+from lowprec_attn.commands.main import main
 from lowprec_attn.runs import metrics
 
 
 @pytest.fixture(scope="module")
-def finished(command, tmp_path_factory):
-    """A run that ended, and what it printed."""
+def start(command, text):
+    """A start without what takes it seconds: the kernels of other platforms, the built-in text."""
+    return functools.partial(command, attention__implementation="tiled", data__path=text)
+
+
+@pytest.fixture(scope="module")
+def finished(start, tmp_path_factory):
+    """The directory of a run that ended."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
-    out, _ = finish(command(workdir))
-    return workdir, out
+    finish(start(workdir))
+    return workdir
 
 
 def error_line(err):
@@ -25,8 +33,8 @@ def error_line(err):
     return line
 
 
-def test_the_first_lines_say_what_was_chosen_and_why(finished):
-    _, out = finished
+def test_the_first_lines_say_what_was_chosen_and_why(command, tmp_path):
+    out, _ = finish(command(tmp_path / "run", steps=4))
     lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:6])
     assert "cpu" in lines["device"]
     assert "tiny" in lines["scale"]
@@ -40,36 +48,36 @@ def test_the_first_lines_say_what_was_chosen_and_why(finished):
 
 
 def test_a_run_directory_holds_everything(finished):
-    workdir, _ = finished
-    config = json.loads((workdir / "config.json").read_text())
+    config = json.loads((finished / "config.json").read_text())
     assert config["attention"]["numerics"] == "published"
     assert len(config["text_sha256"]["train"]) == 64
-    (environment,) = json.loads((workdir / "environment.json").read_text())
+    (environment,) = json.loads((finished / "environment.json").read_text())
     assert environment["versions"]["jax"]
-    assert len((workdir / "data_order.txt").read_text().splitlines()) == 12
-    assert list((workdir / "tensorboard").iterdir())
-    assert (workdir / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (workdir / "checkpoints").glob("*.json")) == [
+    assert len((finished / "data_order.txt").read_text().splitlines()) == 12
+    assert list((finished / "tensorboard").iterdir())
+    assert (finished / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (finished / "checkpoints").glob("*.json")) == [
         "00000008.json",
         "00000012.json",
     ]
-    records = metrics.read(workdir / "metrics.jsonl")
+    records = metrics.read(finished / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == list(range(12))
     assert [r["step"] for r in records if "val_loss" in r] == [6, 12]
     signals = {r["step"]: r["signals"] for r in records if "signals" in r}
     assert sorted(signals) == [0, 5, 10, 12]
     assert len(signals[5]["layer_1"]["score_maximum"]) == 2
-    summary = json.loads((workdir / "summary.json").read_text())
+    summary = json.loads((finished / "summary.json").read_text())
     assert summary["below_unigram"] == summary["unigram_loss"] - summary["val_loss"]
 
 
-def test_signals_are_of_the_parameters_before_the_step(command, tmp_path):
+def test_signals_are_of_the_parameters_before_the_step(start, tmp_path):
     """The same whatever the step then does to these parameters."""
     found = []
     for peak_lr in (0.001, 0.1):
         workdir = tmp_path / str(peak_lr)
         short = {"steps": 1, "optimizer__warmup_steps": 0, "diagnostics_every": 1}
-        finish(command(workdir, optimizer__peak_lr=peak_lr, **short))
+        short["model__layers"] = 1
+        finish(start(workdir, optimizer__peak_lr=peak_lr, **short))
         records = metrics.read(workdir / "metrics.jsonl")
         found.append({r["step"]: r["signals"] for r in records if "signals" in r})
     slow, fast = found
@@ -77,25 +85,23 @@ def test_signals_are_of_the_parameters_before_the_step(command, tmp_path):
     assert slow[1] != fast[1]
 
 
-def test_the_same_command_on_a_finished_run_changes_nothing(command, finished):
-    workdir, _ = finished
-    before = (workdir / "metrics.jsonl").read_bytes()
-    out, _ = finish(command(workdir))
+def test_the_same_command_on_a_finished_run_changes_nothing(start, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    out, _ = finish(start(finished))
     assert "resuming at step 12" in out
-    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_checkpoint_is_resumed_with_one_point_changed(command, finished, tmp_path):
-    source, _ = finished
-    changed = {"resume_from": source, "attention__points__saved_output": "float32", "steps": 15}
-    out, _ = finish(command(tmp_path / "changed", **changed))
+def test_a_checkpoint_is_resumed_with_one_point_changed(start, finished, tmp_path):
+    changed = {"resume_from": finished, "attention__points__saved_output": "float32", "steps": 15}
+    out, _ = finish(start(tmp_path / "changed", **changed))
     assert "from step 12" in out
     origin = json.loads((tmp_path / "changed" / "resumed_from.json").read_text())
     assert origin["step"] == 12
     assert set(origin["changed"]) == {"attention.points.saved_output", "resume_from", "steps"}
     assert origin["changed"]["attention.points.saved_output"] == ["null", '"float32"']
-    # The source holds the order up to there; the new run goes on with it.
-    theirs = (source / "data_order.txt").read_text().splitlines()
+    # The run that ended holds the order up to there; the new run goes on with it.
+    theirs = (finished / "data_order.txt").read_text().splitlines()
     ours = (tmp_path / "changed" / "data_order.txt").read_text().splitlines()
     assert ours[:12] == theirs
     assert len(ours) == 15
@@ -103,17 +109,16 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(command, finished, tmp_p
     assert [r["step"] for r in records if "loss" in r] == [12, 13, 14]
 
 
-def test_a_recorded_order_is_replayed(command, finished, tmp_path):
-    source, _ = finished
-    lines = (source / "data_order.txt").read_text().splitlines()
+def test_a_recorded_order_is_replayed(start, finished, tmp_path):
+    lines = (finished / "data_order.txt").read_text().splitlines()
     order = tmp_path / "generated_indices_rank_0.txt"
     order.write_text("".join(line + "\n" for line in reversed(lines)))
     workdir = tmp_path / "replayed"
-    finish(command(workdir, data__replay=order))
+    finish(start(workdir, data__replay=order))
     assert (workdir / "data_order.txt").read_text() == order.read_text()
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(command, tmp_path):
+def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(start, tmp_path):
     """Scores beyond 448 are NaN in this format, and this learning rate takes them there."""
     workdir = tmp_path / "run"
     wild = {
@@ -121,7 +126,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
         "attention__points__scores": "float8_e4m3fn",
         "steps": 200,
     }
-    out, _ = finish(command(workdir, **wild), code=3)
+    out, _ = finish(start(workdir, **wild), code=3)
     last = out.splitlines()[-1]
     failure = json.loads((workdir / "failure.json").read_text())
     assert f"not finite at step {failure['step']}" in last
@@ -136,15 +141,14 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
     saved = [int(path.stem) for path in (workdir / "checkpoints").glob("*.json")]
     assert max(saved) == failure["step"]
     # Resumed, it meets the same batch in the same state and fails in the same way.
-    again, _ = finish(command(workdir, **wild), code=3)
+    again, _ = finish(start(workdir, **wild), code=3)
     assert f"resuming at step {failure['step']}" in again
     assert again.splitlines()[-1] == last
 
 
-def test_a_damaged_latest_checkpoint_is_skipped_saying_so(command, finished, tmp_path):
-    source, _ = finished
+def test_a_damaged_latest_checkpoint_is_skipped_saying_so(start, finished, tmp_path):
     workdir = tmp_path / "copy"
-    shutil.copytree(source, workdir)
+    shutil.copytree(finished, workdir)
     content = max(
         (p for p in (workdir / "checkpoints").rglob("*") if p.is_file() and "00000012-" in str(p)),
         key=lambda p: p.stat().st_size,
@@ -152,21 +156,20 @@ def test_a_damaged_latest_checkpoint_is_skipped_saying_so(command, finished, tmp
     data = bytearray(content.read_bytes())
     data[len(data) // 2] ^= 1
     content.write_bytes(bytes(data))
-    out, err = finish(command(workdir))
+    out, err = finish(start(workdir))
     assert "resuming at step 8" in out
     assert "checkpoint 12" in err
     assert "checkpoint 8 instead" in err
-    assert (workdir / "metrics.jsonl").read_bytes() == (source / "metrics.jsonl").read_bytes()
+    assert (workdir / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
-def test_another_config_in_the_same_run_directory_is_refused(command, finished):
-    workdir, _ = finished
-    before = (workdir / "metrics.jsonl").read_bytes()
-    _, err = finish(command(workdir, optimizer__peak_lr=5e-4), code=1)
+def test_another_config_in_the_same_run_directory_is_refused(start, finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    _, err = finish(start(finished, optimizer__peak_lr=5e-4), code=1)
     line = error_line(err)
     assert "optimizer.peak_lr: 0.002 -> 0.0005" in line
     assert "resume_from" in line
-    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 BAD = {
@@ -190,11 +193,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_gives_one_line_before_training(command, tmp_path, case):
+@pytest.mark.usefixtures("text_read_once")
+def test_bad_input_gives_one_line_before_training(tmp_path, monkeypatch, capsys, case):
     changes, text = BAD[case]
-    _, err = finish(command(tmp_path / "run", **changes), code=1)
+    monkeypatch.chdir(ROOT)
+    assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(**changes)]) == 1
+    err = capsys.readouterr().err
     assert text in error_line(err)
     assert "step/s" not in err  # no progress bar yet
+
+
+def test_a_process_ends_with_that_line_too(command, tmp_path):
+    _, err = finish(command(tmp_path / "run", model__vocab_size=100), code=1)
+    assert "beyond the model's vocabulary of 100" in error_line(err)
+    assert "step/s" not in err
 
 
 def test_a_config_file_that_is_not_there_gives_one_line(command, tmp_path):

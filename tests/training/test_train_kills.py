@@ -1,23 +1,31 @@
 """Runs that are killed at random times, or asked to stop, and resumed by the same command."""
 
+import functools
 import random
 import signal
 import time
 
+import pytest
 from command import finish, wait_for_steps
 
-KILLS = 10
+
+@pytest.fixture
+def start(command, text):
+    """Without the parts of a start that a kill does not reach: other kernels, another text."""
+    return functools.partial(command, attention__implementation="tiled", data__path=text)
 
 
-def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
-    steps = {"steps": 600, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
-    finish(command(tmp_path / "whole", **steps))
+    # Steps for the longest waits before the kills.
+    steps = {"steps": 60 * kills, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
+    finish(start(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
     throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"
     rng, newest = random.Random(7), 0
-    for _ in range(KILLS):
-        process = command(killed, **steps)
+    for _ in range(kills):
+        process = start(killed, **steps)
         wait_for_steps(process, throughput, rng.randrange(1, 30))
         time.sleep(rng.random() * 0.1)
         assert process.poll() is None, "the run ended before it could be killed: raise steps"
@@ -26,23 +34,23 @@ def test_ten_kills_lose_no_checkpoint_and_change_no_metric(command, tmp_path):
         saved = [int(path.stem) for path in manifests.glob("*.json")]
         assert max(saved, default=0) >= newest
         newest = max(saved, default=0)
-    out, _ = finish(command(killed, **steps))
+    out, _ = finish(start(killed, **steps))
     assert f"resuming at step {newest}" in out
     assert newest > 0
     for name in ("metrics.jsonl", "data_order.txt"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_sigterm_saves_and_exits_cleanly(command, tmp_path):
+def test_sigterm_saves_and_exits_cleanly(start, tmp_path):
     steps = {"steps": 5000, "checkpoint_every": 0}
-    process = command(tmp_path / "run", **steps)
+    process = start(tmp_path / "run", **steps)
     wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 5)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process)
     assert "stopped by a signal after" in out
     done = int(out.split("stopped by a signal after ")[1].split()[0])
     assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
-    process = command(tmp_path / "run", **steps)
+    process = start(tmp_path / "run", **steps)
     wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 1)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process)
