@@ -94,16 +94,17 @@ def test_the_failure_in_one_row(tmp_path):
     assert coherence["probe, standard"] > 0.8 * length**0.5
 
 
-def test_train_gpt2(tmp_path):
+def test_train_gpt2(tmp_path, text):
     steps = 6
     small = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocab_size": 257}
     changes = {f"model.{name}": size for name, size in small.items()}
     changes |= {"optimizer.warmup_steps": 2, "steps": steps}
-    changes |= {"diagnostics_every": 3, "eval_batches": 1}
+    changes |= {"diagnostics_every": 3, "eval_batches": 1, "attention.implementation": "tiled"}
+    parameters = {"CHANGES": changes, "TEXT": str(text), "BACKUP": str(tmp_path / "drive")}
     figures, result = execute(
         "train_gpt2.ipynb",
         tmp_path,
-        {"SECONDS_PER_PLOT": 0.5, "BACKUP": str(tmp_path / "drive"), "CHANGES": changes},
+        {**parameters, "SECONDS_PER_PLOT": 2},
         "[{'losses': series(run_dir, lambda record: record.get('loss')).tolist(),"
         " 'scores': series(run_dir, largest_score).tolist(),"
         " 'rule': json.loads(run_dir.config.read_text())['attention']['row_max']}"

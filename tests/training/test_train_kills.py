@@ -11,8 +11,9 @@ from command import finish, wait_for_steps
 
 @pytest.fixture
 def start(command, text):
-    """Without the parts of a start that a kill does not reach: other kernels, another text."""
-    return functools.partial(command, attention__implementation="tiled", data__path=text)
+    """A start without what takes it seconds: the kernels of other platforms, the built-in text."""
+    short = {"attention__implementation": "tiled", "model__layers": 1}
+    return functools.partial(command, data__path=text, **short)
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
