@@ -142,7 +142,7 @@ def test_rows_vanish_under_the_published_rule() -> None:
         np.testing.assert_array_equal(sums < 0.5, VANISHING > 24)
 
 
-@functools.partial(optimized, static_argnames=("num", "row_max", "causal"))
+@functools.partial(jax.jit, static_argnames=("num", "row_max", "causal"))
 def signals(
     q: Any, k: Any, v: Any, do: Any, *, num: Numerics, row_max: RowMax, causal: bool
 ) -> Any:
@@ -175,7 +175,7 @@ def test_the_signal_of_lse_in_bfloat16() -> None:
     assert float(found["vanished_rows"][0]) == pytest.approx(1 / 6)
 
 
-@functools.partial(optimized, static_argnames="num")
+@functools.partial(jax.jit, static_argnames="num")
 def bias_and_query_gradients(q: Any, k: Any, v: Any, do: Any, *, num: Numerics) -> Any:
     """dS before its rounding [B, N, T, S], as the gradient of a bias of zeros, and dQ."""
     (batch, rows, heads, _), keys = q.shape, k.shape[1]

@@ -7,9 +7,12 @@ import shutil
 import numpy as np
 import pytest
 from command import ROOT, finish, flags
+from tiny import tiny_config
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.runs import metrics
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.run import train
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +73,22 @@ def test_a_run_directory_holds_everything(finished):
     assert summary["below_unigram"] == summary["unigram_loss"] - summary["val_loss"]
 
 
-def test_signals_are_of_the_parameters_before_the_step(start, tmp_path):
+def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
     """The same whatever the step then does to these parameters."""
     found = []
     for peak_lr in (0.001, 0.1):
         workdir = tmp_path / str(peak_lr)
-        short = {"steps": 1, "optimizer__warmup_steps": 0, "diagnostics_every": 1}
-        short["model__layers"] = 1
-        finish(start(workdir, optimizer__peak_lr=peak_lr, **short))
+        config = tiny_config(
+            optimizer__peak_lr=peak_lr,
+            optimizer__warmup_steps=0,
+            attention__implementation="tiled",
+            data__path=str(text),
+            model__layers=1,
+            devices=1,
+            steps=1,
+            diagnostics_every=1,
+        )
+        assert train(train_settings(config), config, workdir) == 0
         records = metrics.read(workdir / "metrics.jsonl")
         found.append({r["step"]: r["signals"] for r in records if "signals" in r})
     slow, fast = found
