@@ -139,7 +139,7 @@ def test_a_mutant_without_a_point_is_noticed(
         return x if name == point else round_point(self, x, name, *rest)
 
     monkeypatch.setattr(steps.Rounder, "__call__", skipping)
-    mutant = library(float32_call(preset), mutant_inputs(), jit=False)
+    mutant = library(float32_call(preset), mutant_inputs(), "eager")
     assert largest_share(mutant, preset) > SHARE
 
 
@@ -158,13 +158,13 @@ def test_a_mutant_without_a_point_is_noticed(
 def test_another_choice_is_noticed(preset: str, changes: dict[str, Any]) -> None:
     call = float32_call(preset)
     changed = dataclasses.replace(call, numerics=call.numerics.replace(**changes))
-    assert largest_share(library(changed, mutant_inputs()), preset) > SHARE
+    assert largest_share(library(changed, mutant_inputs(), "quick"), preset) > SHARE
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_is_told_from_the_other(preset: str) -> None:
     (other,) = set(PRESETS) - {preset}
-    assert largest_share(library(float32_call(other), mutant_inputs()), preset) > 0.05
+    assert largest_share(library(float32_call(other), mutant_inputs(), "quick"), preset) > 0.05
 
 
 # Where the presets and the code part.

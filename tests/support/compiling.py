@@ -35,6 +35,6 @@ def compile_quickly() -> None:
         os.environ["XLA_FLAGS"] = f"{_FLAGS} {given}"  # of two values the last one holds
 
 
-def slow_among(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+def slow_among(values: Iterable[Any], slow: Collection[Any]) -> list[Any]:
     """Parameters of a test, some of which only `pytest -m slow` runs."""
-    return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in names]
+    return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in values]

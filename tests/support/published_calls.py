@@ -1,7 +1,6 @@
 """The library called as the public code was: its presets and rules beside those of the reading."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -50,12 +49,19 @@ class Call:
         return {"out": out} | {f"d{name}": x for name, x in zip("qkv", grads, strict=True)}
 
 
-@functools.partial(optimized, static_argnums=0)
-def compiled(call: Call, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def forward_and_backward(call: Call, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return call.forward_and_backward(arrays)
 
 
-def library(call: Call, arrays: dict[str, np.ndarray], *, jit: bool = True) -> Any:
+# As a user's program is compiled; where only large differences count; operation by operation.
+WAYS = {
+    "optimized": optimized(forward_and_backward, static_argnums=0),
+    "quick": jax.jit(forward_and_backward, static_argnums=0),
+    "eager": forward_and_backward,
+}
+
+
+def library(call: Call, arrays: dict[str, np.ndarray], way: str = "optimized") -> Any:
     """out dq dk dv [N, T, H], float32."""
-    result = compiled(call, arrays) if jit else call.forward_and_backward(arrays)
+    result = WAYS[way](call, arrays)
     return by_head({name: np.asarray(x).astype(np.float32) for name, x in result.items()})
