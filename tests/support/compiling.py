@@ -1,7 +1,7 @@
 """XLA's options: most programs of the tests take longer to compile than to run.
 
-The options leave the HLO as it is, and with it every rounding that the library asks for; what they
-skip is LLVM's work on the machine code. Tests of what a compiler may do to a rounding, and tests
+The options leave every rounding that the library asks for; what they skip is XLA's and LLVM's work
+on the speed of the machine code. Tests of what a compiler may do to a rounding, and tests
 whose numbers are compared with recorded ones, are compiled as a user's programs are: `optimized`.
 So is everything that `pytest -m slow` runs.
 """
