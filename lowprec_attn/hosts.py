@@ -110,7 +110,7 @@ def from_first(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """Leaves its body in no process before the first one does, which has the most to write."""
+    """A barrier: no process leaves the block before process 0, which writes the most."""
     yield
     from_first(lambda: None)
 

@@ -96,7 +96,7 @@ def planes(*arrays: Array) -> tuple[Array, Array, Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What an implementation is asked whether it can serve: the spec and the shapes.
+    """A request: the spec and the shapes. `unsupported(request)` says whether it can be served.
 
     `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
     `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.

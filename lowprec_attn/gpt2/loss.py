@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from lowprec_attn.gpt2.kernels import cross_entropy_rows, kernel_or
 
-# Logits are formed in chunks of rows of about this size; their gradient takes as much again in
-# 16 bits, half of it beside float32 logits.
+# Bytes of logits per chunk. The gradient of a chunk needs as many again (bfloat16 logits) or half as
+# many (float32).
 _BYTES_PER_CHUNK = 2**31
 # Chunks without a loop around them: a GPU then has no gaps between their kernels.
 _UNROLLED = 8

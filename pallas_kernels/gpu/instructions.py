@@ -109,9 +109,9 @@ def exp2(x: Array, *, interpret: bool) -> Array:
 def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
     """The same as `row_max.is_repeated`, in 0.8 instructions per score instead of 2.
 
-    A NaN may count otherwise: its row becomes NaN in either case. An entry is near where
-    below + tolerance is not negative; one of a row always is, its maximum. Threads exchange the
-    counts of two rows in one word, those 8 apart, which one thread holds.
+    An entry counts as near the maximum if S − r_m ≥ −tolerance; the maximum itself always counts.
+    A NaN may count otherwise: its row becomes NaN in either case. Threads exchange the counts of
+    two rows in one word: rows 8 apart, which one thread holds.
     """
     if interpret:
         return row_max.is_repeated(below, tolerance)
