@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from lowprec_attn.gpt2.kernels import cross_entropy_rows, kernel_or
 
-# Bytes of logits per chunk. The gradient of a chunk needs as many again (bfloat16 logits) or half as
+# Bytes of logits per chunk. Its gradient needs as many again (bfloat16 logits) or half as
 # many (float32).
 _BYTES_PER_CHUNK = 2**31
 # Chunks without a loop around them: a GPU then has no gaps between their kernels.
