@@ -19,8 +19,9 @@ def start(command, text):
 @pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
-    # Steps for the longest waits before the kills.
-    steps = {"steps": 60 * kills, "checkpoint_every": 5, "diagnostics_every": 50, "eval_every": 100}
+    # More than are taken before the last kill, were they a millisecond each.
+    steps = {"steps": 200 + 40 * kills, "checkpoint_every": 5}
+    steps |= {"diagnostics_every": 50, "eval_every": 100}
     finish(start(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
     throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"
