@@ -30,7 +30,7 @@ from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
 from pallas_kernels.tpu import attention as tpu
-from pallas_kernels.tpu import forward, problem, query_gradients, walk
+from pallas_kernels.tpu import forward, problem, query_gradients
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
 pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
@@ -144,7 +144,7 @@ def test_tiles_do_not_change_the_arithmetic() -> None:
 def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(walk, "_masked_step_changes_nothing", lambda problem: True)
+    monkeypatch.setattr(problem.Problem, "masked_step_changes_nothing", True)
     compiled.cache_clear()
     with pytest.raises(AssertionError):
         check_tiles(backward=False)
