@@ -8,6 +8,9 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.steps import Grouped, Place, span, sum_to_shape
 
+# Of a tile: traced in a loop, or a number.
+Index = Array | int
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
@@ -44,14 +47,14 @@ class Grid:
         """Whether a visited tile may hold a row that lies wholly above the causal diagonal."""
         return self.is_causal and (self.every_block or self.block_kv % self.block_q != 0)
 
-    def kv_end(self, i: Array) -> Array | int:
+    def kv_end(self, i: Index) -> Array | int:
         """The number of key blocks that query tile i visits."""
         if not self.is_causal or self.every_block:
             return self.kv_blocks
         last_row = (i + 1) * self.block_q
         return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)
 
-    def place(self, i: Array, j: Array) -> Place:
+    def place(self, i: Index, j: Index) -> Place:
         """Global rows and columns of tile (i, j)."""
         rows = span(i * self.block_q, self.block_q)[:, None]
         return Place(rows, span(j * self.block_kv, self.block_kv)[None])
@@ -72,21 +75,21 @@ class Grid:
             x = self.pad_rows(x)
         return _pad(x, -1, self.kv_blocks * self.block_kv) if x.shape[-1] > 1 else x
 
-    def query_rows(self, x: Array, i: Array) -> Array:
+    def query_rows(self, x: Array, i: Index) -> Array:
         """Query tile i of padded rows."""
         return lax.dynamic_slice_in_dim(x, i * self.block_q, self.block_q, axis=x.ndim - 2)
 
-    def key_rows(self, x: Array, j: Array) -> Array:
+    def key_rows(self, x: Array, j: Index) -> Array:
         """Block j of padded keys or values."""
         return lax.dynamic_slice_in_dim(x, j * self.block_kv, self.block_kv, axis=x.ndim - 2)
 
-    def pairs(self, x: Array, i: Array, j: Array) -> Array:
+    def pairs(self, x: Array, i: Index, j: Index) -> Array:
         """Tile (i, j) of a mask or bias; axes of length 1 stay."""
         starts, sizes = self._pair_window(x.shape, i, j)
         return lax.dynamic_slice(x, starts, sizes)
 
     def _pair_window(
-        self, shape: tuple[int, ...], i: Array, j: Array
+        self, shape: tuple[int, ...], i: Index, j: Index
     ) -> tuple[list[Array | int], list[int]]:
         starts: list[Array | int] = [0] * len(shape)
         sizes = list(shape)
@@ -96,13 +99,13 @@ class Grid:
             starts[-1], sizes[-1] = j * self.block_kv, self.block_kv
         return [jnp.asarray(s, jnp.int32) for s in starts], sizes
 
-    def add_keys(self, total: Array, x: Array, j: Array) -> Array:
+    def add_keys(self, total: Array, x: Array, j: Index) -> Array:
         """Adds x to block j of a sum over keys."""
         start = j * self.block_kv
         old = self.key_rows(total, j)
         return lax.dynamic_update_slice_in_dim(total, old + x, start, axis=total.ndim - 2)
 
-    def add_pairs(self, total: Array, ds: Array, i: Array, j: Array) -> Array:
+    def add_pairs(self, total: Array, ds: Array, i: Index, j: Index) -> Array:
         """Adds dS of tile (i, j) to the gradient of a bias."""
         starts, sizes = self._pair_window(total.shape, i, j)
         old = lax.dynamic_slice(total, starts, sizes)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic import steps
-from lowprec_attn.arithmetic.grid import Grid
+from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.arithmetic.transforms import differentiated_as
 
@@ -82,10 +82,10 @@ def _forward(
     grid = _grid(q, k, spec, backward=False, every_block=every_block)
     tiles = grid.pad(steps.Grouped(q, k, v, extras))
 
-    def query_tile(i: Array) -> steps.Output:
+    def query_tile(i: Index) -> steps.Output:
         q_tile = grid.query_rows(tiles.q, i)
 
-        def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
+        def step(j: Index, state: steps.SoftmaxState) -> steps.SoftmaxState:
             s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
             new = steps.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
@@ -118,7 +118,7 @@ class _Walk(NamedTuple):
 
     grid: Grid
     tiles: steps.Grouped
-    i: Array
+    i: Index
     q: Array
     do: Array
     lse: Array
@@ -128,7 +128,7 @@ class _Walk(NamedTuple):
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
         """total = add(total, j, P and dP, k, place) over the blocks j."""
 
-        def step(j: Array, total: Any) -> Any:
+        def step(j: Index, total: Any) -> Any:
             s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
@@ -157,7 +157,7 @@ class _Walk(NamedTuple):
         """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""
         extras = self.tiles.extras
 
-        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+        def add(total: Any, j: Index, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
             sums = steps.row_sums(tile, delta, k, self.spec, extras, place)
             dq = self.query_gradient(tile, delta, k, place)
             return jax.tree.map(jnp.add, total, (dq, sums))
@@ -171,7 +171,7 @@ class _Walk(NamedTuple):
         """The sums with this tile's contributions, and its dQ where that is not known yet."""
         grid, extras = self.grid, self.tiles.extras
 
-        def add(total: Any, j: Array, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+        def add(total: Any, j: Index, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum = total
             if dq_sum is not None:
                 dq_sum = dq_sum + self.query_gradient(tile, delta, k, place)
@@ -205,7 +205,7 @@ def _backward(
     lse = grid.pad_rows(res.lse[..., None], jnp.inf)
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
-    def query_tile(sums: _Sums, i: Array) -> tuple[_Sums, Array]:
+    def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, Array]:
         q, do_tile, lse_tile, dlse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse, dlse))
         walk = _Walk(grid, tiles, i, q, do_tile, lse_tile, dlse_tile, spec)
         delta = walk.delta(o_saved)
@@ -265,7 +265,7 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) 
 
 
 def _tile_scores(
-    grid: Grid, tiles: steps.Grouped, q_tile: Array, i: Array, j: Array, spec: Spec
+    grid: Grid, tiles: steps.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
 ) -> tuple[Array, steps.Place]:
     """Masked scores of query tile i against key block j, and where they lie."""
     place = grid.place(i, j)

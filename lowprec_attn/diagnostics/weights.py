@@ -71,7 +71,7 @@ def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     gram = _einsum("dnh,dnj->nhj", w, w)
     trace = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
 
-    def square(_: Array, power: Array) -> Array:
+    def square(_: Array | int, power: Array) -> Array:
         power = _einsum("nhi,nij->nhj", power, power)
         return power / jnp.trace(power, axis1=1, axis2=2)[:, None, None]
 
