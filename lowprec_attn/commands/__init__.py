@@ -1,5 +1,5 @@
 """The commands, one file each: flags in, a call of the library, words out.
 
 `main` imports a command's module when it is asked for; each has `add_arguments(parser)` and
-`run(args)`. `train` alone, with the configs, knows ml_collections and absl.
+`run(args)`. `config` alone, with the configs themselves, knows ml_collections.
 """

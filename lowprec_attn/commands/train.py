@@ -14,7 +14,6 @@ checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was n
 import argparse
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       UserError: config, data, directory or devices cannot serve.
     """
-    # absl writes pages of Orbax's at INFO.
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    from absl import logging
+
+    logging.set_verbosity(logging.WARNING)  # Orbax logs pages at INFO
     if args.config is None:
         raise UserError("no config; pass --config=configs/gpt2_bf16.py")
     values = config.load(args.config, args.config_flags)
