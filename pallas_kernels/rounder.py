@@ -2,11 +2,12 @@
 
 In the interpreter XLA:CPU would drop a pair of casts, so there `round_in_kernel` rounds on bits;
 compiled, a device's own conversions do. Both give the same bits for every float32 but NaN, which
-stays NaN. Stochastic rounding is `round_in_kernel` everywhere.
+stays NaN. A shortened significand (bf16_m*) and modes other than `nearest` are `round_in_kernel`
+everywhere.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -26,20 +27,21 @@ from lowprec_attn.numerics import (
     round_in_kernel,
 )
 
-MODES = ("nearest", "stochastic")
 BFLOAT16 = get_rounding("bfloat16")
 
 # Terms of 8 significant bits that hold 8, 11 and 24 bits exactly.
 _TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
-def unsupported_rounding(numerics: Numerics, formats: tuple[str, ...]) -> str | None:
-    """The first point whose rounding kernels with these formats cannot do, or None."""
+def unsupported_rounding(
+    numerics: Numerics, formats: Collection[str], modes: Collection[str]
+) -> str | None:
+    """The first point whose rounding kernels with these formats and modes cannot do, or None."""
     for point in POINTS:
         rounding = getattr(numerics, point)
         if rounding is None:
             continue
-        if rounding.format.name not in formats or rounding.mode not in MODES:
+        if rounding.format.name not in formats or rounding.mode not in modes:
             return f"{point}={rounding}"
     return None
 
@@ -73,8 +75,10 @@ class Rounder:
         rounding = self.numerics.rounding_at(point, self.dtype)
         if rounding.is_identity:
             return x
-        if not rounding.needs_bits:
+        if rounding.mode == "nearest":
             return self.nearest_at(x, point, rounding)
+        if not rounding.needs_bits:
+            return round_in_kernel(x, rounding.format, rounding.mode)
         assert self.stream is not None  # `attention` asks for it
         bits = counter_bits(
             self.stream.seed,  # type: ignore[arg-type]  # two scalars index as an array of two
@@ -99,7 +103,7 @@ class Rounder:
 
     def nearest(self, x: Array, rounding: Rounding) -> Array:
         """x rounded to nearest, ties to even."""
-        if self.interpret:
+        if self.interpret or rounding.format.name not in _TERMS:
             return round_in_kernel(x, rounding.format)
         return x.astype(rounding.format.dtype).astype(jnp.float32)
 
@@ -114,7 +118,7 @@ class Rounder:
         """bfloat16 terms, largest first, whose sum is x (of values of `fmt`)."""
         terms = []
         rest = x.astype(jnp.float32)
-        for _ in range(_TERMS[fmt.name]):
+        for _ in range(_TERMS[fmt.storage]):
             term = self.as_bfloat16(rest)
             terms.append(term)
             rest = rest - term.astype(jnp.float32)

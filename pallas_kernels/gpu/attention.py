@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
 from lowprec_attn.arithmetic.transforms import first_order_only
-from lowprec_attn.numerics import KvBlock, Numerics
+from lowprec_attn.numerics import MODES, KvBlock, Numerics
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
     Operands,
@@ -38,7 +38,8 @@ from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.scalars import Scalars
 from pallas_kernels.rounder import unsupported_rounding
 
-FORMATS = ("float32", "bfloat16", "float16")
+# Significands shortened by up to 6 bits beside the formats of the hardware.
+FORMATS = ("float32", "bfloat16", "float16", *(f"bf16_m{n}" for n in range(1, 7)))
 KV_TILE = 16  # a step has a multiple of this many keys, or all
 _ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
 HEAD_SIZES = range(16, 257)
@@ -78,7 +79,7 @@ def _unsupported_numerics(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(its tiles have multiples of {KV_TILE} queries, or all)"
         )
-    return unsupported_rounding(numerics, FORMATS)
+    return unsupported_rounding(numerics, FORMATS, MODES)
 
 
 def keys_per_step(request: Request) -> int:
@@ -230,4 +231,4 @@ def _splits(numerics: Numerics, dtype: np.dtype) -> bool:
     """Whether an operand of some product has another format than the inputs, or is float32."""
     name = jnp.dtype(dtype).name
     operands = (numerics.probs, numerics.probs_bwd, numerics.ds)
-    return name == "float32" or any(x.result_format.name != name for x in operands)
+    return name == "float32" or any(x.result_format.storage != name for x in operands)

@@ -40,7 +40,7 @@ class Rounder(common.Rounder):
         float32 into three, a float16 into two, exactly). Float32 operands are never rounded to TF32
         or bfloat16.
         """
-        if a_format == b_format and a_format.name != "float32":
+        if a_format.storage == b_format.storage != "float32":
             return _dot(a.astype(a_format.dtype), b.astype(b_format.dtype))
         return self.split_product(a, b, a_format, b_format, _dot)
 

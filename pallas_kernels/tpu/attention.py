@@ -31,6 +31,7 @@ from pallas_kernels.tpu.query_gradients import delta_from_probs, query_gradients
 from pallas_kernels.tpu.scalars import Scalars
 
 FORMATS = ("float32", "bfloat16")
+MODES = ("nearest", "stochastic")
 HEAD_SIZES = range(16, 257)
 
 
@@ -81,7 +82,7 @@ def _unsupported_numerics(request: Request) -> str | None:
             return (
                 f"kv_block={step} with tile_grads (tiles of multiples of {LANES} queries, or all)"
             )
-    return unsupported_rounding(numerics, FORMATS)
+    return unsupported_rounding(numerics, FORMATS, MODES)
 
 
 def attention(

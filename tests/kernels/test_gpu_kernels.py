@@ -99,8 +99,7 @@ def test_forcing_the_kernels_where_they_serve(asked: Request) -> None:
     [
         (request(platform="cpu"), "this platform (it needs a CUDA GPU"),
         (request(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn"),
-        (request(EXACT.replace(output="bf16_m5")), "output=bf16_m5"),
-        (request(EXACT.replace(ds="bfloat16:error_positive")), "ds=bfloat16:error_positive"),
+        (request(EXACT.replace(output="float8_e5m2")), "output=float8_e5m2"),
         (request(has_bias=True), "a dense bias"),
         (request(has_mask=True), "a dense mask"),
         (request(head_size=8), "head size 8"),

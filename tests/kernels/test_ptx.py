@@ -180,6 +180,15 @@ def test_bfloat16_roundings_are_there(point: str) -> None:
     )
 
 
+@pytest.mark.parametrize("point", ROUNDED_IN)
+def test_shortened_significands_are_rounded_on_their_bits(point: str) -> None:
+    """bf16_m3 drops twenty bits of a float32: half of their range, less one, is added first."""
+    texts = ptx(EXACT.replace(**{point: "bf16_m3"}))
+    half = re.compile(rf"add\.s32\s.*\b{2**19 - 1};")
+    assert {name for name in KERNELS if half.search(texts[name])} == ROUNDED_IN[point]
+    assert not any(half.search(text) for text in ptx(EXACT).values())
+
+
 def test_flash_rounds_its_operands_once() -> None:
     """P̄, P and dS go into the products as pairs; the other conversions are those of stores."""
     for name, text in ptx(FLASH).items():

@@ -32,8 +32,10 @@ class Options:
 
 
 def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """Nearest-even of float32 values, through ml_dtypes or float64 arithmetic."""
+    """Nearest-even of float32 values, through ml_dtypes or float64; or its error, made positive."""
     fmt = rounding.format
+    if rounding.mode == "error_positive":
+        return x + np.abs(round_nearest(x, Rounding(fmt)) - x)
     assert rounding.mode == "nearest", rounding
     if fmt.name == "float32":
         return x
