@@ -6,7 +6,7 @@ from pathlib import Path
 from lowprec_attn.commands.config import config_file
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import writing
-from lowprec_attn.lab import experiment, figure, records, runner, table
+from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
 from lowprec_attn.lab.workdir import arm_runs
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
     report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
     report.add_argument("--figure", type=Path, help="default: figure.png in RESULTS")
+    for control in ("positive", "negative"):
+        report.add_argument(f"--{control}-control", metavar="ARM", help="if the records name none")
     report.set_defaults(act=_report)
 
 
@@ -36,6 +38,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", help="definition of the arms: NAME of configs/, or a FILE")
     parser.add_argument("--workdir", type=Path, required=True, help="directory for all arms")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="instead of its own")
     places = parser.add_mutually_exclusive_group()
     places.add_argument(
         "--devices",
@@ -57,8 +60,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     defined = experiment.load(config_file(args.experiment, ".toml")).with_flags(args.config_flags)
-    arms = defined.arms if args.arms is None else defined.select(args.arms)
-    runner.run_arms(defined, arms, args.workdir.absolute(), _slots(args))
+    if args.arms is not None:
+        defined = defined.select(args.arms)
+    if args.seeds is not None:
+        defined = defined.with_seeds(args.seeds)
+    runner.run_arms(defined, args.workdir.absolute(), _slots(args))
 
 
 def _slots(args: argparse.Namespace) -> list[Slot]:
@@ -81,13 +87,20 @@ def _collect(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     arms = records.read_all(args.results)
+    for control in ("positive", "negative"):
+        arms = records.with_control(arms, control, getattr(args, f"{control}_control"))
     layers = min(len(layers) for arm in arms for layers in arm.signals.values())
     if not 0 <= args.layer < layers:
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
-    text = table.markdown(arms, args.layer, args.steps)
+    text = tables.score_table(arms, args.layer, args.steps)
+    drawn = figures.score_figure(arms, args.layer)
+    if len({arm.seed for arm in arms}) > 1:
+        found = outcomes.outcomes(arms)
+        text = f"{tables.outcome_table(found)}\n{text}"
+        drawn = figures.loss_figure(found)
     path = args.figure or args.results / "figure.png"
     with writing(path):
         (args.results / "table.md").write_text(text, encoding="utf-8")
-        figure.score_figure(arms, args.layer).savefig(path, dpi=110)
+        drawn.savefig(path, dpi=110)
     print(text)
     print(path)

@@ -15,14 +15,18 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
     """What distinguishes started arms beside their overrides, one sentence each.
 
     Compared with the first arm: every field of the config (the text's SHA-256 is one of them),
-    the batches of the steps that both have taken, and package versions, source commit and kind
-    of device of every process that took part.
+    and package versions, source commit and kind of device of every process that took part.
+    Compared with the first arm of the same seed: the batches of the steps that both have taken.
     """
     found = []
     for first, run in itertools.product(runs[:1], runs[1:]):
-        pair = f"{first.name} and {run.name}"
-        found += [f"{pair} differ in {text}" for text in _config_differences(first, run)]
+        texts = _config_differences(first, run)
+        found += [f"{first.name} and {run.name} differ in {text}" for text in texts]
+    of_seed: dict[int | None, ArmRun] = {}
+    for run in runs:
+        first = of_seed.setdefault(run.trial.seed, run)
         if not _same_batches(first.run_dir, run.run_dir):
+            pair = f"{first.name} and {run.name}"
             found.append(f"{pair} were not given the same batches (data_order.txt)")
     environments = [
         (run.name, start) for run in runs for start in read_json(run.run_dir.environment)
@@ -33,7 +37,9 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
 
 
 def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
-    overridden = (*a.arm.overrides, *b.arm.overrides)
+    overridden = [name for run in (a, b) for name in run.trial.arm.overrides]
+    if None not in (a.trial.seed, b.trial.seed):
+        overridden.append("seed")
     return [
         f"config.{field}: {theirs} and {ours}"
         for field, (theirs, ours) in b.run_dir.changes_from(a.run_dir).items()

@@ -9,6 +9,10 @@ It is written down as TOML, so that the whole difference between two arms can be
 
     [arms.flash]                           # fields set in this arm alone
     attention.numerics = "flash"
+
+Every arm runs once for each of `seeds`, and all arms of a seed are given the same batches.
+`positive_control` names the arm that must break and `negative_control` the one that must not:
+where either does otherwise, the experiment decides nothing.
 """
 
 import dataclasses
@@ -16,7 +20,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import flatten
@@ -24,7 +28,9 @@ from lowprec_attn.files import flatten
 Fields = Mapping[str, str]
 """Config fields by dotted name, with their values as flags spell them."""
 
-_KEYS = {"config", "shared", "arms"}
+Control = Literal["positive", "negative"] | None
+
+_KEYS = ("config", "seeds", "positive_control", "negative_control", "shared", "arms")
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FLAG = re.compile(r"--config\.([^=]+)=(.*)", re.DOTALL)
 
@@ -35,15 +41,17 @@ class ExperimentError(RunError):
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One run of an experiment.
+    """What distinguishes one row of an experiment.
 
     Attributes:
-      name: of its run directory.
+      name: of the arm.
       overrides: the fields that it sets beside the shared ones.
+      control: whether it must break (`positive`), must not (`negative`), or neither.
     """
 
     name: str
     overrides: Fields
+    control: Control = None
 
     @property
     def title(self) -> str:
@@ -55,6 +63,18 @@ class Arm:
         return ", ".join(words) or self.name
 
 
+class Trial(NamedTuple):
+    """One run: an arm with a seed, or with the config's own seed (None)."""
+
+    arm: Arm
+    seed: int | None
+
+    @property
+    def name(self) -> str:
+        """Of its run directory."""
+        return self.arm.name if self.seed is None else f"{self.arm.name}-seed{self.seed}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A set of arms over one config.
@@ -63,11 +83,18 @@ class Experiment:
       config: file and variant, as `train.py --config` takes them.
       shared: fields set alike in every arm.
       arms: in the order in which they are started.
+      seeds: with which every arm runs; empty for the config's own.
     """
 
     config: str
     shared: Fields
     arms: tuple[Arm, ...]
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def trials(self) -> tuple[Trial, ...]:
+        """All runs, seed by seed: what an interrupted experiment has, can be compared."""
+        return tuple(Trial(arm, seed) for seed in self.seeds or (None,) for arm in self.arms)
 
     def with_flags(self, flags: Iterable[str]) -> Self:
         """A copy with `--config.NAME=VALUE` flags set in every arm.
@@ -81,6 +108,8 @@ class Experiment:
             if match is None:
                 raise ExperimentError(f"{flag!r} is not of the form --config.NAME=VALUE")
             fields[match[1]] = match[2]
+        if self.seeds and "seed" in fields:
+            raise ExperimentError("--config.seed: the definition has seeds; choose with --seeds")
         for arm in self.arms:
             for name in arm.overrides.keys() & fields:
                 raise ExperimentError(
@@ -89,8 +118,12 @@ class Experiment:
                 )
         return dataclasses.replace(self, shared={**self.shared, **fields})
 
-    def select(self, names: Iterable[str]) -> tuple[Arm, ...]:
-        """The arms of these names, in the order of the definition.
+    def with_seeds(self, seeds: Iterable[int]) -> Self:
+        """A copy with other seeds."""
+        return dataclasses.replace(self, seeds=tuple(seeds))
+
+    def select(self, names: Iterable[str]) -> Self:
+        """A copy with the arms of these names alone, in the order of the definition.
 
         Raises:
           ExperimentError: there is no such arm.
@@ -100,11 +133,14 @@ class Experiment:
         if unknown:
             known = ", ".join(arm.name for arm in self.arms)
             raise ExperimentError(f"there is no arm {min(unknown)!r}; arms are {known}")
-        return tuple(arm for arm in self.arms if arm.name in chosen)
+        arms = tuple(arm for arm in self.arms if arm.name in chosen)
+        return dataclasses.replace(self, arms=arms)
 
-    def arguments(self, arm: Arm) -> list[str]:
-        """The arguments of `train.py` for an arm, without its run directory."""
-        fields = {**self.shared, **arm.overrides}
+    def arguments(self, trial: Trial) -> list[str]:
+        """The arguments of `train.py` for a run, without its directory."""
+        fields = {**self.shared, **trial.arm.overrides}
+        if trial.seed is not None:
+            fields["seed"] = str(trial.seed)
         return [
             f"--config={self.config}",
             *(f"--config.{name}={value}" for name, value in fields.items()),
@@ -123,10 +159,10 @@ def load(path: Path) -> Experiment:
         raise ExperimentError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ExperimentError(f"{path} is not TOML: {error}") from error
-    unknown = definition.keys() - _KEYS
+    unknown = definition.keys() - set(_KEYS)
     if unknown:
         raise ExperimentError(
-            f"{path}: unknown field {min(unknown)!r}; fields are config, shared and arms"
+            f"{path}: unknown field {min(unknown)!r}; fields are {', '.join(_KEYS)}"
         )
     config, arms = definition.get("config"), _table(definition, "arms", path)
     if not isinstance(config, str):
@@ -138,13 +174,48 @@ def load(path: Path) -> Experiment:
             raise ExperimentError(
                 f"{path}: arm {name!r} cannot name a directory; use letters, digits, _ and -"
             )
+    controls = _controls(definition, path)
     return Experiment(
         config=config,
         shared=_fields(_table(definition, "shared", path), path, "shared"),
         arms=tuple(
-            Arm(name, _fields(_table(arms, name, path), path, f"arms.{name}")) for name in arms
+            Arm(
+                name,
+                _fields(_table(arms, name, path), path, f"arms.{name}"),
+                controls.get(name),
+            )
+            for name in arms
         ),
+        seeds=_seeds(definition, path),
     )
+
+
+def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
+    """By the names of the arms that are controls."""
+    controls: dict[str, Control] = {}
+    kinds: tuple[Literal["positive", "negative"], ...] = ("positive", "negative")
+    for control in kinds:
+        name = definition.get(f"{control}_control")
+        if name is not None and name not in definition["arms"]:
+            known = ", ".join(definition["arms"])
+            raise ExperimentError(
+                f"{path}: {control}_control must be an arm ({known}), got {name!r}"
+            )
+        if name is not None:
+            controls[name] = control
+    return controls
+
+
+def _seeds(definition: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    seeds = definition.get("seeds", [])
+    whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not whole or len(set(seeds)) < len(seeds):
+        raise ExperimentError(
+            f"{path}: seeds must be different whole numbers from 0 on, got {seeds!r}"
+        )
+    if seeds and "seed" in _table(definition, "shared", path):
+        raise ExperimentError(f"{path}: seed stands in shared and in seeds; give it once")
+    return tuple(seeds)
 
 
 def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:

@@ -1,17 +1,76 @@
-"""The figure of a set of arms: largest |score| per layer over the steps, one panel an arm."""
+"""Figures of a set of arms: the loss of every seed, or the largest |score| of every layer."""
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.runs.explosion import SMOOTHED_STEPS
 
 _COLUMNS = 4
 _TITLE_WIDTH = 30
+_BEHIND = "0.8"
+
+
+def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
+    """Two panels an arm: training loss, and largest |score| of any layer; a faint line a seed.
+
+    Grey behind them: the negative control. A red point stands where a loss exploded.
+    """
+    columns = min(len(found), _COLUMNS)
+    rows = math.ceil(len(found) / columns)
+    figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
+    axes = figure.subplots(2 * rows, columns, sharex=True, sharey="row", squeeze=False)
+    control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
+    for i, outcome in enumerate(found):
+        row, column = 2 * (i // columns), i % columns
+        loss, score = axes[row, column], axes[row + 1, column]
+        for behind in [control] if control and control is not outcome else []:
+            _draw_seeds(loss, score, behind, _BEHIND)
+        _draw_seeds(loss, score, outcome, "C0")
+        share = f"{outcome.exploded} of {len(outcome.records)} exploded"
+        loss.set_title(f"{textwrap.fill(outcome.arm.title, _TITLE_WIDTH)}\n{share}", fontsize=9)
+        score.set_xlabel("step")
+        score.set_yscale("log")
+        for axis in (loss, score):
+            axis.grid(alpha=0.3)
+            axis.tick_params(labelleft=column == 0)
+    for i in range(len(found), rows * columns):
+        axes[2 * (i // columns), i % columns].remove()
+        axes[2 * (i // columns) + 1, i % columns].remove()
+    for row in range(rows):
+        axes[2 * row, 0].set_ylabel("training loss")
+        axes[2 * row + 1, 0].set_ylabel("largest |score|")
+    return figure
+
+
+def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> None:
+    for record in outcome.records.values():
+        smoothed = _smoothed(record.losses)
+        loss.plot(list(smoothed), list(smoothed.values()), color=color, lw=1, alpha=0.7)
+        explosion = record.explosion
+        if explosion is not None and color != _BEHIND:
+            step = max(s for s in smoothed if s <= explosion)
+            loss.plot([step], [smoothed[step]], "o", color="red", ms=4, zorder=3)
+        steps = sorted(record.signals)
+        layers = range(len(record.signals[steps[0]]))
+        largest = [max(record.largest("score_maximum", s, i) for i in layers) for s in steps]
+        score.plot(steps, largest, color=color, lw=1, alpha=0.7)
+
+
+def _smoothed(losses: Mapping[int, float]) -> dict[int, float]:
+    """The mean of what was recorded in the 50 steps up to each, as `runs.explosion` takes it."""
+    finite = [(step, loss) for step, loss in sorted(losses.items()) if math.isfinite(loss)]
+    result = {}
+    for step, _ in finite:
+        window = [loss for s, loss in finite if step - SMOOTHED_STEPS < s <= step]
+        result[step] = sum(window) / len(window)
+    return result
 
 
 def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:

@@ -1,9 +1,9 @@
 """Compact records of arms, small enough to be committed: one JSON-lines file each.
 
-The first line says what the arm was and where it ran; every other line is a record of its
-`metrics.jsonl`: all validation losses, every tenth training loss and the last ten, and of the
-signals those named in `SIGNALS`, with four digits, per layer and head. As there, numbers that are
-not finite are the texts "nan", "inf" and "-inf".
+The first line says what the run was, where it ran, and whether it exploded. Every other line is a
+record of its `metrics.jsonl`: all validation losses, every tenth training loss and the last ten,
+and of the signals those named in `SIGNALS`, with four digits, per layer and head. As there, numbers
+that are not finite are the texts "nan", "inf" and "-inf".
 """
 
 import dataclasses
@@ -11,12 +11,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import complete_lines, read_json, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.workdir import ArmRun
+from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
 
 SIGNALS = (
     "score_maximum",
@@ -42,7 +43,7 @@ class RecordError(RunError):
 
 
 def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Path:
-    """Writes the compact record of an arm, finished or not; returns its path.
+    """Writes the compact record of a run, finished or not; returns its path.
 
     Args:
       run: the arm.
@@ -52,26 +53,36 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
     Raises:
       DiskError: the disk refuses.
     """
-    run_dir = run.run_dir
+    run_dir, trial = run.run_dir, run.trial
+    lines = [json.loads(line) for line in complete_lines(run_dir.metrics)]
+    losses = {line["step"]: float(line["loss"]) for line in lines if "loss" in line}
+    runaway = first_runaway(_largest_scores(_by_step(lines)))
+    failure = read_json(run_dir.failure) if run_dir.failure.exists() else None
     header = {
-        "arm": run.name,
-        "overrides": run.arm.overrides,
+        "arm": trial.arm.name,
+        "control": trial.arm.control,
+        "seed": trial.seed,
+        "overrides": trial.arm.overrides,
+        "steps": max(losses) + 1,
+        "explosion": _explosion(losses, failure),
+        "runaway": runaway and runaway._asdict(),
         "config": read_json(run_dir.config),
         "environment": read_json(run_dir.environment),
         "data_order_sha256": hashlib.sha256(run_dir.data_order.read_bytes()).hexdigest(),
-        "failure": read_json(run_dir.failure) if run_dir.failure.exists() else None,
+        "failure": failure,
     }
     path = directory / f"{run.name}.jsonl"
-    lines = [header, *_compact(run_dir.metrics, signals)]
-    text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines)
+    kept = [header, *_compact(lines, signals)]
+    text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in kept)
     with writing(path):
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
     return path
 
 
-def _compact(path: Path, signals: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    records = [json.loads(line) for line in complete_lines(path)]
+def _compact(
+    records: Sequence[Mapping[str, Any]], signals: Sequence[str]
+) -> Iterator[Mapping[str, Any]]:
     last = max((record["step"] for record in records if "loss" in record), default=0)
     for record in records:
         if "signals" in record:
@@ -103,16 +114,26 @@ def _four_digits(value: float | str) -> float | str:
 
 @dataclasses.dataclass(frozen=True)
 class ArmRecord:
-    """What a report needs of one arm.
+    """What a report needs of one run.
 
     Attributes:
       arm: its name and overrides.
+      seed: of the run.
+      steps: that it took.
+      explosion: the step at which the loss exploded, or None; see `runs.explosion`.
+      runaway: where a layer's scores ran away first, or None.
+      losses: of training, by step; not all steps are kept.
       val_losses: by step.
       signals: by step: of each layer, each name of `SIGNALS`, one value per head.
-      failure: where a loss was not finite, or None.
+      failure: where a loss was not finite, or the run stopped because it had exploded, or None.
     """
 
     arm: Arm
+    seed: int
+    steps: int
+    explosion: int | None
+    runaway: Runaway | None
+    losses: Mapping[int, float]
     val_losses: Mapping[int, float]
     signals: Mapping[int, list[Mapping[str, list[float]]]]
     failure: Mapping[str, Any] | None
@@ -126,10 +147,22 @@ class ArmRecord:
         """
         try:
             header, *records = [json.loads(line) for line in path.read_text().splitlines()]
+            losses = {r["step"]: float(r["loss"]) for r in records if "loss" in r}
+            signals = _by_step(records)
+            # Records of earlier versions say neither; then what they kept has to do.
+            if "explosion" not in header:
+                header["explosion"] = _explosion(losses, header["failure"])
+                runaway = first_runaway(_largest_scores(signals))
+                header["runaway"] = runaway and runaway._asdict()
             return cls(
-                arm=Arm(header["arm"], header["overrides"]),
+                arm=Arm(header["arm"], header["overrides"], header.get("control")),
+                seed=header["config"]["seed"],
+                steps=header.get("steps", max(losses, default=-1) + 1),
+                explosion=header["explosion"],
+                runaway=header["runaway"] and Runaway(**header["runaway"]),
+                losses=losses,
                 val_losses={r["step"]: float(r["val_loss"]) for r in records if "val_loss" in r},
-                signals={r["step"]: _layers(r["signals"]) for r in records if "signals" in r},
+                signals=signals,
                 failure=header["failure"],
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -137,8 +170,34 @@ class ArmRecord:
 
     def largest(self, name: str, step: int, layer: int) -> float:
         """The largest value over the heads of a layer (NaN if one is)."""
-        values = self.signals[step][layer][name]
-        return next((value for value in values if value != value), max(values))
+        return _largest(self.signals[step][layer][name])
+
+
+def _largest(values: Sequence[float]) -> float:
+    return next((value for value in values if value != value), max(values))
+
+
+def _largest_scores(
+    signals: Mapping[int, Sequence[Mapping[str, list[float]]]],
+) -> dict[int, list[float]]:
+    """By step, the largest |score| of every layer; empty where it was not kept."""
+    return {
+        step: [_largest(layer["score_maximum"]) for layer in layers]
+        for step, layers in signals.items()
+        if all("score_maximum" in layer for layer in layers)
+    }
+
+
+def _explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
+    """Where the loss exploded; a step that was withheld, whatever was not finite, is one too."""
+    explosion = LossWatch(losses.items()).explosion
+    return failure["step"] if explosion is None and failure is not None else explosion
+
+
+def _by_step(
+    records: Sequence[Mapping[str, Any]],
+) -> dict[int, list[Mapping[str, list[float]]]]:
+    return {r["step"]: _layers(r["signals"]) for r in records if "signals" in r}
 
 
 def _layers(signals: Mapping[str, Mapping[str, list[Any]]]) -> list[Mapping[str, list[float]]]:
@@ -150,15 +209,37 @@ def _layers(signals: Mapping[str, Mapping[str, list[Any]]]) -> list[Mapping[str,
 
 
 def read_all(directory: Path) -> list[ArmRecord]:
-    """All records of a directory, by name.
+    """All records of a directory, by name: of an arm, those of its seeds in their order.
 
     Raises:
       RecordError: there are none, or a file is something else, or has no signals.
     """
-    records = [ArmRecord.read(path) for path in sorted(directory.glob("*.jsonl"))]
+    records = [ArmRecord.read(path) for path in directory.glob("*.jsonl")]
+    records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
         raise RecordError(f"{directory} holds no records of arms (*.jsonl)")
     for record in records:
         if not record.signals:
             raise RecordError(f"arm {record.arm.name} has no signals: diagnostics_every was 0")
     return records
+
+
+def with_control(
+    records: Sequence[ArmRecord], control: Literal["positive", "negative"], name: str | None
+) -> list[ArmRecord]:
+    """The records, with the arm of a name as a control (None: as they are).
+
+    Raises:
+      RecordError: there is no such arm.
+    """
+    if name is None:
+        return list(records)
+    if name not in {record.arm.name for record in records}:
+        known = ", ".join(sorted({record.arm.name for record in records}))
+        raise RecordError(f"there is no arm {name!r}; arms are {known}")
+
+    def role(arm: Arm) -> Arm:
+        was = None if arm.control == control else arm.control
+        return dataclasses.replace(arm, control=control if arm.name == name else was)
+
+    return [dataclasses.replace(record, arm=role(record.arm)) for record in records]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab.comparison import unwanted_differences
-from lowprec_attn.lab.experiment import Arm, Experiment
+from lowprec_attn.lab.experiment import Experiment
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
@@ -24,34 +24,32 @@ _STOPPED = (0, -signal.SIGTERM)  # after a checkpoint; before the trainer listen
 
 def run_arms(
     experiment: Experiment,
-    arms: Sequence[Arm],
     workdir: Path,
     slots: Sequence[Slot],
 ) -> None:
-    """Runs what is left to do of some arms.
+    """Runs what is left to do of an experiment.
 
     A finished arm is skipped (one whose loss was not finite is finished: that is a result), an
     interrupted one continues from its newest checkpoint. A failing arm does not stop the others.
 
     Args:
-      experiment: what the arms share.
-      arms: of it, in the order in which to start.
+      experiment: the arms and their seeds.
       workdir: the experiment's directory; see `lab.workdir`.
       slots: where they run; see `lab.processes`.
 
     Raises:
       RunError: an arm failed, or the arms differ in more than their overrides.
     """
-    runs = {arm.name: ArmRun(workdir, arm.name) for arm in arms}
+    runs = {trial.name: ArmRun(workdir, trial.name) for trial in experiment.trials}
     with locked(workdir) as lock:
         tasks = []
-        for arm in arms:
-            run = runs[arm.name]
-            run.define(experiment, arm)
+        for trial in experiment.trials:
+            run = runs[trial.name]
+            run.define(experiment, trial)
             if run.outcome().finished:
                 _say(f"{run.name}: {run.outcome().text}")
             else:
-                command = [*TRAIN, *experiment.arguments(arm)]
+                command = [*TRAIN, *experiment.arguments(trial)]
                 command.append(f"--workdir={run.run_dir.path}")
                 tasks.append(Task(run.name, command, run.log))
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:

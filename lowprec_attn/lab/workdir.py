@@ -1,7 +1,7 @@
 """What the runs of an experiment leave behind, in one directory.
 
-NAME/           the run directory of an arm
-NAME.json       the arm's definition
+NAME/           the run directory of an arm, or of an arm with a seed: ARM-seedN
+NAME.json       its definition
 NAME.log        what its processes printed
 .lab/           lock, and compiled programs that a continued run finds again
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_json, write_json, writing
-from lowprec_attn.lab.experiment import Arm, Experiment
+from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -32,11 +32,11 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArmRun:
-    """The files of one arm.
+    """The files of one run: an arm with a seed.
 
     Attributes:
       workdir: the directory of the experiment.
-      name: of the arm.
+      name: of the run; see `experiment.Trial.name`.
     """
 
     workdir: Path
@@ -58,9 +58,13 @@ class ArmRun:
         return self.workdir / f"{self.name}.log"
 
     @property
-    def arm(self) -> Arm:
-        """The arm as it was defined when it was first run."""
-        return Arm(self.name, read_json(self.definition)["overrides"])
+    def trial(self) -> Trial:
+        """Arm and seed as they were defined when it was first run."""
+        definition = read_json(self.definition)
+        arm = Arm(
+            definition.get("arm", self.name), definition["overrides"], definition.get("control")
+        )
+        return Trial(arm, definition.get("seed"))
 
     @property
     def started(self) -> bool:
@@ -79,7 +83,8 @@ class ArmRun:
         run_dir = self.run_dir
         if run_dir.failure.exists():
             failure = read_json(run_dir.failure)
-            return Outcome(True, f"not finite at step {failure['step']}: {failure['message']}")
+            text = f"not finite at step {failure['step']}: {failure['message']}"
+            return Outcome(True, failure["message"] if "explosion" in failure else text)
         if run_dir.summary.exists():
             loss = read_json(run_dir.summary)["val_loss"]
             return Outcome(True, f"done, validation loss {loss:.3f}")
@@ -87,7 +92,7 @@ class ArmRun:
             return Outcome(False, f"interrupted after {self.steps_done} steps")
         return Outcome(False, "not started")
 
-    def define(self, experiment: Experiment, arm: Arm) -> None:
+    def define(self, experiment: Experiment, trial: Trial) -> None:
         """Writes `NAME.json`.
 
         Raises:
@@ -96,9 +101,12 @@ class ArmRun:
           DiskError: the disk refuses.
         """
         wanted = {
+            "arm": trial.arm.name,
+            "control": trial.arm.control,
+            "seed": trial.seed,
             "config": experiment.config,
             "shared": dict(experiment.shared),
-            "overrides": dict(arm.overrides),
+            "overrides": dict(trial.arm.overrides),
         }
         if self.started and self.definition.exists():
             theirs = read_json(self.definition)

@@ -111,7 +111,8 @@ def _title(run_dir: RunDir) -> str:
             f"{unigram - loss:.3f} below the unigram model's {unigram:.3f}"
         )
     if failure:
-        lines.append(f"NOT FINITE at step {failure['step']}: {failure['message']}")
+        word = "EXPLODED" if "explosion" in failure else "NOT FINITE"
+        lines.append(f"{word} at step {failure['step']}: {failure['message']}")
     return "\n".join(lines)
 
 

@@ -43,7 +43,7 @@ class RunDir:
       checkpoints: directory of checkpoints.
       report: `report.png`.
       summary: `summary.json`, losses at the end.
-      failure: `failure.json`, where and when a loss was not finite.
+      failure: `failure.json`, where and when a loss was not finite, or that it exploded.
       origin: `resumed_from.json`, the run that this one continues with something changed.
     """
 
@@ -186,4 +186,6 @@ def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
     """The fields in which two configs differ, with both values as JSON."""
     a, b = ({name: json.dumps(value) for name, value in flatten(c)} for c in (theirs, ours))
     pairs = {name: (a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    # A field that a later version added, and that is unset, changes nothing.
+    unset = {_ABSENT, "null"}
+    return {name: p for name, p in pairs.items() if p[0] != p[1] and set(p) != unset}

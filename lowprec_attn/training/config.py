@@ -13,6 +13,7 @@ from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError
 from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
 from lowprec_attn.numerics import Numerics, get_preset, get_row_max
+from lowprec_attn.runs.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import DataSettings, OptimizerSettings, TrainSettings
 
 
@@ -85,6 +86,10 @@ def _check_type(value: Any, annotation: Any, path: str) -> None:
 def _check(settings: TrainSettings) -> None:
     """Ranges of all numbers."""
     model, optimizer = settings.model, settings.optimizer
+    if settings.stop_exploded_after is not None:
+        long_enough = settings.stop_exploded_after >= LASTING_STEPS
+        least = f"at least {LASTING_STEPS}, or None"
+        _require(long_enough, "", "stop_exploded_after", settings, least)
     for section, record, names in (
         ("model", model, ("layers", "heads", "width", "context", "vocab_size")),
         ("", settings, ("steps", "batch_size", "accumulation_steps", "checkpoints_kept")),

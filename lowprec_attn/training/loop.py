@@ -18,7 +18,9 @@ from lowprec_attn import hosts
 from lowprec_attn.data import tokens
 from lowprec_attn.data.batches import Batch, validation_batches
 from lowprec_attn.data.order import OrderRecord
+from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.report import write_report
 from lowprec_attn.runs.run_dir import RunDir
@@ -31,7 +33,7 @@ from lowprec_attn.training.signals import Signals, make_signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, step_key
 
 EXIT_DONE = 0
-EXIT_NOT_FINITE = 3
+EXIT_BROKEN = 3  # a loss was not finite, or exploded and the config says to stop
 
 
 class Run(NamedTuple):
@@ -87,6 +89,10 @@ class Loop:
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
         self.saved_step = saved_step
+        self.losses = LossWatch()
+        self.end: int | None = None  # the step before which an exploded run stops
+        for step, loss in self._recorded_losses():
+            self._follow(step, loss)
 
     def run(self) -> int:
         """All remaining steps; returns the exit code."""
@@ -94,6 +100,8 @@ class Loop:
         with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
             try:
                 for step in range(start, settings.steps):
+                    if self.end is not None and step >= self.end:
+                        return self._stop_exploded(step)
                     self._before(step)
                     self._dispatch(step)
                     if stop_after(step):
@@ -147,8 +155,32 @@ class Loop:
         self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
         if not metrics.applied:
             raise _NotFiniteError(pending)
-        seconds, tokens_done = self.progress.advance(float(metrics.loss))
+        loss = float(metrics.loss)
+        self._follow(step, loss)
+        seconds, tokens_done = self.progress.advance(loss)
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
+
+    def _recorded_losses(self) -> list[tuple[int, float]]:
+        """Of the steps that this run took before it was interrupted."""
+        if self.fixed.settings.stop_exploded_after is None:
+            return []
+        losses: list[tuple[int, float]] = hosts.from_first(
+            lambda: [
+                (record["step"], record["loss"])
+                for record in records.read(self.fixed.run_dir.metrics)
+                if "loss" in record
+            ]
+        )
+        return losses
+
+    def _follow(self, step: int, loss: float) -> None:
+        """Notices that the loss has exploded for as long as the config allows."""
+        self.losses.add(step, loss)
+        limit = self.fixed.settings.stop_exploded_after
+        if limit is not None and self.end is None and self.losses.excess_steps >= limit:
+            # Step + 1 is under way when the loss of this one is fetched. A resumed run knows it
+            # earlier and takes that step all the same, so that both have the same records.
+            self.end = step + 2
 
     def _signals(self, step: int, inputs: Array, targets: Array) -> Signals:
         """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
@@ -203,7 +235,15 @@ class Loop:
         )
         self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
         _report_failure(self.fixed.run_dir, step, culprit)
-        return EXIT_NOT_FINITE
+        return EXIT_BROKEN
+
+    def _stop_exploded(self, step: int) -> int:
+        """The loss has been in excess for long: what is left to see is recorded, and kept."""
+        self._fetch()
+        self._save(step)
+        self._write_validation(step)
+        _report_explosion(self.fixed.run_dir, step, self.losses)
+        return EXIT_BROKEN
 
     def _finish(self) -> int:
         settings, corpus = self.fixed.settings, self.fixed.corpus
@@ -243,6 +283,15 @@ def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
     run_dir.write_json(run_dir.failure, failure)
     write_report(run_dir)
     print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+
+
+@hosts.first_only
+def _report_explosion(run_dir: RunDir, step: int, losses: LossWatch) -> None:
+    message = f"the loss exploded at step {losses.explosion}; stopped after {step} steps"
+    failure = {"step": step, "explosion": losses.explosion, "message": message}
+    run_dir.write_json(run_dir.failure, failure)
+    write_report(run_dir)
+    print(f"{message}; the last state is in {run_dir.path}")
 
 
 @hosts.first_only

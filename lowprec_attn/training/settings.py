@@ -58,6 +58,8 @@ class TrainSettings:
       seed: root of initialisation, data order and stochastic rounding.
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
+      stop_exploded_after: end the run once its loss has been in excess for so many steps
+        (`runs.explosion` says what that is), None to go on.
       checkpoints_kept: how many of the newest checkpoints stay on disk.
       devices: how many devices to use, None for all.
       shard_optimizer: split the optimizer's state over the devices.
@@ -79,6 +81,7 @@ class TrainSettings:
     checkpoints_kept: int
     eval_every: int
     eval_batches: int
+    stop_exploded_after: int | None
     resume_from: str | None
     devices: int | None
     shard_optimizer: bool
