@@ -27,6 +27,7 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic import steps
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import PRESETS, Numerics, StandardMax
+from lowprec_attn.tables import columns
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.backward import (
@@ -152,17 +153,16 @@ def _measure(
             }
 
 
-def lines(records: Sequence[Record], shown: int) -> Iterator[str]:
-    """The fastest tiles of one kernel, and the table's."""
+def table(records: Sequence[Record], shown: int) -> str:
+    """The fastest tiles of one kernel, and those that `block_sizes` has."""
+    rows = [("shape", "preset", "kernel", "tile", "warps", "stages", "µs", "")]
     for place, record in enumerate(records):
         if place < shown or record["table"]:
-            sizes = (f"{record['query']}x{record['kv']}", record["warps"], record["stages"])
-            took = f"{1e6 * record['seconds']:9.1f} us" if "seconds" in record else "  refused"
-            yield (
-                f"{record['shape']:8s}{record['preset']:11s}{record['kernel']:16s}"
-                f"{sizes[0]:>8s} warps {sizes[1]} stages {sizes[2]}{took}"
-                f"{'  table' if record['table'] else ''}"
-            )
+            took = f"{1e6 * record['seconds']:.1f}" if "seconds" in record else "refused"
+            tile = f"{record['query']}x{record['kv']}", f"{record['warps']}", f"{record['stages']}"
+            named = (record["shape"], record["preset"], record["kernel"])
+            rows.append((*named, *tile, took, "table" if record["table"] else ""))
+    return columns(rows, "<<<>>>><")
 
 
 def main() -> int:
@@ -187,7 +187,7 @@ def main() -> int:
     records: list[Record] = [{**environment(), "command": command}]
     for shape, preset in itertools.product(args.shapes, args.presets):
         for part in sweep(shape, preset, args.kernels, args.stages, args.rounds):
-            print("\n".join(lines(part, args.shown)), flush=True)
+            print(table(part, args.shown), flush=True)
             records += part
             if args.out:
                 write(args.out, records)  # so that a run that is stopped leaves what it has

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.attention.memory import growth
 from benchmarks.attention.records import Record, problems
 from benchmarks.attention.targets import Outcome
+from lowprec_attn.tables import columns
 
 
 def environment_line(record: Record) -> str:
@@ -26,18 +27,23 @@ def time_lines(records: Iterable[Record]) -> Iterator[str]:
         yield f"{key['shape']} {key['dtype']} {key['pass']}" + (
             f"; baseline: {baseline}" if baseline else ""
         )
-        yield f"  {'':28s}{'median':>11s}{'25-75 %':>9s}{'TFLOP/s':>9s}{'time/base':>11s}"
-        yield from map(_time_line, timed)
-        yield from (f"  {r['name']:28s}declined: {r['reason']}" for r in refused)
+        rows = [
+            ("", "median", "25-75 %", "TFLOP/s", "time/base", ""),
+            *map(_time_row, timed),
+            *((r["name"], "", "", "", "", f"declined: {r['reason']}") for r in refused),
+        ]
+        yield from columns(rows, "<>>>><").splitlines()
 
 
-def _time_line(record: Record) -> str:
+def _time_row(record: Record) -> tuple[str, ...]:
     low, high = record["seconds_25_75"]
-    spread = (high - low) / record["seconds"]
-    ratio = f"{record['ratio']:11.3f}" if "ratio" in record else ""
     return (
-        f"  {record['name']:28s}{1e6 * record['seconds']:9.1f}µs{spread:9.1%}"
-        f"{record['tflops']:9.3g}{ratio}"
+        record["name"],
+        f"{1e6 * record['seconds']:.1f}µs",
+        f"{(high - low) / record['seconds']:.1%}",
+        f"{record['tflops']:.3g}",
+        f"{record['ratio']:.3f}" if "ratio" in record else "",
+        "",
     )
 
 
@@ -45,6 +51,7 @@ def target_lines(found: Sequence[Outcome]) -> Iterator[str]:
     """One line per target, shape and pass."""
     if found:
         yield "\nratios of times, round by round (median, 25-75 %)"
+    rows = []
     for o in found:
         value, verdict = "not timed", ""
         if o.ratio is not None:
@@ -52,21 +59,20 @@ def target_lines(found: Sequence[Outcome]) -> Iterator[str]:
             verdict = {True: "met", False: "MISSED", None: "reported"}[o.met]
         spread = "" if o.spread is None else f"({o.spread[0]:.3f}-{o.spread[1]:.3f})"
         names = f"{o.target.name} / {o.other}"
-        yield (
-            f"  {o.shape:8s}{o.pass_name:18s}{names:42s}{value:>9s} {spread:15s} "
-            f"<= {o.target.limit:<5g}{verdict}"
-        ).rstrip()
+        rows.append((o.shape, o.pass_name, names, value, spread, f"<= {o.target.limit:g}", verdict))
+    yield from columns(rows, "<<<><<<").splitlines()
 
 
 def memory_lines(records: Iterable[Record]) -> Iterator[str]:
     """Memory by candidate and length, and the exponent with which it grows at the end."""
     found = [r for r in records if "length" in r]
+    rows = []
     for name in dict.fromkeys(r["name"] for r in found):
-        own = [r for r in found if r["name"] == name]
-        rows = [r for r in own if r["kind"] == "memory"]
-        values = "".join(f"{r['length']:7d}: {r['total_mib']:.0f} MiB" for r in rows)
-        exponent = f"   ~ T^{growth(rows):.2f}" if len(rows) > 1 else ""
-        yield f"{name:24s}{values}{exponent}"
-        for r in own:
-            if r["kind"] == "refused":
-                yield f"{name:24s}{r['length']:7d}: declined: {r['reason']}"
+        own = [r for r in found if r["name"] == name and r["kind"] == "memory"]
+        exponent = f"~ T^{growth(own):.2f}" if len(own) > 1 else ""
+        values = (f"{r['length']}: {r['total_mib']:.0f} MiB" for r in own)
+        rows.append((name, exponent, *values))
+    yield from columns(rows, "<<" + ">" * max(map(len, rows), default=0)).splitlines()
+    for r in found:
+        if r["kind"] == "refused":
+            yield f"{r['name']}, {r['length']}: declined: {r['reason']}"

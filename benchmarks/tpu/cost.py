@@ -26,6 +26,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
 from benchmarks.tpu.schedules import Schedule
 from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
+from lowprec_attn.tables import columns
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile, block_sizes_of
 
 # Query rows and keys of a tile that are tried for peers, and for ours with `--tiles`.
@@ -214,36 +215,42 @@ def environment() -> Record:
     }
 
 
+_HEADING = (
+    *("kernel", "tile", "forward", "dQ", "dK, dV", "fwd/splash", "fwd+bwd/splash", "VMEM, MiB"),
+    "",
+)
+
+
 def lines(records: Sequence[Record]) -> Iterator[str]:
     """The table: million cycles, ratios to splash, and the most VMEM that a kernel takes."""
     records = sorted(records, key=_place)  # stable
-    header = f"{'kernel':<40}{'tile':>10}{'forward':>9}{'dQ':>8}{'dK, dV':>8}"
     for (generation, shape), group in itertools.groupby(records, _place):
         rows = list(group)
         yield f"\n{generation} {shape}: million cycles by the compiler's schedule"
-        yield header + f"{'fwd/splash':>12}{'fwd+bwd/splash':>16}{'VMEM, MiB':>11}"
         peers = (r for r in rows if r["kernel"] == "splash" and r["kind"] == "cost")
         splash = min(peers, key=_total)
-        for r in rows:
-            name = r["kernel"]
-            if name == "ours":
-                steps = "" if r["kv_block"] is None else f", {r['kv_block']} keys"
-                name = f"{r['preset']}, {r['row_max']}{steps}"
-            row = f"{name:<40}{'x'.join(map(str, r['tiles']['forward'])):>10}"
-            yield row + ("  " + r["reason"] if r["kind"] == "refused" else _numbers(r, splash))
+        cells = [_HEADING, *(_row(r, splash) for r in rows)]
+        yield from columns(cells, "<>>>>>>><").splitlines()
 
 
 def _place(record: Record) -> tuple[str, str]:
     return record["generation"], record["shape"]
 
 
-def _numbers(record: Record, splash: Record) -> str:
+def _row(record: Record, splash: Record) -> list[str]:
+    """The cells of a record, under `_HEADING`."""
+    name = record["kernel"]
+    if name == "ours":
+        steps = "" if record["kv_block"] is None else f", {record['kv_block']} keys"
+        name = f"{record['preset']}, {record['row_max']}{steps}"
+    named = [name, "x".join(map(str, record["tiles"]["forward"]))]
+    if record["kind"] == "refused":
+        return [*named, *[""] * 6, record["reason"]]
     by_kernel, theirs = record["cycles"], splash["cycles"]
     dq = by_kernel["dq"] + by_kernel.get("delta", 0)
-    columns = (f"{x / 1e6:>8.2f}" for x in (by_kernel["forward"], dq, by_kernel["dkv"]))
-    forward, total = (by_kernel[name] / theirs[name] for name in ("forward", "total"))
-    vmem = max(record["vmem"].values()) / 2**20
-    return f" {''.join(columns)}{forward:>12.3f}{total:>16.3f}{vmem:>11.1f}"
+    millions = (f"{x / 1e6:.2f}" for x in (by_kernel["forward"], dq, by_kernel["dkv"]))
+    ratios = (f"{by_kernel[name] / theirs[name]:.3f}" for name in ("forward", "total"))
+    return [*named, *millions, *ratios, f"{max(record['vmem'].values()) / 2**20:.1f}"]
 
 
 def main() -> None:

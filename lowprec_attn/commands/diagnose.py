@@ -28,6 +28,7 @@ from lowprec_attn.numerics import (
     get_preset,
     get_row_max,
 )
+from lowprec_attn.tables import columns
 
 DEFAULT_NUMERICS = ("flash", "published")
 
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     measured_as = functools.partial(measure, inputs, scale=args.scale, is_causal=not args.full)
     measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in arithmetics}
     for label, signals in measured.items():
-        print("\n" + "\n".join(_table(label, signals)))
+        print(f"\n{_table(label, signals)}")
     print("\n" + "\n".join(_LEGEND))
     finding = verdict.judge(measured, _rows(inputs))
     if finding.kind == "delta":
@@ -150,27 +151,23 @@ def _preface(args: argparse.Namespace, inputs: Inputs) -> list[str]:
     return lines + [f"note: {note}" for note in notes]
 
 
-def _table(label: str, signals: verdict.Signals) -> list[str]:
+def _table(label: str, signals: verdict.Signals) -> str:
     errors = {"Ō": "unnormalized_error", "O": "output_error", "δ": "delta_error"}
     errors = {letter: name for letter, name in errors.items() if f"{name}_rms" in signals}
-    groups = "".join(f" | {f'error of {letter}':^24}" for letter in errors)
-    columns = "".join(f" | {'mean':>8} {'RMS':>7} {'cohere':>7}" for _ in errors)
-    lines = [
-        f"{label}:",
-        f"{'':<37}{groups}".rstrip(),
-        f"{'head':>4} {'|score|':>9} {'repeat':>7} {'ones':>6} {'one key':>7}{columns}",
-    ]
+    rows = [[""] * 5, ["head", "|score|", "repeat", "ones", "one key"]]
+    for letter in errors:
+        rows[0] += ["|", f"error of {letter}", "", ""]
+        rows[1] += ["|", "mean", "RMS", "cohere"]
     for head in range(len(signals["score_maximum"])):
         value = {name: float(per_head[head]) for name, per_head in signals.items()}
-        line = (
-            f"{head:>4} {value['score_maximum']:>9.4g} {value['repeated_maxima']:>7.1%} "
-            f"{value['rounded_to_one']:>6.1%} {value['dominated_rows']:>7.1%}"
-        )
+        shares = (value[name] for name in ("repeated_maxima", "rounded_to_one", "dominated_rows"))
+        row = [str(head), f"{value['score_maximum']:.4g}", *(f"{share:.1%}" for share in shares)]
         for name in errors.values():
             mean, rms = value[f"{name}_mean"], value[f"{name}_rms"]
-            line += f" | {mean:>+8.1e} {rms:>7.1e} {value[f'{name}_coherence']:>7.1f}"
-        lines.append(line)
-    return lines
+            row += ["|", f"{mean:+.1e}", f"{rms:.1e}", f"{value[f'{name}_coherence']:.1f}"]
+        rows.append(row)
+    # One space between columns: with two, lines were longer than a wide terminal's 120.
+    return f"{label}:\n{columns(rows, '>' * len(rows[0]), ' ')}"
 
 
 def _write_json(

@@ -11,14 +11,14 @@ from lowprec_attn.data.tokens import Corpus
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import HeadArithmetic
 from lowprec_attn.numerics import PRESETS
+from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
 
 
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
     """Prints device, scale, data, arithmetic, tokens per step and run directory."""
-    for title, text in _lines(settings, corpus, devices, run_dir):
-        hosts.say(f"{title:<11}{text}")
+    hosts.say(columns(_lines(settings, corpus, devices, run_dir), "<<"))
 
 
 def _lines(

@@ -17,6 +17,7 @@ from typing import Any
 
 from lowprec_attn.files import append_line, writing
 from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, mesh_over
 from lowprec_attn.training.footprint import Footprint, OutOfMemoryError, step_footprint
@@ -59,17 +60,15 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
         "seconds": round(time.perf_counter() - start, 1),
     }
     facts["fits"] = footprint is not None and footprint.total <= target.generation.hbm
-    for title, text in _lines(facts):
-        print(f"{title:<12}{text}")
+    lines = _lines(facts)
+    if not facts["fits"]:
+        lines += [("", advice) for advice in _advice(facts, settings)]
+    print(columns(lines, "<<"))
     if record is not None:
         with writing(record):
             record.parent.mkdir(parents=True, exist_ok=True)
         append_line(record, json.dumps(facts))
-    if facts["fits"]:
-        return 0
-    for advice in _advice(facts, settings):
-        print(f"{'':<12}{advice}")
-    return EXIT_DOES_NOT_FIT
+    return 0 if facts["fits"] else EXIT_DOES_NOT_FIT
 
 
 def _released(settings: TrainSettings) -> TrainSettings:

@@ -25,6 +25,7 @@ from lowprec_attn.files import write_json, writing
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
+from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
@@ -71,14 +72,13 @@ class Profile:
             f"{self.flops / 1e12:.2f} T model operations a step: {self.floor / self.seconds:.0%} "
             f"of the {self.peak / 1e12:.0f} T/s of a large matrix product, at which they would "
             f"take {1e3 * self.floor:.1f} ms",
-            f"{'part':<20}{'kind':<14}{'ms':>8}{'share':>8}",
         ]
+        rows = [("part", "kind", "ms", "share")]
         for (part, kind), seconds in self.operations.items():
-            share = seconds / self.busy
-            lines.append(f"{part:<20}{kind:<14}{1e3 * seconds:8.2f}{share:8.1%}")
+            rows.append((part, kind, f"{1e3 * seconds:.2f}", f"{seconds / self.busy:.1%}"))
         idle = max(self.seconds - self.busy, 0.0)
-        lines.append(f"{'no operation':<34}{1e3 * idle:8.2f}")
-        return "\n".join(lines)
+        rows.append(("no operation", "", f"{1e3 * idle:.2f}", ""))
+        return "\n".join([*lines, columns(rows, "<<>>")])
 
     def as_json(self) -> dict[str, Any]:
         """All of it, with the environment."""

@@ -14,22 +14,24 @@ import ml_dtypes
 from public_record import ARRAYS, ROUNDINGS, Difference, Run, difference, reading
 from published_calls import PRESETS, RULES, Call, library
 
+from lowprec_attn.tables import columns
 
-def row(label: str, found: dict[str, Difference]) -> str:
-    """One line of the table."""
-    cells = (f"{100 * found[name].share:7.3f}: {found[name].most:6.2f}" for name in ARRAYS)
-    return f"{label:<44}" + "  ".join(cells)
+
+def row(label: str, found: dict[str, Difference]) -> list[str]:
+    """One row of the table."""
+    cells = ((f"{100 * found[name].share:.3f}:", f"{found[name].most:.2f}") for name in ARRAYS)
+    return [label, *itertools.chain.from_iterable(cells)]
 
 
 def main() -> None:
     """Every recorded run, by tile of rows; then both presets at T = 1024."""
     jax.config.update("jax_platforms", "cpu")
-    print(f"{'':<44}" + "  ".join(f"{name:>15}" for name in ARRAYS))
+    rows = [["", *itertools.chain.from_iterable((name, "") for name in ARRAYS)]]
     for length, way, rule in itertools.product((1024, 1536), ROUNDINGS, ("standard", "published")):
         run = Run(length, way, rule)
-        print(row(f"GPU {length} {way} {rule}, all rows", run.differences()))
+        rows.append(row(f"GPU {length} {way} {rule}, all rows", run.differences()))
         for tile in range(length // grid_inputs.STEP):
-            print(row(f"GPU {length} {way} {rule}, tile {tile}", run.differences(tile=tile)))
+            rows.append(row(f"GPU {length} {way} {rule}, tile {tile}", run.differences(tile=tile)))
     arrays = grid_inputs.inputs(1024)
     inputs = {name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()}
     ways = {PRESETS[name][1]: name for name in PRESETS}
@@ -37,7 +39,8 @@ def main() -> None:
         preset, want = ways[rounds], reading(Run(1024, way, rule))
         result = library(Call("tiled", PRESETS[preset][0], RULES[rule]), inputs)
         found = {name: difference(x, name, want) for name, x in result.items()}
-        print(row(f"{preset} 1024 {rule}", found))
+        rows.append(row(f"{preset} 1024 {rule}", found))
+    print(columns(rows, "<" + ">" * 2 * len(ARRAYS)))
 
 
 if __name__ == "__main__":

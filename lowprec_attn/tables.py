@@ -1,0 +1,30 @@
+"""Tables of text in columns, for a terminal."""
+
+from collections.abc import Iterable, Sequence
+
+from tabulate import DataRow, TableFormat, tabulate
+
+_SIDES = {"<": "left", ">": "right"}
+
+
+def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> str:
+    """Lays rows of cells out in columns, each as wide as its widest cell.
+
+    Args:
+      rows: cells row by row, a heading among them; a row may end early.
+      align: `<` or `>` for each column.
+      between: text between neighbouring columns.
+
+    Returns:
+      One line a row, without spaces at its end.
+
+    Example:
+      >>> print(columns([("part", "ms"), ("attention", "18.5")], "<>"))
+      part         ms
+      attention  18.5
+    """
+    row = DataRow("", between, "")
+    style = TableFormat(None, None, None, None, row, row, padding=0, with_header_hide=None)
+    sides = [_SIDES[side] for side in align]
+    # Cells are printed as they are: tabulate would write 1.50 as 1.5.
+    return tabulate(rows, tablefmt=style, disable_numparse=True, colalign=sides)
