@@ -18,16 +18,16 @@ _ALL_ROWS = NoSharding()
 
 
 class Batch(TypedDict):
-    """The windows of one step.
+    """The windows of one step, in A micro-batches.
 
-    `starts` names all B windows of the step; `inputs` and `targets` hold the rows of this shard
-    (all B without sharding). targets[i, t] is the token after inputs[i, t].
+    `starts` names all B windows of the step. `inputs` and `targets` hold the rows of this shard:
+    B/A of each micro-batch without sharding. targets[a, i, t] is the token after inputs[a, i, t].
     """
 
     step: int
     starts: Int64[np.ndarray, " B"]
-    inputs: Int32[np.ndarray, "rows T"]
-    targets: Int32[np.ndarray, "rows T"]
+    inputs: Int32[np.ndarray, "A rows T"]
+    targets: Int32[np.ndarray, "A rows T"]
 
 
 class Batches:
@@ -38,7 +38,7 @@ class Batches:
       context: tokens per sequence T.
       order: start indices of each step.
       shard: which rows of every micro-batch this process reads, shards in row order.
-      parts: micro-batches of a batch.
+      parts: micro-batches A of a batch.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Batches:
                 f"{self._shard.shard_count} shards: choose a multiple"
             )
         by_shard = starts.reshape(self._parts, self._shard.shard_count, rows)
-        local = by_shard[:, self._shard.shard_index].reshape(-1)
-        windows = self._ids[local[:, None] + self._window].astype(np.int32)
+        local = by_shard[:, self._shard.shard_index]
+        windows = self._ids[local[..., None] + self._window].astype(np.int32)
         return {
             "step": int(step),
             "starts": starts,
-            "inputs": windows[:, :-1],
-            "targets": windows[:, 1:],
+            "inputs": windows[..., :-1],
+            "targets": windows[..., 1:],
         }
 
 

@@ -45,7 +45,6 @@ class Devices(NamedTuple):
       attend: attention for arrays that are split over the batch.
       attend_part: attention for what a function under `over_devices` sees of them.
       attend_whole: attention for arrays that every device holds whole.
-      accumulation_steps: micro-batches per step.
       shard_optimizer: the optimizer's state is split over the devices.
     """
 
@@ -53,7 +52,6 @@ class Devices(NamedTuple):
     attend: Attend
     attend_part: Attend
     attend_whole: Attend
-    accumulation_steps: int
     shard_optimizer: bool
 
     @property
@@ -125,20 +123,23 @@ class Devices(NamedTuple):
         return ShardOptions(jax.process_index(), jax.process_count())
 
     def put(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets as [A, B/A, T], the middle axis split over the devices.
+        """Inputs and targets [A, B/A, T], the middle axis split over the devices.
 
         Args:
           batch: its rows are those of this process's `shard`.
         """
-
-        def put(x: np.ndarray) -> jax.Array:
-            rows = x.reshape(self.accumulation_steps, -1, x.shape[-1])
-            return jax.make_array_from_process_local_data(self.split, rows)
-
-        return put(batch["inputs"]), put(batch["targets"])
+        inputs, targets = (
+            jax.make_array_from_process_local_data(self.split, x)
+            for x in (batch["inputs"], batch["targets"])
+        )
+        return inputs, targets
 
     def put_whole(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets [B, T] of a batch that every process has, whole on every device."""
+        """Inputs and targets [A, B/A, T], whole on every device.
+
+        Args:
+          batch: all of its rows, the same on every process.
+        """
         inputs, targets = (
             jax.make_array_from_process_local_data(self.replicated, x, x.shape)
             for x in (batch["inputs"], batch["targets"])
@@ -198,6 +199,5 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
         attend=chosen(split),
         attend_part=chosen(part),
         attend_whole=chosen(whole),
-        accumulation_steps=settings.accumulation_steps,
         shard_optimizer=settings.shard_optimizer,
     )

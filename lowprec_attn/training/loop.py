@@ -250,9 +250,8 @@ class Loop:
         loss = self._write_validation(settings.steps)
         if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
             first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
-            self._write_signals(
-                settings.steps, self._signals(settings.steps, *self.fixed.devices.put_whole(first))
-            )
+            sequence = self.first_sequence(*self.fixed.devices.put_whole(first))
+            self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
         _report_end(self.fixed.run_dir, loss, corpus)
         return EXIT_DONE
 

@@ -177,11 +177,12 @@ def _run(train: Any, state: Any, batch: tuple[Array, Array], steps: int) -> Any:
 
 def _random_batch(settings: TrainSettings) -> Batch:
     rng = np.random.default_rng(0)
-    shape = (settings.batch_size, settings.model.context + 1)
+    parts = settings.accumulation_steps
+    shape = (parts, settings.batch_size // parts, settings.model.context + 1)
     # Text repeats few tokens often: squaring a uniform number leans to low ids as its ranks do.
     ids = (rng.random(shape) ** 4 * settings.model.vocab_size).astype(np.int32)
     starts = np.zeros(settings.batch_size, np.int64)
-    return {"step": 0, "starts": starts, "inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    return {"step": 0, "starts": starts, "inputs": ids[..., :-1], "targets": ids[..., 1:]}
 
 
 def _peak(settings: TrainSettings, devices: Devices) -> float:

@@ -38,12 +38,12 @@ def test_batches_are_the_windows_that_the_order_names(tokens, order):
         batch = next(iterator)
         assert batch["step"] == step
         np.testing.assert_array_equal(batch["starts"], order(step))
-        assert batch["inputs"].shape == batch["targets"].shape == (BATCH, CONTEXT)
+        assert batch["inputs"].shape == batch["targets"].shape == (1, BATCH, CONTEXT)
         assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
         for row, start in enumerate(order(step)):
             window = tokens.ids[start : start + CONTEXT + 1].tolist()
-            assert batch["inputs"][row].tolist() == window[:-1]
-            assert batch["targets"][row].tolist() == window[1:]
+            assert batch["inputs"][0, row].tolist() == window[:-1]
+            assert batch["targets"][0, row].tolist() == window[1:]
 
 
 def test_ids_above_2_to_the_15_stay_positive(tokens, order):
@@ -105,7 +105,7 @@ def test_shards_are_the_rows_of_the_batch(tokens, order):
         for i in range(2)
     ]
     for name in ("inputs", "targets"):
-        np.testing.assert_array_equal(np.concatenate([s[name] for s in shards]), whole[name])
+        np.testing.assert_array_equal(np.concatenate([s[name] for s in shards], 1), whole[name])
     for shard in shards:
         np.testing.assert_array_equal(shard["starts"], whole["starts"])
 
@@ -116,9 +116,9 @@ def test_shards_share_every_micro_batch(tokens, order):
         next(train_iterator(tokens, CONTEXT, order, shard=ShardOptions(i, 2), parts=2))
         for i in range(2)
     ]
-    rows = [np.array([0, 2]), np.array([1, 3])]  # of micro-batches [0, 1] and [2, 3]
+    rows = [np.array([[0], [2]]), np.array([[1], [3]])]  # of micro-batches [0, 1] and [2, 3]
     for part, own in zip(parts, rows, strict=True):
-        np.testing.assert_array_equal(part["inputs"], whole["inputs"][own])
+        np.testing.assert_array_equal(part["inputs"], whole["inputs"][0, own])
         np.testing.assert_array_equal(part["starts"], whole["starts"])
     with pytest.raises(ValueError, match="in 4 micro-batches does not divide into 2 shards"):
         next(train_iterator(tokens, CONTEXT, order, shard=ShardOptions(0, 2), parts=4))
@@ -136,11 +136,11 @@ def test_validation_windows_span_the_text(tokens):
     assert (starts[0], starts[-1]) == (0, tokens.count - CONTEXT - 1)
     gaps = np.diff(starts)
     assert gaps.max() - gaps.min() <= 1
-    assert batches[-1]["targets"][-1, -1] == tokens.ids[-1]
+    assert batches[-1]["targets"][0, -1, -1] == tokens.ids[-1]
     for batch, again in zip(batches, validation_batches(tokens, CONTEXT, BATCH, 5), strict=True):
         assert_equal(batch, again)
 
 
 def test_validation_with_a_single_window(tokens):
     (batch,) = validation_batches(tokens, CONTEXT, 1, 1)
-    assert batch["inputs"].tolist() == [tokens.ids[:CONTEXT].tolist()]
+    assert batch["inputs"].tolist() == [[tokens.ids[:CONTEXT].tolist()]]

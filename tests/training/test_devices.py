@@ -17,10 +17,10 @@ STEPS = 4
 
 def batches(settings):
     rng = np.random.default_rng(1)
-    shape = (settings.batch_size, settings.model.context)
+    shape = (1, settings.batch_size, settings.model.context)
     for _ in range(STEPS):
         ids = rng.integers(0, settings.model.vocab_size, shape).astype(np.int32)
-        yield {"inputs": ids, "targets": np.roll(ids, -1, axis=1)}
+        yield {"inputs": ids, "targets": np.roll(ids, -1, axis=-1)}
 
 
 def trained(shard_optimizer):
@@ -104,10 +104,10 @@ def test_arrays_that_do_not_divide_are_split_as_far_as_they_do(shape, parts):
 
 def test_a_batch_is_split_within_each_micro_batch():
     settings = tiny_settings(devices=4, accumulation_steps=2)
-    ids = np.arange(8 * 32, dtype=np.int32).reshape(8, 32)
+    ids = np.arange(8 * 32, dtype=np.int32).reshape(2, 4, 32)
     inputs, targets = run_devices(settings).put({"inputs": ids, "targets": ids + 1})
-    np.testing.assert_array_equal(inputs, ids.reshape(2, 4, 32))
-    np.testing.assert_array_equal(targets, ids.reshape(2, 4, 32) + 1)
+    np.testing.assert_array_equal(inputs, ids)
+    np.testing.assert_array_equal(targets, ids + 1)
     assert {shard.data.shape for shard in inputs.addressable_shards} == {(2, 1, 32)}
 
 

@@ -105,7 +105,7 @@ def test_eight_devices_give_the_loss_of_one(trained):
     devices = run_devices(spread)
     steps = make_steps(spread, devices.attend_part, devices.over_devices)
     state = jax.jit(steps.init, out_shardings=devices.replicated)()
-    inputs, targets = (np.asarray(x)[0] for x in batch(spread))
+    inputs, targets = map(np.asarray, batch(spread))
     arrays = devices.put({"inputs": inputs, "targets": targets})
     assert len(arrays[0].sharding.device_set) == 8
     _, metrics = jax.jit(steps.train)(state, *arrays)
