@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
 
+from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec, planes
 from lowprec_attn.attention import validation
 from lowprec_attn.attention.dispatch import (
@@ -30,7 +31,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
-    numerics: Numerics | Sequence[Numerics] = FLASH,
+    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
     key: Key[Array, ""] | None = None,
     implementation: str | None = None,
@@ -64,7 +65,7 @@ def dot_product_attention(
         gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element.
       numerics: a `Numerics` for all heads or one per query head; query heads that share a key
-        head must agree.
+        head must agree. Or `arithmetic.heads.HeadGroup`s, which hold the row-max rules as well.
       row_max: a row-max rule, likewise.
       key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
@@ -115,7 +116,7 @@ def prepare(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    numerics: Numerics | Sequence[Numerics] = FLASH,
+    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
     key: Key[Array, ""] | None = None,
     implementation: str | None = None,
@@ -147,14 +148,12 @@ def prepare(
         is_causal=validation.causal(is_causal),
         block_sizes=block_sizes,
     )
-    arithmetic = validation.per_head(numerics, row_max, heads, k.shape[2])
     parts = []
-    for numerics_, row_max_ in dict.fromkeys(arithmetic):
-        validation.check_shift(numerics_, row_max_)
-        if numerics_.needs_bits and key is None:
-            raise ValueError(f"{numerics_} draws random bits; pass key=jax.random.key(...)")
-        which = tuple(i for i, a in enumerate(arithmetic) if a == (numerics_, row_max_))
-        part = spec(numerics=numerics_, row_max=row_max_)
+    for group in validation.head_groups(numerics, row_max, heads, k.shape[2]):
+        validation.check_shift(group.numerics, group.row_max)
+        if group.numerics.needs_bits and key is None:
+            raise ValueError(f"{group.numerics} draws random bits; pass key=jax.random.key(...)")
+        part = spec(numerics=group.numerics, row_max=group.row_max)
         request = Request.of(q, k, extras, part)
-        parts.append(Part(which, part, resolve_by_platform(request, implementation)))
+        parts.append(Part(group.heads, part, resolve_by_platform(request, implementation)))
     return Call(operands, extras, tuple(parts)), unbatched

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
-from lowprec_attn.numerics import DynamicMax, Numerics, RowMax
+from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
+from lowprec_attn.numerics import DynamicMax, Numerics, RowMax, StandardMax
 
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -137,33 +138,40 @@ def causal(value: object) -> bool:
     return bool(value)
 
 
-def per_head(
-    numerics: Numerics | Sequence[Numerics],
+def head_groups(
+    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup],
     row_max: RowMax | Sequence[RowMax],
     heads: int,
     kv_heads: int,
-) -> list[tuple[Numerics, RowMax]]:
-    """The arithmetic of every query head.
+) -> tuple[HeadGroup, ...]:
+    """The query heads by their arithmetic; groups that are given stay as they are.
 
     Raises:
-      ValueError: not one entry per head, an entry of the wrong type, or query heads of one key
-        head that differ.
+      ValueError: not one entry per head, an entry of the wrong type, query heads of one key head
+        that differ, or groups that do not hold every head once or come with a `row_max`.
     """
-    result = list(
-        zip(
+    groups = _given_groups(numerics)
+    if groups:
+        if row_max != StandardMax():
+            raise ValueError(f"head groups have row-max rules; leave out row_max={row_max!r}")
+        if sorted(head for group in groups for head in group.heads) != list(range(heads)):
+            held = ", ".join(str(group.heads) for group in groups)
+            raise ValueError(f"groups must hold each of {heads} query heads once, got {held}")
+    else:
+        spread = (
             _spread("numerics", numerics, Numerics, heads),
             _spread("row_max", row_max, RowMax, heads),
-            strict=True,
         )
-    )
-    group = heads // kv_heads
-    for first in range(0, heads, group):
-        if len(set(result[first : first + group])) > 1:
+        groups = group_heads(zip(*spread, strict=True))
+    place = {head: i for i, group in enumerate(groups) for head in group.heads}
+    shared = heads // kv_heads
+    for first in range(0, heads, shared):
+        if len({place[head] for head in range(first, first + shared)}) > 1:
             raise ValueError(
-                f"query heads {first} to {first + group - 1} share a key head and must share "
+                f"query heads {first} to {first + shared - 1} share a key head and must share "
                 "numerics and row_max"
             )
-    return result
+    return groups
 
 
 def check_shift(numerics: Numerics, row_max: RowMax) -> None:
@@ -174,6 +182,13 @@ def check_shift(numerics: Numerics, row_max: RowMax) -> None:
             f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
             f"probs={numerics.probs}; use max_shift={math.floor(10 * limit) / 10} or less"
         )
+
+
+def _given_groups(numerics: object) -> tuple[HeadGroup, ...]:
+    """The groups, if it is groups that were given, else none."""
+    entries = numerics if isinstance(numerics, Sequence) else ()
+    groups = tuple(entry for entry in entries if isinstance(entry, HeadGroup))
+    return groups if len(groups) == len(entries) else ()
 
 
 def _spread(name: str, value: object, kind: type, heads: int) -> list:

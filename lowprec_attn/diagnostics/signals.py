@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Key
 
+from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
@@ -22,7 +23,7 @@ def attention_signals(
     v: Float[Array, "B S K H"],
     do: Float[Array, "B T N H"] | None = None,
     *,
-    numerics: Numerics | Sequence[Numerics],
+    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup],
     row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
     scale: float | None = None,
     is_causal: bool = False,
@@ -80,20 +81,17 @@ def attention_signals(
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
-    heads, kv_heads = q.shape[2], k.shape[2]
-    arithmetic = validation.per_head(numerics, row_max, heads, kv_heads)
+    heads = q.shape[2]
+    groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
     stream = None if key is None else RandomStream.of(key, q.shape[0], heads)
     spec = functools.partial(
         Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=validation.causal(is_causal)
     )
     signals: list[dict[str, Array]] = []
-    order: list[int] = []
-    for numerics_, row_max_ in dict.fromkeys(arithmetic):
-        which = np.array([n for n, a in enumerate(arithmetic) if a == (numerics_, row_max_)])
-        part = _select(_Arrays(q, k, v, do, w_q, w_k, stream), which)
-        signals.append(_part_signals(part, x, spec(numerics=numerics_, row_max=row_max_)))
-        order.extend(which.tolist())
-    back = np.argsort(order)
+    for group in groups:
+        part = _select(_Arrays(q, k, v, do, w_q, w_k, stream), np.array(group.heads))
+        signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
+    back = np.argsort([head for group in groups for head in group.heads])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *signals)
 
 

@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.gpt2.embedding import embed
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.norm import LayerNorm
-from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,10 @@ _three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
 
 
 class CausalSelfAttention(nnx.Module):
-    """Multi-head causal attention with the arithmetic given per head."""
+    """Multi-head causal attention; each group of heads has an arithmetic of its own."""
 
     def __init__(
-        self, settings: ModelSettings, heads: tuple[HeadArithmetic, ...], rngs: nnx.Rngs
+        self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
         std = init_std(settings)
@@ -110,8 +111,7 @@ class CausalSelfAttention(nnx.Module):
         self.out = _linear(d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
         self.num_heads = settings.heads
         self.scale_placement = settings.scale_placement
-        self.numerics = tuple(head.numerics for head in heads)
-        self.row_max = tuple(head.row_max for head in heads)
+        self.arithmetic = arithmetic
 
     def __call__(
         self, x: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
@@ -129,8 +129,7 @@ class CausalSelfAttention(nnx.Module):
                 *qkv,
                 is_causal=True,
                 scale=scale,
-                numerics=self.numerics,
-                row_max=self.row_max,
+                numerics=self.arithmetic,
                 key=key,
             )
         if tap is not None:
@@ -171,12 +170,12 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next norm."""
 
     def __init__(
-        self, settings: ModelSettings, heads: tuple[HeadArithmetic, ...], rngs: nnx.Rngs
+        self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
         std = init_std(settings)
         self.norm_1 = LayerNorm(d, dtype, rngs)
-        self.attention = CausalSelfAttention(settings, heads, rngs)
+        self.attention = CausalSelfAttention(settings, arithmetic, rngs)
         self.norm_2 = LayerNorm(d, dtype, rngs)
         self.mlp_in = _linear(d, 4 * d, std, dtype, rngs)
         self.mlp_out = _linear(4 * d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
@@ -225,7 +224,7 @@ class GPT2(nnx.Module):
                 f"width {settings.width} does not divide into {settings.heads} heads; "
                 "choose a multiple"
             )
-        shape = [len(layer) for layer in attention.heads]
+        shape = [sum(len(group.heads) for group in layer) for layer in attention.layers]
         if shape != [settings.heads] * settings.layers:
             raise ValueError(
                 f"attention has heads {shape}, the model {settings.layers} layers "
@@ -236,7 +235,7 @@ class GPT2(nnx.Module):
         embed = {"dtype": jnp.float32, "param_dtype": jnp.float32, "embedding_init": normal}
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
-        self.blocks = nnx.List([Block(settings, heads, rngs) for heads in attention.heads])
+        self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
         self.norm = LayerNorm(settings.width, dtype, rngs)
 
     def __call__(

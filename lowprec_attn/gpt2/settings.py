@@ -3,17 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from lowprec_attn.numerics import Numerics, RowMax
+from lowprec_attn.arithmetic.heads import HeadGroup
 
 InitStd = Literal["gpt2", "small_init", "lecun_uniform"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadArithmetic:
-    """The arithmetic of one attention head: its roundings and its row-max rule."""
-
-    numerics: Numerics
-    row_max: RowMax
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +40,12 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """Arithmetic of every head of every layer: `heads[layer][head]`, and who computes it."""
+    """The arithmetic of every layer, and who computes it.
 
-    heads: tuple[tuple[HeadArithmetic, ...], ...]
+    Attributes:
+      layers: for each layer its heads, grouped by their arithmetic.
+      implementation: of `attention.IMPLEMENTATIONS`, None for the fastest that serves.
+    """
+
+    layers: tuple[tuple[HeadGroup, ...], ...]
     implementation: str | None = None

@@ -9,8 +9,7 @@ from lowprec_attn import attention, hosts
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.data.tokens import Corpus
 from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.gpt2.settings import HeadArithmetic
-from lowprec_attn.numerics import PRESETS
+from lowprec_attn.numerics import PRESETS, Numerics, RowMax
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
@@ -68,37 +67,34 @@ def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str
       settings: of the run.
       platform: that it is compiled for; None for this process's devices.
     """
-    groups: dict[HeadArithmetic, list[str]] = {}
-    for i, layer in enumerate(settings.attention.heads):
-        for head in dict.fromkeys(layer):
-            which = [n for n, other in enumerate(layer) if other == head]
-            part = "" if len(which) == len(layer) else f" heads {_ranges(which)}"
-            groups.setdefault(head, []).append(f"{i}{part}")
+    where: dict[tuple[Numerics, RowMax], list[str]] = {}
+    for i, layer in enumerate(settings.attention.layers):
+        for group in layer:
+            heads = "" if len(layer) == 1 else f" heads {', '.join(map(str, group.heads))}"
+            where.setdefault((group.numerics, group.row_max), []).append(f"{i}{heads}")
     return [
-        f"{name_of(head)}, computed by `{_implementation(settings, head, platform)}`"
-        + ("" if len(groups) == 1 else f", in layer {', '.join(places)}")
-        for head, places in groups.items()
+        f"{_name(*shared)}, computed by `{_implementation(settings, *shared, platform)}`"
+        + ("" if len(where) == 1 else f", in layer {', '.join(places)}")
+        for shared, places in where.items()
     ]
 
 
-def name_of(head: HeadArithmetic) -> str:
+def _name(numerics: Numerics, row_max: RowMax) -> str:
     """The preset's name if it is one, all points, and the row-max rule."""
-    plain = head.numerics.replace(kv_block=None)
+    plain = numerics.replace(kv_block=None)
     named = (name for name, n in PRESETS.items() if n.replace(kv_block=None) == plain)
     preset = next(named, "custom")
-    points = str(head.numerics).removeprefix("Numerics")
-    return f"{preset} {points}, row max {head.row_max}"
+    points = str(numerics).removeprefix("Numerics")
+    return f"{preset} {points}, row max {row_max}"
 
 
-def _ranges(indices: list[int]) -> str:
-    return ", ".join(map(str, indices))
-
-
-def _implementation(settings: TrainSettings, head: HeadArithmetic, platform: str | None) -> str:
+def _implementation(
+    settings: TrainSettings, numerics: Numerics, row_max: RowMax, platform: str | None
+) -> str:
     model = settings.model
     shape = (1, model.context, model.heads, model.width // model.heads)
     request = Request(
-        spec=Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True),
+        spec=Spec(numerics=numerics, row_max=row_max, scale=1.0, is_causal=True),
         q_shape=shape,
         kv_shape=shape,
         dtype=jnp.dtype(model.activation_dtype),

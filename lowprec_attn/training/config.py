@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError
-from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic, ModelSettings
-from lowprec_attn.numerics import Numerics, get_preset, get_row_max
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import DataSettings, OptimizerSettings, TrainSettings
 
@@ -181,8 +182,8 @@ def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
                 _known(change, _ARITHMETIC, f"{path}.heads[{n}]")
                 options = _overridden(options, change)
             heads.append(_head(options, path))
-        result.append(tuple(heads))
-    return AttentionSettings(heads=tuple(result), implementation=implementation)
+        result.append(group_heads(heads))
+    return AttentionSettings(layers=tuple(result), implementation=implementation)
 
 
 def _known(section: Mapping[Any, Any], names: tuple[str, ...], path: str) -> None:
@@ -215,7 +216,7 @@ def _overridden(options: Mapping[str, Any], change: Mapping[str, Any]) -> dict[s
     return result
 
 
-def _head(options: Mapping[str, Any], path: str) -> HeadArithmetic:
+def _head(options: Mapping[str, Any], path: str) -> tuple[Numerics, RowMax]:
     points = {k: v for k, v in _mapping(options["points"] or {}, "points").items() if v is not None}
     row_max = {
         name.removeprefix("row_max_"): options[name]
@@ -226,9 +227,9 @@ def _head(options: Mapping[str, Any], path: str) -> HeadArithmetic:
         if not isinstance(options[name], str):
             raise ConfigError(f"config.{path}: {name} must be a name, got {options[name]!r}")
     try:
-        numerics: Numerics = get_preset(options["numerics"]).replace(**points)
+        numerics = get_preset(options["numerics"]).replace(**points)
         if options["kv_block"] is not None:
             numerics = numerics.replace(kv_block=options["kv_block"])
-        return HeadArithmetic(numerics=numerics, row_max=get_row_max(options["row_max"], **row_max))
+        return numerics, get_row_max(options["row_max"], **row_max)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config.{path}: {error}") from error

@@ -1,5 +1,6 @@
 """The diagnostics of every layer of the model on one or a few sequences."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import attention_signals
 from lowprec_attn.gpt2.model import LayerRecord
-from lowprec_attn.gpt2.settings import AttentionSettings, HeadArithmetic
-from lowprec_attn.numerics import Numerics
+from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
@@ -39,7 +40,7 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
             lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
         )(taps)
         result = {}
-        for i, (heads, record) in enumerate(zip(settings.attention.heads, records, strict=True)):
+        for i, (groups, record) in enumerate(zip(settings.attention.layers, records, strict=True)):
             weights = params["blocks"][i]["attention"]
             w_q, w_k = (
                 weights[name]["kernel"][...].reshape(model.width, model.heads, head_size)
@@ -50,8 +51,7 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
                 record.k,
                 record.v,
                 d_outputs[i].astype(record.o.dtype),
-                numerics=[_as_computed(head, record, settings.attention) for head in heads],
-                row_max=[head.row_max for head in heads],
+                numerics=[_as_computed(group, record, settings.attention) for group in groups],
                 scale=scale,
                 is_causal=True,
                 x=record.x,
@@ -66,11 +66,9 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
     return signals
 
 
-def _as_computed(
-    head: HeadArithmetic, record: LayerRecord, attention: AttentionSettings
-) -> Numerics:
-    """The head's numerics, in the softmax steps of the implementation that computes it."""
-    spec = Spec(numerics=head.numerics, row_max=head.row_max, scale=1.0, is_causal=True)
+def _as_computed(group: HeadGroup, record: LayerRecord, attention: AttentionSettings) -> HeadGroup:
+    """The group, in the softmax steps of the implementation that computes it."""
+    spec = Spec(numerics=group.numerics, row_max=group.row_max, scale=1.0, is_causal=True)
     request = Request.of(record.q, record.k, Extras(), spec)
     step = keys_per_step(request, attention.implementation)
-    return head.numerics.replace(kv_block=step)
+    return dataclasses.replace(group, numerics=group.numerics.replace(kv_block=step))

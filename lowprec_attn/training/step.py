@@ -78,7 +78,7 @@ def make_steps(
     root = jax.random.key(settings.seed)
     graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, root)))
     needs_key = any(
-        head.numerics.needs_bits for layer in settings.attention.heads for head in layer
+        group.numerics.needs_bits for layer in settings.attention.layers for group in layer
     )
 
     def loss_fn(

@@ -14,6 +14,7 @@ import pytest
 from compiling import optimized
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import tiled
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
@@ -136,6 +137,9 @@ def test_heads_equal_those_of_separate_calls() -> None:
         numerics=tuple(chosen for chosen, _ in pairs for _ in range(2)),
         row_max=tuple(rule for _, rule in pairs for _ in range(2)),
     )
+    groups = group_heads(pair for pair in pairs for _ in range(2))
+    for x, y in zip(mixed, results(*qkv(case), numerics=groups), strict=True):
+        np.testing.assert_array_equal(x, y)
     for group, (chosen, rule) in enumerate(pairs):
         alone = results(*qkv(case), numerics=chosen, row_max=rule)
         for x, y, size in zip(mixed, alone, (2, 2, 2, 1, 1), strict=True):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowprec_attn import numerics
+from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import (
     UnsupportedError,
     attention_fn,
@@ -95,6 +96,20 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "row_max within a group": (
         lambda: attend(row_max=[StandardMax(), StandardMax(), StandardMax(), DynamicMax()]),
         "query heads 2 to 3 share a key head",
+    ),
+    "groups within a group": (
+        lambda: attend(numerics=group_heads([(FLASH, StandardMax()), (EXACT, StandardMax())] * 2)),
+        "query heads 0 to 1 share a key head",
+    ),
+    "groups of fewer heads": (
+        lambda: attend(numerics=group_heads([(FLASH, StandardMax())] * 3)),
+        r"groups must hold each of 4 query heads once, got \(0, 1, 2\)",
+    ),
+    "row_max beside groups": (
+        lambda: attend(
+            numerics=group_heads([(FLASH, StandardMax())] * 4), row_max=DynamicMax(beta=3.0)
+        ),
+        r"head groups have row-max rules; leave out row_max=DynamicMax\(beta=3.0",
     ),
     "missing key": (
         lambda: attend(numerics=STOCHASTIC_OUTPUT),

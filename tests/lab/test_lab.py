@@ -110,14 +110,13 @@ def test_the_arms_of_first_sight_differ_in_their_arithmetic_alone(monkeypatch):
     monkeypatch.chdir(ROOT)
     defined = experiment.load(FIRST_SIGHT)
     arms = {arm.name: settings_of(arm, defined) for arm in defined.arms}
-    heads = {name: settings.attention.heads[0][0] for name, settings in arms.items()}
+    heads = {name: settings.attention.layers[0][0] for name, settings in arms.items()}
     assert len(set(heads.values())) == len(arms) == 8
     for settings in arms.values():
         assert settings.attention.implementation == "gpu"
         assert settings.batch_size * settings.model.context == 32_768
-        assert {head.numerics.kv_block for layer in settings.attention.heads for head in layer} == {
-            128
-        }
+        groups = [group for layer in settings.attention.layers for group in layer]
+        assert {group.numerics.kv_block for group in groups} == {128}
     rest = [
         {k: v for k, v in vars(settings).items() if k != "attention"} for settings in arms.values()
     ]

@@ -9,16 +9,22 @@ from lowprec_attn.training.config import ConfigError, train_settings
 def heads_of(**attention):
     config = tiny_config()
     config["attention"].update(attention)
-    return train_settings(config).attention.heads
+    return per_head(train_settings(config))
+
+
+def per_head(settings):
+    """The group of every head of every layer."""
+    return [
+        [next(group for group in layer if n in group.heads) for n in range(settings.model.heads)]
+        for layer in settings.attention.layers
+    ]
 
 
 def test_the_base_config_is_the_published_arithmetic_with_the_standard_rule():
     settings = train_settings(gpt2_bf16.get_config("full").to_dict())
-    assert {h for layer in settings.attention.heads for h in layer} == {
-        h
-        for h in [settings.attention.heads[0][0]]
-        if h.numerics == numerics.PUBLISHED and h.row_max == numerics.StandardMax()
-    }
+    (group,) = {group for layer in settings.attention.layers for group in layer}
+    assert (group.numerics, group.row_max) == (numerics.PUBLISHED, numerics.StandardMax())
+    assert (len(settings.attention.layers), group.heads) == (12, tuple(range(12)))
     assert (settings.model.layers, settings.model.heads, settings.model.width) == (12, 12, 768)
     assert settings.batch_size * settings.model.context == 524_288
 

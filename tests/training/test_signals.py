@@ -7,6 +7,7 @@ import pytest
 from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.attention.dispatch import keys_per_step
@@ -98,4 +99,5 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     inputs = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     params = jax.eval_shape(steps.init).params
     jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))
-    assert described == [numerics.PROBE.replace(kv_block=keys)] * 4
+    shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
+    assert described == [*group_heads([shared] * 2)] * 2
