@@ -17,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lowprec_attn.files import append_line
+
 HERE = Path(__file__).parent
 STEPS, SKIPPED, PER_DEVICE = 300, 101, 64
 
@@ -83,8 +85,7 @@ def _run(command: list[str]) -> str:
 def _append(out: Path, record: dict) -> None:
     short = {k: v for k, v in record.items() if k != "environment"}
     print(json.dumps(short), flush=True)
-    with out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append_line(out, json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from jaxtyping import Array
 from benchmarks.attention.measure import threads
 from benchmarks.attention.problem import Problem as Benchmark
 from benchmarks.attention.records import Record, environment, reason, write
-from benchmarks.attention.timing import Timed, interleave, repeat
+from benchmarks.attention.timing import Timed, in_one_program, interleave
 from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic import steps
 from lowprec_attn.arithmetic.request import Extras, Spec
@@ -103,15 +102,9 @@ def kernel(name: str, tile: Tile, numerics: Numerics) -> Callable[..., Inputs]:
 
 def prepare(function: Callable[..., Inputs], arrays: Inputs, calls: int) -> Timed:
     """Compiles `calls` calls as one program and runs it once."""
-    program = jax.jit(repeat(function, calls)).lower(*arrays).compile()
-    jax.block_until_ready(program(*arrays))
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(program(*arrays))
-        return (time.perf_counter() - start) / calls
-
-    return Timed(lambda: program(*arrays), seconds, "all calls in one program, host clock")
+    timed = in_one_program(function, arrays, calls)
+    jax.block_until_ready(timed.results())
+    return timed
 
 
 def sweep(

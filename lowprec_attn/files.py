@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,16 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except ValueError as error:
         raise NotJsonError(f"{path} is not JSON ({error})") from error
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Lines.

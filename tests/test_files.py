@@ -53,3 +53,10 @@ def test_nested_mappings_are_flattened_to_their_values():
     assert dict(files.flatten(nested)) == {"a.b": 1, "a.c": {}, "d": [2, {"e": 3}]}
     flat = {"a/b": 1, "a/c": {}, "d/0": 2, "d/1/e": 3}
     assert dict(files.flatten(nested, "/", lists=True)) == flat
+
+
+def test_the_sum_of_a_file_is_that_of_its_bytes(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")  # FIPS 180-4, example of SHA-256
+    assert files.sha256(tmp_path / "a") == (
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )

@@ -64,17 +64,21 @@ class JaxCandidate:
         return both if problem.backward else forward
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
-        """One compiled program makes all calls of a sample; see `repeat`."""
-        function = self.function(problem)
-        looped = function if calls == 1 else repeat(function, calls)
-        program = jax.jit(looped).lower(*inputs).compile()
+        """See `in_one_program`."""
+        return in_one_program(self.function(problem), inputs, calls)
 
-        def seconds() -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(program(*inputs))
-            return (time.perf_counter() - start) / calls
 
-        return Timed(lambda: program(*inputs), seconds, "all calls in one program, host clock")
+def in_one_program(function: Callable[..., Results], inputs: Results, calls: int) -> Timed:
+    """Compiles a program that makes all calls of a sample; see `repeat`."""
+    looped = function if calls == 1 else repeat(function, calls)
+    program = jax.jit(looped).lower(*inputs).compile()
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program(*inputs))
+        return (time.perf_counter() - start) / calls
+
+    return Timed(lambda: program(*inputs), seconds, "all calls in one program, host clock")
 
 
 def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Results]:

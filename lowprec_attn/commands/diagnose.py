@@ -20,6 +20,7 @@ from lowprec_attn.diagnose import array_file
 from lowprec_attn.diagnose.array_file import DiagnoseError, Inputs
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step, measure, with_advice
 from lowprec_attn.diagnostics import verdict
+from lowprec_attn.files import writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> None:
     """Reads, measures, prints.
 
     Raises:
-      DiagnoseError: bad input, in one line.
+      DiagnoseError: an option or the file cannot serve.
+      DiskError: the report cannot be written.
     """
     arithmetics = _arithmetics(args)
     _check_options(args)
@@ -193,10 +195,8 @@ def _write_json(
         },
         "verdict": finding._asdict(),
     }
-    try:
+    with writing(args.json):
         args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise DiagnoseError(f"--json {args.json}: {error.strerror}") from error
 
 
 def _json_number(x: Any) -> float | None:

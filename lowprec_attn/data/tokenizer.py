@@ -1,6 +1,5 @@
 """Tokenizers: text to token ids. GPT-2's byte-pair encoding, or plain bytes."""
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lowprec_attn.data.tokens import DataError, token_dtype
+from lowprec_attn.files import sha256
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -100,7 +100,7 @@ def _local_encoding(bpe: Path) -> Any:
         # tiktoken caches what it reads by path alone; the hashes keep a changed file from being
         # read from that cache.
         ranks = data_gym_to_mergeable_bpe_ranks(
-            str(merges), str(encoder), _sha256(merges), _sha256(encoder)
+            str(merges), str(encoder), sha256(merges), sha256(encoder)
         )
         end_of_text = json.loads(encoder.read_text("utf-8"))[_END_OF_TEXT]
     except (AssertionError, KeyError, ValueError) as err:
@@ -114,7 +114,3 @@ def _local_encoding(bpe: Path) -> Any:
         mergeable_ranks=ranks,
         special_tokens={_END_OF_TEXT: end_of_text},
     )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,7 +1,6 @@
 """Token files: the text a run trains on, as one long array of token ids per split."""
 
 import dataclasses
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import UInt
 
 from lowprec_attn.errors import UserError
+from lowprec_attn.files import sha256, write_json
 
 GPT2_VOCABULARY = 50257
 _CHUNK = 1 << 24  # ids looked at in one go: bounds the memory of a pass over billions of tokens
@@ -45,7 +45,7 @@ class Meta:
 
     def write(self, path: Path) -> None:
         """Writes the record as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_json(path, dataclasses.asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> "Meta":
@@ -181,24 +181,19 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
             f"{path} holds {size // dtype.itemsize} tokens, but meta.json says {split.tokens}: "
             "it is truncated or belongs to other data; prepare or copy it again"
         )
-    sha256 = split.sha256 if split and not verify else _sha256(path)
-    if split and sha256 != split.sha256:
+    digest = split.sha256 if split and not verify else sha256(path)
+    if split and digest != split.sha256:
         raise DataError(
-            f"{path} has SHA-256 {sha256}, but meta.json says {split.sha256}: its bytes have "
+            f"{path} has SHA-256 {digest}, but meta.json says {split.sha256}: its bytes have "
             "changed; prepare or copy it again"
         )
     return Tokens(
         ids=np.memmap(path, dtype, mode="r"),
-        sha256=sha256,
+        sha256=digest,
         vocabulary=meta.vocabulary if meta else GPT2_VOCABULARY,
         tokenizer=meta.tokenizer if meta else "gpt2",
         source=str(path),
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unigram_loss(train: Tokens, val: Tokens) -> float:

@@ -265,6 +265,14 @@ class GPT2(nnx.Module):
             return self.norm(residual, y)[1], tuple(records)
 
 
+def zero_taps(
+    settings: ModelSettings, batch: int, length: int
+) -> tuple[Float[Array, "B T N H"], ...]:
+    """Taps of every layer that change nothing; the gradient of the loss by them is dO."""
+    shape = (batch, length, settings.heads, settings.width // settings.heads)
+    return tuple(jnp.zeros(shape, jnp.float32) for _ in range(settings.layers))
+
+
 def parameter_count(settings: ModelSettings) -> int:
     """Number of weights: embeddings, 12 d² per block, and the scales of 2 L + 1 norms."""
     d, layers = settings.width, settings.layers

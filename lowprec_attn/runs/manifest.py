@@ -1,13 +1,11 @@
 """The manifest of a checkpoint: which files it consists of, with size and SHA-256."""
 
 import dataclasses
-import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Self
 
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import NotJsonError, read_json, sha256, write_json
 
 
 class DamagedError(Exception):
@@ -24,9 +22,7 @@ class Fingerprint:
     @classmethod
     def of(cls, path: Path) -> Self:
         """Reads a file."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256")
-            return cls(size=file.tell(), sha256=digest.hexdigest())
+        return cls(size=path.stat().st_size, sha256=sha256(path))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +55,15 @@ class Manifest:
           DamagedError: the file is not a manifest.
         """
         try:
-            fields = json.loads(path.read_bytes())
+            fields = read_json(path)
             files = {name: Fingerprint(**file) for name, file in fields["files"].items()}
             return cls(content=fields["content"], files=files)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (NotJsonError, KeyError, TypeError, AttributeError):
             raise DamagedError(f"{path.name} is not a manifest") from None
 
     def write(self, path: Path) -> None:
         """Writes or replaces a manifest in one step."""
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1).encode())
+        write_json(path, dataclasses.asdict(self), indent=1)
 
     def verify(self, directory: Path) -> Path:
         """Reads all files of the content in `directory` and returns the content's path.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
+from lowprec_attn.gpt2.model import zero_taps
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
@@ -79,17 +80,13 @@ def find_culprit(
 def _flags(
     settings: TrainSettings, steps: Steps, params: Any, x: Array, y: Array, key: Key[Array, ""]
 ) -> _Flags:
-    model = settings.model
-    shape = (*x.shape, model.heads, model.width // model.heads)
-    taps = tuple(jnp.zeros(shape, jnp.float32) for _ in range(model.layers))
-
     def loss_fn(params: Any, taps: Any) -> tuple[Array, Any]:
         return steps.loss(params, x, y, key, taps)
 
     (loss, records), (grads, d_outputs) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(
-        params, taps
+        params, zero_taps(settings.model, *x.shape)
     )
-    layers = range(model.layers)
+    layers = range(settings.model.layers)
     return _Flags(
         parameters={
             jax.tree_util.keystr(path, simple=True, separator="."): _finite(leaf)

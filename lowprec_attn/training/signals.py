@@ -12,7 +12,7 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.gpt2.model import LayerRecord
+from lowprec_attn.gpt2.model import LayerRecord, zero_taps
 from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
@@ -34,11 +34,9 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
         scale, factor = 1.0, head_size**-0.25
 
     def signals(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Signals:
-        shape = (*inputs.shape, model.heads, head_size)
-        taps = tuple(jnp.zeros(shape, jnp.float32) for _ in range(model.layers))
         d_outputs, records = jax.grad(
             lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
-        )(taps)
+        )(zero_taps(model, *inputs.shape))
         result = {}
         for i, (groups, record) in enumerate(zip(settings.attention.layers, records, strict=True)):
             weights = params["blocks"][i]["attention"]

@@ -74,25 +74,9 @@ def make_steps(
       over_devices: see `devices.Devices.over_devices`; the default keeps to one device.
     """
     optimizer = adamw(settings.optimizer, settings.steps)
-    schedule = learning_rate(settings.optimizer, settings.steps)
+    update = _make_update(settings, optimizer)
     root = jax.random.key(settings.seed)
-    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, root)))
-    needs_key = any(
-        group.numerics.needs_bits for layer in settings.attention.layers for group in layer
-    )
-
-    def loss_fn(
-        params: Any,
-        inputs: Array,
-        targets: Array,
-        key: Key[Array, ""] | None = None,
-        taps: Any = None,
-    ) -> tuple[Array, Any]:
-        model = nnx.merge(graph, params)
-        hidden, records = model(inputs, attend, key if needs_key else None, taps)
-        with jax.named_scope("loss"):
-            table, dtype = model.tokens.embedding[...], settings.model.logits_dtype
-            return cross_entropy(hidden, table, targets, dtype), records
+    loss_fn = _make_loss(settings, attend, root)
 
     def init() -> TrainState:
         params = nnx.state(_model(settings, root), nnx.Param)
@@ -114,6 +98,43 @@ def make_steps(
         with jax.named_scope("optimizer"):
             return update(state, loss, grads)
 
+    def evaluate(params: Any, inputs: Array, targets: Array) -> Array:
+        return losses(params, inputs, targets, root)
+
+    return Steps(init, train, evaluate, loss_fn)
+
+
+def _make_loss(
+    settings: TrainSettings, attend: Attend, root: Key[Array, ""]
+) -> Callable[..., tuple[Array, Any]]:
+    """`Steps.loss`."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, root)))
+    needs_key = any(
+        group.numerics.needs_bits for layer in settings.attention.layers for group in layer
+    )
+
+    def loss_fn(
+        params: Any,
+        inputs: Array,
+        targets: Array,
+        key: Key[Array, ""] | None = None,
+        taps: Any = None,
+    ) -> tuple[Array, Any]:
+        model = nnx.merge(graph, params)
+        hidden, records = model(inputs, attend, key if needs_key else None, taps)
+        with jax.named_scope("loss"):
+            table, dtype = model.tokens.embedding[...], settings.model.logits_dtype
+            return cross_entropy(hidden, table, targets, dtype), records
+
+    return loss_fn
+
+
+def _make_update(
+    settings: TrainSettings, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Array, Any], tuple[TrainState, StepMetrics]]:
+    """(state, loss, gradients) -> the state after the update, if all of it is finite."""
+    schedule = learning_rate(settings.optimizer, settings.steps)
+
     def update(state: TrainState, loss: Array, grads: Any) -> tuple[TrainState, StepMetrics]:
         grad_norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
@@ -128,10 +149,7 @@ def make_steps(
         kept = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
         return kept, StepMetrics(loss, grad_norm, schedule(state.step), applied)
 
-    def evaluate(params: Any, inputs: Array, targets: Array) -> Array:
-        return losses(params, inputs, targets, root)
-
-    return Steps(init, train, evaluate, loss_fn)
+    return update
 
 
 def step_key(root: Key[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:
