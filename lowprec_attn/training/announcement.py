@@ -65,7 +65,7 @@ def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str
 
     Args:
       settings: of the run.
-      platform: that it is compiled for; None for this process's devices.
+      platform: name of the platform that it is compiled for, None for this process's devices.
     """
     where: dict[tuple[Numerics, RowMax], list[str]] = {}
     for i, layer in enumerate(settings.attention.layers):

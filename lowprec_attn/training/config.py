@@ -1,7 +1,7 @@
-"""From a nested mapping (a config file as plain dicts) to the frozen `TrainSettings`, once.
+"""Makes the frozen `TrainSettings` from a nested mapping: a config file as plain dicts.
 
-Every field must be known and every value in range; an error names the field, its value and what
-is possible, before anything runs.
+Every field must be known and every value in range. An error names the field, its value and what
+is possible. It comes before anything runs.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def _path(section: str, name: Any) -> str:
 
 
 def _check_type(value: Any, annotation: Any, path: str) -> None:
-    """Scalars only: int, float, str, bool, each possibly None; choices are listed."""
+    """Raises ConfigError unless a scalar has the annotated type, or is one of its choices."""
     choices = getattr(annotation, "__args__", (annotation,))
     literals = [c for c in choices if isinstance(c, str)]
     if literals:
@@ -107,7 +107,7 @@ def _check(settings: TrainSettings) -> None:
         model,
         f"a multiple of {model.heads} heads",
     )
-    if model.logits_dtype == "bfloat16":  # they are read as words of two
+    if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
         bfloat16 = model.activation_dtype == "bfloat16"
         _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
         even = model.vocab_size % 2 == 0
@@ -166,7 +166,7 @@ def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
             f"config.attention.implementation must be one of {known}, got {implementation!r}"
         )
     base = {name: section.get(name) for name in _ARITHMETIC}
-    _head(base, "attention")  # told of the section itself, not of its first layer
+    _head(base, "attention")  # its errors name the section itself, not its first layer
     all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
     layers = _indexed(section.get("layers"), model.layers, "attention.layers")
     result = []

@@ -1,4 +1,4 @@
-"""Where a run computes: the mesh over all devices, what lies where on it, and its attention."""
+"""The devices of a run: their mesh, the sharding of each array, and the attention over them."""
 
 import functools
 import math
@@ -23,16 +23,18 @@ _ROWS = 8  # of a float32 tile in a TPU's memory
 
 
 def compiler_options(platform: str) -> dict[str, bool]:
-    """XLA options of every jitted function of a run.
+    """XLA options of every jitted function of a run, so that its bits are the same every time.
 
-    By default XLA may drop the rounding of a bfloat16 activation between two operations. On a GPU
-    its reductions and scatters need not give the same bits twice; and it considers products of its
-    own, which lose to cuBLAS here, but not before it has taken apart what cuBLAS would have added
-    in place.
+    Args:
+      platform: name of the platform that is compiled for, such as `gpu`.
     """
+    # By default XLA may drop the rounding of a bfloat16 activation between two operations.
     options = {"xla_allow_excess_precision": False}
     if platform == "gpu":
+        # By default reductions and scatters need not give the same bits twice.
         options["xla_gpu_deterministic_ops"] = True
+        # XLA's own products lose to cuBLAS here. But while XLA considers them, it takes apart sums
+        # that cuBLAS would have made in place.
         options["xla_gpu_enable_triton_gemm"] = False
     return options
 
@@ -43,9 +45,10 @@ class Devices(NamedTuple):
     Attributes:
       mesh: of all devices of the run, those of one process next to each other.
       attend: attention for arrays that are split over the batch.
-      attend_part: attention for what a function under `over_devices` sees of them.
+      attend_part: attention within a function under `over_devices`, which sees the part of one
+        device.
       attend_whole: attention for arrays that every device holds whole.
-      shard_optimizer: the optimizer's state is split over the devices.
+      shard_optimizer: whether the optimizer's state is split over the devices.
     """
 
     mesh: Mesh
@@ -76,12 +79,12 @@ class Devices(NamedTuple):
     def over_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The mean over the devices of function(params, inputs, targets [A, M, T], key).
 
-        Each device computes it for its own sequences, and one all-reduce follows at the end: left
-        to itself, XLA reduces the gradients of every micro-batch.
+        Each device computes it for its own sequences; one all-reduce at the end takes the mean.
         """
         if self.mesh.devices.size == 1:
             return function
         whole, part = PartitionSpec(), PartitionSpec(None, _AXIS)
+        # Left to itself, XLA reduces the gradients of every micro-batch.
         return jax.shard_map(
             lambda *args: lax.pmean(function(*args), _AXIS),
             mesh=self.mesh,
@@ -91,10 +94,10 @@ class Devices(NamedTuple):
         )
 
     def shardings(self, state: TrainState) -> TrainState:
-        """Where each array of a training state lies.
+        """The sharding of each array of a training state.
 
-        A split optimizer state (ZeRO stage 1; Rajbhandari et al., arXiv 1910.02054) makes XLA
-        split the update that is computed from it as well, and gather the new parameters.
+        With `shard_optimizer` the optimizer's state is split (ZeRO stage 1; Rajbhandari et al.,
+        arXiv 1910.02054). XLA then splits the update as well, and gathers the new parameters.
         """
         whole = jax.tree.map(lambda _: self.replicated, state)
         if not self.shard_optimizer:
@@ -102,10 +105,10 @@ class Devices(NamedTuple):
         return whole._replace(opt_state=jax.tree.map(self._split, state.opt_state))
 
     def _split(self, x: Any) -> NamedSharding:
-        """One axis of x in as many equal parts as the devices allow; each part on count/parts.
+        """Splits one axis of x into as many equal parts as the devices allow.
 
-        Parts are whole tiles of rows: smaller ones save little, and a TPU would pad them and
-        gather them by an all-reduce.
+        Each part lies on devices/parts devices. Parts are whole tiles of rows: smaller ones save
+        little, and a TPU would pad them and gather them by an all-reduce.
         """
         count = self.mesh.devices.size
         parts = [
@@ -148,7 +151,7 @@ class Devices(NamedTuple):
 
 
 def run_devices(settings: TrainSettings) -> Devices:
-    """The mesh of `settings.devices`, by default all devices of all processes.
+    """The mesh over `settings.devices` devices, by default over those of all processes.
 
     Raises:
       RunError: there are fewer, or a micro-batch does not divide over them.
@@ -163,9 +166,9 @@ def run_devices(settings: TrainSettings) -> Devices:
 
 
 def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
-    """The mesh of `settings.devices` of the given devices, by default all of them.
+    """The mesh over the first `settings.devices` of the given devices, by default over all.
 
-    They need not be there: a program may be compiled for others.
+    The devices may be absent: a program can be compiled for other devices than this host's.
 
     Raises:
       RunError: there are fewer, or a micro-batch does not divide over them.

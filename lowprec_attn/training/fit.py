@@ -1,10 +1,10 @@
-"""Whether a training step fits a TPU slice, compiled for it on a host without one.
+"""Compiles a training step for a TPU slice on a host without one, to see whether it fits.
 
     lowprec-attn compile --topology v5e:16x16 --config=configs/gpt2_bf16.py:full \\
         --config.accumulation_steps=1
 
 The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Time is not
-measured: the only one given is what the arithmetic takes at the chip's peak rate.
+measured. The time that is printed is that of the arithmetic at the chip's peak rate.
 """
 
 import dataclasses
@@ -72,7 +72,8 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
 
 
 def _released(settings: TrainSettings) -> TrainSettings:
-    """Without a forced `tpu`: it is refused on this host, and what a TPU resolves to by itself."""
+    """The settings, with a forced `tpu` left to choice: a TPU chooses it by itself."""
+    # This host has no TPU, so it would refuse.
     if settings.attention.implementation != "tpu":
         return settings
     released = dataclasses.replace(settings.attention, implementation=None)
@@ -155,7 +156,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _advice(facts: dict[str, Any], settings: TrainSettings) -> list[str]:
-    """What would take less memory, the cheapest first."""
+    """Changes that take less memory, the cheapest first."""
     advice = []
     rows = settings.batch_size // settings.accumulation_steps
     gradients = 4 * facts["parameters"] / _GIB

@@ -1,4 +1,4 @@
-"""What a training step takes of each device it is compiled for: memory, collectives, kernels."""
+"""The footprint of a compiled training step on each device: memory, collectives, kernels."""
 
 import dataclasses
 import re
@@ -22,12 +22,14 @@ class Footprint:
 
     Attributes:
       arguments: state and batch.
-      temporaries: everything in between.
-      results: of which `aliased` takes no memory of its own, but that of donated arguments.
+      temporaries: values in between.
+      results: new state and metrics.
+      aliased: the part of the results that takes the memory of donated arguments.
       code: the program itself.
       collectives: count and bytes of results per kind; one in a loop counts once.
       kernels: calls of kernels written by hand.
-      compiler_flops: the compiler's count: without kernels, the body of a loop once.
+      compiler_flops: operations by the compiler's count. It leaves kernels out and counts the
+        body of a loop once.
     """
 
     arguments: int
@@ -91,7 +93,7 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
             int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
             for _, bits, shape in _ARRAY.findall(results)
         ]
-        # What is started and awaited later lists its operands and some flags beside its result.
+        # An asynchronous collective lists its operands and some flags beside its result.
         alone = started and kind != "all-reduce"
         counts[kind] += 1
         sizes[kind] += max(arrays) if alone else sum(arrays)

@@ -1,9 +1,11 @@
 """The training loop: dispatch, fetch, record, save, stop.
 
 It never waits for a step it has just dispatched: the metrics of step n are fetched when step
-n + 1 is under way. Everything that is recorded belongs to a step: what looks at the parameters
-before their update s (validation, diagnostics) and what the update itself gives (loss, gradient
-norm) carry the number s, so a run resumed at s writes exactly what is missing.
+n + 1 is under way.
+
+Every record belongs to a step. Validation and diagnostics of step s look at the parameters before
+update s; loss and gradient norm of step s are those of update s. So a run that is resumed at s
+writes exactly what is missing.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +39,7 @@ EXIT_BROKEN = 3  # a loss was not finite, or exploded and the config says to sto
 
 
 class Run(NamedTuple):
-    """What stays the same from the first step to the last."""
+    """The parts of a run that stay the same from the first step to the last."""
 
     settings: TrainSettings
     devices: Devices
@@ -113,7 +115,7 @@ class Loop:
         return self._finish()
 
     def _before(self, step: int) -> None:
-        """What is due before a step: it looks at the parameters that the step will change."""
+        """Saves and validates where due, with the parameters that the step will change."""
         settings = self.fixed.settings
         if step > 0 and _due(settings.checkpoint_every, step):
             self._fetch()
@@ -213,14 +215,17 @@ class Loop:
             self.saved_step = step
 
     def _stop_early(self, step: int) -> int:
-        """The steps taken so far are kept."""
+        """Saves the state after the steps taken so far."""
         self._fetch()
         self._save(step)
         hosts.say(f"stopped by a signal after {step} steps; the same command continues from there")
         return EXIT_DONE
 
     def _stop_not_finite(self, pending: _Pending) -> int:
-        """The last good state is the live one: step n's update was withheld, n + 1's too."""
+        """Saves the last good state, and finds what went first.
+
+        The live state is the last good one: this step's update was withheld, and the next one's.
+        """
         step = int(pending.batch["step"])
         self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
         self.data_state = pending.data_state

@@ -1,7 +1,7 @@
-"""Which layer went first when a loss or gradient is no longer finite.
+"""Finds the layer that went first when a loss or gradient is no longer finite.
 
-Replays the failing batch on the last good parameters and follows the values in the order in
-which they were computed: forward through the layers, the loss, then backward from the last one.
+The failing batch is replayed on the last good parameters. Its values are checked in the order in
+which they are computed: forward through the layers, the loss, then backward from the last layer.
 """
 
 from collections.abc import Callable

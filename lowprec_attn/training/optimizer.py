@@ -41,8 +41,8 @@ def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
 def can_overflow(settings: OptimizerSettings) -> bool:
     """Whether a finite state and a gradient of finite norm can give an update that is not finite.
 
-    m̂ is a mean of gradients, which are below 2⁶⁴: their squares have a finite sum. So
-    |m̂| / (√v̂ + ε) stays below 2⁶⁴ / ε, within float32 unless ε is tiny or 0.
+    The squares of the gradients have a finite sum, so each gradient is below 2⁶⁴, and so is their
+    mean m̂. Then |m̂| / (√v̂ + ε) stays below 2⁶⁴ / ε, within float32 unless ε is tiny or 0.
     """
     return settings.eps < 2**-60
 

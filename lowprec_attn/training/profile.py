@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: by part of the model and kind of operation.
+"""Profiles a training step: its time by part of the model and kind of operation.
 
     python train.py --config=configs/gpt2_bf16.py:full --profile=DIR
 
-The floor is the time that the step's arithmetic alone would take at the rate of one large matrix
-product, measured beside it. Random tokens stand in for text: the time does not depend on them.
+The floor is the time of the step's arithmetic at the rate of one large matrix product, which is
+measured beside it. Tokens are random, because the time does not depend on them.
 """
 
 import collections
@@ -30,8 +30,8 @@ from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
 
-# The named scopes of model and step, the innermost first: an operation belongs to the first one
-# that its name holds.
+# The named scopes of model and step, the innermost first. An operation belongs to the first scope
+# that is part of its name.
 PARTS = ("attention", "projections", "mlp", "norm", "loss", "embedding", "optimizer")
 _TIMED_STEPS = 20
 _TRACED_STEPS = 3
@@ -81,7 +81,7 @@ class Profile:
         return "\n".join([*lines, columns(rows, "<<>>")])
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, with the environment."""
+        """The profile as JSON, with the environment; at most 60 kernels."""
         operations = [
             {"part": part, "kind": kind, "ms": round(1e3 * seconds, 4)}
             for (part, kind), seconds in self.operations.items()
@@ -103,8 +103,9 @@ class Profile:
 def step_flops(model: ModelSettings, tokens: int) -> float:
     """Operations of the matrix products of a forward and backward pass over `tokens` tokens.
 
-    6 per token and weight of a product (the output layer's is the embedding), and 3.5 times the
-    causal forward attention of 2·T·d per layer. Nothing that is recomputed counts.
+    A token takes 6 operations per weight that enters a matrix product; the embedding does, as the
+    output layer. Attention takes 3.5 times its causal forward pass of 2·T·d per token and layer.
+    Recomputation does not count.
     """
     weights = parameter_count(model) - model.context * model.width
     attention = 3.5 * 2 * model.context * model.width * model.layers
@@ -142,7 +143,7 @@ def measure(settings: TrainSettings) -> Profile:
         state = _run(train, state, batch, _TIMED_STEPS)
         times.append((time.perf_counter() - start) / _TIMED_STEPS)
     traced = lowered.compile({**devices.compiler_options, **_one_by_one(devices)})
-    # As long as what was timed: a GPU at its power limit lowers its clock meanwhile.
+    # As many steps as were timed: a GPU at its power limit lowers its clock meanwhile.
     state = _run(traced, state, batch, _TIMED_STEPS)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -163,7 +164,7 @@ def measure(settings: TrainSettings) -> Profile:
 
 
 def _one_by_one(devices: Devices) -> dict[str, str]:
-    """Options under which a trace shows single operations: no CUDA graphs that hold many."""
+    """Options without CUDA graphs, each of which a trace would show as one operation."""
     on_gpu = devices.mesh.devices.flat[0].platform == "gpu"
     return {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
 

@@ -1,4 +1,4 @@
-"""The programs of a run: the step that it trains with, times, and asks the compiler about."""
+"""The programs of a run: one step for training, for profiles, and for `lowprec-attn compile`."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,15 @@ from lowprec_attn.training.step import Steps, TrainState, make_steps
 
 
 class Program(NamedTuple):
-    """The step of a run, and what it is given.
+    """The training step of a run, and the shapes of its arguments.
 
     Attributes:
       steps: the functions that the programs are made of.
       init: () -> TrainState, jitted.
-      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), jitted; takes the state's
-        memory over.
-      state: what `train` is given, as shapes.
-      batch: inputs, and alike targets, as a shape.
+      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), jitted; the state is
+        donated.
+      state: shapes, dtypes and shardings of the state.
+      batch: the same of the inputs, and of the targets.
     """
 
     steps: Steps

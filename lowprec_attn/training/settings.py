@@ -1,7 +1,7 @@
-"""What a training run is made of, as frozen records. Their defaults are those of the config.
+"""The settings of a training run, as frozen records. Their defaults are in the configs.
 
-`commands/train` builds these once from its config (see `training.config`); nothing below it reads a
-ConfigDict, a flag or an environment variable.
+`training.config` makes them once from a config. Nothing below reads a ConfigDict, a flag or an
+environment variable.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class TrainSettings:
     Attributes:
       name, variant: of the config, such as `gpt2_bf16` and `tiny`.
       batch_size: sequences per optimizer step, over all devices and micro-batches.
-      accumulation_steps: micro-batches that one optimizer step is split into.
+      accumulation_steps: micro-batches A of an optimizer step.
       seed: root of initialisation, data order and stochastic rounding.
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.

@@ -23,9 +23,9 @@ Signals = dict[str, dict[str, Array]]
 def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals]:
     """A jit-able function (params, inputs, targets [B, T], key) -> {layer_0: {name: [N]}, ...}.
 
-    It runs the model forward and backward once, so that q, k, v and dO are those of training on
-    these sequences (dO up to the factor by which their loss enters a whole batch), and compares
-    each layer's attention with exact arithmetic.
+    It runs the model forward and backward once, and compares each layer's attention with exact
+    arithmetic. q, k, v and dO are those of training on these sequences; dO lacks the factor by
+    which their loss enters the mean over a batch.
     """
     model = settings.model
     head_size = model.width // model.heads

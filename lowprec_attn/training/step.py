@@ -18,7 +18,7 @@ from lowprec_attn.training.settings import TrainSettings
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds and a step changes.
+    """The training state: a step changes it, a checkpoint holds it.
 
     Attributes:
       params: float32 weights.
@@ -141,7 +141,7 @@ def _make_update(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        if can_overflow(settings.optimizer):  # otherwise spared: it takes two passes over the state
+        if can_overflow(settings.optimizer):  # the check takes two passes over the state
             finite &= jnp.isfinite(optax.tree.norm(updates))
         applied = finite & ~state.failed
         new = TrainState(params, opt_state, state.step + 1, state.failed)
