@@ -1,4 +1,4 @@
-"""`lowprec-attn compile`: does a training step fit a TPU slice? Asked on a host without a TPU."""
+"""`lowprec-attn compile`: whether a training step fits a TPU slice; needs no TPU."""
 
 import argparse
 import os
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lowprec_attn.commands import config
 
-# libtpu reads these when it is loaded. Nothing must ask for the surroundings of a TPU, and no other
-# process with libtpu is in the way.
+# libtpu reads these when it is loaded. With them it does not look for a TPU, and runs beside other
+# processes that have loaded it.
 COMPILER_HOST = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

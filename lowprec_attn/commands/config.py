@@ -1,4 +1,4 @@
-"""Configs by name or path, with the fields that flags set: the one place that knows ml_collections.
+"""Loads configs by name or path, with fields set by flags. Only this module knows ml_collections.
 
 The configs of the project lie in `configs/` of a checkout, and in the installed package.
 """
@@ -67,7 +67,7 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
-    # The fields that may be set are defined as flags by what stands in `sys_argv`.
+    # ml_collections defines a flag for each field that `sys_argv` sets.
     words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=words)
@@ -82,7 +82,7 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def module(name: str) -> ModuleType:
-    """One of the project's configs as a module, for those that build upon it."""
+    """One of the project's configs as a module, for configs that build upon it."""
     return _read(config_file(name, ".py"))
 
 

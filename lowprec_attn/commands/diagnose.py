@@ -1,9 +1,9 @@
 """`lowprec-attn diagnose FILE`: is low-precision attention the problem of this layer?
 
-Reads a user's q, k, v and, if there, dO, computes attention on them in each arithmetic asked for
-beside exact arithmetic, and prints one row per head and one sentence. The rules behind it, with
-their thresholds, stand in `lowprec_attn.diagnostics.verdict`. Where errors of δ add up, cures are
-tried on the same arrays, and the one that leaves least of the mean error is named.
+It reads q, k, v and, if the file has it, dO. It computes attention in each arithmetic asked for and
+in exact arithmetic, and prints one row per head and one sentence. The rules and thresholds stand in
+`lowprec_attn.diagnostics.verdict`. Where errors of δ add up, it tries cures on the same arrays and
+names the one that leaves least of the mean error.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from lowprec_attn.errors import UserError
 
 EXIT_BAD_INPUT = 1
 
-# Each module has add_arguments(parser) and run(args). They are imported when asked for:
+# Each module has add_arguments(parser) and run(args). Only the one asked for is imported, because
 # `diagnose` needs the core install alone, the others the trainer's packages.
 _COMMANDS = {
     "train": "train GPT-2 with a named choice of attention arithmetic",
@@ -23,7 +23,14 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code: 0, 1 for input that cannot serve."""
+    """Runs one subcommand.
+
+    Args:
+      argv: its words, None for those of the process.
+
+    Returns:
+      The exit code of the command; 1 for a `UserError`, which is printed as one line.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
@@ -59,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`--config.NAME=VALUE` of each field that is set, and the other words."""
+    """Splits words into `--config.NAME=VALUE`, one for each field that is set, and the rest."""
     flags, others = [], []
     for i, word in enumerate(words):
         if word.startswith("--config."):

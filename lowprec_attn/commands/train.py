@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no config; pass --config=configs/gpt2_bf16.py")
     values = config.load(args.config, args.config_flags)
     settings = train_settings(values)
-    # Only now: a wrong config is told before JAX takes its seconds to start.
+    # JAX takes seconds to start, so a wrong config is told before.
     if args.distributed:
         from lowprec_attn import hosts
 

@@ -1,8 +1,8 @@
 """The default text: the documentation that comes with the running Python, no download needed.
 
 The language reference (`pydoc_data.topics`) and the docstrings of the standard library: about
-2 MB of English prose with examples, as bytes. It differs a little between Python versions, so a
-run records its SHA-256 and its description.
+2 MB of English prose with examples, as bytes. Python versions differ a little, so a run records
+the SHA-256 and the description of its text.
 """
 
 import hashlib

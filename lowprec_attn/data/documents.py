@@ -1,4 +1,4 @@
-"""Documents to tokenize: from text files, or from a Hugging Face data set. Both are streamed."""
+"""Streams of documents to tokenize, from text files or from a Hugging Face data set."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +24,14 @@ class Documents(NamedTuple):
 
 
 def text_files(paths: Sequence[Path], separator: str | None = None) -> Documents:
-    """Text files, each a document, or several where `separator` stands between them.
+    """Streams text files: each is one document, or several with a `separator` between them.
 
     Without a separator a file is cut at line ends into pieces of about 65,536 characters, so that
-    a file of any size fits in memory; with one, a whole document is held at a time.
+    a file of any size fits in memory. With one, a whole document is held at a time.
 
     Args:
       paths: UTF-8 text files.
-      separator: removed where it occurs; nothing around it is.
+      separator: removed where it occurs; what stands around it stays.
 
     Raises:
       DataError: a file is missing (at once), or not UTF-8 or unreadable (when its turn comes).

@@ -1,6 +1,6 @@
 """The order in which windows of the training text are read: drawn, recorded, replayed.
 
-An `Order` is a function of the step alone, so a resumed run needs no past steps to continue it.
+An `Order` is a function of the step alone, so a resumed run continues it without its past steps.
 The record is a text file with one line per optimizer step: the comma-separated start indices of
 the step's windows, line 1 for step 0. The public code of Qiu & Yao (arXiv 2510.04212) writes the
 same, per process, as `generated_indices_rank_0.txt`; `paste -d, generated_indices_rank_*.txt`
@@ -26,9 +26,9 @@ def starts(
 ) -> Int64[np.ndarray, " B"]:
     """Start indices of one step's windows, uniform over 0 … token_count − context − 1.
 
-    A pure function of its arguments. It uses the raw 64-bit words of Philox, which NumPy keeps
-    stable between versions (NEP 19; `Generator.integers` it does not); the remainder's bias is
-    below token_count / 2⁶⁴.
+    A pure function of its arguments: NumPy keeps the raw 64-bit words of Philox stable between
+    versions (NEP 19), unlike `Generator.integers`. The remainder's bias is below
+    token_count / 2⁶⁴.
 
     Args:
       seed: of the run, ≥ 0.
@@ -120,8 +120,8 @@ class OrderRecord:
     """Writes the order of a run, line by line as the steps are taken.
 
     Every line is handed to the operating system before `append` returns, so it survives the
-    process. A line that a crash cut off does not count; `truncate` removes it. Of several
-    processes the first one writes; on the others nothing here has an effect.
+    process. A line that a crash cut off does not count; `truncate` removes it. In a run of several
+    processes the first one writes; on the others these methods do nothing.
 
     Args:
       path: the record; continued if it exists.

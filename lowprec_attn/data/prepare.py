@@ -23,7 +23,9 @@ OUTPUTS = ("train.bin", "val.bin", "meta.json")
 def prepare(
     out: Path, source: Documents, tokenizer: Tokenizer, val_fraction: float, seed: int
 ) -> Meta:
-    """Writes the files of a corpus. Nothing in `out` changes before all of it is written beside it.
+    """Writes the files of a corpus.
+
+    They are written beside the old ones in `out`, which are replaced when all of them are complete.
 
     Args:
       out: the directory, made if it is not there.
@@ -48,7 +50,7 @@ def prepare(
 def _write(
     directory: Path, source: Documents, tokenizer: Tokenizer, val_fraction: float, seed: int
 ) -> Meta:
-    """Writes the three files; see `_held_out` for what goes where."""
+    """Writes the three files; `_held_out` chooses the pieces of `val.bin`."""
     with (
         _Split(directory / "train.bin", tokenizer) as train,
         _Split(directory / "val.bin", tokenizer) as val,
@@ -79,7 +81,7 @@ def _write(
 
 
 class _Split:
-    """A token file being written: counts and hashes what goes through."""
+    """A token file that is being written, with the number and SHA-256 of its tokens so far."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
         self.path = path

@@ -15,7 +15,7 @@ _END_OF_TEXT = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids.
+    """Turns text into ids.
 
     Attributes:
       name: `gpt2` or `bytes`.

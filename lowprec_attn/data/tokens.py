@@ -1,4 +1,4 @@
-"""Token files: the text a run trains on, as one long array of token ids per split."""
+"""Token files: the text of a run, as one long array of token ids per split."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ class SplitMeta:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What `meta.json` says about the token files beside it.
+    """The content of `meta.json`, which describes the token files beside it.
 
     Attributes:
       tokenizer: `gpt2` or `bytes`.
@@ -140,9 +140,9 @@ def token_dtype(vocabulary: int) -> str:
 def load(directory: str | Path, *, verify: bool = False) -> Corpus:
     """Opens `train.bin` and `val.bin` of a directory.
 
-    With a `meta.json` beside them they are as `lowprec-attn prepare` writes them; without, they
-    are nanoGPT's: uint16 ids of the GPT-2 tokenizer, whose SHA-256 is computed here (seconds per
-    10 GB).
+    With a `meta.json` beside them the files are as `lowprec-attn prepare` writes them. Without one
+    they are nanoGPT's: uint16 ids of the GPT-2 tokenizer. Their SHA-256 is then computed here,
+    which takes seconds per 10 GB.
 
     Args:
       directory: where the files are.
@@ -200,8 +200,8 @@ def unigram_loss(train: Tokens, val: Tokens) -> float:
     """Cross-entropy of the training text's token frequencies on the validation text.
 
     −(1/|val|) Σ_t log((n_t + 1) / (|train| + V)), with n_t the occurrences of token t in `train`
-    and V its vocabulary: what a model that ignores all context reaches. Reads every token once
-    (about 10 s per billion).
+    and V its vocabulary. A model that ignores all context reaches this loss. Every token is read
+    once, which takes about 10 s per billion.
 
     Returns:
       The loss in nats per token.

@@ -1,1 +1,1 @@
-"""Opens a user's own files for `diagnostics`, which takes arrays."""
+"""Reads a user's own files for `diagnostics`, which takes arrays, and measures cures."""

@@ -1,4 +1,4 @@
-"""Reads q, k, v and, if there, dO from a user's npz or safetensors file; never unpickles."""
+"""Reads q, k, v and optionally dO from a user's npz or safetensors file; never unpickles."""
 
 import zipfile
 from collections.abc import Callable, Iterable

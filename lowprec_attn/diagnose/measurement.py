@@ -1,4 +1,4 @@
-"""The signals of a user's arrays under an arithmetic, and what a cure would leave of an error."""
+"""Measures the signals of a user's arrays, and the share of an error that each cure leaves."""
 
 import functools
 from collections.abc import Callable
@@ -46,14 +46,21 @@ def measure(
 
 
 def keys_per_step(arithmetic: Arithmetic) -> KvBlock:
-    """Keys of a step, those of `tiled` where the arithmetic does not say."""
+    """Keys of an online-softmax step; those of `tiled` where the arithmetic names none."""
     return arithmetic.numerics.kv_block or tiled.DEFAULT_KV_BLOCK
 
 
 def with_advice(
     finding: verdict.Finding, found: Arithmetic, error: float, measure: Measure
 ) -> verdict.Finding:
-    """The finding with what each cure leaves of the mean δ error of the worst head, measured."""
+    """Adds to a finding the share of the mean δ error that each cure leaves, measured.
+
+    Args:
+      finding: of kind `delta`; its first head is looked at.
+      found: the arithmetic it was found under.
+      error: the mean error of δ of that head.
+      measure: computes signals of the same arrays.
+    """
     head = finding.heads[0]
     left = {
         cure.label: abs(float(measure(cure)["delta_error_mean"][head]) / error)
@@ -69,7 +76,7 @@ def with_advice(
 
 
 def _cures(found: Arithmetic) -> list[Arithmetic]:
-    """Other arithmetic that is known to help, one change each."""
+    """Arithmetic that is known to help: the one found, with one change each."""
     cures = [
         found._replace(label=f"numerics={name}", numerics=_like(found, name))
         for name in ("flash", "float32_output")

@@ -1,7 +1,8 @@
-"""What a row of scores looks like: its size, its ties, and whether one key holds all weight.
+"""Properties of a row of scores: its size, its ties, and whether one key holds all weight.
 
-Functions of scores [..., T, S] that return one value per row, [..., T]; entries at or below
-`numerics.MASKED` are unseen keys. All cost O(T S) elementwise operations, one or two exp each.
+Functions of scores [..., T, S] return one value per row, [..., T]. Entries at or below
+`numerics.MASKED` are unseen keys. Each function costs O(T S) elementwise operations with one or two
+exp per score.
 """
 
 import jax.numpy as jnp
@@ -38,9 +39,9 @@ def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Boo
 def rounded_to_one(s: Float32[Array, "... T S"], probs: Rounding) -> Bool[Array, "... T"]:
     """Rows with at least two P̄ = exp(S − r_m) that round to exactly 1 in the format of `probs`.
 
-    In bfloat16 that is a gap below about 2⁻⁹ between the two largest scores, so every exact tie
-    is among them. r_m is the row's maximum over all keys, whatever row-max rule the run uses,
-    and rounding is to nearest: the rows in which v enters P̄·V unweighted twice.
+    In these rows v enters P̄·V unweighted twice. In bfloat16 the two largest scores are then less
+    than about 2⁻⁹ apart, so every exact tie counts. r_m is the row's maximum over all keys,
+    whatever row-max rule the run uses, and rounding is to nearest.
     """
     p_bar = round_to(_p_bar(s), probs.format)
     return _count(_seen(s) & (p_bar == 1)) > 1

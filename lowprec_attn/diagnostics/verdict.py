@@ -1,4 +1,4 @@
-"""One sentence about one layer, by rules that are written down.
+"""Rules that say in one sentence whether one layer shows the published failure.
 
 The first rule that any head meets, under any of the arithmetics measured, decides:
 
@@ -12,14 +12,16 @@ The first rule that any head meets, under any of the arithmetics measured, decid
               per cent that random normal scores have in bfloat16.
   none        nothing of the above.
 
-Errors over n rows are coherent if coherence ≥ 5 *and* coherence ≥ √n / 20 *and* their RMS is at
-least 1e-5 of what they are errors of. The first is statistics: with random signs coherence
-exceeds 5 with a probability of at most 2 exp(−12.5) = 7e-6, whatever n (`signed_error`);
-the second a convention, a mean below a twentieth of the RMS is not called persistent; the third
-leaves out the rounding of float32. Fewer than 25 rows can never be coherent in this sense.
+Errors over n rows are coherent if all of these hold:
 
-What would show `delta` to be wrong: the coherence does not fall when the signs of the rows of dO
-are drawn at random, or does not fall with exact O in δ (a rounding elsewhere is to blame then).
+  coherence ≥ 5       With random signs it exceeds 5 with a probability of at most
+                      2 exp(−12.5) = 7e-6, whatever n (`signed_error`). Fewer than 25 rows can
+                      never be coherent.
+  coherence ≥ √n / 20 A convention: a mean below a twentieth of the RMS is not called persistent.
+  RMS ≥ 1e-5          of the RMS of the exact values. This leaves out the rounding of float32.
+
+`delta` is wrong if the coherence stays when the signs of the rows of dO are drawn at random. It is
+also wrong if the coherence stays with exact O in δ: then a rounding elsewhere is to blame.
 """
 
 import math
@@ -39,7 +41,7 @@ MANY_TIES = 0.1
 
 
 class Finding(NamedTuple):
-    """What the rules say.
+    """The outcome of the rules.
 
     Attributes:
       kind: the rule that decided.
@@ -58,8 +60,8 @@ def judge(measured: Mapping[str, Signals], rows: int) -> Finding:
     """Applies the rules of this module.
 
     Args:
-      measured: what `attention_signals` gave, by a label of the arithmetic; all of them with δ
-        or all without.
+      measured: results of `attention_signals` by a label of the arithmetic, all of them with δ or
+        all without.
       rows: n = B·T, the number of rows behind each signal.
     """
     for kind, rule in _RULES.items():

@@ -1,4 +1,4 @@
-"""What the errors do to W_Q, and how far weights have grown or drifted.
+"""The effect of errors on W_Q, and how far weights have grown or drifted.
 
 Weights of a projection are [d, N, H] as in Flax: model width, heads, head size.
 """
@@ -41,10 +41,11 @@ def outer_product_similarity(
 ) -> Float32[Array, "N"]:
     """Mean cosine between the matrices R_T = (PK)[T]ᵀ X[T] of different tokens, per head.
 
-    1: all tokens push W_Q along the same rank-one matrix, as arXiv 2510.04212 claims; about 0:
-    errors with a persistent sign do not add up. With unit matrices R̂_T = R_T / ‖R_T‖ of the n
-    tokens where neither factor is 0, Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n; none is formed. NaN
-    where n < 2. Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
+    At 1 all tokens push W_Q along the same rank-one matrix, as arXiv 2510.04212 claims. At about 0
+    errors with a persistent sign do not add up. NaN where n < 2.
+
+    Let R̂_T = R_T / ‖R_T‖ for the n tokens where neither factor is 0. No R̂_T is formed, because
+    Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
     """
     x = x.astype(jnp.float32)
     pk_size = jnp.sqrt(jnp.sum(pk * pk, axis=-1, keepdims=True))
@@ -62,12 +63,12 @@ _SQUARINGS = 20
 def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     """Largest singular value of every head's [d, H] slice: √ of the largest eigenvalue of G = WᵀW.
 
-    λ = tr(Gᵖ G) / tr(Gᵖ) with p = 2²⁰, reached by squaring. λ is at most the largest eigenvalue
-    and, whatever the spectrum, at most (H − 1) / (e p) below it, relatively: 3·10⁻⁵ for
-    H = 256. (An eigenvalue solver would be a library call, which on a CPU has been seen to
-    block inside a larger jitted program for ever.)
-    Cost: 2·d·N·H² + 40·N·H³ FLOP.
+    λ = tr(Gᵖ G) / tr(Gᵖ) with p = 2²⁰, reached by squaring. λ is at most the largest eigenvalue.
+    It is below it by a share of at most (H − 1) / (e p), whatever the spectrum: 3·10⁻⁵ for
+    H = 256. Cost: 2·d·N·H² + 40·N·H³ FLOP.
     """
+    # An eigenvalue solver would be a library call, which on a CPU has been seen to block inside a
+    # larger jitted program for ever.
     gram = _einsum("dnh,dnj->nhj", w, w)
     trace = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
 

@@ -1,4 +1,4 @@
-"""GPT-2 as a Flax model: blocks, norm, embedding, loss, and the settings of their shape.
+"""GPT-2 as a Flax model: blocks, norm, embedding, loss, and their settings.
 
-Imports `arithmetic` and, through one module, the kernels that serve it on a GPU.
+Imports `arithmetic` and, through one module, the GPU kernels.
 """

@@ -1,9 +1,9 @@
 """Embedding lookup whose gradient has the same bits on every run.
 
-The gradient of a lookup adds the rows of equal tokens. On a GPU a plain scatter-add does so in
-whatever order its atomic operations arrive, and XLA's deterministic form of it took a sixth of a
-training step. Here tokens are sorted, equal neighbours are summed by small matrix products, first
-within blocks, then over blocks, and each sum is written once.
+The gradient of a lookup adds the rows of equal tokens. On a GPU the order of a plain scatter-add
+is that in which its atomic operations arrive. XLA's deterministic form of it took a sixth of a
+training step. Here tokens are sorted, and small matrix products sum equal neighbours: first within
+blocks, then over blocks. Each sum is written once.
 """
 
 import jax
@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# The products cost 2·n·d·(block + n/block²) operations in float32, which tensor cores do not take.
+# Rows of a block. The products cost 2·n·d·(block + n/block²) operations in float32, which tensor
+# cores do not take.
 _BLOCK = 64
-# For a plain sum over the batch XLA's GPU compiler lays the residual stream out batch last; a loop
-# without turns is one kernel.
+# Turns of the loop over the batch that are written out, which makes it one kernel. For a plain sum
+# XLA's GPU compiler would lay the residual stream out with the batch last.
 _UNROLLED = 64
 
 
@@ -57,13 +58,13 @@ def sum_by_id(
     padding = -count % _BLOCK
     order = jnp.argsort(jnp.pad(ids, (0, padding), constant_values=size))
     sorted_ids = jnp.pad(ids, (0, padding), constant_values=size)[order]
-    # What pads has an id beyond the table, so that its row is never written.
+    # The padding has an id beyond the table, so that its row is never written.
     values = rows.astype(jnp.float32)[jnp.minimum(order, count - 1)]
     blocks = sorted_ids.reshape(-1, _BLOCK)
 
     same = blocks[:, :, None] == blocks[:, None, :]
     sums = _product("bij,bjd->bid", same, values.reshape(*blocks.shape, -1))
-    # An id that runs on into later blocks: theirs begin with it, and with their whole sum of it.
+    # An id may run on into later blocks. They begin with it, so their first row is their sum of it.
     first, last = blocks[:, 0], blocks[:, -1]
     index = jnp.arange(len(blocks), dtype=jnp.int32)
     runs_on = (last[:, None] == first[None]) & (index[:, None] < index[None])
@@ -72,7 +73,7 @@ def sum_by_id(
 
     position = jnp.arange(len(sorted_ids), dtype=jnp.int32)
     is_first = (position == 0) | (sorted_ids != jnp.roll(sorted_ids, 1))
-    # Distinct places beyond the table for all that is not written: then every place is unique.
+    # Rows that are not written get distinct places beyond the table, so that each place is unique.
     place = jnp.where(is_first & (sorted_ids < size), sorted_ids, size + position)
     result = jnp.zeros((size, rows.shape[-1]), jnp.float32)
     flat = sums.reshape(len(sorted_ids), -1)

@@ -11,14 +11,14 @@ from lowprec_attn.gpt2 import kernels
 
 @jax.custom_vjp
 def gelu(x: Float[Array, "*n f"]) -> Float[Array, "*n f"]:
-    """h · (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2, rounded to x's dtype; x alone is kept.
+    """h · (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2 with h = x in float32, rounded to x's dtype.
 
-    (1 + tanh(u)) / 2 = sigmoid(2u) takes one exponential. Where the computation is lowered for
-    CUDA, the kernels of `pallas_kernels.gpu.gelu` compute it, or the product itself does
-    (`_of_product`); elsewhere the same formulas do.
+    The backward pass keeps x alone. Where the computation is lowered for CUDA, the kernels of
+    `pallas_kernels.gpu.gelu` compute it, or the product itself does (`_of_product`). Elsewhere the
+    same formulas do, with (1 + tanh(u)) / 2 = sigmoid(2u), which takes one exponential.
 
     Args:
-      x: a matrix product, as it left it.
+      x: the result of a matrix product, with nothing in between.
     """
     return kernels.kernel_or(_of_product if _left_to_product(x) else kernels.gelu, _plain)(x)
 
@@ -33,9 +33,9 @@ def _of_product(x: Array) -> Array:
 
     None of them is carried out in bfloat16: cuBLAS applies GELU to the float32 sums that x is
     rounded from, and writes both. On one H200 the product of 65,536 × 768 by 768 × 3,072 and GELU
-    then take 0.63 ms instead of 0.72. That XLA does so (with JAX 0.10, 0.11 and 0.12),
-    `tests/kernels/test_ptx.py` checks in its program, and
-    `tests/kernels/test_gpu_trainer_kernels.py` in the result.
+    then take 0.63 ms instead of 0.72. XLA of JAX 0.10, 0.11 and 0.12 does so:
+    `tests/kernels/test_ptx.py` checks its program, `tests/kernels/test_gpu_trainer_kernels.py` the
+    result.
     """
     return jax.nn.gelu(x, approximate=True)
 

@@ -26,17 +26,18 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats of logits = hidden · embeddingᵀ.
 
-    The products take operands in hidden's dtype and accumulate in float32; logits are rounded to
-    `logits_dtype`; log-sum-exp and the sum over rows are float32. Gradients are formed together
-    with the loss, chunk by chunk, so that no logits are kept or formed twice; softmax − onehot, in
-    hidden's dtype, is their operand. Where the computation is lowered for CUDA, one kernel turns
-    logits into both.
+    The products take operands in hidden's dtype and accumulate in float32. Logits are rounded to
+    `logits_dtype`; log-sum-exp and the sum over rows are float32.
+
+    Gradients are formed together with the loss, chunk by chunk, so that no logits are kept or
+    formed twice. Their products take softmax − onehot in hidden's dtype. Where the computation is
+    lowered for CUDA, one kernel turns logits into losses and softmax − onehot.
 
     Args:
       hidden: last hidden state.
       embedding: the table.
       targets: ids below V.
-      logits_dtype: float32; or bfloat16, which hidden must then be and V even.
+      logits_dtype: `float32`; or `bfloat16`, if hidden is bfloat16 and V even.
     """
     table = embedding.astype(hidden.dtype)
 
@@ -115,7 +116,8 @@ def _chunk_count(rows: int, bytes_per_row: int) -> int:
 
 
 def _logits(chunk: _Chunk, table: Array, dtype: str) -> Array:
-    """The product rounds its float32 sums as it writes them: a pass of its own would cost more."""
+    """Logits [n, V] of a chunk, in `dtype`."""
+    # The product rounds its float32 sums as it writes them: a pass of its own would cost more.
     options = {**_IN_FLOAT32, "preferred_element_type": jnp.dtype(dtype)}
     return jnp.einsum("nd,vd->nv", chunk.hidden, table, **options)
 

@@ -1,6 +1,6 @@
 """GPT-2 in Flax NNX: pre-norm blocks, no biases, tied embeddings, unrolled layers.
 
-Parameters and the residual stream are float32; what enters a matrix product is rounded to
+Parameters and the residual stream are float32. The operands of a matrix product are rounded to
 `activation_dtype` there, as autocast does.
 """
 
@@ -29,8 +29,8 @@ class Attend:
 
     Attributes:
       function: `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
-      packed: form q, k and v by one product and hand that over as it is, for kernels that read it
-        so; otherwise it would have to be copied apart.
+      packed: whether one product forms q, k and v, and its result is handed over as it is. It is
+        for kernels that read it so: others would have to copy it apart.
     """
 
     function: Callable[..., Any]
@@ -38,7 +38,7 @@ class Attend:
 
 
 class LayerRecord(NamedTuple):
-    """What one layer computed: what diagnostics and the search for a non-finite value read.
+    """Arrays of one layer, for diagnostics and for the search for a non-finite value.
 
     Attributes:
       x: normalised input of the attention, [B, T, d] (the X of arXiv 2510.04212).
@@ -86,10 +86,9 @@ def _three_times(x: Array) -> tuple[Array, Array, Array]:
 
 
 def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[Array]:
-    """XLA's GPU compiler lets the product that is the left operand of a sum add to the right one.
-
-    By itself JAX puts the sum of the last two on the left, which costs a pass of its own.
-    """
+    """The sum, in an order that costs no pass of its own on a GPU."""
+    # XLA's GPU compiler lets a product that is the left operand of a sum add to the right operand.
+    # JAX would put the sum of the last two on the left.
     first, second, third = gradients
     return (first + (second + third),)
 
@@ -167,7 +166,7 @@ def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the last sum is left to the next norm."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the norm that follows makes the last sum."""
 
     def __init__(
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
@@ -188,10 +187,15 @@ class Block(nnx.Module):
         key: Key[Array, ""] | None,
         tap: Array | None,
     ) -> tuple[Array, Array, LayerRecord]:
-        """The residual stream, what is still to be added to it, and the record of the attention.
+        """The residual stream, the term still to be added to it, and the record of the layer.
 
-        `y` is what the block before has left to be added: the norm that follows does it in one
-        pass over the stream.
+        Args:
+          residual: the stream [B, T, d], float32.
+          y: the term of the block before [B, T, d], None for none. The first norm adds it, in one
+            pass over the stream.
+          attend: attention.
+          key: PRNG key of the layer, None if nothing draws bits.
+          tap: added to the attention output, None for nothing.
         """
         with jax.named_scope("norm"):
             residual, x = self.norm_1(residual, y)
@@ -200,7 +204,8 @@ class Block(nnx.Module):
             residual, x_2 = self.norm_2(residual, y)
         with jax.named_scope("mlp"):
             y = self.mlp_out(gelu(self.mlp_in(x_2)))
-        after = residual + y.astype(jnp.float32)  # computed where a record is looked at
+        # Only the record holds this sum: XLA drops it where no record is read.
+        after = residual + y.astype(jnp.float32)
         return residual, y, LayerRecord(x, q, k, v, o, after)
 
 

@@ -43,8 +43,8 @@ def add_norm(
 ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
     """r = residual + y, and x = (r − mean r) / √(var r + 1e-5) · scale over the last axis.
 
-    Everything is float32 but y and x. Where the computation is lowered for CUDA, the kernels of
-    `pallas_kernels.gpu.layer_norm` compute it; elsewhere the same formulas as plain JAX.
+    All is float32 except y and x. Where the computation is lowered for CUDA, the kernels of
+    `pallas_kernels.gpu.layer_norm` compute it; elsewhere the same formulas in plain JAX do.
 
     Args:
       residual: the stream, float32.
@@ -64,7 +64,7 @@ def add_norm(
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs; `added` is () where there was a y, else None."""
+    """Residuals of the backward pass; `added` is () where there was a y, else None."""
 
     residual: Array
     scale: Array
@@ -78,7 +78,7 @@ def _add_norm(residual: Array, y: Array | None, scale: Array, dtype: Any) -> tup
 
 
 def _forward(residual: Any, y: Any, scale: Any, dtype: Any) -> tuple[tuple[Array, Array], _Saved]:
-    """Of `CustomVJPPrimal`s, as symbolic zeros want it."""
+    """The forward pass; its arguments are `CustomVJPPrimal`s, as symbolic zeros need them."""
     y = None if y is None else y.value
     residual, x = _add_norm(residual.value, y, scale.value, dtype)
     return (residual, x), _Saved(residual, scale.value, None if y is None else ())
@@ -88,7 +88,7 @@ def _backward(
     dtype: Any, saved: _Saved, cotangents: tuple[Any, Any]
 ) -> tuple[Array, Array | None, Array]:
     d_residual, d_x = cotangents
-    if isinstance(d_residual, SymbolicZero):  # the last norm's: nothing else reads the stream
+    if isinstance(d_residual, SymbolicZero):  # after the last norm nothing reads the stream
         d_residual = None
     if isinstance(d_x, SymbolicZero):
         d_x = jnp.zeros(d_x.shape, d_x.dtype)

@@ -1,4 +1,4 @@
-"""What the model is made of, as frozen records."""
+"""The settings of the model, as frozen records."""
 
 import dataclasses
 from typing import Literal

@@ -5,14 +5,15 @@ On disk, for every checkpoint of a step:
     00001500.json    the manifest: the content directory's name, and size and SHA-256 of its files
     00001500-0/      the content, written by Orbax
 
-A checkpoint exists exactly when its manifest does, and manifests appear and disappear in one step:
-written (by rename) after all of the content, removed before any of it. Whatever no manifest refers
-to is a leftover of a killed save or deletion: it never counts, and the next save removes it. A step
-saved again gets a fresh content directory, so that its first version counts until the second one
-does. Orbax by itself loads flipped bits silently; the hashes are there for these.
+A checkpoint exists exactly when its manifest does. A manifest is written by a rename after all of
+the content, and removed before any of it. Content without a manifest is a leftover of a killed save
+or deletion: it never counts, and the next save removes it. A step that is saved again gets a fresh
+content directory, so that its first version counts until the second one does.
 
-Of several processes each writes and reads what lies on its devices; the first one chooses the
-content directory, verifies, and writes and removes manifests.
+The hashes are there because Orbax by itself loads flipped bits silently.
+
+In a run of several processes each writes and reads the shards of its own devices. The first process
+chooses the content directory, verifies it, and writes and removes manifests.
 """
 
 import concurrent.futures
@@ -93,9 +94,9 @@ class Checkpoints:
     def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
         """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
 
-        When this returns, `state` has been copied to the host, so that its buffers may be donated;
-        hashing and writing go on in a thread. An error there is raised by the next `save`,
-        `wait`, `restore` or `close`. Saving a step that exists replaces it.
+        When this returns, `state` has been copied to the host, so that its buffers may be donated.
+        A thread hashes and writes. The next `save`, `wait`, `restore` or `close` raises its error.
+        Saving a step that exists replaces it.
 
         Args:
           step: number of the step, at least 0.
@@ -116,8 +117,8 @@ class Checkpoints:
     def restore(self, target_state: Any) -> Restored | None:
         """Loads the newest checkpoint that is intact.
 
-        Every newer one that is not (it was never completed, a file is missing or differs from its
-        checksum) is skipped with one logged warning.
+        Newer ones are skipped, each with one logged warning: they were never completed, or a file
+        is missing or differs from its checksum.
 
         Args:
           target_state: a pytree as given to `save`. Where it holds a JAX array, or a
@@ -220,9 +221,9 @@ class Checkpoints:
 
     @hosts.first_only
     def _delete_older(self, step: int) -> None:
-        """Leaves the newest `keep` up to `step`, not counting those known to be damaged.
+        """Deletes all but the newest `keep` up to `step`; those known to be damaged do not count.
 
-        Newer ones stay: only the damaged can be newer than what this run saves.
+        Newer ones stay: they are damaged, for otherwise this run had started from them.
         """
         older = sorted((other, path) for other, path in self._entries(_MANIFEST) if other < step)
         intact = [other for other, _ in older if other not in self._damaged]

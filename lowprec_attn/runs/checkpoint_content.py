@@ -24,8 +24,8 @@ class MismatchError(Exception):
 def copy(state: Any) -> dict[str, Any]:
     """The leaves of a pytree by path, as arrays that may be read while `state` is donated.
 
-    They are on the host; in a run of several processes, each of which has but a part of them, on
-    the devices, from where `begin` copies them.
+    In a run of one process they are on the host. Of several processes each has only a part of
+    them, so they stay on the devices, and `begin` copies them.
     """
     if jax.process_count() > 1:
         return {path: _own(leaf) for path, leaf in _leaves_by_path(state).items()}
@@ -34,10 +34,10 @@ def copy(state: Any) -> dict[str, Any]:
 
 
 def begin(content: Path, arrays: dict[str, Any], data_state: dict[str, Any]) -> Callable[[], None]:
-    """Starts to write the directory `content`, of several processes each its own devices' shards.
+    """Starts to write the directory `content`.
 
-    When this returns, `arrays` are on the host. Several processes must call it at the same point
-    of their main threads.
+    When this returns, `arrays` are on the host. Each of several processes writes the shards of its
+    own devices; all must call this at the same point of their main threads.
 
     Args:
       content: must not exist.
@@ -78,7 +78,7 @@ def read(content: Path, target_state: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def reason(error: BaseException) -> str:
-    """The first cause of an error in one line; in the system's own words if it was the system."""
+    """The first cause of an error in one line; an error of the system in the system's words."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
@@ -90,7 +90,8 @@ def reason(error: BaseException) -> str:
 
 
 def _require_room(content: Path, arrays: dict[str, Any]) -> None:
-    """Asked first, as Orbax prints pages of tracebacks when the disk fills up."""
+    """Raises OSError if the disk has too little room for the arrays."""
+    # Asked first, because Orbax prints pages of tracebacks when the disk fills up.
     needed = sum(array.nbytes for array in arrays.values()) + _METADATA_BYTES
     free = shutil.disk_usage(content.parent).free
     if free < needed:
@@ -124,7 +125,7 @@ def _shape(leaf: Any) -> str:
 
 
 def _abstract(leaf: Any) -> Any:
-    """What tells Orbax as which kind of array, of which sharding, to load a leaf."""
+    """A stand-in of a leaf: it tells Orbax which kind of array to load, and its sharding."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     return np.asarray(leaf)

@@ -1,4 +1,4 @@
-"""Where a run ran: versions, devices, command line and source commit, and nothing private."""
+"""The environment of a run: versions, devices, command line and commit, and nothing private."""
 
 import datetime
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Doing something again and again beside a training run: drawing its metrics, backing it up.
+"""Repeats an action beside a training run, such as drawing its metrics or copying it.
 
     with live.every(10, lambda: panel.update(report.draw(run_dir))):
         train(settings, config, workdir)
@@ -18,13 +18,13 @@ _logger = logging.getLogger(__name__)
 def every(seconds: float, action: Callable[[], object]) -> Iterator[None]:
     """Calls `action` every `seconds` in a thread while the body runs, and once after it.
 
-    What goes wrong in the thread is logged and tried again at the next turn: a network may be back
-    by then, and a run does not end because a plot could not be drawn. The last call is made in
-    the caller's thread and raises.
+    An error in the thread is logged, and the next turn tries again: a network may be back by then,
+    and a plot that cannot be drawn must not end a run. The last call is made in the caller's
+    thread and raises.
 
     Args:
       seconds: from the end of one call to the beginning of the next, > 0.
-      action: what to do; never called twice at the same time.
+      action: the function to call; never twice at the same time.
 
     Raises:
       ValueError: seconds is not positive.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it consists of, with size and SHA-256."""
+"""The manifest of a checkpoint: its files, each with size and SHA-256."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ class DamagedError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What a file must be: its size in bytes and its SHA-256 in hexadecimal."""
+    """The size of a file in bytes and its SHA-256 in hexadecimal."""
 
     size: int
     sha256: str
@@ -31,7 +31,7 @@ class Manifest:
 
     Attributes:
       content: name of the content directory, which lies beside the manifest.
-      files: what every file in it must be.
+      files: the fingerprint of every file in it.
     """
 
     content: str
@@ -39,7 +39,7 @@ class Manifest:
 
     @classmethod
     def of(cls, content: Path) -> Self:
-        """Describes a content directory, after bringing its files to the disk."""
+        """The manifest of a content directory, whose files are brought to the disk first."""
         files = {}
         for path in sorted(path for path in content.rglob("*") if path.is_file()):
             with path.open("rb") as file:

@@ -1,10 +1,10 @@
 """Metrics of a run: JSON lines that repeat bit for bit, timings, and TensorBoard events.
 
-`metrics.jsonl` holds only what the run determines, so that the files of an interrupted and resumed
-run and of an uninterrupted one are equal byte for byte; what the clock determines goes to
-`throughput.jsonl`. Every line is strict JSON. Floats are written with as many digits as
-reading them back exactly takes; JSON has no NaN and no infinity: they are the texts "nan",
-"inf" and "-inf", which `read` returns as floats.
+`metrics.jsonl` holds only values that the run determines. So an interrupted and resumed run has the
+same file, byte for byte, as an uninterrupted one. Timings go to `throughput.jsonl`.
+
+Every line is strict JSON. Floats have enough digits to be read back exactly. JSON has no NaN and no
+infinity: they are the texts "nan", "inf" and "-inf", which `read` returns as floats.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ class MetricsError(RunError):
 class MetricsWriter:
     """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
 
-    In a run of several processes the first one writes; on the others nothing here has an effect.
+    In a run of several processes the first one writes; on the others these methods do nothing.
 
-    A record is on its way to the disk when `write` returns: kill -9 loses nothing but, at most, a
-    part of the line being written, which the next writer drops.
+    A record is on its way to the disk when `write` returns. kill -9 loses at most a part of the
+    line that is being written, which the next writer drops.
 
-    Before a checkpoint of step s is saved, every record of a step below s must have been written
-    and `flush` called: the resumed run will not write them again.
+    Write the records of all steps below s and call `flush` before a checkpoint of step s is saved:
+    a run that is resumed there does not write them again.
     """
 
     def __init__(self, run_dir: RunDir, start_step: int) -> None:
@@ -147,8 +147,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 class _EventFile:
     """A TensorBoard event file, written in this thread.
 
-    tensorboardX's SummaryWriter is not used: its thread dies on a full disk, after which its queue
-    blocks the training loop for ever, and it puts the host's name into the file's name.
+    tensorboardX's SummaryWriter does not serve. On a full disk its thread dies, and then its queue
+    blocks the training loop for ever. And it puts the host's name into the file's name.
     """
 
     def __init__(self, directory: Path, start_step: int) -> None:

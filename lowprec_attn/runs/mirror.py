@@ -1,7 +1,7 @@
 """A copy of a run directory somewhere that outlives this machine: a mounted drive, a bucket.
 
-The run itself stays on a local disk, as its locks and renames need. `push` copies what a resumed
-run needs, also while the run goes on; `pull` brings it back to a new machine.
+The run itself stays on a local disk, because it needs locks and atomic renames. `push` copies the
+files that a resumed run needs, also while the run goes on. `pull` brings them to a new machine.
 """
 
 import os
@@ -24,9 +24,9 @@ class MirrorError(RunError):
 def push(run_dir: RunDir, url: str) -> None:
     """Brings the copy at `url` up to date: the newest complete checkpoint and all records.
 
-    Records are copied after the checkpoint, so that they reach at least as far; older checkpoints
-    there are removed. A copy that was interrupted at any instant still holds the checkpoint it
-    had before, or the new one. Only one process may push to a `url`.
+    Records are copied after the checkpoint, so that they reach at least as far. Then older
+    checkpoints there are removed. A copy that is interrupted at any instant holds the checkpoint
+    that it had before, or the new one. Only one process may push to a `url`.
 
     Args:
       run_dir: a run, finished or going on.
@@ -119,9 +119,9 @@ def _newest_manifest(checkpoints: Path) -> Path | None:
 
 
 def _records(run_dir: RunDir) -> list[Path]:
-    """Every file of a run but its checkpoints and what belongs to a living process.
+    """Every file of a run but checkpoints, locks and files that are being written.
 
-    The config comes last: with it a copy begins to exist.
+    The config comes last: a copy exists when its config does.
     """
     files = [
         path

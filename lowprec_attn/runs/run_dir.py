@@ -1,4 +1,4 @@
-"""The run directory: everything one training run leaves behind, by name."""
+"""The run directory: the files of one training run by name, and the lock that guards them."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import NotJsonError, flatten, lock, read_json, write_json
 from lowprec_attn.runs import environment
 
-# What a creation that was killed half-way may have left; config.json comes last.
+# Files that a creation may leave if it is killed half-way; config.json comes last.
 _CREATED_BEFORE_CONFIG = {
     "run.lock",
     "environment.json",
