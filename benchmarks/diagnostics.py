@@ -1,4 +1,4 @@
-"""What `attention_signals` costs on this machine: one JSON line on standard output.
+"""Measures the cost of `attention_signals` on this machine; prints one JSON line.
 
 python -m benchmarks.diagnostics --length 1024
 """

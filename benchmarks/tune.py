@@ -1,10 +1,10 @@
-"""Times tiles of each GPU kernel on the device at hand: where `block_sizes` has its table from.
+"""Times tiles of each GPU kernel on the device at hand; `block_sizes` has its table from here.
 
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
 
-Each kernel is timed alone, all its tiles in turn, round after round. Printed are the fastest tiles
-of each kernel and the table's own; the records hold every tile, and for one that the compiler
-refuses the reason.
+Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
+kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses
+has the reason.
 """
 
 import argparse
@@ -51,7 +51,7 @@ Inputs = tuple[Array, ...]
 
 
 def tiles(kernel_name: str, stages: Sequence[int]) -> Iterator[Tile]:
-    """The tiles that are tried for a kernel: 64 or 128 of what a program owns, 32 to 128 a step."""
+    """The tiles to try for a kernel: 64 or 128 of what a program owns by 32 to 128."""
     for owned, step, warps in itertools.product((64, 128), (32, 64, 128), (4, 8)):
         if owned * step // (32 * warps) not in _SCORES_PER_THREAD:
             continue

@@ -116,7 +116,7 @@ def _measure_times(args: argparse.Namespace) -> Iterator[list[Record]]:
 
 
 def _shape_names(given: Sequence[str]) -> list[str]:
-    """With `sweep` written out."""
+    """The names, with all shapes of the sweep for `sweep`."""
     expanded = (SWEEP if name == "sweep" else (name,) for name in given)
     return list(itertools.chain.from_iterable(expanded))
 

@@ -26,7 +26,7 @@ _SWEEP = (
 
 
 def baseline(platform: str) -> str:
-    """Pattern of the candidates of which the fastest is the baseline on a platform."""
+    """A pattern of names; the fastest candidate that matches is the baseline of a platform."""
     return _BASELINES.get(platform, "jax.nn xla")
 
 

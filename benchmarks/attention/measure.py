@@ -63,7 +63,7 @@ def _prepare(
 
 
 def _check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, float]:
-    """Distance of each one's results from those of the first that runs; adds to `refused`."""
+    """Distances of results from those of the first candidate that runs; adds to `refused`."""
     reference: Results | None = None
     distances = {}
     for name, timed in prepared.items():

@@ -45,7 +45,7 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
 
 
 def steps(platform: str) -> Iterator[JaxCandidate]:
-    """Presets in steps of another length: what a step of several tiles costs."""
+    """Presets in steps of another length, to show the cost of a step of several tiles."""
     for preset, kv_block in (("flash", 512), ("published", 64)):
         numerics = PRESETS[preset].replace(kv_block=kv_block)
         yield _candidate(platform, f"{preset} kv_block={kv_block}", numerics, StandardMax())

@@ -1,4 +1,4 @@
-"""Attention by others in JAX, with the arithmetic of `flash`: what ours is compared with."""
+"""Peers: attention by others in JAX, with the arithmetic of `flash`."""
 
 import functools
 from typing import Any

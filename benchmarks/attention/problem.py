@@ -1,4 +1,4 @@
-"""What is timed: causal attention of one shape, forward, or forward and backward."""
+"""A problem to time: causal attention of one shape, forward, or forward and backward."""
 
 import dataclasses
 import math

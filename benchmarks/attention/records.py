@@ -1,4 +1,4 @@
-"""JSON lines: the environment first, then one record per measurement; and ratios of records."""
+"""Records as JSON lines, the environment first, then one per measurement; and their ratios."""
 
 import datetime
 import fnmatch
@@ -68,7 +68,7 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """What `write` wrote.
+    """Reads the records that `write` wrote.
 
     Raises:
       RunError: there is no such file, or it holds something else.

@@ -1,4 +1,4 @@
-"""What the benchmark prints."""
+"""The lines and tables that the benchmark prints."""
 
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""The ratios that the GPU kernels are to reach, and which of them a set of records holds."""
+"""Targets: ratios of times that the GPU kernels must reach, and whether records show them."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ class Target:
 
     Attributes:
       name: the candidate.
-      other: pattern; the fastest candidate that matches is meant.
+      other: pattern of the other candidate: the fastest that matches.
       limit: upper bound of the ratio of times.
       passes: where it is demanded; on other passes the ratio is only reported.
     """

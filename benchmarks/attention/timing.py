@@ -1,4 +1,4 @@
-"""How time is taken: samples of every candidate in turn, so that ratios belong to one run."""
+"""Takes samples of time of every candidate in turn, so that ratios belong to one run."""
 
 import dataclasses
 import random
@@ -37,7 +37,7 @@ class Candidate(Protocol):
 
     @property
     def name(self) -> str:
-        """What tables and records call it."""
+        """The name in tables and records."""
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
         """Compiles it for q, k, v, dO; a sample is `calls` calls. Raises where it declines."""
@@ -84,9 +84,9 @@ def in_one_program(function: Callable[..., Results], inputs: Results, calls: int
 def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Results]:
     """The function called `calls` times, one after the other, in one program.
 
-    So the host's work for a call, which would hide kernels of less than some 100 µs, is left out.
-    The barrier makes the inputs of a call depend on the results of the one before: the compiler
-    can neither hoist a call out of the loop nor merge or overlap two; it costs nothing itself.
+    It leaves out the host's work for a call, which would hide kernels of less than some 100 µs.
+    A barrier makes the inputs of a call depend on the results of the one before, and costs nothing
+    itself. So the compiler can neither hoist a call out of the loop nor merge or overlap two.
     """
 
     def program(*inputs: Array) -> Results:
@@ -105,8 +105,8 @@ def repeat(function: Callable[..., Results], calls: int) -> Callable[..., Result
 def interleave(timed: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
     """`rounds` samples of each, in seconds per call.
 
-    Every round takes one sample of each in a new random order: what drifts (clock, heat, other
-    programs) meets all alike, and sample i of one may be divided by sample i of another.
+    Every round takes one sample of each in a new random order. So drifts (of the clock, by heat or
+    other programs) meet all alike, and sample i of one may be divided by sample i of another.
     """
     samples: dict[str, list[float]] = {name: [] for name in timed}
     names, order = list(timed), random.Random(0)

@@ -1,1 +1,1 @@
-"""What the TPU compiler makes of the kernels, on a host without a TPU."""
+"""The TPU compiler's schedules of the kernels, on a host without a TPU."""

@@ -92,7 +92,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a call: the schedule of each kernel, or why it does not compile."""
+    """The outcome of a call: the schedule of each kernel, or why it does not compile."""
 
     schedules: dict[str, Schedule]
     error: str | None

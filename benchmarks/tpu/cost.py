@@ -1,14 +1,16 @@
-"""What attention costs on TPUs, by the compiler's own schedules, on a host without one.
+"""The cost of attention on TPUs by the compiler's own schedules, on a host without one.
 
     python -m benchmarks.tpu.cost --generations v5e v6e --shapes gpt2 long64 --out FILE
 
-Every kernel is compiled (`aot`); what a call costs is the bundles along its path, one per cycle,
-times how often the grid runs them, forward, dQ and dK/dV. That is the compiler's estimate and no
-measurement: waits for memory, between programs of a grid and for operations around the kernels are
-not in it. Splash attention and `flash_attention` of JAX are compiled the same way, each with the
-best of `TILES` for the shape; ours runs with its default tiles, or with `--tiles` with each of
-them, which is where the defaults come from. Softmax steps of several tiles, and those that the rule
-`published` takes above the diagonal, are not covered.
+Every kernel is compiled (`aot`). The cost of a call is the number of bundles along its path, one
+per cycle, times how often the grid runs them: forward, dQ and dK/dV. It is the compiler's estimate
+and no measurement. Waits for memory, between programs of a grid and for operations around the
+kernels are not in it.
+
+Splash attention and `flash_attention` of JAX are compiled the same way, each with the best of
+`TILES` for the shape. Ours runs with its default tiles, which are the best of a run with `--tiles`
+for every one of them. Softmax steps of several tiles, and those that the rule `published` takes
+above the diagonal, are not covered.
 """
 
 import argparse
@@ -186,7 +188,7 @@ def _compiled_call(call: Call) -> Call:
 
 
 def _best_tiles(records: Iterable[Record]) -> Iterator[Record]:
-    """Of each peer and shape the record of least cost; everything else as it is."""
+    """The record of least cost of each peer and shape, and all of ours."""
     best: dict[tuple[str, str], Record] = {}
     rest = []
     for record in records:

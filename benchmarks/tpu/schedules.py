@@ -1,6 +1,6 @@
-"""What the TPU compiler made of a kernel: reads the final bundles that libtpu writes on request.
+"""Reads the schedule of a kernel: the final bundles that libtpu writes on request.
 
-A bundle is one instruction word, issued in one cycle; so the number of bundles along a path is the
+A bundle is one instruction word, issued in one cycle. So the number of bundles along a path is the
 compiler's own estimate of its cycles, without waits for memory. A compiled kernel is one loop over
 its grid, in which `pl.when` becomes a branch over the bundles that it guards.
 """
