@@ -59,7 +59,9 @@ def step_footprint(settings: TrainSettings, devices: Devices) -> Footprint:
     """
     program = make_program(settings, devices)
     try:
-        compiled = program.train.lower(program.state, program.batch, program.batch).compile()
+        compiled = program.train.lower(
+            program.state, program.batch, program.batch, program.root
+        ).compile()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if not reason.startswith("RESOURCE_EXHAUSTED"):

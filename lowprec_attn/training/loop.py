@@ -32,7 +32,7 @@ from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Signals, make_signals
-from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, step_key
+from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
 
 EXIT_DONE = 0
 EXIT_BROKEN = 3  # a loss was not finite, or exploded and the config says to stop
@@ -87,7 +87,7 @@ class Loop:
         whole = make_steps(run.settings, run.devices.attend_whole)
         signals = make_signals(run.settings, whole)
         self.signals = run.devices.jit(signals, out_shardings=everywhere)
-        self.root = jax.random.key(run.settings.seed)
+        self.root = root_key(run.settings)
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
         self.saved_step = saved_step
@@ -132,7 +132,7 @@ class Loop:
         signals = None
         if _due(self.fixed.settings.diagnostics_every, step):
             signals = self._signals(step, *self.first_sequence(*arrays))
-        self.state, metrics = self.train_step(self.state, *arrays)
+        self.state, metrics = self.train_step(self.state, *arrays, self.root)
         # Asked for later, the copies would queue behind the next step.
         for array in jax.tree.leaves((metrics, signals)):
             array.copy_to_host_async()
@@ -203,7 +203,10 @@ class Loop:
             shard=run.devices.shard,
             parts=settings.accumulation_steps,
         )
-        losses = [self.evaluate(self.state.params, *run.devices.put(batch)) for batch in batches]
+        losses = [
+            self.evaluate(self.state.params, *run.devices.put(batch), self.root)
+            for batch in batches
+        ]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
         run.metrics.write(step, {"val_loss": loss})
         return loss

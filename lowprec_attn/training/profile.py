@@ -29,6 +29,7 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.step import root_key
 
 # The named scopes of model and step, the innermost first. An operation belongs to the first scope
 # that is part of its name.
@@ -131,8 +132,9 @@ def measure(settings: TrainSettings) -> Profile:
     """The profile of training steps with these settings on this process's devices."""
     devices = run_devices(settings)
     program = make_program(settings, devices)
-    state = program.init()
-    batch = devices.put(_random_batch(settings))
+    root = root_key(settings)
+    state = program.init(root)
+    batch = (*devices.put(_random_batch(settings)), root)
     lowered = program.train.lower(state, *batch)
     train = lowered.compile()
     state = _run(train, state, batch, steps=3)
@@ -169,7 +171,7 @@ def _one_by_one(devices: Devices) -> dict[str, str]:
     return {"xla_gpu_enable_command_buffer": ""} if on_gpu else {}
 
 
-def _run(train: Any, state: Any, batch: tuple[Array, Array], steps: int) -> Any:
+def _run(train: Any, state: Any, batch: tuple[Array, ...], steps: int) -> Any:
     for _ in range(steps):
         state, metrics = train(state, *batch)
     jax.block_until_ready((state, metrics))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.step import Steps, TrainState, make_steps
+from lowprec_attn.training.step import Steps, TrainState, make_steps, root_key
 
 
 class Program(NamedTuple):
@@ -15,11 +15,12 @@ class Program(NamedTuple):
 
     Attributes:
       steps: the functions that the programs are made of.
-      init: () -> TrainState, jitted.
-      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), jitted; the state is
-        donated.
+      init: (root) -> TrainState, jitted.
+      train: (state, inputs, targets [A, B/A, T], root) -> (state, StepMetrics), jitted; the state
+        is donated.
       state: shapes, dtypes and shardings of the state.
       batch: the same of the inputs, and of the targets.
+      root: the same of the root key.
     """
 
     steps: Steps
@@ -27,12 +28,14 @@ class Program(NamedTuple):
     train: Any
     state: TrainState
     batch: jax.ShapeDtypeStruct
+    root: jax.ShapeDtypeStruct
 
 
 def make_program(settings: TrainSettings, devices: Devices) -> Program:
     """The programs of a run; nothing is compiled yet, and the devices need not be there."""
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    shapes = jax.eval_shape(steps.init)
+    root = jax.eval_shape(lambda: root_key(settings))
+    shapes = jax.eval_shape(steps.init, root)
     placed = devices.shardings(shapes)
     rows = settings.batch_size // settings.accumulation_steps
     return Program(
@@ -51,4 +54,5 @@ def make_program(settings: TrainSettings, devices: Devices) -> Program:
             jnp.int32,
             sharding=devices.split,
         ),
+        root=jax.ShapeDtypeStruct(root.shape, root.dtype, sharding=devices.replicated),
     )

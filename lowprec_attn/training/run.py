@@ -26,7 +26,7 @@ from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.loop import Loop, Run
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import DataSettings, TrainSettings
-from lowprec_attn.training.step import TrainState
+from lowprec_attn.training.step import TrainState, root_key
 
 
 def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> int:
@@ -68,7 +68,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         )
         restored = _restore(settings, program.state, run_dir, checkpoints)
         if restored is None:
-            state, start = program.init(), 0
+            state, start = program.init(root_key(settings)), 0
         else:
             state, start = restored.state, restored.step
             data.set_state(restored.data_state)

@@ -46,16 +46,19 @@ class StepMetrics(NamedTuple):
 class Steps(NamedTuple):
     """The jit-able functions of a run.
 
+    The run's root key is an argument: runs that differ in their seed share compiled programs.
+
     Attributes:
-      init: () -> TrainState.
-      train: (state, inputs, targets [A, B/A, T]) -> (state, StepMetrics), over A micro-batches.
-      evaluate: (params, inputs, targets [A, B/A, T]) -> mean loss, likewise.
+      init: (root) -> TrainState.
+      train: (state, inputs, targets [A, B/A, T], root) -> (state, StepMetrics), over A
+        micro-batches.
+      evaluate: (params, inputs, targets [A, B/A, T], root) -> mean loss, likewise.
       loss: (params, inputs, targets, key, taps) -> (loss, layer records).
     """
 
-    init: Callable[[], TrainState]
-    train: Callable[[TrainState, Array, Array], tuple[TrainState, StepMetrics]]
-    evaluate: Callable[[Any, Array, Array], Array]
+    init: Callable[[Key[Array, ""]], TrainState]
+    train: Callable[[TrainState, Array, Array, Key[Array, ""]], tuple[TrainState, StepMetrics]]
+    evaluate: Callable[[Any, Array, Array, Key[Array, ""]], Array]
     loss: Callable[..., tuple[Array, Any]]
 
 
@@ -75,10 +78,9 @@ def make_steps(
     """
     optimizer = adamw(settings.optimizer, settings.steps)
     update = _make_update(settings, optimizer)
-    root = jax.random.key(settings.seed)
-    loss_fn = _make_loss(settings, attend, root)
+    loss_fn = _make_loss(settings, attend)
 
-    def init() -> TrainState:
+    def init(root: Key[Array, ""]) -> TrainState:
         params = nnx.state(_model(settings, root), nnx.Param)
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, jnp.int32(0), jnp.bool_(False))
@@ -92,23 +94,23 @@ def make_steps(
     def losses(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Array:
         return _mean(lambda *args: loss_fn(params, *args)[0], inputs, targets, key)
 
-    def train(state: TrainState, inputs: Array, targets: Array) -> tuple[TrainState, StepMetrics]:
+    def train(
+        state: TrainState, inputs: Array, targets: Array, root: Key[Array, ""]
+    ) -> tuple[TrainState, StepMetrics]:
         key = step_key(root, state.step)
         loss, grads = gradients(state.params, inputs, targets, key)
         with jax.named_scope("optimizer"):
             return update(state, loss, grads)
 
-    def evaluate(params: Any, inputs: Array, targets: Array) -> Array:
+    def evaluate(params: Any, inputs: Array, targets: Array, root: Key[Array, ""]) -> Array:
         return losses(params, inputs, targets, root)
 
     return Steps(init, train, evaluate, loss_fn)
 
 
-def _make_loss(
-    settings: TrainSettings, attend: Attend, root: Key[Array, ""]
-) -> Callable[..., tuple[Array, Any]]:
+def _make_loss(settings: TrainSettings, attend: Attend) -> Callable[..., tuple[Array, Any]]:
     """`Steps.loss`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, root)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, jax.random.key(0))))
     needs_key = any(
         group.numerics.needs_bits for layer in settings.attention.layers for group in layer
     )
@@ -150,6 +152,11 @@ def _make_update(
         return kept, StepMetrics(loss, grad_norm, schedule(state.step), applied)
 
     return update
+
+
+def root_key(settings: TrainSettings) -> Key[Array, ""]:
+    """Of which a run draws its parameters and all stochastic rounding."""
+    return jax.random.key(settings.seed)
 
 
 def step_key(root: Key[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:

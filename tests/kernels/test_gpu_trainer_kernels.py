@@ -14,7 +14,7 @@ from lowprec_attn.gpt2 import norm
 from lowprec_attn.gpt2.gelu import gelu
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.devices import compiler_options
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.step import make_steps, root_key
 from pallas_kernels.gpu import gelu as kernels
 from pallas_kernels.gpu import layer_norm
 from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows
@@ -251,12 +251,13 @@ def test_a_step_lowered_for_cuda_calls_the_kernels_and_no_other_does(activation_
     settings = tiny_settings(model__layers=1, model__activation_dtype=activation_dtype)
     steps = make_steps(settings, Attend(attention.dot_product_attention, packed=True))
     inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
+    root = root_key(settings)
     device = abstract_device(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     names = ("cross_entropy_rows", "layer_norm_forward", "layer_norm_backward")
     names += ("gelu_gradient",)
     with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
-        traced = jax.jit(steps.train).trace(jax.eval_shape(steps.init), inputs, inputs)
+        traced = jax.jit(steps.train).trace(jax.eval_shape(steps.init, root), inputs, inputs, root)
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
         for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert all(name in for_gpu for name in names)

@@ -26,7 +26,7 @@ from lowprec_attn.gpt2 import loss
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
 from lowprec_attn.training.devices import compiler_options
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.step import make_steps, root_key
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
@@ -372,7 +372,9 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
     monkeypatch.setattr(loss, "_BYTES_PER_CHUNK", 4 * 256 * 512)
     steps = make_steps(settings, Attend(attention.dot_product_attention, packed))
     ids = jax.ShapeDtypeStruct((1, 8, 128), jnp.int32)
-    step = lowered(steps.train, jax.eval_shape(steps.init), ids, ids, target=H200)
+    root = root_key(settings)
+    state = jax.eval_shape(steps.init, root)
+    step = lowered(steps.train, state, ids, ids, root, target=H200)
     options = {**compiler_options("gpu"), "xla_gpu_autotune_level": 0}
     text = step.compile(compiler_options=options).as_text()
     assert not re.search(r" while\(", text)

@@ -10,7 +10,7 @@ from tiny import tiny_settings
 
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.training.devices import mesh_over, run_devices
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.step import make_steps, root_key
 
 STEPS = 4
 
@@ -35,12 +35,13 @@ def trained(shard_optimizer):
     )
     devices = run_devices(settings)
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
-    placed = devices.shardings(jax.eval_shape(steps.init))
-    state = jax.jit(steps.init, out_shardings=placed)()
+    root = root_key(settings)
+    placed = devices.shardings(jax.eval_shape(steps.init, root))
+    state = jax.jit(steps.init, out_shardings=placed)(root)
     train = devices.jit(steps.train, out_shardings=(placed, devices.replicated))
     metrics = []
     for batch in batches(settings):
-        state, m = train(state, *devices.put(batch))
+        state, m = train(state, *devices.put(batch), root)
         metrics.append(jax.device_get(m))
     return state, metrics
 

@@ -9,7 +9,7 @@ from tiny import tiny_settings
 from lowprec_attn import attention
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.step import make_steps, root_key
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def run():
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     ids = np.random.default_rng(0).integers(0, 257, (1, 4, 33))
     batch = tuple(jnp.asarray(x, jnp.int32) for x in (ids[..., :-1], ids[..., 1:]))
-    return settings, steps, jax.jit(steps.init)().params, batch
+    return settings, steps, jax.jit(steps.init)(root_key(settings)).params, batch
 
 
 def scaled(params, block, name, factor):

@@ -14,7 +14,7 @@ from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.numerics import StandardMax
 from lowprec_attn.training import signals
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.step import make_steps, root_key
 from pallas_kernels import block_sizes
 
 
@@ -97,7 +97,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     )
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     inputs = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    params = jax.eval_shape(steps.init).params
+    params = jax.eval_shape(steps.init, root_key(settings)).params
     jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))
     shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
     assert described == [*group_heads([shared] * 2)] * 2

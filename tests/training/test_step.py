@@ -20,7 +20,8 @@ from lowprec_attn.numerics import PRESETS
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.devices import compiler_options, run_devices
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
-from lowprec_attn.training.step import make_steps
+from lowprec_attn.training.program import make_program
+from lowprec_attn.training.step import make_steps, root_key
 
 # What serves on a CPU; named, it spares tracing the kernels of other platforms.
 TILED = functools.partial(attention.dot_product_attention, implementation="tiled")
@@ -38,7 +39,8 @@ def batch(settings, seed=0):
 def start(settings, attend=TILED, jit=jax.jit):
     """The functions of a run, its first state, and the compiled step."""
     steps = make_steps(settings, Attend(attend))
-    return steps, jax.jit(steps.init)(), jit(steps.train)
+    root = root_key(settings)
+    return steps, jax.jit(steps.init)(root), functools.partial(jit(steps.train), root=root)
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +106,12 @@ def test_eight_devices_give_the_loss_of_one(trained):
     spread = tiny_settings(devices=8, steps=20)
     devices = run_devices(spread)
     steps = make_steps(spread, devices.attend_part, devices.over_devices)
-    state = jax.jit(steps.init, out_shardings=devices.replicated)()
+    root = root_key(spread)
+    state = jax.jit(steps.init, out_shardings=devices.replicated)(root)
     inputs, targets = map(np.asarray, batch(spread))
     arrays = devices.put({"inputs": inputs, "targets": targets})
     assert len(arrays[0].sharding.device_set) == 8
-    _, metrics = jax.jit(steps.train)(state, *arrays)
+    _, metrics = jax.jit(steps.train)(state, *arrays, root)
     # Each row is computed as on one device; the mean over rows is summed in another order.
     np.testing.assert_allclose(float(metrics.loss), float(one[0].loss), rtol=1e-5)
     np.testing.assert_allclose(float(metrics.grad_norm), float(one[0].grad_norm), rtol=2e-3)
@@ -220,7 +223,8 @@ def test_the_learning_rate_warms_up_and_decays():
     ("init", "std"), [("gpt2", 0.02), ("small_init", (2 / 160) ** 0.5), ("lecun_uniform", 96**-0.5)]
 )
 def test_initial_standard_deviations(init, std):
-    state = jax.jit(make_steps(tiny_settings(model__init=init), None).init)()
+    settings = tiny_settings(model__init=init)
+    state = jax.jit(make_steps(settings, None).init)(root_key(settings))
     params = state.params
     # 4.5 standard errors of an estimate from n samples: 4.5 / √(2 n).
     for kernel, expected in (
@@ -249,9 +253,10 @@ def test_both_places_of_the_scale_agree_in_float32_and_differ_in_bfloat16():
             attention__numerics="exact",
         )
         steps = make_steps(settings, Attend(TILED))
-        state = jax.jit(steps.init)()
+        root = root_key(settings)
+        state = jax.jit(steps.init)(root)
         inputs, targets = batch(settings)
-        return float(jax.jit(steps.evaluate)(state.params, inputs, targets))
+        return float(jax.jit(steps.evaluate)(state.params, inputs, targets, root))
 
     np.testing.assert_allclose(loss("qk", "float32"), loss("scores", "float32"), rtol=1e-6)
     assert loss("qk", "bfloat16") != loss("scores", "bfloat16")
@@ -267,7 +272,8 @@ def test_one_product_of_query_key_and_value_is_three():
             attention__numerics="exact",
         )
         steps = make_steps(settings, Attend(TILED, packed=packed))
-        state = jax.jit(steps.init)()
+        root = root_key(settings)
+        state = jax.jit(steps.init)(root)
         inputs, targets = (x[0] for x in batch(settings))
         loss_and_grads = jax.value_and_grad(lambda *args: steps.loss(*args)[0])
         return jax.jit(loss_and_grads)(state.params, inputs, targets)
@@ -298,9 +304,10 @@ def test_every_arithmetic_of_the_config_traces_through_a_step(case):
     layers = 2 if case == "by layer and head" else 1
     settings = tiny_settings(**ARITHMETIC[case], model__layers=layers)
     steps = make_steps(settings, Attend(attention.dot_product_attention))
-    state = jax.eval_shape(steps.init)
+    root = root_key(settings)
+    state = jax.eval_shape(steps.init, root)
     inputs = jax.ShapeDtypeStruct((1, 8, 32), jnp.int32)
-    after, metrics = jax.eval_shape(steps.train, state, inputs, inputs)
+    after, metrics = jax.eval_shape(steps.train, state, inputs, inputs, root)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
     )
@@ -402,3 +409,16 @@ def test_the_model_says_what_does_not_fit():
 
 GOLDEN_LOSSES = [5.5618, 5.5631, 5.5333]
 GOLDEN_GRAD_NORM = 0.6470
+
+
+def test_runs_of_other_seeds_are_the_same_programs():
+    def programs(seed):
+        settings = tiny_settings(seed=seed, attention__points={"output": "bfloat16:stochastic"})
+        program = make_program(settings, run_devices(settings))
+        text = program.train.lower(program.state, program.batch, program.batch, program.root)
+        return text.as_text(), program.init.lower(program.root).as_text()
+
+    assert programs(1) == programs(2)
+    settings = [tiny_settings(seed=seed) for seed in (1, 2)]
+    a, b = (make_program(s, run_devices(s)).init(root_key(s)).params for s in settings)
+    assert not all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
