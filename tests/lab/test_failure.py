@@ -1,0 +1,46 @@
+"""The experiment that the README begins with: one seed of it cut short, and, slow, as it stands."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.lab import outcomes, records
+
+
+def collected(directory, *options):
+    """The records of `lab run failure_cpu`, by arm and seed."""
+    lab = [sys.executable, "-m", "lowprec_attn", "lab"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = [*lab, "run", "failure_cpu", f"--workdir={directory / 'runs'}", "--jobs=2", *options]
+    for command in (run, [*lab, "collect", directory / "runs", directory / "records"]):
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1200)
+    return records.read_all(directory / "records")
+
+
+def largest_score(record, step):
+    return max(record.largest("score_maximum", step, i) for i in range(2))
+
+
+def test_scores_leave_where_delta_sees_a_coarse_output(tmp_path):
+    """At step 900 of seed 1 they are 798 and 31: the loss follows some 300 steps later."""
+    options = ("--seeds", "1", "--arms", "output", "normalized", "--config.steps=900")
+    normalized, output = collected(tmp_path, *options)
+    assert (normalized.arm.name, output.arm.name) == ("normalized", "output")
+    assert largest_score(output, 100) < 2 * largest_score(normalized, 100)
+    assert largest_score(output, 900) > 5 * largest_score(normalized, 900)
+
+
+@pytest.mark.slow
+def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
+    found = {o.arm.name: o for o in outcomes.outcomes(collected(tmp_path))}
+    assert set(found["output"].words.values()) == {"exploded"}
+    assert len(found["output"].words) == 3
+    for cure in ("exact", "normalized"):
+        assert found[cure].exploded == 0
+        best = max(max(r.val_losses.values()) for r in found[cure].records.values())
+        broken = min(min(r.val_losses.values()) for r in found["output"].records.values())
+        assert broken > best + 0.5
+    assert outcomes.undecided(list(found.values())) == []
