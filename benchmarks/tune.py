@@ -23,7 +23,7 @@ from benchmarks.attention.problem import Problem as Benchmark
 from benchmarks.attention.records import Record, environment, reason, write
 from benchmarks.attention.timing import Timed, in_one_program, interleave
 from benchmarks.shapes import SHAPES
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import PRESETS, Numerics, StandardMax
 from lowprec_attn.tables import columns
@@ -68,7 +68,7 @@ def inputs(shape_name: str, numerics: Numerics) -> Inputs:
     @jax.jit
     def offsets() -> tuple[Array, Array]:
         out = forward(q, k, v, Scalars(), problem)
-        delta = steps.delta_from_output(do, out.o, numerics, q.dtype)[..., 0].transpose(0, 2, 1)
+        delta = delta_from_output(do, out.o, numerics, q.dtype)[..., 0].transpose(0, 2, 1)
         return exponent_offset(out.lse, problem), dp_offset(delta, problem)
 
     return q, k, v, do, *offsets()

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import LEAST_SHIFT, Place
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.points import LEAST_SHIFT
 from lowprec_attn.numerics import (
     POINTS,
     SALTS,

@@ -70,7 +70,7 @@ def test_a_point_is_named_in_the_files_that_the_architecture_lists() -> None:
 PUBLIC = [
     "lowprec_attn.attention",
     "lowprec_attn.attention.tiled",
-    "lowprec_attn.arithmetic.steps",
+    "lowprec_attn.arithmetic.softmax",
     "lowprec_attn.diagnostics",
     "lowprec_attn.numerics",
     "pallas_kernels.gpu.attention",

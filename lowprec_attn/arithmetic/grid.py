@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Grouped, Place, span, sum_to_shape
+from lowprec_attn.arithmetic.layout import Grouped, sum_to_shape
+from lowprec_attn.arithmetic.places import Place, span
 
 # Of a tile: traced in a loop, or a number.
 Index = Array | int
@@ -17,7 +18,7 @@ class Grid:
     """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
 
     With `every_block` blocks of keys above the causal diagonal are visited too, to no effect.
-    Arrays are in the layout of `steps`, with the sequence on the axis before the last.
+    Arrays are grouped as in `layout`, with the sequence on the axis before the last.
     """
 
     rows: int

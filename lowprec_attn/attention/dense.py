@@ -9,7 +9,8 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic import backward, layout, softmax, visibility
+from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 
 
@@ -41,7 +42,7 @@ def attention(
     spec: Spec,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
-    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+    return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -51,56 +52,56 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], steps.Residuals]:
+) -> tuple[tuple[Array, Array], layout.Residuals]:
     place, s = _scores(q, k, extras, spec)
-    start = steps.initial_state(q, v, spec)
-    state = steps.softmax_step(start, s, v, spec, extras, place)
-    state = steps.keep_unvisited(state, start, steps.visited(extras, place, causal=False))
-    out = steps.finish(state, spec, extras, place.rows, q.dtype)
-    return (out.o, out.lse), steps.Residuals(steps.Grouped(q, k, v, extras), out.o_saved, out.lse)
+    start = softmax.initial_state(q, v, spec)
+    state = softmax.softmax_step(start, s, v, spec, extras, place)
+    state = softmax.keep_unvisited(state, start, visibility.visited(extras, place, causal=False))
+    out = softmax.finish(state, spec, extras, place.rows, q.dtype)
+    return (out.o, out.lse), layout.Residuals(layout.Grouped(q, k, v, extras), out.o_saved, out.lse)
 
 
 def _backward(
-    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
     do, dlse = cotangents
     place, s = _scores(q, k, extras, spec)
     n, dlse = spec.numerics, dlse[..., None]
-    tile = steps.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
+    tile = backward.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
     if res.o_saved is None:
-        delta = steps.delta_from_probs(tile)
+        delta = backward.delta_from_probs(tile)
     else:
-        delta = steps.delta_from_output(do, res.o_saved, n, q.dtype)
+        delta = backward.delta_from_output(do, res.o_saved, n, q.dtype)
     if n.delta == "normalized":
-        sums = steps.row_sums(tile, delta, k, spec, extras, place)
-        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
-        dq = steps.corrected_dq(dq, sums, dlse, spec, extras)
+        sums = backward.row_sums(tile, delta, k, spec, extras, place)
+        dq = backward.query_gradient(tile, delta, k, spec, extras, place)
+        dq = backward.corrected_dq(dq, sums, dlse, spec, extras)
         delta = delta + sums.shift - dlse
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta - dlse
-        dq = steps.query_gradient(tile, delta, k, spec, extras, place)
-    dk, dv = steps.key_gradients(tile, delta, q, do, spec, extras, place)
+        dq = backward.query_gradient(tile, delta, k, spec, extras, place)
+    dk, dv = backward.key_gradients(tile, delta, q, do, spec, extras, place)
     dbias = None
     if extras.bias is not None:
-        ds = steps.ds_of(tile, delta)
-        dbias = steps.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
+        ds = backward.ds_of(tile, delta)
+        dbias = layout.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
     dscale = None
     if extras.scale is not None:
-        dscale = steps.scale_gradient(steps.ds_of(tile, delta), q, k)
-    rounded = steps.round_gradients(dq, dk, dv, res.inputs, spec)
+        dscale = backward.scale_gradient(backward.ds_of(tile, delta), q, k)
+    rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
     return (*rounded, Extras(bias=dbias, scale=dscale))
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[steps.Place, Array]:
-    place = steps.Place(
-        steps.span(0, q.shape[-2])[:, None],
-        steps.span(0, k.shape[-2])[None],
+def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Array]:
+    place = Place(
+        span(0, q.shape[-2])[:, None],
+        span(0, k.shape[-2])[None],
     )
-    s = steps.scores(q, k, extras.bias, spec, extras, place)
-    seen = steps.visible(extras, spec, place, extras.mask)
-    return place, steps.mask_scores(s, seen)
+    s = softmax.scores(q, k, extras.bias, spec, extras, place)
+    seen = visibility.visible(extras, spec, place, extras.mask)
+    return place, visibility.mask_scores(s, seen)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
+from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.arithmetic.transforms import differentiated_as
 
@@ -68,7 +69,7 @@ def attention(
     spec: Spec,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
-    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+    return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -78,30 +79,30 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
-) -> tuple[tuple[Array, Array], steps.Residuals]:
+) -> tuple[tuple[Array, Array], layout.Residuals]:
     grid = _grid(q, k, spec, backward=False, every_block=every_block)
-    tiles = grid.pad(steps.Grouped(q, k, v, extras))
+    tiles = grid.pad(layout.Grouped(q, k, v, extras))
 
-    def query_tile(i: Index) -> steps.Output:
+    def query_tile(i: Index) -> softmax.Output:
         q_tile = grid.query_rows(tiles.q, i)
 
-        def step(j: Index, state: steps.SoftmaxState) -> steps.SoftmaxState:
+        def step(j: Index, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
             s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
-            new = steps.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
+            new = softmax.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
-            visited = steps.visited(extras, place, causal=grid.rows_can_miss_blocks)
-            return steps.keep_unvisited(new, state, visited)
+            visited = visibility.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            return softmax.keep_unvisited(new, state, visited)
 
-        state = lax.fori_loop(0, grid.kv_end(i), step, steps.initial_state(q_tile, v, spec))
-        rows = steps.span(i * grid.block_q, grid.block_q)[:, None]
-        return steps.finish(state, spec, extras, rows, q.dtype)
+        state = lax.fori_loop(0, grid.kv_end(i), step, softmax.initial_state(q_tile, v, spec))
+        rows = span(i * grid.block_q, grid.block_q)[:, None]
+        return softmax.finish(state, spec, extras, rows, q.dtype)
 
     out = lax.map(query_tile, jnp.arange(grid.q_tiles))
     o, lse = grid.unpad_rows(out.o), grid.unpad_rows(out.lse[..., None])[..., 0]
     saved = None
     if out.o_saved is not None:
         saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
-    return (o, lse), steps.Residuals(steps.Grouped(q, k, v, extras), saved, lse)
+    return (o, lse), layout.Residuals(layout.Grouped(q, k, v, extras), saved, lse)
 
 
 class _Sums(NamedTuple):
@@ -117,7 +118,7 @@ class _Walk(NamedTuple):
     """A query tile in the backward pass, which walks over the blocks of keys that it sees."""
 
     grid: Grid
-    tiles: steps.Grouped
+    tiles: layout.Grouped
     i: Index
     q: Array
     do: Array
@@ -132,55 +133,55 @@ class _Walk(NamedTuple):
             s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
-            tile = steps.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
+            tile = backward.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
             return add(total, j, tile, k, place)
 
         return lax.fori_loop(0, self.grid.kv_end(self.i), step, total)
 
     def query_gradient(
-        self, tile: steps.BackwardTile, delta: Array, k: Array, place: steps.Place
+        self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
     ) -> Array:
         """What a block adds to dQ."""
-        return steps.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+        return backward.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ, without dlse; δ₀ of `delta='normalized'`. A pass over the keys where O is not kept."""
         if o_saved is None:
             return self.over_keys(
-                lambda total, j, tile, k, place: total + steps.delta_from_probs(tile),
+                lambda total, j, tile, k, place: total + backward.delta_from_probs(tile),
                 jnp.zeros_like(self.lse),
             )
         o = self.grid.query_rows(o_saved, self.i)
-        return steps.delta_from_output(self.do, o, self.spec.numerics, self.tiles.q.dtype)
+        return backward.delta_from_output(self.do, o, self.spec.numerics, self.tiles.q.dtype)
 
     def normalized(self, delta: Array) -> tuple[Array, Array]:
         """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""
         extras = self.tiles.extras
 
-        def add(total: Any, j: Index, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
-            sums = steps.row_sums(tile, delta, k, self.spec, extras, place)
+        def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
+            sums = backward.row_sums(tile, delta, k, self.spec, extras, place)
             dq = self.query_gradient(tile, delta, k, place)
             return jax.tree.map(jnp.add, total, (dq, sums))
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.lse)
-        dq, sums = self.over_keys(add, (zero, steps.RowSums(row, row, zero)))
-        dq = steps.corrected_dq(dq, sums, self.dlse, self.spec, extras)
+        dq, sums = self.over_keys(add, (zero, backward.RowSums(row, row, zero)))
+        dq = backward.corrected_dq(dq, sums, self.dlse, self.spec, extras)
         return dq, delta + sums.shift - self.dlse
 
     def gradients(self, sums: _Sums, delta: Array, dq: Array | None) -> tuple[_Sums, Array]:
         """The sums with this tile's contributions, and its dQ where that is not known yet."""
         grid, extras = self.grid, self.tiles.extras
 
-        def add(total: Any, j: Index, tile: steps.BackwardTile, k: Array, place: Any) -> Any:
+        def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum = total
             if dq_sum is not None:
                 dq_sum = dq_sum + self.query_gradient(tile, delta, k, place)
-            dk, dv = steps.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
-            ds, dbias, dscale = steps.ds_of(tile, delta), sums.dbias, sums.dscale
+            dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
+            ds, dbias, dscale = backward.ds_of(tile, delta), sums.dbias, sums.dscale
             if dbias is not None:
                 dbias = grid.add_pairs(dbias, ds, self.i, j)
             if dscale is not None:
-                dscale = dscale + steps.scale_gradient(ds, self.q, k)
+                dscale = dscale + backward.scale_gradient(ds, self.q, k)
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
             return _Sums(dk, dv, dbias, dscale), dq_sum
 
@@ -191,7 +192,7 @@ class _Walk(NamedTuple):
 
 def _backward(
     spec: Spec,
-    res: steps.Residuals,
+    res: layout.Residuals,
     cotangents: tuple[Array, Array],
     *,
     every_block: bool = False,
@@ -224,7 +225,7 @@ def _backward(
 
     keys = k.shape[-2]
     dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
-    rounded = steps.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
+    rounded = backward.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
     if extras.bias is not None and sums.dbias is not None:
         t, s = extras.bias.shape[-2:]
         dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
@@ -265,15 +266,15 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) 
 
 
 def _tile_scores(
-    grid: Grid, tiles: steps.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
-) -> tuple[Array, steps.Place]:
+    grid: Grid, tiles: layout.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
+) -> tuple[Array, Place]:
     """Masked scores of query tile i against key block j, and where they lie."""
     place = grid.place(i, j)
     bias, mask = (
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
     )
-    s = steps.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
-    s = steps.mask_scores(s, steps.visible(tiles.extras, spec, place, mask))
+    s = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    s = visibility.mask_scores(s, visibility.visible(tiles.extras, spec, place, mask))
     if grid.kv_padding:
         # Not MASKED: keys that do not exist must not count as repeated maxima of a masked step.
         s = jnp.where((place.cols < grid.keys)[None, None, None], s, -jnp.inf)

@@ -8,7 +8,7 @@ rounding makes O, and with it δ, disagree with the P and dP that δ is subtract
   from the run's own S   Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v): what enters
                          dW_Q(hp) − dW_Q(lp), where P is the same on both sides
 
-Nothing here is arithmetic of its own: all of it is `lowprec_attn.arithmetic.steps`.
+Nothing here is arithmetic of its own: all of it is `lowprec_attn.arithmetic`.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic import backward, layout, products, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid
+from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import rows
@@ -107,8 +108,8 @@ def compare(
     if any(x is not None for x in extras._replace(stream=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
     grid = _grid(q, k, spec)
-    tiles = grid.pad(steps.group(q, k, v, extras))
-    do_tiles = None if do is None else grid.pad_rows(steps.group(do, k, v, Extras()).q)
+    tiles = grid.pad(layout.group(q, k, v, extras))
+    do_tiles = None if do is None else grid.pad_rows(layout.group(do, k, v, Extras()).q)
 
     def chunk(i: Array) -> Comparison:
         do_tile = None if do_tiles is None else grid.query_rows(do_tiles, i)
@@ -123,7 +124,7 @@ class _Chunk:
     """Query tile `i` against all keys."""
 
     grid: Grid
-    tiles: steps.Grouped
+    tiles: layout.Grouped
     i: Array
 
     @property
@@ -131,46 +132,46 @@ class _Chunk:
         return self.grid.query_rows(self.tiles.q, self.i)
 
     @property
-    def place(self) -> steps.Place:
+    def place(self) -> Place:
         first_row = self.i * self.grid.block_q
-        return steps.Place(
-            steps.span(first_row, self.grid.block_q)[:, None],
-            steps.span(0, self.tiles.k.shape[-2])[None],
+        return Place(
+            span(first_row, self.grid.block_q)[:, None],
+            span(0, self.tiles.k.shape[-2])[None],
         )
 
     def scores(self, spec: Spec) -> Array:
         tiles, place = self.tiles, self.place
-        s = steps.scores(self.q, tiles.k, None, spec, tiles.extras, place)
+        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
         seen = (place.cols < self.grid.keys)[None, None, None]
-        by_position = steps.visible(tiles.extras, spec, place, None)
-        return steps.mask_scores(s, seen if by_position is None else seen & by_position)
+        by_position = visibility.visible(tiles.extras, spec, place, None)
+        return visibility.mask_scores(s, seen if by_position is None else seen & by_position)
 
-    def run(self, s: Array, spec: Spec) -> steps.SoftmaxState:
+    def run(self, s: Array, spec: Spec) -> softmax.SoftmaxState:
         """The run's own online softmax, one step per block of keys."""
         grid, extras = self.grid, self.tiles.extras
 
-        def step(j: Array, state: steps.SoftmaxState) -> steps.SoftmaxState:
+        def step(j: Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
             place = grid.place(self.i, j)
             s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
             v_block = grid.key_rows(self.tiles.v, j)
-            new = steps.softmax_step(state, s_block, v_block, spec, extras, place)
+            new = softmax.softmax_step(state, s_block, v_block, spec, extras, place)
             causal = spec.is_causal and not spec.row_max.visits_above_diagonal
-            visited = steps.visited(extras, place, causal=causal)
-            return steps.keep_unvisited(new, state, visited)
+            visited = visibility.visited(extras, place, causal=causal)
+            return softmax.keep_unvisited(new, state, visited)
 
-        start = steps.initial_state(self.q, self.tiles.v, spec)
+        start = softmax.initial_state(self.q, self.tiles.v, spec)
         # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
 
-    def exact(self, s: Array, spec: Spec) -> steps.SoftmaxState:
+    def exact(self, s: Array, spec: Spec) -> softmax.SoftmaxState:
         """Float32 softmax of s in one step over all keys."""
-        start = steps.initial_state(self.q, self.tiles.v, spec)
-        return steps.softmax_step(start, s, self.tiles.v, spec, self.tiles.extras, self.place)
+        start = softmax.initial_state(self.q, self.tiles.v, spec)
+        return softmax.softmax_step(start, s, self.tiles.v, spec, self.tiles.extras, self.place)
 
-    def finish(self, state: steps.SoftmaxState, spec: Spec) -> steps.Output:
+    def finish(self, state: softmax.SoftmaxState, spec: Spec) -> softmax.Output:
         tiles = self.tiles
-        return steps.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
+        return softmax.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
 
 
 def _compare_rows(chunk: _Chunk, do: Array | None, spec: Spec) -> Comparison:
@@ -206,32 +207,32 @@ def _score_rows(s: Array, spec: Spec) -> ScoreRows:
 
 
 def _gradient_rows(
-    chunk: _Chunk, s: Array, out: steps.Output, o_exact: Array, do: Array, spec: Spec
+    chunk: _Chunk, s: Array, out: softmax.Output, o_exact: Array, do: Array, spec: Spec
 ) -> GradientRows:
     _, k, v, extras = chunk.tiles
     q, place = chunk.q, chunk.place
     float32, k_format = get_format("float32"), get_format(k.dtype.name)
-    tile = steps.backward_tile(s, out.lse[..., None], v, do, spec, extras, place)
+    tile = backward.backward_tile(s, out.lse[..., None], v, do, spec, extras, place)
     if out.o_saved is None:
-        delta = steps.delta_from_probs(tile)
+        delta = backward.delta_from_probs(tile)
     else:
-        delta = steps.delta_from_output(do, out.o_saved, spec.numerics, q.dtype)
+        delta = backward.delta_from_output(do, out.o_saved, spec.numerics, q.dtype)
     if spec.numerics.delta == "normalized":
-        delta = delta + steps.row_sums(tile, delta, k, spec, extras, place).shift
+        delta = delta + backward.row_sums(tile, delta, k, spec, extras, place).shift
     # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
     whole = dataclasses.replace(spec, numerics=spec.numerics.replace(tile_grads="float32"))
-    dq = steps.query_gradient(tile, delta, k, whole, extras, place)
-    rounded_ds = steps.rounded_ds(tile, delta, spec, extras, place)
-    pk = steps.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
+    dq = backward.query_gradient(tile, delta, k, whole, extras, place)
+    rounded_ds = backward.rounded_ds(tile, delta, spec, extras, place)
+    pk = products.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
 
     def over_row(x: Array) -> Array:
         return jnp.sum(x, axis=-1, keepdims=True)
 
     return GradientRows(
         delta,
-        steps.delta_from_output(do, o_exact, _EXACT, q.dtype),
+        backward.delta_from_output(do, o_exact, _EXACT, q.dtype),
         over_row(tile.p) - 1,
-        over_row(steps.ds_of(tile, delta)),
+        over_row(backward.ds_of(tile, delta)),
         over_row(rounded_ds) / jnp.float32(spec.scale),
         pk,
         dq,

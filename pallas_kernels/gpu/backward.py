@@ -2,7 +2,7 @@
 
 Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
 every sum is taken by one program in a fixed order: no atomics, the same bits on every run. The
-arithmetic is that of `lowprec_attn.arithmetic.steps`, point by point.
+arithmetic is that of `lowprec_attn.arithmetic.backward`, point by point.
 """
 
 import dataclasses
@@ -17,8 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic import steps
-from lowprec_attn.arithmetic.steps import Place, mask_scores
+from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.places import Place, tile_number
+from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
 from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call
 from pallas_kernels.gpu.products import Rounder
@@ -228,7 +229,7 @@ def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: 
     queries, keys = problem.tiles_per_rounded_product
     tiles, size = (keys, problem.tile.kv) if which == 0 else (queries, problem.tile.query)
     assert tiles is not None
-    number = steps.tile_number(c * (tiles * size), which)
+    number = tile_number(c * (tiles * size), which)
     place = dataclasses.replace(place, step=number)
     return program.round_point(x, "tile_grads", place)
 
@@ -381,7 +382,7 @@ def _delta_from_output(walk: _Walk) -> Array:
     parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
     for do, o in zip(*parts, strict=True):
-        delta = delta + steps.delta_from_output(do, o, problem.spec.numerics, problem.dtype)
+        delta = delta + delta_from_output(do, o, problem.spec.numerics, problem.dtype)
     return delta
 
 

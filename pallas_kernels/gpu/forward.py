@@ -3,7 +3,7 @@
 A program owns a tile of query rows and walks over the key tiles that it may see, in online-softmax
 steps (FlashAttention-2, arXiv 2307.08691, Algorithm 1) of one tile or of several. Tiles above the
 causal diagonal are neither computed nor loaded; only tiles that the diagonal, a length or the end
-of the keys cuts are masked. The arithmetic is that of `lowprec_attn.arithmetic.steps`, point by
+of the keys cuts are masked. The arithmetic is that of `lowprec_attn.arithmetic.softmax`, point by
 point.
 """
 
@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import SoftmaxState, statistic
+from lowprec_attn.arithmetic.places import statistic
+from lowprec_attn.arithmetic.softmax import SoftmaxState
 from lowprec_attn.numerics import MASKED, get_rounding
 from pallas_kernels.gpu.instructions import anew
 from pallas_kernels.gpu.problem import Problem, call

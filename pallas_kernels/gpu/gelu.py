@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from lowprec_attn.arithmetic.steps import span
+from lowprec_attn.arithmetic.places import span
 from pallas_kernels.gpu.instructions import exp2
 from pallas_kernels.gpu.problem import LOG2E
 

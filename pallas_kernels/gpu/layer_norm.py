@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float32
 
-from lowprec_attn.arithmetic.steps import span
+from lowprec_attn.arithmetic.places import span
 
 EPSILON = 1e-5
 # Rows whose part of the scale's gradient one program sums.

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.arithmetic.steps import Place, span
 from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.block_sizes import Tile

@@ -1,4 +1,4 @@
-"""The arithmetic of one online-softmax step of a query tile: `arithmetic.steps.softmax_step`.
+"""The arithmetic of one online-softmax step of a query tile: `arithmetic.softmax.softmax_step`.
 
 A step has one tile of keys, or several: then the row maximum comes first, over all of them, and the
 products after it.
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
+from lowprec_attn.arithmetic.places import Place, statistic
+from lowprec_attn.arithmetic.softmax import SoftmaxState
 from lowprec_attn.numerics import MASKED, StandardMax, get_format
 from pallas_kernels.gpu.instructions import (
     exp2,
@@ -142,7 +143,7 @@ def _auxiliary_product(probs: Array, v: Array, walk: Walk) -> Array | None:
 
 
 class _Step(NamedTuple):
-    """One online-softmax step of a tile once its m is known: `steps.softmax_step` on one head."""
+    """One online-softmax step of a tile once its m is known: `softmax_step` on one head."""
 
     state: SoftmaxState
     r_m: Array

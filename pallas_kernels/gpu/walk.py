@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, mask_scores
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.gpu.scalars import Scalars

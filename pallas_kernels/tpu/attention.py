@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
 from lowprec_attn.arithmetic.transforms import first_order_only
 from pallas_kernels.rounder import unsupported_rounding
@@ -99,7 +100,7 @@ def attention(
     """
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
-    return steps.ungroup(*_attend(*steps.group(q, k, v, extras), spec))
+    return ungroup(*_attend(*group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -109,9 +110,9 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], steps.Residuals]:
+) -> tuple[tuple[Array, Array], Residuals]:
     q, k, v = first_order_only((q, k, v), "tpu")
-    inputs = steps.Grouped(q, k, v, extras)
+    inputs = Grouped(q, k, v, extras)
     problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
     qs, ks, vs = _padded_inputs(inputs, problem)
     out = forward(qs, ks, vs, Scalars.of(extras, spec), problem)
@@ -121,11 +122,11 @@ def _forward(
     saved = None
     if spec.numerics.delta != "dp_p":
         saved = o if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
-    return (o, lse), steps.Residuals(inputs, saved, lse)
+    return (o, lse), Residuals(inputs, saved, lse)
 
 
 def _backward(
-    spec: Spec, res: steps.Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
     inputs, (do, dlse) = res.inputs, first_order_only(cotangents, "tpu")
     sizes, scalars = _sizes_of(inputs, spec), Scalars.of(inputs.extras, spec)
@@ -145,7 +146,7 @@ def _backward(
     if res.o_saved is None:
         delta = _by_row(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)
     else:
-        delta = steps.delta_from_output(do, res.o_saved, n, inputs.q.dtype)[..., 0]
+        delta = delta_from_output(do, res.o_saved, n, inputs.q.dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     if n.delta == "normalized":  # dQ comes first: it finds the δ of dK and dV
         dq, found = query_gradients(operands(by_query, delta, dlse), scalars, by_query)
@@ -162,7 +163,7 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _problem(inputs: steps.Grouped, spec: Spec, tile: Tile) -> Problem:
+def _problem(inputs: Grouped, spec: Spec, tile: Tile) -> Problem:
     batch, kv_heads, group, rows, head_size = inputs.q.shape
     keys = inputs.k.shape[-2]
     sizes = _sizes_of(inputs, spec)
@@ -183,7 +184,7 @@ def _problem(inputs: steps.Grouped, spec: Spec, tile: Tile) -> Problem:
     )
 
 
-def _sizes_of(inputs: steps.Grouped, spec: Spec) -> BlockSizes:
+def _sizes_of(inputs: Grouped, spec: Spec) -> BlockSizes:
     (*_, rows, head_size), keys = inputs.q.shape, inputs.k.shape[-2]
     given = spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
@@ -191,7 +192,7 @@ def _sizes_of(inputs: steps.Grouped, spec: Spec) -> BlockSizes:
     return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize)
 
 
-def _padded_inputs(inputs: steps.Grouped, problem: Problem) -> tuple[Array, Array, Array]:
+def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Array]:
     """q (times the scale where that is exact), k, v as the kernels take them."""
     q = (
         inputs.q * jnp.asarray(problem.spec.scale, inputs.q.dtype)

@@ -2,8 +2,8 @@
 
 Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
 every sum is taken by one program in a fixed order: the same bits on every run. The arithmetic is
-that of `lowprec_attn.arithmetic.steps`, point by point. A row without keys comes with lse = +inf,
-so P = 0.
+that of `lowprec_attn.arithmetic.backward`, point by point. A row without keys comes with
+lse = +inf, so P = 0.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, mask_scores
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.problem import (
     Problem,
@@ -153,7 +154,7 @@ class GradientSum(NamedTuple):
             self.part[...] = jnp.zeros_like(self.part)
 
     def _add_rounded(self, x: Array, rows: Array, first: Array) -> None:
-        # `steps` tells the random bits of these roundings apart in the same way.
+        # `tile_number` tells the random bits of these roundings apart in the same way.
         place = Place(rows, indices(0, x.shape[1], 1), 3 * first + self.which)
         self.total[...] += self.program.round_point(x, "tile_grads", place)
 

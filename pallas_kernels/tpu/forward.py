@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
+from lowprec_attn.arithmetic.places import Place, statistic
+from lowprec_attn.arithmetic.softmax import SoftmaxState
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.rounder import BFLOAT16
 from pallas_kernels.tpu import softmax

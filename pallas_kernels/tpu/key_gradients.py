@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.places import Place
 from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.backward import (
     GradientSum,

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.places import Place
 from pallas_kernels import problem as common
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.products import Rounder

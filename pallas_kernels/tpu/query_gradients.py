@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.places import Place
 from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.backward import (
     GradientSum,
@@ -46,7 +46,7 @@ class QueryGradients(NamedTuple):
 
 
 class _QuerySums(NamedTuple):
-    """Scratch of dQ: sums, lse and δ by row; `p_dp`, `p`, `pk` as in `steps.RowSums`."""
+    """Scratch of dQ: sums, lse and δ by row; `p_dp`, `p`, `pk` as in `backward.RowSums`."""
 
     dq: Any
     lse: Any

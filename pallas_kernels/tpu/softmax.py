@@ -2,8 +2,8 @@
 
 `softmax_step` is a step whose scores are at hand at once. Of a longer one the tiles are walked over
 twice: `Largest` finds m, then `contribution` is summed, and `close` ends the step; that also ends
-one that sees no key. Everything is that of `steps.softmax_step`, point by point; row statistics are
-kept equal in all 128 lanes.
+one that sees no key. Everything is that of `arithmetic.softmax.softmax_step`, point by point; row
+statistics are kept equal in all 128 lanes.
 """
 
 import functools
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, SoftmaxState, statistic
+from lowprec_attn.arithmetic.places import Place, statistic
+from lowprec_attn.arithmetic.softmax import SoftmaxState
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
 from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.block_sizes import LANES

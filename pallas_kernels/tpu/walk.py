@@ -13,7 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.steps import Place, SoftmaxState, mask_scores
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.problem import Problem, indices

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from points import CHOICES, ROUNDINGS, closer, finite
 
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
@@ -96,12 +96,12 @@ def test_mutant_that_skips_a_rounding_is_noticed(
 ) -> None:
     chosen = EXACT.replace(**{point: "bfloat16"})
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
-    round_point = steps.Rounder.__call__
+    round_point = Rounder.__call__
 
-    def skipping(self: steps.Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
         return x if name == point else round_point(self, x, name, *rest)
 
-    monkeypatch.setattr(steps.Rounder, "__call__", skipping)
+    monkeypatch.setattr(Rounder, "__call__", skipping)
     mutant = eager_result(implementation, chosen)
     assert closer(mutant, off, on) == ROUNDINGS[point]  # it lies where the point is off
     with pytest.raises(AssertionError, match="between on and off"):

@@ -23,7 +23,7 @@ from public_record import SHARE, Run, by_head, difference, reading
 from published_calls import PRESETS, RULES, Call, library
 
 from lowprec_attn import numerics
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic.points import Rounder
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -133,12 +133,12 @@ def test_without_a_mutation_the_reading_is_met(preset: str) -> None:
 def test_a_mutant_without_a_point_is_noticed(
     preset: str, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    round_point = steps.Rounder.__call__
+    round_point = Rounder.__call__
 
-    def skipping(self: steps.Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
         return x if name == point else round_point(self, x, name, *rest)
 
-    monkeypatch.setattr(steps.Rounder, "__call__", skipping)
+    monkeypatch.setattr(Rounder, "__call__", skipping)
     mutant = library(float32_call(preset), mutant_inputs(), "eager")
     assert largest_share(mutant, preset) > SHARE
 

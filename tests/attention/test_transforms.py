@@ -13,7 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 from kernel_calls import INTERPRETED as GPU_SIZES
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.arithmetic import steps
+from lowprec_attn.arithmetic import softmax
+from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import MODES, Numerics, RowMax, round_to
@@ -55,11 +56,11 @@ def test_the_row_maximum_has_no_derivative(rule: RowMax) -> None:
     spec = Spec(numerics=numerics.PUBLISHED, row_max=rule, scale=1.0)
     q, v = jnp.ones((1, 1, 1, 2, 4)), jnp.ones((1, 1, 3, 4))
     s = jax.random.normal(KEY, (1, 1, 1, 2, 3))
-    place = steps.Place(steps.span(0, 2)[:, None], steps.span(0, 3)[None])
+    place = Place(span(0, 2)[:, None], span(0, 3)[None])
 
     def maximum(s: jax.Array) -> jax.Array:
-        start = steps.initial_state(q, v, spec)
-        return steps.softmax_step(start, s, v, spec, Extras(), place).m
+        start = softmax.initial_state(q, v, spec)
+        return softmax.softmax_step(start, s, v, spec, Extras(), place).m
 
     assert np.all(quick_jit(lambda: jax.jvp(maximum, (s,), (jnp.ones_like(s),)))()[1] == 0)
 

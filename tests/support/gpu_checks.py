@@ -47,8 +47,8 @@ from kernel_calls import (
 from points import ROUNDINGS, distances
 
 from lowprec_attn import numerics
-from lowprec_attn.arithmetic import steps
-from lowprec_attn.arithmetic.steps import Place
+from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
 from pallas_kernels.gpu.problem import Problem
@@ -229,9 +229,9 @@ class SignedError:
         arrays = {name: x if name == "dlse" else x.astype(self.dtype) for name, x in arrays.items()}
         spec = device_call(self.case, chosen, "standard").spec
         device = compiled(Call(spec))(arrays, extras)
-        delta = jax.jit(
-            lambda do, o: steps.delta_from_output(do, o, chosen, jnp.dtype(self.dtype))
-        )(arrays["do"], device["out"])
+        delta = jax.jit(lambda do, o: delta_from_output(do, o, chosen, jnp.dtype(self.dtype)))(
+            arrays["do"], device["out"]
+        )
         result = harness.as_float32(device | {"delta": delta})
         right = dict(oracle(self.case))
         do = harness.inputs(problem)["do"].astype(np.float64)

@@ -1,0 +1,147 @@
+"""The backward pass of one tile, every point named: P, dP, δ, dS, what it adds to dQ, dK and dV."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.layout import Grouped
+from lowprec_attn.arithmetic.places import Place, span, tile_number
+from lowprec_attn.arithmetic.points import Rounder
+from lowprec_attn.arithmetic.products import dot, format_of, query_key_products, scale_of
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import Format, Numerics, round_to
+
+
+class BackwardTile(NamedTuple):
+    """P [B, K, G, T, S], unrounded, and dP as rounded at its point."""
+
+    p: Array
+    dp: Array
+
+
+def backward_tile(
+    s: Array, lse: Array, v: Array, do: Array, spec: Spec, extras: Extras, place: Place
+) -> BackwardTile:
+    """P = exp(S − lse) and dP = round_dp(dO vᵀ)."""
+    # A row without keys has lse = −inf; its scores are all MASKED and exp must give 0.
+    p = jnp.exp(s - jnp.where(lse == -jnp.inf, jnp.float32(0), lse))
+    dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
+    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))
+
+
+def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.dtype) -> Array:
+    """δ = rowsum(dO ∘ O_saved), [..., 1], for queries of `dtype`; may be summed over parts of H."""
+    products = do.astype(jnp.float32) * o_saved.astype(jnp.float32)
+    if numerics.delta == "do_o_storage":
+        products = round_to(products, numerics.rounding_at("output", dtype).format)
+    return jnp.sum(products, axis=-1, keepdims=True)
+
+
+def delta_from_probs(tile: BackwardTile) -> Array:
+    """δ = rowsum(dP ∘ P) over the keys of this tile, [B, K, G, T, 1]."""
+    return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)
+
+
+class RowSums(NamedTuple):
+    """Of `delta='normalized'`: Σ P (dP − δ₀), Σ P [..., T, 1] and Σ round(P) k [..., T, H]."""
+
+    p_dp: Array
+    p: Array
+    pk: Array
+
+    @property
+    def shift(self) -> Array:
+        """r / s, by which δ exceeds δ₀: 0 for a row without keys."""
+        return jnp.where(self.p == 0, jnp.float32(0), self.p_dp / jnp.where(self.p == 0, 1, self.p))
+
+
+def row_sums(
+    tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
+) -> RowSums:
+    """The sums over the keys of this tile, with δ₀ for `delta`."""
+    n = spec.numerics
+    p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
+    return RowSums(
+        jnp.sum(tile.p * (tile.dp - delta), axis=-1, keepdims=True),
+        jnp.sum(tile.p, axis=-1, keepdims=True),
+        dot("bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, format_of(k)),
+    )
+
+
+def corrected_dq(dq: Array, sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
+    """dQ of δ₀ and without dlse as that of δ₀ + r / s − dlse, before rounding at `grads`."""
+    return dq - scale_of(spec, extras) * (sums.shift - dlse) * sums.pk
+
+
+def ds_of(tile: BackwardTile, delta: Array) -> Array:
+    """dS = P ∘ (dP − δ), the gradient of the scores and of the bias, before rounding at `ds`."""
+    return tile.p * (tile.dp - delta)
+
+
+def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
+    """dS · scale as rounded at `ds`."""
+    scaled = ds_of(tile, delta) * scale_of(spec, extras)
+    return Rounder.of(spec, extras)(scaled, "ds", place)
+
+
+def query_gradient(
+    tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
+) -> Array:
+    """What the tile adds to dQ, float32."""
+    n = spec.numerics
+    ds = rounded_ds(tile, delta, spec, extras, place)
+    dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, format_of(k))
+    features = span(0, k.shape[-1])[None]
+    tile_place = Place(place.rows, features, tile_number(place.cols[0, 0], 0))
+    return Rounder.of(spec, extras)(dq, "tile_grads", tile_place)
+
+
+def key_gradients(
+    tile: BackwardTile,
+    delta: Array,
+    q: Array,
+    do: Array,
+    spec: Spec,
+    extras: Extras,
+    place: Place,
+) -> tuple[Array, Array]:
+    """What the tile adds to dK and dV [B, K, S, H], float32, summed over the query heads."""
+    n, round_point = spec.numerics, Rounder.of(spec, extras)
+    ds = rounded_ds(tile, delta, spec, extras, place)
+    p_rounded = round_point(tile.p, "probs_bwd", place)
+
+    def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
+        if n.tile_grads.is_identity:
+            return dot("bkgts,bkgth->bksh", a, b, a_format, format_of(b))
+        by_head = dot("bkgts,bkgth->bkgsh", a, b, a_format, format_of(b))
+        features = span(0, b.shape[-1])[None]
+        number = tile_number(place.rows[0, 0], which)
+        tile_place = Place(place.cols.reshape(-1, 1), features, number)
+        rounded = round_point(by_head, "tile_grads", tile_place)
+        return jnp.sum(rounded, axis=2)
+
+    dk = product(ds, q, n.ds.result_format, 1)
+    return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
+
+
+def scale_gradient(ds: Array, q: Array, k: Array) -> Array:
+    """Contribution of one tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
+    return jnp.sum(ds * query_key_products(q, k))
+
+
+def round_gradients(
+    dq: Array, dk: Array, dv: Array, inputs: Grouped, spec: Spec
+) -> tuple[Array, Array, Array]:
+    """The finished float32 sums, rounded at `grads` and stored in the dtypes of the inputs."""
+
+    def finished(x: Array, like: Array, which: int) -> Array:
+        h = x.shape[-1]
+        # dK and dV have no group axis; `which` tells the three arrays' random bits apart.
+        x5 = x if x.ndim == 5 else x[:, :, None]
+        place = Place(span(0, x.shape[-2])[:, None], span(0, h)[None], which)
+        rounded = Rounder.of(spec, inputs.extras)(x5, "grads", place, like.dtype)
+        return rounded.reshape(x.shape).astype(like.dtype)
+
+    return finished(dq, inputs.q, 0), finished(dk, inputs.k, 1), finished(dv, inputs.v, 2)

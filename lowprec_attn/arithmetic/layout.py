@@ -1,0 +1,57 @@
+"""Arrays of a call grouped by key head, as the arithmetic takes them, and back.
+
+q, dO and O are [B, K, G, T, H], k and v [B, K, S, H], scores [B, K, G, T, S] and row statistics
+[B, K, G, T, 1], for K key heads and G = N / K queries each.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Extras
+
+
+class Grouped(NamedTuple):
+    """The arrays of a call grouped by key head."""
+
+    q: Array
+    k: Array
+    v: Array
+    extras: Extras
+
+
+class Residuals(NamedTuple):
+    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, lse."""
+
+    inputs: Grouped
+    o_saved: Array | None
+    lse: Array
+
+
+def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
+    """From [B, T, N, H] to arrays grouped by key head; mask and bias to [B|1, K|1, G|1, T, S]."""
+    b, t, n, h = q.shape
+    kv_heads = k.shape[2]
+    q = q.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    bias, mask = (x if x is None else _group_pairs(x, kv_heads) for x in (extras.bias, extras.mask))
+    return Grouped(q, k, v, extras._replace(bias=bias, mask=mask))
+
+
+def _group_pairs(x: Array, kv_heads: int) -> Array:
+    b, n, t, s = x.shape
+    return x.reshape(b, 1, 1, t, s) if n == 1 else x.reshape(b, kv_heads, n // kv_heads, t, s)
+
+
+def ungroup(o: Array, lse: Array) -> tuple[Array, Array]:
+    """O and lse back to [B, T, N, H] and [B, T, N]."""
+    b, k, g, t, h = o.shape
+    o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
+    return o, lse.reshape(b, k * g, t).transpose(0, 2, 1)
+
+
+def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """Sums over the axes along which an array of `shape` was broadcast to x."""
+    axes = tuple(i for i, (a, b) in enumerate(zip(x.shape, shape, strict=True)) if b == 1 and a > 1)
+    return jnp.sum(x, axis=axes, keepdims=True)

@@ -1,0 +1,66 @@
+"""Rounding at a point: in its format, with its random bits."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
+from lowprec_attn.numerics import SALTS, Numerics, counter_bits, get_format, round_to
+
+_FLOAT32 = get_format("float32")
+
+
+# exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
+LEAST_SHIFT = -128.0
+
+
+class Rounder(NamedTuple):
+    """Rounds at the points of `numerics`; `stream` gives the random bits that a point may need."""
+
+    numerics: Numerics
+    stream: RandomStream | None
+
+    @classmethod
+    def of(cls, spec: Spec, extras: Extras) -> "Rounder":
+        """The roundings of a call."""
+        return cls(spec.numerics, extras.stream)
+
+    def __call__(
+        self, x: Array, point: str, place: Place, dtype: np.dtype = _FLOAT32.dtype
+    ) -> Array:
+        """x rounded at a point of `POINTS`; random bits are a function of the place.
+
+        dtype: of the inputs, which `output` and `grads` follow.
+        """
+        rounding = self.numerics.rounding_at(point, dtype)
+        if rounding.is_identity:
+            return x
+        bits = self._bits(x, point, place) if rounding.needs_bits else None
+        return round_to(x, rounding.format, rounding.mode, bits)
+
+    def shift(self, x: Array, place: Place) -> Array:
+        """An exponent S − m or m_old − m as rounded at `shift`."""
+        if self.numerics.shift.is_identity:
+            return x
+        return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
+
+    def _bits(self, x: Array, point: str, place: Place) -> Array:
+        stream = self.stream
+        if stream is None:
+            rounding = getattr(self.numerics, point)
+            raise ValueError(f"{point}={rounding} draws random bits; pass key=jax.random.key(...)")
+        b, k, g = x.shape[:3]
+        bits = counter_bits(
+            stream.seed,
+            SALTS[point],
+            stream.batch.reshape(b, 1, 1, 1, 1),
+            # A gradient summed over a group (g = 1) is told apart by the group's first head.
+            stream.head.reshape(1, k, -1, 1, 1)[:, :, :g],
+            place.rows[None, None, None],
+            place.cols[None, None, None],
+            place.step,
+        )
+        return jnp.broadcast_to(bits, x.shape)

@@ -1,0 +1,41 @@
+"""Matrix products with float32 accumulation."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import Format, get_format
+
+
+def format_of(x: Array) -> Format:
+    """The format of an array's dtype."""
+    return get_format(x.dtype.name)
+
+
+def dot(equation: str, a: Array, b: Array, a_format: Format, b_format: Format) -> Array:
+    """A matrix product with float32 accumulation.
+
+    Operands that both live in one 16-bit format go in as such (tensor cores take them so);
+    otherwise both go in as float32 and are multiplied as float32, never as TF32 or bfloat16.
+    """
+    dtype = a_format.dtype
+    if a_format.dtype != b_format.dtype or dtype.itemsize != 2:
+        dtype = jnp.dtype(jnp.float32)
+    return jnp.einsum(
+        equation,
+        a.astype(dtype),
+        b.astype(dtype),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def query_key_products(q: Array, k: Array) -> Array:
+    """q kᵀ of arrays grouped as in `layout`, [B, K, G, T, S]."""
+    return dot("bkgth,bksh->bkgts", q, k, format_of(q), format_of(k))
+
+
+def scale_of(spec: Spec, extras: Extras) -> Array:
+    """The factor of q kᵀ: known before the call is compiled, or an array."""
+    return jnp.float32(spec.scale) if extras.scale is None else extras.scale
