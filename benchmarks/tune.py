@@ -38,7 +38,7 @@ from pallas_kernels.gpu.backward import (
 )
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
-from pallas_kernels.gpu.scalars import Scalars
+from pallas_kernels.scalars import Scalars
 
 KERNELS = tuple(f.name for f in dataclasses.fields(BlockSizes) if f.name != "interpret")
 _PRESETS = [name for name, n in PRESETS.items() if not (n.normalize_probs or n.needs_bits)]

@@ -1,13 +1,28 @@
-"""Sizes of one attention call and the tile of one kernel: what the kernels of all devices share."""
+"""One attention call as all kernels see it: sizes, tile, which keys they visit, masks."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, StandardMax
+from pallas_kernels.scalars import Scalars
+
+
+class Range(NamedTuple):
+    """Blocks begin ... end − 1 are visited; `full` tells those that take no mask."""
+
+    begin: Array
+    full: Array
+    end: Array
+
+    def clamp(self, index: Array) -> Array:
+        """The nearest visited block: what lies outside is then not fetched."""
+        return jnp.clip(index, self.begin, jnp.maximum(self.end - 1, self.begin))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +80,55 @@ class Problem:
     def keeps_auxiliary(self) -> bool:
         """Whether the forward kernel keeps Ō′."""
         return self.spec.numerics.saved_dtype == jnp.bfloat16
+
+    @property
+    def keeps_partial_sums(self) -> bool:
+        """Whether l may be kept in parts until the end: nothing looks at it in between."""
+        return self.spec.numerics.stats.is_identity and self.spec.row_max.clamp is None
+
+    @property
+    def has_masked_tiles(self) -> bool:
+        """Whether some visited tile may not be seen in full."""
+        return self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
+
+    def key_range(
+        self,
+        i: Array,
+        batch: Array,
+        scalars: Scalars,
+        *,
+        size: int | None = None,
+        causal: bool | None = None,
+    ) -> Range:
+        """The key tiles that query tile i visits, those before `full` without a mask.
+
+        Args:
+          i: query tile.
+          batch: batch element.
+          scalars: for the lengths.
+          size: of blocks of keys that are counted instead of tiles.
+          causal: whether the diagonal ends the visit, None for as the call is.
+        """
+        rows, size = self.tile.query, size or self.tile.kv
+        full, end = jnp.int32(self.keys // size), jnp.int32(-(-self.keys // size))
+        if self.spec.is_causal if causal is None else causal:
+            full = jnp.minimum(full, lax.div(i * rows + 1, size))
+            end = jnp.minimum(end, lax.div((i + 1) * rows + size - 1, size))
+        if scalars.key_lengths is not None:
+            length = scalars.key_lengths[batch]
+            full = jnp.minimum(full, lax.div(length, size))
+            end = jnp.minimum(end, lax.div(length + size - 1, size))
+        if scalars.query_lengths is not None:
+            end = jnp.where(i * rows < scalars.query_lengths[batch], end, 0)
+        return Range(jnp.int32(0), full, end)
+
+    @property
+    def score_unit(self) -> float:
+        """What the forward kernel's scores and m count in: `scale`, or 1.
+
+        See `counts_in_scale`; a row-max rule is told the unit.
+        """
+        return self.spec.scale if self.counts_in_scale("scores", "shift", "stats") else 1.0
 
     def counts_in_scale(self, *points: str) -> bool:
         """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.

@@ -23,7 +23,6 @@ from lowprec_attn.numerics import (
     Numerics,
     Rounding,
     counter_bits,
-    get_format,
     get_rounding,
     round_in_kernel,
 )
@@ -145,8 +144,3 @@ class Rounder:
             total = product if total is None else total + product
         assert total is not None
         return total
-
-
-def format_of(x: Array) -> Format:
-    """The format of an array's dtype."""
-    return get_format(x.dtype.name)

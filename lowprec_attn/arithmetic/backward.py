@@ -53,8 +53,14 @@ class RowSums(NamedTuple):
 
     @property
     def shift(self) -> Array:
-        """r / s, by which δ exceeds δ₀: 0 for a row without keys."""
-        return jnp.where(self.p == 0, jnp.float32(0), self.p_dp / jnp.where(self.p == 0, 1, self.p))
+        """By which δ exceeds δ₀."""
+        return row_shift(self.p_dp, self.p)
+
+
+def row_shift(p_dp: Array, p: Array) -> Array:
+    """Σ P (dP − δ₀) / Σ P, by which a normalised δ exceeds δ₀: 0 for a row without keys."""
+    empty = p == 0
+    return jnp.where(empty, jnp.float32(0), p_dp / jnp.where(empty, jnp.float32(1), p))
 
 
 def row_sums(

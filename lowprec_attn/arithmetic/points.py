@@ -1,6 +1,6 @@
 """Rounding at a point: in its format, with its random bits."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +12,15 @@ from lowprec_attn.numerics import SALTS, Numerics, counter_bits, get_format, rou
 
 _FLOAT32 = get_format("float32")
 
-
 # exp(−128) is 0 in float32, and −128 a number of every format; MASKED may not be.
 LEAST_SHIFT = -128.0
+
+
+class RoundPoint(Protocol):
+    """x rounded at a point of `POINTS`: a `Rounder`, or that of a kernel's program."""
+
+    def __call__(self, x: Array, point: str, place: Place) -> Array:
+        """float32 in, float32 out."""
 
 
 class Rounder(NamedTuple):

@@ -129,6 +129,24 @@ class Request:
         )
 
 
+# Served by the kernels.
+HEAD_SIZES = range(16, 257)
+
+
+def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
+    """What of the request no implementation in tiles can serve, or None.
+
+    block_sizes: the class of the implementation's tile record.
+    """
+    given = request.spec.block_sizes
+    if given is not None and not isinstance(given, block_sizes):
+        taken = f"{block_sizes.__module__}.{block_sizes.__qualname__}"
+        return f"block_sizes of type {type(given).__name__} (it takes {taken})"
+    if request.spec.numerics.normalize_probs:
+        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
+    return None
+
+
 def unsupported_by_kernels(request: Request) -> str | None:
     """What of the request no Pallas kernel can serve, or None."""
     if request.has_traced_scale:
@@ -138,4 +156,8 @@ def unsupported_by_kernels(request: Request) -> str | None:
             "jax.shard_map with check_vma=True "
             "(pass check_vma=False to it, and call attention.within_shard inside)"
         )
+    if request.has_bias or request.has_mask:
+        return "a dense bias" if request.has_bias else "a dense mask"
+    if request.q_shape[-1] not in HEAD_SIZES:
+        return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return None

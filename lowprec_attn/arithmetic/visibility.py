@@ -19,7 +19,7 @@ def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Arr
       place: the tile.
       mask: the dense mask of this tile, [B|1, K|1, G|1, T|1, S|1].
     """
-    positions = _positions_visible(extras, place, causal=spec.is_causal)
+    positions = _of_every_head(extras, place, causal=spec.is_causal)
     if mask is None or positions is None:
         return positions if mask is None else mask
     return mask & positions
@@ -37,18 +37,43 @@ def visited(extras: Extras, place: Place, *, causal: bool) -> Array | None:
       place: the tile.
       causal: whether the diagonal counts, see `RowMax.visits_above_diagonal`.
     """
-    return _positions_visible(extras, Place(place.rows, place.cols[:, :1]), causal=causal)
+    return _of_every_head(extras, Place(place.rows, place.cols[:, :1]), causal=causal)
 
 
-def _positions_visible(extras: Extras, place: Place, *, causal: bool) -> Array | None:
+def _of_every_head(extras: Extras, place: Place, *, causal: bool) -> Array | None:
     rows, cols = (x[None, None, None] for x in (place.rows, place.cols))
+    keys, queries = (
+        None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
+        for lengths in (extras.key_lengths, extras.query_lengths)
+    )
+    return by_position(Place(rows, cols), causal=causal, keys=keys, queries=queries)
+
+
+def by_position(
+    place: Place,
+    *,
+    causal: bool,
+    limit: Array | int | None = None,
+    keys: Array | None = None,
+    queries: Array | None = None,
+) -> Array | None:
+    """True where a row may see a column by position alone; None where all may.
+
+    Args:
+      place: the tile.
+      causal: whether the diagonal counts.
+      limit: how many columns there are, None: as many as the tile's.
+      keys, queries: how many columns and rows are valid, None: all.
+    """
     parts = []
+    if limit is not None:
+        parts.append(place.cols < limit)
     if causal:
-        parts.append(cols <= rows)
-    if extras.key_lengths is not None:
-        parts.append(cols < extras.key_lengths.reshape(-1, 1, 1, 1, 1))
-    if extras.query_lengths is not None:
-        parts.append(rows < extras.query_lengths.reshape(-1, 1, 1, 1, 1))
+        parts.append(place.cols <= place.rows)
+    if keys is not None:
+        parts.append(place.cols < keys)
+    if queries is not None:
+        parts.append(place.rows < queries)
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.recurrence import keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 
 
@@ -56,7 +57,7 @@ def _forward(
     place, s = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec)
     state = softmax.softmax_step(start, s, v, spec, extras, place)
-    state = softmax.keep_unvisited(state, start, visibility.visited(extras, place, causal=False))
+    state = keep_unvisited(state, start, visibility.visited(extras, place, causal=False))
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
     return (out.o, out.lse), layout.Residuals(layout.Grouped(q, k, v, extras), out.o_saved, out.lse)
 

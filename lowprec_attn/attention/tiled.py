@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.places import Place, span
-from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_in_tiles
 from lowprec_attn.arithmetic.transforms import differentiated_as
 
 DEFAULT_KV_BLOCK = 256
@@ -48,12 +49,7 @@ class BlockSizes:
 
 def unsupported(request: Request) -> str | None:
     """What of the request `tiled` cannot serve, or None."""
-    if request.spec.numerics.normalize_probs:
-        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    sizes = request.spec.block_sizes
-    if sizes is not None and not isinstance(sizes, BlockSizes):
-        return f"block_sizes of type {type(sizes).__name__} (it takes tiled.BlockSizes)"
-    return None
+    return unsupported_in_tiles(request, BlockSizes)
 
 
 def keys_per_step(request: Request) -> int:
@@ -86,12 +82,12 @@ def _forward(
     def query_tile(i: Index) -> softmax.Output:
         q_tile = grid.query_rows(tiles.q, i)
 
-        def step(j: Index, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+        def step(j: Index, state: SoftmaxState) -> SoftmaxState:
             s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
             new = softmax.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
             visited = visibility.visited(extras, place, causal=grid.rows_can_miss_blocks)
-            return softmax.keep_unvisited(new, state, visited)
+            return keep_unvisited(new, state, visited)
 
         state = lax.fori_loop(0, grid.kv_end(i), step, softmax.initial_state(q_tile, v, spec))
         rows = span(i * grid.block_q, grid.block_q)[:, None]

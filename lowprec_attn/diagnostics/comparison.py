@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, products, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import rows
@@ -146,30 +147,30 @@ class _Chunk:
         by_position = visibility.visible(tiles.extras, spec, place, None)
         return visibility.mask_scores(s, seen if by_position is None else seen & by_position)
 
-    def run(self, s: Array, spec: Spec) -> softmax.SoftmaxState:
+    def run(self, s: Array, spec: Spec) -> SoftmaxState:
         """The run's own online softmax, one step per block of keys."""
         grid, extras = self.grid, self.tiles.extras
 
-        def step(j: Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+        def step(j: Array, state: SoftmaxState) -> SoftmaxState:
             place = grid.place(self.i, j)
             s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
             v_block = grid.key_rows(self.tiles.v, j)
             new = softmax.softmax_step(state, s_block, v_block, spec, extras, place)
             causal = spec.is_causal and not spec.row_max.visits_above_diagonal
             visited = visibility.visited(extras, place, causal=causal)
-            return softmax.keep_unvisited(new, state, visited)
+            return keep_unvisited(new, state, visited)
 
         start = softmax.initial_state(self.q, self.tiles.v, spec)
         # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
 
-    def exact(self, s: Array, spec: Spec) -> softmax.SoftmaxState:
+    def exact(self, s: Array, spec: Spec) -> SoftmaxState:
         """Float32 softmax of s in one step over all keys."""
         start = softmax.initial_state(self.q, self.tiles.v, spec)
         return softmax.softmax_step(start, s, self.tiles.v, spec, self.tiles.extras, self.place)
 
-    def finish(self, state: softmax.SoftmaxState, spec: Spec) -> softmax.Output:
+    def finish(self, state: SoftmaxState, spec: Spec) -> softmax.Output:
         tiles = self.tiles
         return softmax.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
 

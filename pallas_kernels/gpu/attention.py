@@ -20,7 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
+from lowprec_attn.arithmetic.request import (
+    Extras,
+    Request,
+    Spec,
+    unsupported_by_kernels,
+    unsupported_in_tiles,
+)
 from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import MODES, KvBlock, Numerics
 from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
@@ -35,22 +41,21 @@ from pallas_kernels.gpu.backward import (
 from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
-from pallas_kernels.gpu.scalars import Scalars
 from pallas_kernels.rounder import unsupported_rounding
+from pallas_kernels.scalars import Scalars
 
 # Significands shortened by up to 6 bits beside the formats of the hardware.
 FORMATS = ("float32", "bfloat16", "float16", *(f"bf16_m{n}" for n in range(1, 7)))
 KV_TILE = 16  # a step has a multiple of this many keys, or all
 _ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
-HEAD_SIZES = range(16, 257)
 
 
 def unsupported(request: Request) -> str | None:
     """What of the request the kernels cannot serve, or None."""
+    if reason := unsupported_in_tiles(request, BlockSizes):
+        return reason
     sizes = request.spec.block_sizes
-    if sizes is not None and not isinstance(sizes, BlockSizes):
-        expected = "pallas_kernels.block_sizes.BlockSizes"
-        return f"block_sizes of type {type(sizes).__name__} (it takes {expected})"
+    assert sizes is None or isinstance(sizes, BlockSizes)
     interpret = sizes is not None and sizes.interpret
     if not interpret and (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
         return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"
@@ -58,18 +63,11 @@ def unsupported(request: Request) -> str | None:
         return f"compute capability {capability} (it needs 8.0, Ampere)"
     if reason := unsupported_by_kernels(request):
         return reason
-    if request.has_bias or request.has_mask:
-        return "a dense bias" if request.has_bias else "a dense mask"
-    head_size = request.q_shape[-1]
-    if head_size not in HEAD_SIZES:
-        return f"head size {head_size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return _unsupported_numerics(request)
 
 
 def _unsupported_numerics(request: Request) -> str | None:
     numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
-    if numerics.normalize_probs:
-        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     step = numerics.step_of(keys, KV_TILE)
     if step % KV_TILE and step < keys:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {KV_TILE} keys, or all)"

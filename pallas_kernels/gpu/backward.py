@@ -17,14 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.backward import delta_from_output, row_shift
 from lowprec_attn.arithmetic.places import Place, tile_number
+from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
-from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call
+from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call, whole
 from pallas_kernels.gpu.products import Rounder
-from pallas_kernels.gpu.scalars import Scalars, whole
-from pallas_kernels.rounder import format_of
+from pallas_kernels.problem import Range
+from pallas_kernels.scalars import Scalars
 
 # δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
 # fourth program per multiprocessor.
@@ -288,33 +289,31 @@ class _Walk(NamedTuple):
 
     def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
         """The sum of contribution(P, dP, k, place) over the key tiles: an array or several."""
-        full, end = self._range()
-        return self._sum(contribution, zero, jnp.int32(0), full, end)
+        return self._sum(contribution, zero, self._range())
 
     def sum_of_rounded(self, contribution: Callable[..., Any], zero: Any) -> Any:
         """The same, the first of several sums rounded at `tile_grads` product by product."""
         _, per_product = self.program.problem.tiles_per_rounded_product
         if per_product is None:
             return self.sum(contribution, zero)
-        full, end = self._range()
+        _, full, end = self._range()
         place = self.program.problem.features(self.start, self.program.problem.tile.query)
 
         def add_product(c: Array, total: Any) -> Any:
             first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
-            sums = self._sum(contribution, zero, first, jnp.clip(full, first, last), last)
+            part = Range(first, jnp.clip(full, first, last), last)
+            sums = self._sum(contribution, zero, part)
             product = _rounded_product(self.program, sums[0], place, c, 0)
             return jax.tree.map(jnp.add, total, (product, *sums[1:]))
 
         return lax.fori_loop(0, lax.div(end + per_product - 1, per_product), add_product, zero)
 
-    def _range(self) -> tuple[Array, Array]:
+    def _range(self) -> Range:
         problem, scalars, batch, _ = self.program
         return problem.key_range(self.i, batch, scalars)
 
-    def _sum(
-        self, contribution: Callable[..., Any], zero: Any, first: Array, full: Array, end: Array
-    ) -> Any:
-        """Over the tiles first ... end − 1, those before `full` without a mask."""
+    def _sum(self, contribution: Callable[..., Any], zero: Any, visited: Range) -> Any:
+        """Over the visited tiles, those before `full` without a mask."""
         problem = self.program.problem
 
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
@@ -326,12 +325,13 @@ class _Walk(NamedTuple):
             new = contribution(probs, dp, keys.for_scores, place)
             return jax.tree.map(jnp.add, total, new)
 
+        begin, full, end = visited
         total = zero
         # First, because ptxas serialises all tensor-core instructions of the other order: there,
         # a program without unmasked tiles sets the accumulator of a pending one to zero.
         if problem.has_masked_tiles:
             total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
-        return lax.fori_loop(first, full, partial(add_tile, masked=False), total)
+        return lax.fori_loop(begin, full, partial(add_tile, masked=False), total)
 
 
 def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
@@ -363,8 +363,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         dq, pk, *sums = walk.sum_of_rounded(with_row_sums, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         # What δ₀ lacks, r / s − dlse, in the units of dS.
-        lacks = jnp.where(s == 0, jnp.float32(0), r / jnp.where(s == 0, jnp.float32(1), s))
-        lacks = lacks + dp_offset(walk.statistic(ref.dlse), problem)
+        lacks = row_shift(r, s) + dp_offset(walk.statistic(ref.dlse), problem)
         problem.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
         dq = dq - lacks * pk
     elif problem.tiles_per_rounded_product[1] is None:

@@ -17,21 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.places import statistic
-from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.recurrence import SoftmaxState, divisor, keep_unvisited, log_sum_exp
 from lowprec_attn.numerics import MASKED, get_rounding
 from pallas_kernels.gpu.instructions import anew
-from pallas_kernels.gpu.problem import Problem, call
+from pallas_kernels.gpu.problem import Problem, call, whole
 from pallas_kernels.gpu.products import Rounder
-from pallas_kernels.gpu.scalars import Scalars, whole
 from pallas_kernels.gpu.softmax import (
     initial_state,
-    row_sums,
     step_above_diagonal,
     step_of_one_tile,
     step_of_tiles,
 )
 from pallas_kernels.gpu.walk import Walk
+from pallas_kernels.scalars import Scalars
 
 _BFLOAT16 = get_rounding("bfloat16")
 
@@ -75,9 +73,9 @@ def _forward(
         new = take_step(state, t, walk, masked=masked)
         if not masked or problem.masked_step_changes_nothing:
             return new
-        return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
+        return keep_unvisited(new, state, walk.visits(t))
 
-    full, end = problem.key_range(i, batch, scalars, size=problem.step)
+    _, full, end = problem.key_range(i, batch, scalars, size=problem.step)
     state = initial_state(problem)
     several = problem.tiles_per_step > 1
     if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
@@ -88,8 +86,8 @@ def _forward(
     if problem.has_masked_tiles:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
     if problem.visits_above_diagonal:
-        _, every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)
-        state = lax.fori_loop(end, every, partial(step_above_diagonal, walk=walk), state)
+        every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)
+        state = lax.fori_loop(end, every.end, partial(step_above_diagonal, walk=walk), state)
     if several:
         # Otherwise q's addresses, which are O's too, would stay in registers during the walk.
         start = anew(start, interpret=problem.interpret)
@@ -103,19 +101,17 @@ def _finish(
     place = problem.features(start, problem.tile.query)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
-    l = jnp.sum(state.l, axis=-1, keepdims=True) if row_sums(problem) > 1 else one(state.l)
-    l = round_point(l, "normalizer", statistic(place, "l"))
+    l = jnp.sum(state.l, axis=-1, keepdims=True) if problem.keeps_partial_sums else one(state.l)
     empty = m <= MASKED
-    divisor = jnp.where(empty, jnp.float32(1), l)
-    unrounded = state.acc / divisor
+    l = divisor(l, empty, round_point, place)
+    unrounded = state.acc / l
     o = round_point(unrounded, "output", place)
     problem.store_rows(out.o, o, start)
     if state.aux is not None:
-        problem.store_rows(out.saved, round_point.nearest(state.aux / divisor, _BFLOAT16), start)
+        problem.store_rows(out.saved, round_point.nearest(state.aux / l, _BFLOAT16), start)
     elif out.saved is not None:
         problem.store_rows(out.saved, unrounded, start)
 
-    lse = m * np.float32(problem.score_unit) + jnp.log(divisor)
-    lse = round_point(lse, "lse", statistic(place, "lse"))
-    lse = jnp.where(empty, -jnp.inf, lse)
+    m = m * np.float32(problem.score_unit)
+    lse = log_sum_exp(m, l, empty, round_point, place)
     problem.store_statistics(out.lse, lse[:, 0], start)

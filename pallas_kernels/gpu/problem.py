@@ -16,11 +16,12 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.visibility import by_position
 from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.block_sizes import Tile
 from pallas_kernels.gpu.products import Rounder
-from pallas_kernels.gpu.scalars import Scalars
+from pallas_kernels.scalars import Scalars
 
 LOG2E = math.log2(math.e)
 
@@ -86,12 +87,13 @@ class Problem(common.Problem):
 
     @property
     def step(self) -> int:
-        """Keys of an online-softmax step, of one or several tiles."""
-        return self.spec.numerics.step_of(self.keys, self.tile.kv)
+        """Keys of an online-softmax step, in whole tiles where one step has all of them."""
+        step = self.spec.numerics.step_of(self.keys, self.tile.kv)
+        return step if step < self.keys else self.kv_tiles * self.tile.kv
 
     @property
     def tiles_per_step(self) -> int:
-        """Key tiles of a step, the last one maybe partial where the step is all keys."""
+        """Key tiles of a step, or 1 where a tile has more keys than a step."""
         return -(-self.step // self.tile.kv)
 
     @property
@@ -125,14 +127,6 @@ class Problem(common.Problem):
         rows, warps = self.tile.query, self.tile.warps
         counts = counts and self.tiles_per_step == 1
         return counts and self.hopper and warps % 4 == 0 and rows % (16 * warps) == 0
-
-    @property
-    def score_unit(self) -> float:
-        """What the forward kernel's scores and m count in: `scale`, or 1.
-
-        See `counts_in_scale`; a row-max rule is told the unit.
-        """
-        return self.spec.scale if self.counts_in_scale("scores", "stats", "shift") else 1.0
 
     @property
     def scales_last(self) -> bool:
@@ -228,36 +222,16 @@ class Problem(common.Problem):
         *,
         size: int | None = None,
         causal: bool | None = None,
-    ) -> tuple[Array, Array]:
-        """Of the key tiles that query tile i visits: how many are seen in full, and how many.
+    ) -> common.Range:
+        """See `common.Problem`; a tile with rows beyond the lengths masks all its keys."""
+        seen = super().key_range(i, batch, scalars, size=size, causal=causal)
+        if scalars.query_lengths is None:
+            return seen
+        all_rows = (i + 1) * self.tile.query <= scalars.query_lengths[batch]
+        return seen._replace(full=jnp.where(all_rows, seen.full, 0))
 
-        Args:
-          i: query tile.
-          batch: batch element.
-          scalars: for the lengths.
-          size: of blocks of keys that are counted instead of tiles.
-          causal: whether the diagonal ends the visit, None for as the call is.
-        """
-        size = size or self.tile.kv
-        # Of a step over all keys the last tile may be partial, and then takes the mask.
-        whole = self.keys // size if size % self.tile.kv == 0 else 0
-        zero, full, end = (jnp.int32(x) for x in (0, whole, -(-self.keys // size)))
-        if self.spec.is_causal if causal is None else causal:
-            first, last = i * self.tile.query, (i + 1) * self.tile.query
-            full = jnp.minimum(lax.div(first + 1, size), full)
-            end = jnp.minimum(lax.div(last + size - 1, size), end)
-        if scalars.key_lengths is not None:
-            length = scalars.key_lengths[batch]
-            full = jnp.minimum(lax.div(length, size), full)
-            end = jnp.minimum(lax.div(length + size - 1, size), end)
-        if scalars.query_lengths is not None:
-            length = scalars.query_lengths[batch]
-            full = jnp.where((i + 1) * self.tile.query <= length, full, zero)
-            end = jnp.where(i * self.tile.query < length, end, zero)
-        return full, end
-
-    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> tuple[Array, Array, Array]:
-        """The query tiles that see key tile j: the first, the first that sees all, the end."""
+    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
+        """The query tiles that see key tile j, those from `full` on without a mask."""
         begin, full, end = (jnp.int32(x) for x in (0, 0, self.q_tiles))
         if self.spec.is_causal:
             first, last = j * self.tile.kv, (j + 1) * self.tile.kv - 1
@@ -271,32 +245,27 @@ class Problem(common.Problem):
             length = scalars.key_lengths[batch]
             full = jnp.where((j + 1) * self.tile.kv <= length, full, end)
             begin = jnp.where(j * self.tile.kv < length, begin, end)
-        return begin, jnp.maximum(full, begin), end
+        return common.Range(begin, jnp.maximum(full, begin), end)
 
     @property
     def has_masked_tiles(self) -> bool:
-        """Whether some visited tile is not seen in full."""
-        return (
-            self.spec.is_causal
-            or self.keys % self.tile.kv != 0
-            or self.has_query_lengths
-            or self.has_key_lengths
-        )
+        """See `common.Problem`; rows beyond the lengths are masked too."""
+        return super().has_masked_tiles or self.has_query_lengths
 
     def visible(
         self, place: Place, batch: Array, scalars: Scalars, *, causal: bool | None = None
     ) -> Array:
         """True where a row may see a column; rows beyond T may, they are never stored.
 
-        `causal`: whether the diagonal counts, None for as the call is.
+        causal: whether the diagonal counts, None for as the call is.
         """
-        seen = place.cols < self.keys
-        if self.spec.is_causal if causal is None else causal:
-            seen = seen & (place.cols <= place.rows)
-        if scalars.key_lengths is not None:
-            seen = seen & (place.cols < scalars.key_lengths[batch])
-        if scalars.query_lengths is not None:
-            seen = seen & (place.rows < scalars.query_lengths[batch])
+        keys, queries = (
+            None if lengths is None else lengths[batch]
+            for lengths in (scalars.key_lengths, scalars.query_lengths)
+        )
+        causal = self.spec.is_causal if causal is None else causal
+        seen = by_position(place, causal=causal, limit=self.keys, keys=keys, queries=queries)
+        assert seen is not None
         return seen
 
     def load_rows(self, ref: Any, start: Array | int, size: int, *index: Any) -> Array:
@@ -363,6 +332,11 @@ class Problem(common.Problem):
         if self.rows % self.tile.query != 0:
             mask = span(start, self.tile.query) < self.rows
         plt.store(ref, x, mask=mask)
+
+
+def whole(x: Array) -> pl.BlockSpec:
+    """A small array, handed to every program as it is."""
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def by_lane(reduce: Callable[..., Array], x: Array) -> Array:

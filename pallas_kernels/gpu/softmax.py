@@ -8,13 +8,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, statistic
-from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.products import format_of
+from lowprec_attn.arithmetic.recurrence import (
+    SoftmaxState,
+    keep_unvisited,
+    next_accumulator,
+    next_sum,
+    subtracted_max,
+    summed_probs,
+)
 from lowprec_attn.numerics import MASKED, StandardMax, get_format
 from pallas_kernels.gpu.instructions import (
     exp2,
@@ -24,7 +31,6 @@ from pallas_kernels.gpu.instructions import (
 )
 from pallas_kernels.gpu.problem import LANES, LOG2E, THREADS, Problem, by_lane
 from pallas_kernels.gpu.walk import Walk
-from pallas_kernels.rounder import format_of
 
 _FLOAT32 = get_format("float32")
 
@@ -34,7 +40,7 @@ def initial_state(problem: Problem) -> SoftmaxState:
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     aux = acc if problem.keeps_auxiliary else None
-    l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if row_sums(problem) > 1 else row
+    l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if problem.keeps_partial_sums else row
     return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
 
 
@@ -50,7 +56,7 @@ def step_of_one_tile(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool)
     step = _Step.of(state, r_m, below, partial(count, interpret=problem.interpret), t, walk)
     probs, alpha = step.probs(s, below, place), step.alpha
     rounded = walk.round_point(probs, "probs", place)
-    row_sum = _row_sum(rounded if n.row_sum == "rounded" else probs, problem)
+    row_sum = _row_sum(summed_probs(probs, rounded, n), problem)
     pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
     aux_pv = _auxiliary_product(probs, v, walk)
     return step.finish(alpha, row_sum, pv, aux_pv)
@@ -98,7 +104,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
         s, place = walk.scores(k, j, masked=masked)
         probs = step.probs(s, s - r_m, place)
         rounded = walk.round_point(probs, "probs", place)
-        row_sum = row_sum + _row_sum(rounded if n.row_sum == "rounded" else probs, problem)
+        row_sum = row_sum + _row_sum(summed_probs(probs, rounded, n), problem)
         pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
         if aux_pv is not None:
             aux_pv = aux_pv + _auxiliary_product(probs, v, walk)
@@ -126,7 +132,7 @@ def step_above_diagonal(t: Array, state: SoftmaxState, *, walk: Walk) -> Softmax
     new = step.finish(
         step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero
     )
-    return jax.tree.map(partial(jnp.where, walk.visits(t)), new, state)
+    return keep_unvisited(new, state, walk.visits(t))
 
 
 def _count_near(below: Array, tolerance: float) -> Array:
@@ -168,9 +174,7 @@ class _Step(NamedTuple):
         out = Place(problem.place(walk.i, t).rows, problem.feature_columns, t * problem.step)
         m = rule.running_max(r_m, below, state.m, unit=problem.score_unit, is_repeated=is_repeated)
         m = round_point(m, "stats", statistic(out, "m"))
-        # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
-        subtracted = jnp.where(m <= MASKED, jnp.float32(0), m)
-        return cls(state, r_m, m, subtracted, out, walk)
+        return cls(state, r_m, m, subtracted_max(m), out, walk)
 
     @property
     def alpha(self) -> Array:
@@ -203,18 +207,11 @@ class _Step(NamedTuple):
     ) -> SoftmaxState:
         """The state after the step; rescaled: pv holds α Ō already."""
         problem, round_point, state = self.walk.problem, self.walk.round_point, self.state
+        alpha_of_l = _per_column(alpha, LANES) if problem.keeps_partial_sums else alpha
         rule = problem.spec.row_max
-        if rule.clamp is not None:
-            row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
-        alpha_of_l = _per_column(alpha, LANES) if row_sums(problem) > 1 else alpha
-        l = alpha_of_l * state.l + row_sum
-        l = round_point(l, "stats", statistic(self.out, "l"))
+        l = next_sum(state.l, alpha_of_l, row_sum, rule, round_point, self.out)
         alpha = _per_column(alpha, problem.padded_head)
-        acc = pv
-        if not rescaled:
-            pv = round_point(pv, "pv", self.out)
-            acc = round_point(alpha * state.acc, "rescale", self.out)
-            acc = round_point(acc + pv, "accumulator", self.out)
+        acc = pv if rescaled else next_accumulator(state.acc, alpha, pv, round_point, self.out)
         aux = state.aux
         if aux is not None and aux_pv is not None:
             aux = alpha * aux + aux_pv
@@ -244,17 +241,9 @@ def _per_column(x: Array, columns: int) -> Array:
     return jnp.broadcast_to(x[:, None, :, None], shape).reshape(rows, columns)
 
 
-def row_sums(problem: Problem) -> int:
-    """Sums that l is kept in: 8 where only their total matters, at the end, else 1.
-
-    A thread then adds the scores that it holds itself, and no step waits for an exchange.
-    """
-    n, rule = problem.spec.numerics, problem.spec.row_max
-    return LANES if n.stats.is_identity and rule.clamp is None else 1
-
-
 def _row_sum(p: Array, problem: Problem) -> Array:
     """What l adds up: sums of the columns that are equal modulo 8, or of all, [query, copies]."""
-    if row_sums(problem) == 1:
+    if not problem.keeps_partial_sums:
         return _over_row(jnp.sum, p, problem)
+    # A thread adds the scores that it holds itself, and no step waits for an exchange.
     return by_lane(jnp.sum, p)

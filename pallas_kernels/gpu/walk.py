@@ -9,11 +9,11 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.products import Rounder
-from pallas_kernels.gpu.scalars import Scalars
-from pallas_kernels.rounder import format_of
+from pallas_kernels.scalars import Scalars
 
 
 class Walk(NamedTuple):
@@ -69,7 +69,7 @@ class Walk(NamedTuple):
         """
         problem = self.problem
         first, last = t * problem.tiles_per_step, (t + 1) * problem.tiles_per_step
-        full, end = problem.key_range(self.i, self.batch, self.scalars)
+        _, full, end = problem.key_range(self.i, self.batch, self.scalars)
         if masked:
             last = jnp.minimum(last, end)
 

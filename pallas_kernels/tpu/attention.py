@@ -9,13 +9,21 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
-from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_by_kernels
+from lowprec_attn.arithmetic.request import (
+    Extras,
+    Request,
+    Spec,
+    unsupported_by_kernels,
+    unsupported_in_tiles,
+)
 from lowprec_attn.arithmetic.transforms import first_order_only
 from pallas_kernels.rounder import unsupported_rounding
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import Operands, lse_unit
 from pallas_kernels.tpu.block_sizes import (
     LANES,
@@ -29,30 +37,24 @@ from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.key_gradients import key_gradients
 from pallas_kernels.tpu.problem import Problem
 from pallas_kernels.tpu.query_gradients import delta_from_probs, query_gradients
-from pallas_kernels.tpu.scalars import Scalars
 
 FORMATS = ("float32", "bfloat16")
 MODES = ("nearest", "stochastic")
-HEAD_SIZES = range(16, 257)
 
 
 def unsupported(request: Request) -> str | None:
     """What of the request the kernels cannot serve, or None."""
+    if reason := unsupported_in_tiles(request, BlockSizes):
+        return reason
     sizes = request.spec.block_sizes
-    if sizes is not None and not isinstance(sizes, BlockSizes):
-        expected = "pallas_kernels.tpu.block_sizes.BlockSizes"
-        return f"block_sizes of type {type(sizes).__name__} (it takes {expected})"
+    assert sizes is None or isinstance(sizes, BlockSizes)
     interpreted = sizes is not None and sizes.interpret is not None
     if not interpreted and (request.platform or jax.default_backend()) != "tpu":
         return "this platform (it needs a TPU, or BlockSizes(interpret=...))"
     if reason := unsupported_by_kernels(request):
         return reason
-    if request.has_bias or request.has_mask:
-        return "a dense bias" if request.has_bias else "a dense mask"
     if request.dtype.name not in FORMATS:
         return f"{request.dtype.name} q, k and v (it takes {' and '.join(FORMATS)})"
-    if request.q_shape[-1] not in HEAD_SIZES:
-        return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     if reason := _unsupported_numerics(request):
         return reason
     return too_large(_sizes_for(request), request.q_shape[-1], request.dtype.itemsize)
@@ -73,8 +75,6 @@ def _sizes_for(request: Request) -> BlockSizes:
 
 def _unsupported_numerics(request: Request) -> str | None:
     numerics = request.spec.numerics
-    if numerics.normalize_probs:
-        return "normalize_probs (P is normalised before rounding, which needs whole rows)"
     step = numerics.kv_block
     if isinstance(step, int) and step % LANES:
         if step < request.kv_shape[1]:
@@ -115,7 +115,7 @@ def _forward(
     inputs = Grouped(q, k, v, extras)
     problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
     qs, ks, vs = _padded_inputs(inputs, problem)
-    out = forward(qs, ks, vs, Scalars.of(extras, spec), problem)
+    out = forward(qs, ks, vs, _scalars(extras, spec), problem)
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
     lse = _by_group(out.lse, problem)[..., 0, :rows]
@@ -129,7 +129,7 @@ def _backward(
     spec: Spec, res: Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, Array, Extras]:
     inputs, (do, dlse) = res.inputs, first_order_only(cotangents, "tpu")
-    sizes, scalars = _sizes_of(inputs, spec), Scalars.of(inputs.extras, spec)
+    sizes, scalars = _sizes_of(inputs, spec), _scalars(inputs.extras, spec)
     by_query, by_key = (
         _problem(inputs, spec, tile) for tile in (sizes.query_gradients, sizes.key_gradients)
     )
@@ -190,6 +190,14 @@ def _sizes_of(inputs: Grouped, spec: Spec) -> BlockSizes:
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
     itemsize = inputs.q.dtype.itemsize
     return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize)
+
+
+def _scalars(extras: Extras, spec: Spec) -> Scalars:
+    scalars = Scalars.of(extras, spec)
+    if scalars.seed is None:
+        return scalars
+    # Scalar memory holds int32.
+    return scalars._replace(seed=lax.bitcast_convert_type(scalars.seed, jnp.int32))
 
 
 def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Array]:

@@ -15,17 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.places import Place, tile_number
+from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
-from pallas_kernels.rounder import format_of
+from pallas_kernels.problem import Range
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.problem import (
     Problem,
-    Range,
     exponential,
     indices,
 )
 from pallas_kernels.tpu.products import COLUMNS, Rounder
-from pallas_kernels.tpu.scalars import Scalars
 
 
 class Operands(NamedTuple):
@@ -62,7 +62,7 @@ class Side(NamedTuple):
 
 def lse_unit(problem: Problem) -> float:
     """What lse counts in: lse = lse_unit · `Operands.lse`."""
-    return problem.score_unit("scores")
+    return problem.spec.scale if problem.counts_in_scale("scores") else 1.0
 
 
 def probs_and_dp(
@@ -154,8 +154,7 @@ class GradientSum(NamedTuple):
             self.part[...] = jnp.zeros_like(self.part)
 
     def _add_rounded(self, x: Array, rows: Array, first: Array) -> None:
-        # `tile_number` tells the random bits of these roundings apart in the same way.
-        place = Place(rows, indices(0, x.shape[1], 1), 3 * first + self.which)
+        place = Place(rows, indices(0, x.shape[1], 1), tile_number(first, self.which))
         self.total[...] += self.program.round_point(x, "tile_grads", place)
 
 

@@ -15,10 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.places import Place, statistic
-from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.recurrence import SoftmaxState, divisor, log_sum_exp
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.rounder import BFLOAT16
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
@@ -30,7 +31,6 @@ from pallas_kernels.tpu.problem import (
     to_row,
 )
 from pallas_kernels.tpu.products import Rounder
-from pallas_kernels.tpu.scalars import Scalars
 from pallas_kernels.tpu.walk import Inputs, LongStep, Program, Walk, read, take_part, take_steps
 
 
@@ -48,7 +48,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     walk = Walk.of(problem)
 
     def key_tile(b: Array, h: Array, i: Array, tile: Array, scalars: Scalars) -> tuple[Any, ...]:
-        visited = problem.key_range(i, size.kv, b, scalars)
+        visited = problem.key_range(i, b, scalars)
         return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
     block = (None, None, size.kv, problem.head_size)
@@ -122,13 +122,12 @@ def _finish(
     if query_length is not None:
         empty = empty | (rows >= query_length)
     l = state.l
-    if softmax.sums_by_lane(problem):
+    if problem.keeps_partial_sums:
         l = jnp.broadcast_to(jnp.sum(l, axis=-1, keepdims=True), l.shape)
-    l = round_point(l, "normalizer", statistic(place, "l"))
-    divisor = jnp.where(empty, jnp.float32(1), l)
+    l = divisor(l, empty, round_point, place)
 
     def divided(acc: Array) -> Array:
-        quotient = acc / lanes(divisor, problem.head_size)
+        quotient = acc / lanes(l, problem.head_size)
         if query_length is None:
             return quotient
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)
@@ -140,6 +139,5 @@ def _finish(
     elif out.saved is not None:
         out.saved[...] = unrounded
 
-    lse = state.m * jnp.float32(softmax.score_unit(problem)) + jnp.log(divisor)
-    lse = round_point(lse, "lse", statistic(place, "lse"))
-    out.lse[...] = to_row(jnp.where(empty, -jnp.inf, lse))
+    m = state.m * jnp.float32(problem.score_unit)
+    out.lse[...] = to_row(log_sum_exp(m, l, empty, round_point, place))

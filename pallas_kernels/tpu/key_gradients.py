@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
-from pallas_kernels.rounder import format_of
+from lowprec_attn.arithmetic.products import format_of
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
     GradientSum,
     Operands,
@@ -27,7 +28,6 @@ from pallas_kernels.tpu.problem import (
     indices,
 )
 from pallas_kernels.tpu.products import ROWS
-from pallas_kernels.tpu.scalars import Scalars
 
 
 def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
@@ -104,9 +104,7 @@ def _key_gradients(
         dk_total.add(i, lambda x: dot(ds[:, x], q[x], ds_format, format_of(q), ROWS), cols)
 
     seen = problem.query_range(j, batch, scalars)
-    visit_tile(
-        i, seen, (problem.key_range(i, problem.tile.kv, batch, scalars).full > j), problem, add_tile
-    )
+    visit_tile(i, seen, (problem.key_range(i, batch, scalars).full > j), problem, add_tile)
     for total in (dk_total, dv_total):
         total.end_of_tile(
             i, seen, problem.q_tiles, indices(j * problem.tile.kv, problem.tile.kv, 0)

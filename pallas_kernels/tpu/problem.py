@@ -14,10 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.visibility import by_position
 from pallas_kernels import problem as common
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.products import Rounder
-from pallas_kernels.tpu.scalars import Scalars
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,46 +63,25 @@ class Problem(common.Problem):
         """
         return math.frexp(self.spec.scale)[0] == 0.5
 
-    def score_unit(self, *rounded: str) -> float:
-        """What a kernel's scores s count in, S = score_unit · s: 1, or `scale`.
+    def counts_in_scale(self, *points: str) -> bool:
+        """See `common.Problem`; not where S needs no factor anyway. It goes into `exponential`."""
+        return not self.scales_queries and super().counts_in_scale(*points)
 
-        See `counts_in_scale`; the scale then goes into `exponential`.
-        """
-        if self.scales_queries or not self.counts_in_scale(*rounded):
-            return 1.0
-        return self.spec.scale
+    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
+        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs."""
+        limit: Any = self.keys
+        if scalars.key_lengths is not None:
+            limit = jnp.minimum(scalars.key_lengths[batch], limit)
+        seen = by_position(place, causal=self.spec.is_causal, limit=limit)
+        assert seen is not None
+        return seen
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""
         stream = scalars.stream(batch, head)
         return Rounder(self.spec.numerics, self.dtype, stream, self.interpret is not None)
 
-    def steps_end(self, i: Array, batch: Array, scalars: Scalars) -> Array:
-        """The number of steps that query tile i takes, those above the diagonal included."""
-        end = jnp.int32(-(-self.keys // self.step))
-        if scalars.key_lengths is not None:
-            length = scalars.key_lengths[batch]
-            end = jnp.minimum(end, lax.div(length + self.step - 1, self.step))
-        if scalars.query_lengths is not None:
-            end = jnp.where(i * self.tile.query < scalars.query_lengths[batch], end, 0)
-        return end
-
-    def key_range(self, i: Array, size: int, batch: Array, scalars: Scalars) -> "Range":
-        """Of the blocks of `size` keys: those that query tile i sees in full, and at all."""
-        rows = self.tile.query
-        full, end = jnp.int32(self.keys // size), jnp.int32(-(-self.keys // size))
-        if self.spec.is_causal:
-            full = jnp.minimum(full, lax.div(i * rows + 1, size))
-            end = jnp.minimum(end, lax.div((i + 1) * rows + size - 1, size))
-        if scalars.key_lengths is not None:
-            length = scalars.key_lengths[batch]
-            full = jnp.minimum(full, lax.div(length, size))
-            end = jnp.minimum(end, lax.div(length + size - 1, size))
-        if scalars.query_lengths is not None:
-            end = jnp.where(i * rows < scalars.query_lengths[batch], end, 0)
-        return Range(jnp.int32(0), full, end)
-
-    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> "Range":
+    def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
         """Of the query tiles: the first that sees key tile j, and the end of those that do."""
         rows, size = self.tile.query, self.tile.kv
         begin, end = jnp.int32(0), jnp.int32(self.q_tiles)
@@ -112,34 +92,7 @@ class Problem(common.Problem):
             end = jnp.minimum(end, lax.div(length + rows - 1, rows))
         if scalars.key_lengths is not None:
             end = jnp.where(j * size < scalars.key_lengths[batch], end, 0)
-        return Range(begin, begin, end)
-
-    @property
-    def has_masked_tiles(self) -> bool:
-        """Whether some visited tile may not be seen in full."""
-        return self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
-
-    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
-        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs."""
-        limit: Any = self.keys
-        if scalars.key_lengths is not None:
-            limit = jnp.minimum(scalars.key_lengths[batch], limit)
-        seen = place.cols < limit
-        if self.spec.is_causal:
-            seen = seen & (place.cols <= place.rows)
-        return seen
-
-
-class Range(NamedTuple):
-    """Blocks begin ... end − 1 are visited, those before `full` without a mask."""
-
-    begin: Array
-    full: Array
-    end: Array
-
-    def clamp(self, index: Array) -> Array:
-        """The nearest visited block: what lies outside is then not fetched."""
-        return jnp.clip(index, self.begin, jnp.maximum(self.end - 1, self.begin))
+        return common.Range(begin, begin, end)
 
 
 def indices(start: Array | int, size: int, axis: int) -> Array:

@@ -9,8 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.backward import row_shift
 from lowprec_attn.arithmetic.places import Place
-from pallas_kernels.rounder import format_of
+from lowprec_attn.arithmetic.products import format_of
+from pallas_kernels.problem import Range
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
     GradientSum,
     Operands,
@@ -26,7 +29,6 @@ from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import (
     Grid,
     Problem,
-    Range,
     call,
     indices,
     lanes,
@@ -34,7 +36,6 @@ from pallas_kernels.tpu.problem import (
     to_row,
 )
 from pallas_kernels.tpu.products import ROWS
-from pallas_kernels.tpu.scalars import Scalars
 from pallas_kernels.tpu.softmax import sum_slices
 
 
@@ -102,7 +103,7 @@ def _over_queries(
     size = problem.tile
 
     def key_tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Any, ...]:
-        return b, lax.div(h, problem.group), problem.key_range(i, size.kv, b, scalars).clamp(j), 0
+        return b, lax.div(h, problem.group), problem.key_range(i, b, scalars).clamp(j), 0
 
     rows = pl.BlockSpec(
         (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
@@ -145,7 +146,7 @@ class _Walk(NamedTuple):
     def seen(self) -> Range:
         """The key tiles that the walk visits."""
         problem, scalars, batch, _ = self.program
-        return problem.key_range(self.i, problem.tile.kv, batch, scalars)
+        return problem.key_range(self.i, batch, scalars)
 
     def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:
         """contribution(P, dP, place) of the key tile, where it is seen at all."""
@@ -224,10 +225,8 @@ def _query_gradients(
 
 
 def _row_shift(sums: _QuerySums) -> Array:
-    """Σ P (dP − δ₀) / Σ P in all lanes, by which δ exceeds δ₀: 0 for a row without keys."""
-    p_dp, p = (jnp.sum(x[...], axis=-1, keepdims=True) for x in (sums.p_dp, sums.p))
-    empty = p == 0
-    shift = jnp.where(empty, jnp.float32(0), p_dp / jnp.where(empty, jnp.float32(1), p))
+    """`row_shift` in all lanes."""
+    shift = row_shift(*(jnp.sum(x[...], axis=-1, keepdims=True) for x in (sums.p_dp, sums.p)))
     return jnp.broadcast_to(shift, (shift.shape[0], LANES))
 
 

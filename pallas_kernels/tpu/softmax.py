@@ -14,9 +14,15 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, statistic
-from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.products import format_of
+from lowprec_attn.arithmetic.recurrence import (
+    SoftmaxState,
+    next_accumulator,
+    next_sum,
+    subtracted_max,
+    summed_probs,
+)
 from lowprec_attn.numerics import MASKED, RowMax, StandardMax, get_format
-from pallas_kernels.rounder import format_of
 from pallas_kernels.tpu.block_sizes import LANES
 from pallas_kernels.tpu.problem import Problem, exponential, indices, lanes
 from pallas_kernels.tpu.products import ROWS, Rounder
@@ -40,9 +46,10 @@ class Step(NamedTuple):
     first: Array
     masked: bool
 
-    def statistic(self, name: str) -> Place:
-        """The place of a row statistic that every step rounds anew."""
-        return statistic(Place(self.place.rows, self.place.cols, self.first), name)
+    @property
+    def anew(self) -> Place:
+        """The place of row statistics that every step rounds anew."""
+        return Place(self.place.rows, self.place.cols, self.first)
 
     @property
     def out(self) -> Place:
@@ -58,22 +65,17 @@ class Sums(NamedTuple):
     aux: Array | None
 
 
-def score_unit(problem: Problem) -> float:
-    """What the scores of the forward kernel count in, see `Problem.score_unit`."""
-    return problem.score_unit("scores", "shift", "stats")
-
-
 def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> SoftmaxState:
     """One online-softmax step over the scores s."""
-    m = round_m(running_max(step.problem.spec.row_max, s, state.m, score_unit(step.problem)), step)
+    m = round_m(running_max(step.problem.spec.row_max, s, state.m, step.problem.score_unit), step)
     subtracted = _subtracted(m, step)
     probs = _probs(s, subtracted, step)
     alpha = _alpha(state.m, subtracted, step)
     rounded = _round_probs(probs, step)
-    l = _new_l(state.l, alpha, _row_sum(probs, rounded, step), step)
+    l = _next_sum(state.l, alpha, _row_sum(probs, rounded, step), step)
     pv = _product(rounded, v, step)
     factor = lanes(alpha, step.problem.head_size)
-    acc = _new_acc(state.acc, factor, pv, step)
+    acc = next_accumulator(state.acc, factor, pv, step.round_point, step.out)
     aux = state.aux
     if aux is not None:
         aux = factor * aux + step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS)
@@ -84,7 +86,7 @@ def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -
     """What a tile with scores s adds to the sums of its step, of maximum m."""
     probs = _probs(s, _subtracted(m, step), step)
     rounded = _round_probs(probs, step)
-    row_sum = sum_slices(rounded if step.problem.spec.numerics.row_sum == "rounded" else probs)
+    row_sum = sum_slices(summed_probs(probs, rounded, step.problem.spec.numerics))
     aux = step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS) if auxiliary else None
     return Sums(row_sum, _product(rounded, v, step), aux)
 
@@ -93,11 +95,11 @@ def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState
     """The state after a step with maximum m; `sums.l` has one partial sum per lane."""
     alpha = _alpha(state.m, _subtracted(m, step), step)
     row_sum = sums.l
-    if not sums_by_lane(step.problem):
+    if not step.problem.keeps_partial_sums:
         row_sum = jnp.sum(row_sum, axis=-1, keepdims=True)
-    l = _new_l(state.l, alpha, row_sum, step)
+    l = _next_sum(state.l, alpha, row_sum, step)
     factor = lanes(alpha, step.problem.head_size)
-    acc = _new_acc(state.acc, factor, sums.acc, step)
+    acc = next_accumulator(state.acc, factor, sums.acc, step.round_point, step.out)
     aux = state.aux
     if aux is not None and sums.aux is not None:
         aux = factor * aux + sums.aux
@@ -107,7 +109,7 @@ def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState
 def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
     """The state after a step whose keys are all masked: the rule acts, and the roundings."""
     problem = step.problem
-    m = Largest.none(state.m.shape).running_max(problem.spec.row_max, state.m, score_unit(problem))
+    m = Largest.none(state.m.shape).running_max(problem.spec.row_max, state.m, problem.score_unit)
     nothing = jnp.zeros_like(state.acc)
     sums = Sums(jnp.zeros_like(state.l), nothing, None if state.aux is None else nothing)
     return close(state, round_m(m, step), sums, step)
@@ -115,22 +117,21 @@ def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
 
 def round_m(m: Array, step: Step) -> Array:
     """The running maximum as it is kept."""
-    return step.round_point(m, "stats", step.statistic("m"))
+    return step.round_point(m, "stats", statistic(step.anew, "m"))
 
 
 def _subtracted(m: Array, step: Step) -> Array:
-    # Where every key so far is masked, m == MASKED: subtract 0, so that exp gives 0, not 1.
-    return jnp.where(m <= MASKED, jnp.float32(0), m) if step.masked else m
+    return subtracted_max(m) if step.masked else m
 
 
 def _probs(s: Array, subtracted: Array, step: Step) -> Array:
     below = step.round_point.shift(s - lanes(subtracted, s.shape[1]), step.place)
-    return exponential(below, score_unit(step.problem))
+    return exponential(below, step.problem.score_unit)
 
 
 def _alpha(m_old: Array, subtracted: Array, step: Step) -> Array:
-    below = step.round_point.shift(m_old - subtracted, step.statistic("alpha"))
-    return exponential(below, score_unit(step.problem))
+    below = step.round_point.shift(m_old - subtracted, statistic(step.anew, "alpha"))
+    return exponential(below, step.problem.score_unit)
 
 
 def _round_probs(probs: Array, step: Step) -> Array:
@@ -138,29 +139,19 @@ def _round_probs(probs: Array, step: Step) -> Array:
 
 
 def _row_sum(probs: Array, rounded: Array, step: Step) -> Array:
-    summed = rounded if step.problem.spec.numerics.row_sum == "rounded" else probs
-    if sums_by_lane(step.problem):
+    summed = summed_probs(probs, rounded, step.problem.spec.numerics)
+    if step.problem.keeps_partial_sums:
         return sum_slices(summed)
     return jnp.sum(summed, axis=-1, keepdims=True)
 
 
-def _new_l(l: Array, alpha: Array, row_sum: Array, step: Step) -> Array:
-    clamp = step.problem.spec.row_max.clamp
-    if clamp is not None:
-        row_sum = jnp.maximum(row_sum, jnp.float32(clamp))
-    return step.round_point(alpha * l + row_sum, "stats", step.statistic("l"))
+def _next_sum(l: Array, alpha: Array, row_sum: Array, step: Step) -> Array:
+    return next_sum(l, alpha, row_sum, step.problem.spec.row_max, step.round_point, step.anew)
 
 
 def _product(rounded: Array, v: Array, step: Step) -> Array:
     probs = step.problem.spec.numerics.probs
     return step.round_point.dot(rounded, v, probs.result_format, format_of(v), ROWS)
-
-
-def _new_acc(acc: Array, factor: Array, pv: Array, step: Step) -> Array:
-    round_point, out = step.round_point, step.out
-    pv = round_point(pv, "pv", out)
-    rescaled = round_point(factor * acc, "rescale", out)
-    return round_point(rescaled + pv, "accumulator", out)
 
 
 class Largest(NamedTuple):
@@ -212,11 +203,6 @@ def running_max(rule: RowMax, s: Array, m_prev: Array, unit: float) -> Array:
     if isinstance(rule, StandardMax):
         return rule(s, m_prev)
     return Largest.of(s).running_max(rule, m_prev, unit)
-
-
-def sums_by_lane(problem: Problem) -> bool:
-    """Whether each lane keeps a part of l until the end, where nothing looks at l in between."""
-    return problem.spec.numerics.stats.is_identity and problem.spec.row_max.clamp is None
 
 
 def sum_slices(x: Array) -> Array:

@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
-from lowprec_attn.arithmetic.softmax import SoftmaxState
+from lowprec_attn.arithmetic.products import format_of
+from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.visibility import mask_scores
-from pallas_kernels.rounder import format_of
+from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.problem import Problem, indices
 from pallas_kernels.tpu.products import COLUMNS, Rounder
-from pallas_kernels.tpu.scalars import Scalars
 
 
 class Walk(NamedTuple):
@@ -111,10 +111,10 @@ class Program(NamedTuple):
         return softmax.Step(self.problem, self.round_point, place, first, masked)
 
     def scores(self, q: Array, k: Array, place: Place, *, masked: bool) -> Array:
-        """S as rounded at its point, in `softmax.score_unit`."""
+        """S as rounded at its point, in `score_unit`."""
         problem = self.problem
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
-        if not problem.scales_queries and softmax.score_unit(problem) == 1:
+        if not problem.scales_queries and problem.score_unit == 1:
             s = s * jnp.float32(problem.spec.scale)
         s = self.round_point(s, "scores", place)
         return mask_scores(s, problem.visible(place, self.batch, self.scalars)) if masked else s
@@ -129,7 +129,7 @@ class Program(NamedTuple):
             return new
         first = Place(self.rows(), indices(step.first, 1, 1))
         seen = problem.visible(first, self.batch, self.scalars)
-        return jax.tree.map(functools.partial(jnp.where, seen), new, old)
+        return keep_unvisited(new, old, seen)
 
 
 def read(refs: Any) -> Any:
@@ -148,7 +148,7 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
     problem, scalars, batch, _, i = program
     size = problem.step
     per_tile = problem.tile.kv // size
-    visited = problem.key_range(i, size, batch, scalars)
+    visited = problem.key_range(i, batch, scalars, size=size)
 
     def take_step(within: int, *, masked: bool) -> None:
         number = j * per_tile + within
@@ -171,7 +171,8 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
             cut = (step >= visited.full) & (step < visited.end)
             pl.when(cut)(functools.partial(take_step, within, masked=True))
         if problem.visits_above_diagonal:
-            above = (step >= visited.end) & (step < problem.steps_end(i, batch, scalars))
+            every = problem.key_range(i, batch, scalars, size=size, causal=False).end
+            above = (step >= visited.end) & (step < every)
             pl.when(above)(functools.partial(take_step_above, within))
 
 
@@ -182,10 +183,11 @@ def take_part(
     problem, scalars, batch, _, i = program
     walk, size = Walk.of(problem), problem.tile.kv
     tile, number = walk.tile(j), walk.step(j)
-    visited = problem.key_range(i, size, batch, scalars)
+    visited = problem.key_range(i, batch, scalars, size=size)
     within = lax.rem(j, 2 * walk.per_step)
     if problem.visits_above_diagonal:
-        taken = number < problem.steps_end(i, batch, scalars)
+        every = problem.key_range(i, batch, scalars, size=problem.step, causal=False).end
+        taken = number < every
     else:
         taken = number * walk.per_step < visited.end
 
@@ -196,7 +198,7 @@ def take_part(
     @pl.when(taken & (within == walk.per_step))
     def find_m() -> None:
         m = read(ref.largest).running_max(
-            problem.spec.row_max, state_ref.m[...], softmax.score_unit(problem)
+            problem.spec.row_max, state_ref.m[...], problem.score_unit
         )
         ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
         _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))

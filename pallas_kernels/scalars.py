@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jax.experimental import pallas as pl
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
@@ -28,9 +28,6 @@ class Scalars(NamedTuple):
         """Random bits of one batch element and query head."""
         if self.seed is None:
             return None
-        return Stream((self.seed[0], self.seed[1]), self.batch[batch], self.head[head])
-
-
-def whole(x: Array) -> pl.BlockSpec:
-    """A small array, handed to every program as it is."""
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+        # The bits of two words, which a device may keep as int32.
+        seed = (self.seed[0].astype(jnp.uint32), self.seed[1].astype(jnp.uint32))
+        return Stream(seed, self.batch[batch], self.head[head])

@@ -1,0 +1,75 @@
+"""The recurrence of online softmax: how a step changes m, l and Ō, and what ends the last one.
+
+`softmax` computes with it on whole arrays, the kernels on the tiles of one program. A row
+statistic may have any number of equal columns that broadcasts.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.places import Place, statistic
+from lowprec_attn.arithmetic.points import RoundPoint
+from lowprec_attn.numerics import MASKED, Numerics, RowMax
+
+
+class SoftmaxState(NamedTuple):
+    """Running m, l [B, K, G, T, 1] and Ō [B, K, G, T, H]; Ō′ for `saved_output='auxiliary'`."""
+
+    m: Array
+    l: Array
+    acc: Array
+    aux: Array | None
+
+
+def subtracted_max(m: Array) -> Array:
+    """What is subtracted in exponents: m, or 0 where every key so far is masked."""
+    # Such a row has m == MASKED, as its scores: exp(S − m) would be 1.
+    return jnp.where(m <= MASKED, jnp.float32(0), m)
+
+
+def summed_probs(p: Array, p_rounded: Array, numerics: Numerics) -> Array:
+    """The P̄ that l sums."""
+    return p_rounded if numerics.row_sum == "rounded" else p
+
+
+def next_sum(
+    l: Array, alpha: Array, row_sum: Array, rule: RowMax, round_point: RoundPoint, place: Place
+) -> Array:
+    """l = round_stats(alpha · l + max(row_sum, clamp)); place: rows and step."""
+    if rule.clamp is not None:
+        row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
+    return round_point(alpha * l + row_sum, "stats", statistic(place, "l"))
+
+
+def next_accumulator(
+    acc: Array, alpha: Array, pv: Array, round_point: RoundPoint, place: Place
+) -> Array:
+    """Ō = round_accumulator(round_rescale(alpha · Ō) + round_pv(P̄ V)); place: that of Ō."""
+    pv = round_point(pv, "pv", place)
+    rescaled = round_point(alpha * acc, "rescale", place)
+    return round_point(rescaled + pv, "accumulator", place)
+
+
+def divisor(l: Array, empty: Array, round_point: RoundPoint, place: Place) -> Array:
+    """What divides Ō: the final l as rounded at `normalizer`; 1 in rows that saw no key."""
+    l = round_point(l, "normalizer", statistic(place, "l"))
+    return jnp.where(empty, jnp.float32(1), l)
+
+
+def log_sum_exp(
+    m: Array, divisor: Array, empty: Array, round_point: RoundPoint, place: Place
+) -> Array:
+    """lse = round_lse(m + log l); −inf in rows that saw no key."""
+    lse = round_point(m + jnp.log(divisor), "lse", statistic(place, "lse"))
+    return jnp.where(empty, -jnp.inf, lse)
+
+
+def keep_unvisited(new: SoftmaxState, old: SoftmaxState, visited: Array | None) -> SoftmaxState:
+    """The new state where a row was visited, the old one elsewhere."""
+    if visited is None:
+        return new
+    return jax.tree.map(functools.partial(jnp.where, visited), new, old)
