@@ -84,17 +84,17 @@ def command(compilations: Path) -> Callable[..., object]:
 
 # Whole files go to one worker each, so the longest must not be left for last.
 _LONGEST = (
-    "test_tpu_kernels.py",
+    "test_kernels.py",
+    "test_attention.py",
     "test_train.py",
     "test_lab.py",
-    "test_tpu_points.py",
+    "test_kernel_points.py",
     "test_notebooks.py",
     "test_multihost.py",
     "test_train_kills.py",
-    "test_gpu_points.py",
+    "test_tpu_kernels.py",
     "test_published.py",
     "test_step.py",
-    "test_attention.py",
     "test_packed.py",
 )
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_calls import INTERPRETED, PRESETS, TALL, call_of, run
+from kernel_calls import PRESETS, call_of, run
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import planes
@@ -55,7 +55,7 @@ def assert_same_bits(attend: Callable[..., Any], **how: Any) -> None:
         {"implementation": "dense"},
         {"numerics": FLASH.replace(output="bfloat16:stochastic"), "key": jax.random.key(1)},
         {"numerics": [numerics.PUBLISHED, FLASH, FLASH], "row_max": DynamicMax()},
-        {"implementation": "gpu", "block_sizes": INTERPRETED},
+        {"implementation": "gpu", "block_sizes": harness.GPU_TILES},
     ],
     ids=["tiled", "dense", "stochastic", "heads apart", "gpu"],
 )
@@ -75,7 +75,7 @@ def test_shards_of_an_array_of_all_three_do() -> None:
 def test_the_batch_axis_may_be_left_out_or_mapped() -> None:
     arrays = harness.inputs(CASE)
     packed = jnp.stack([jnp.asarray(arrays[name]) for name in "qkv"], axis=2)
-    options = {"implementation": "gpu", "block_sizes": INTERPRETED}
+    options = {"implementation": "gpu", "block_sizes": harness.GPU_TILES}
     attend = functools.partial(attention.dot_product_attention, is_causal=True, **options)
     whole = attend(packed)
     np.testing.assert_array_equal(attend(packed[1]), whole[1])
@@ -92,7 +92,7 @@ CHOSEN = ("flash", "exact", "auxiliary_output", "delta_dp_p")
 def test_the_gpu_kernels_read_and_write_it_in_place(preset: str) -> None:
     """Off the tiles, with a head size between powers of two and lengths."""
     apart, packed = (
-        run(LENGTHS, call_of(LENGTHS, PRESETS[preset], sizes=TALL, packed=packed))
+        run(LENGTHS, call_of(LENGTHS, PRESETS[preset], sizes=harness.GPU_TALL, packed=packed))
         for packed in (False, True)
     )
     for name, x in apart.items():

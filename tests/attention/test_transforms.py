@@ -1,5 +1,6 @@
 """Second derivatives, a user's own `jax.shard_map`, traced options: right, or refused by name."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from kernel_calls import INTERPRETED as GPU_SIZES
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic import softmax
@@ -18,8 +18,6 @@ from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import MODES, Numerics, RowMax, round_to
-from pallas_kernels.tpu.block_sizes import BlockSizes as TpuBlockSizes
-from pallas_kernels.tpu.block_sizes import Tile as TpuTile
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -27,12 +25,9 @@ Inputs = dict[str, jax.Array]
 KEY = jax.random.key(5)
 # Compilation dominates this file.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-TPU_TILE = TpuTile(query=128, kv=128)
 INTERPRETED = {
-    "gpu": GPU_SIZES,
-    "tpu": TpuBlockSizes(
-        forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=True
-    ),
+    "gpu": harness.GPU_TILES,
+    "tpu": dataclasses.replace(harness.TPU_TILES, interpret=True),
 }
 
 

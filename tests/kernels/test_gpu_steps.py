@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_calls import (
-    INTERPRETED,
     PRESETS,
     RULES,
     call_of,
@@ -55,7 +54,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_ONE_TILE", (16,))
 
 
-def forward_of(chosen: Numerics, rule: str, sizes: Any = INTERPRETED) -> harness.Arrays:
+def forward_of(chosen: Numerics, rule: str, sizes: Any = harness.GPU_TILES) -> harness.Arrays:
     """O and lse, of a trace of its own, with integers for v."""
     call = call_of(EXACT_SUMS, chosen, RULES[rule], sizes, kv_block=64, backward=False)
     arrays, extras = operands_of(EXACT_SUMS)

@@ -7,11 +7,9 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
-import kernel_calls
 import numpy as np
 import plain
 import pytest
-import tpu_calls
 from compiling import optimized
 
 from lowprec_attn import attention, numerics
@@ -27,7 +25,7 @@ RULES: dict[str, RowMax] = {
     "published": PublishedMax(),
     "dynamic_max": DynamicMax(),
 }
-TILES: dict[str, Any] = {"gpu": kernel_calls.INTERPRETED, "tpu": tpu_calls.INTERPRETED}
+TILES: dict[str, Any] = {"gpu": harness.GPU_TILES, "tpu": harness.TPU_TILES}
 NEVER = MASKED  # the running maximum before the first step
 
 

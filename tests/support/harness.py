@@ -1,8 +1,8 @@
 """One oracle, one table of implementations, one table of cases.
 
-`check(implementation, case)` runs forward and backward and bounds every error against the float64
-reference by that of `plain`, the same numerics written in NumPy float32. A new implementation is
-one more row of IMPLEMENTATIONS.
+`run` runs an implementation forward and backward on a case. `check` bounds every error against the
+float64 reference by that of `plain`, the same numerics written in NumPy float32. A new
+implementation is one more row of IMPLEMENTATIONS.
 """
 
 import dataclasses
@@ -14,25 +14,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import plain
+import pytest
+from compiling import UNOPTIMIZED
+from jax.experimental.pallas import tpu as pltpu
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import Numerics, RowMax
+from pallas_kernels import block_sizes as gpu
+from pallas_kernels.tpu import block_sizes as tpu
 
 Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """A row of the table: an implementation with the tiles it is run with."""
+    """A row of the table: an implementation with the tiles it is run with.
+
+    Attributes:
+      name: of the implementation.
+      kv_block: keys of a step.
+      block_sizes: its tiles; kernels run in Pallas' interpreter.
+      declines: fields of a case, and dtypes, that it does not serve.
+    """
 
     name: str
     kv_block: int | None = None
     block_sizes: Hashable = None
+    declines: frozenset[str] = frozenset()
+
+    def serves(self, case: "Case") -> bool:
+        """Whether the case asks for nothing that the implementation declines."""
+        asked = {name for name in ("mask", "bias") if getattr(case, name) is not None}
+        return not self.declines & (asked | {case.dtype})
 
     def numerics(self, base: Numerics) -> Numerics:
         return base.replace(kv_block=self.kv_block)
 
+
+GPU_TILE = gpu.Tile(query=16, kv=16, stages=1)
+GPU_TILES = gpu.BlockSizes(
+    forward=GPU_TILE, key_gradients=GPU_TILE, query_gradients=GPU_TILE, interpret=True
+)
+# Query tiles of several steps, some of which do not exist for the first rows, and the reverse.
+GPU_TALL = gpu.BlockSizes(
+    forward=gpu.Tile(query=32, kv=64, stages=1),
+    key_gradients=gpu.Tile(query=32, kv=16, stages=1),
+    query_gradients=gpu.Tile(query=16, kv=32, stages=1),
+    interpret=True,
+)
+# Memory that was never written is NaN, a read out of bounds raises, and a race is reported.
+STRICT = pltpu.InterpretParams(
+    detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
+)
+TPU_TILE = tpu.Tile(query=128, kv=128)
+TPU_TILES = tpu.BlockSizes(
+    forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=STRICT
+)
 
 IMPLEMENTATIONS = {
     "dense": Implementation(name="dense"),
@@ -43,7 +81,17 @@ IMPLEMENTATIONS = {
     "tiled_tall": Implementation(
         name="tiled", kv_block=8, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4)
     ),
+    "gpu": Implementation(
+        name="gpu", kv_block=16, block_sizes=GPU_TILES, declines=frozenset({"mask", "bias"})
+    ),
+    "tpu": Implementation(
+        name="tpu",
+        kv_block=128,
+        block_sizes=TPU_TILES,
+        declines=frozenset({"mask", "bias", "float16"}),
+    ),
 }
+KERNELS = ("gpu", "tpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +142,42 @@ CASES = {
     "bfloat16_one_sign": Case(dtype="bfloat16", is_causal=True, values="one_sign_values"),
     "float16_key_lengths": Case(dtype="float16", heads=4, key_lengths=(11, 0)),
 }
+
+
+# Several of the TPU's tiles of rows and of keys.
+LONG = Case(batch=1, rows=150, keys=200, head_size=32, is_causal=True)
+LONG_CASES = {
+    "tiles": LONG,
+    "tiles_full": dataclasses.replace(LONG, is_causal=False, scale=0.3),
+    "tiles_gqa_lengths": dataclasses.replace(
+        LONG, batch=2, heads=4, query_lengths=(150, 40), key_lengths=(200, 131)
+    ),
+    "tiles_head_192": dataclasses.replace(LONG, heads=1, kv_heads=1, head_size=192),
+}
+
+# Kernels take long to compile in the interpreter. A device runs every case.
+SLOW = {
+    "gpu": ("gqa_head_32", "one_row", "more_rows", "more_keys_head_64"),
+    # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
+    "tpu": ("gqa_head_32", "more_keys_head_64"),
+}
+
+
+def cases_of(implementation: str) -> dict[str, Case]:
+    """The cases that an implementation serves, by name."""
+    row = IMPLEMENTATIONS[implementation]
+    cases = CASES | LONG_CASES if implementation == "tpu" else CASES
+    return {name: case for name, case in cases.items() if row.serves(case)}
+
+
+def every_case() -> list[Any]:
+    """Parameters (implementation, case) of a test."""
+    return [
+        pytest.param(name, case, marks=[pytest.mark.slow] * (case in SLOW.get(name, ())))
+        for name in IMPLEMENTATIONS
+        for case in CASES | LONG_CASES
+        if case in cases_of(name)
+    ]
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
@@ -314,7 +398,9 @@ class Call:
 
 @functools.cache
 def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
-    return jax.jit(call.forward_and_backward)
+    # Interpreted kernels take longer to compile than to run, even in slow tests.
+    options = UNOPTIMIZED if call.implementation.name in KERNELS else None
+    return jax.jit(call.forward_and_backward, compiler_options=options)
 
 
 def error(x: np.ndarray, exact: np.ndarray) -> float:

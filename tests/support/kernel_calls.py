@@ -17,25 +17,29 @@ from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
 from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.rounder import Rounder
+from pallas_kernels.tpu import attention as tpu
 
-TILE = Tile(query=16, kv=16, stages=1)
-INTERPRETED = BlockSizes(forward=TILE, key_gradients=TILE, query_gradients=TILE, interpret=True)
-# Query tiles of several steps, some of which do not exist for the first rows, and the reverse.
-TALL = BlockSizes(
-    forward=Tile(query=32, kv=64, stages=1),
-    key_gradients=Tile(query=32, kv=16, stages=1),
-    query_gradients=Tile(query=16, kv=32, stages=1),
-    interpret=True,
-)
+MODULES = {"gpu": gpu, "tpu": tpu}
 COMPILED = BlockSizes(
     forward=Tile(query=64, kv=16),
     key_gradients=Tile(query=64, kv=64),
     query_gradients=Tile(query=64, kv=32),
 )
 
-CASES = {name: case for name, case in harness.CASES.items() if not (case.mask or case.bias)}
+CASES = harness.cases_of("gpu")
 CAUSAL = harness.CASES["causal"]
-REPEATED = harness.CASES["both_lengths_repeated_maxima"]
+# Of several tiles and steps, cut by lengths and the diagonal.
+REPEATED = {
+    "gpu": harness.CASES["both_lengths_repeated_maxima"],
+    "tpu": dataclasses.replace(
+        harness.LONG,
+        rows=200,
+        keys=256,
+        query_lengths=(170,),
+        key_lengths=(250,),
+        values="repeated_maxima",
+    ),
+}
 
 PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_probs}
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
@@ -102,12 +106,12 @@ def call_of(
     case: harness.Case,
     chosen: Numerics,
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
-    sizes: Any = INTERPRETED,
+    sizes: Any = harness.GPU_TILES,
     *,
     kv_block: KvBlock | None = 16,
     **options: Any,
 ) -> Call:
-    """The call that a case makes; `options` are those of `Call`."""
+    """The call that a case makes of the GPU kernels; `options` are those of `Call`."""
     spec = Spec(
         numerics=chosen.replace(kv_block=kv_block),
         row_max=rule,
@@ -116,6 +120,19 @@ def call_of(
         block_sizes=sizes,
     )
     return Call(spec, **options)
+
+
+def kernel_call(
+    kernels: str, case: harness.Case, chosen: Numerics, *rule: RowMax, **options: Any
+) -> Call:
+    """The call of the `gpu` or `tpu` kernels in the harness's tiles and steps, or in others."""
+    row = harness.IMPLEMENTATIONS[kernels]
+    how = {
+        "sizes": row.block_sizes,
+        "kv_block": row.kv_block,
+        "implementation": MODULES[kernels],
+    }
+    return call_of(case, chosen, *rule, **(how | options))
 
 
 def extras_of(case: harness.Case) -> Extras:
@@ -148,6 +165,19 @@ def run_plain(case: harness.Case, call: Call) -> harness.Arrays:
     }
     chosen = spec.numerics.replace(**nearest)
     return harness.run_plain(case, harness.inputs(case), chosen, spec.row_max)
+
+
+def check_accuracy(case: harness.Case, call: Call) -> harness.Arrays:
+    """The result of the call, found to be as accurate as the same arithmetic in NumPy."""
+    result, arrays = run(case, call), harness.inputs(case)
+    # The GPU kernels need no room for noise on their small cases.
+    noise = harness.score_noise(case, arrays) if call.implementation is tpu else None
+    plain, oracle = (
+        {name: x[name] for name in result}
+        for x in (run_plain(case, call), harness.oracle(case, arrays))
+    )
+    harness.check(result, plain, oracle, factor_of(call.spec.numerics), noise)
+    return result
 
 
 def factor_of(chosen: Numerics) -> int:

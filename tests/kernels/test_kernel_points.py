@@ -1,0 +1,99 @@
+"""Every numerics point of the kernels, alone and in pairs: it is there, and its mutant fails.
+
+Interpreted on any machine. `test_gpu_device.py` has the same on a device; `test_ptx.py` and
+`test_tpu_compile.py` find the roundings in the code for the chips.
+"""
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import harness
+import kernel_calls
+import pytest
+from compiling import slow_among
+from harness import KERNELS, Case
+from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
+from points import CHOICES, ROUNDINGS, closer
+
+from lowprec_attn.numerics import EXACT, POINTS, Numerics
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion", "no_races"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+# Several steps for a row, so that `rescale` acts.
+CASES = {"gpu": CAUSAL, "tpu": Case(batch=1, rows=20, keys=140, heads=1, kv_heads=1)}
+TILES: dict[str, dict[str, Any]] = {"gpu": {"sizes": harness.GPU_TALL}, "tpu": {}}
+
+PAIRS = list(itertools.combinations(POINTS, 2))
+SAMPLE = random.Random(0).sample(PAIRS, 6)
+
+
+def call_of(kernels: str, chosen: Numerics, **options: Any) -> Call:
+    return kernel_call(kernels, CASES[kernels], chosen, **TILES[kernels], **options)
+
+
+def with_points(*points: str) -> Numerics:
+    """`exact` with these points in bfloat16."""
+    return EXACT.replace(**dict.fromkeys(points, "bfloat16"))
+
+
+def result_with(kernels: str, *points: str) -> harness.Arrays:
+    """Backward only where some point acts there."""
+    backward = not set(points) <= set(FORWARD)
+    return run(CASES[kernels], call_of(kernels, with_points(*points), backward=backward))
+
+
+@functools.cache
+def plain_with(kernels: str, *points: str) -> harness.Arrays:
+    return run_plain(CASES[kernels], call_of(kernels, with_points(*points)))
+
+
+def reached_by(point: str, result: harness.Arrays) -> set[str]:
+    return ROUNDINGS[point] & result.keys()
+
+
+def check_point(kernels: str, result: harness.Arrays, point: str, *others: str) -> None:
+    """`point` acts where it should, whatever the others do."""
+    on, off = (
+        {name: plain_with(kernels, *points)[name] for name in result}
+        for points in ((*others, point), others)
+    )
+    assert closer(result, on, off) == reached_by(point, result)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rounding_is_there_and_a_mutant_without_it_is_noticed(
+    kernels: str, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_point(kernels, result_with(kernels, point), point)
+    skip_point(monkeypatch, point)
+    kernel_calls.compiled.cache_clear()
+    mutant = result_with(kernels, point)
+    kernel_calls.compiled.cache_clear()
+    on, off = (
+        {name: plain[name] for name in mutant}
+        for plain in (plain_with(kernels, point), plain_with(kernels))
+    )
+    assert closer(mutant, off, on) == reached_by(point, mutant)  # it lies where the point is off
+    with pytest.raises(AssertionError, match="between on and off"):
+        check_point(kernels, mutant, point)
+
+
+@pytest.mark.parametrize("choice", [name for name in CHOICES if "normalize" not in name])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_choice_is_there(kernels: str, choice: str) -> None:
+    case, (chosen, otherwise, reached) = CASES[kernels], CHOICES[choice]
+    on, off = (run_plain(case, call_of(kernels, n)) for n in (chosen, otherwise))
+    assert closer(run(case, call_of(kernels, chosen)), on, off) == reached
+
+
+@pytest.mark.parametrize("pair", slow_among(SAMPLE, SAMPLE[3:]), ids="+".join)
+def test_of_two_points_each_is_there(pair: tuple[str, str]) -> None:
+    result = result_with("gpu", *pair)
+    check_point("gpu", result, *pair)
+    check_point("gpu", result, *reversed(pair))

@@ -1,0 +1,154 @@
+"""What the kernels of both devices do alike, in the interpreter: presets, rules, bits, tiles, vmap.
+
+Cases are in `test_attention.py`, numerics points in `test_kernel_points.py`, refusals in
+`test_refusals.py`. What compiled kernels compute is in `test_gpu_device.py`, `test_tpu_device.py`.
+"""
+
+import dataclasses
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiling import slow_among
+from harness import KERNELS, LONG, Case
+from kernel_calls import (
+    CAUSAL,
+    PRESETS,
+    REPEATED,
+    RULES,
+    check_accuracy,
+    compiled,
+    kernel_call,
+    run,
+    run_plain,
+)
+from points import closer
+
+from lowprec_attn import numerics
+from lowprec_attn.arithmetic.request import Extras
+from lowprec_attn.attention import tiled
+from lowprec_attn.numerics import EXACT, POINTS
+from pallas_kernels.problem import Problem
+from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion", "no_races"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_presets_are_as_accurate_as_plain(kernels: str, preset: str) -> None:
+    case = REPEATED[kernels]
+    check_accuracy(case, kernel_call(kernels, case, PRESETS[preset]))
+
+
+# Rules act in the forward pass, which is here that of `flash`.
+FORWARD_OF_FLASH = ("float32_output", "delta_dp_p", "normalized_delta")
+
+
+@pytest.mark.parametrize("preset", slow_among(PRESETS, FORWARD_OF_FLASH))
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "standard"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_presets_with_other_rules_are_as_accurate_as_plain(
+    kernels: str, rule: str, preset: str
+) -> None:
+    case = REPEATED[kernels]
+    backward = kernels == "gpu" and preset == "published"
+    call = kernel_call(kernels, case, PRESETS[preset], RULES[rule], backward=backward)
+    result = check_accuracy(case, call)
+    if preset in ("exact", "stochastic_output"):
+        return  # the first does not depend on the rule, the second is not `plain` bit by bit
+    standard = kernel_call(kernels, case, PRESETS[preset])
+    plain = ({name: run_plain(case, how)[name] for name in result} for how in (call, standard))
+    assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum of the rule
+
+
+# A case, the tiles of `tiled`, and the share of roundings that another order of a sum may tip over.
+# On the TPU's longer rows one that is tipped over tips others over, with every point rounded.
+RANDOM = {
+    "gpu": (
+        dataclasses.replace(CAUSAL, heads=4, kv_heads=2),
+        tiled.BlockSizes(query=5, kv_bwd=9),
+        0.05,
+    ),
+    "tpu": (
+        dataclasses.replace(LONG, batch=2, heads=2, kv_heads=1, is_causal=False),
+        tiled.BlockSizes(query=128, kv_bwd=128),
+        0.15,
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_random_bits_are_those_of_tiled(kernels: str) -> None:
+    case, tiles, share = RANDOM[kernels]
+    chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
+    ours = run(case, kernel_call(kernels, case, chosen))
+    theirs = run(case, kernel_call(kernels, case, chosen, sizes=tiles, implementation=tiled))
+    for name, x in theirs.items():
+        assert harness.share_of_other_roundings(ours[name], x) < share, name
+
+
+# Ō is a sum of numbers in bfloat16, with more bits than they have, until it is rescaled.
+ROUNDED_WHEN_RESCALED = EXACT.replace(probs="bfloat16", row_sum="rounded", rescale="bfloat16")
+# One tile of two steps, of which the second does not exist for the first rows.
+TPU_TALL = BlockSizes(
+    forward=Tile(query=256, kv=256),
+    key_gradients=Tile(query=256, kv=128),
+    query_gradients=Tile(query=128, kv=256),
+    interpret=harness.STRICT,
+)
+TALL: dict[str, tuple[Case, Any, str, Any]] = {
+    "gpu": (REPEATED["gpu"], numerics.PUBLISHED, "published", harness.GPU_TALL),
+    "tpu": (
+        dataclasses.replace(REPEATED["tpu"], values="exact_sums"),
+        ROUNDED_WHEN_RESCALED,
+        "standard",
+        TPU_TALL,
+    ),
+}
+
+
+def check_tiles(kernels: str, *, backward: bool) -> None:
+    case, chosen, rule, tall = TALL[kernels]
+    options = {"backward": backward}
+    a, b = (
+        run(case, kernel_call(kernels, case, chosen, RULES[rule], **options, **sizes))
+        for sizes in ({}, {"sizes": tall})
+    )
+    harness.check_same(b, a, max(case.rows, case.keys))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tiles_do_not_change_the_arithmetic(kernels: str) -> None:
+    check_tiles(kernels, backward=True)
+
+
+def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Problem, "masked_step_changes_nothing", True)
+    compiled.cache_clear()
+    with pytest.raises(AssertionError):
+        check_tiles("tpu", backward=False)
+    compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "head_size"), [("gpu", 24), ("tpu", 16)], ids=["gpu, between powers of two", "tpu"]
+)
+def test_vmap_with_its_own_lengths(kernels: str, head_size: int) -> None:
+    case = Case(batch=3, heads=1, kv_heads=1, head_size=head_size, key_lengths=(20, 0, 7))
+    call = kernel_call(kernels, case, EXACT, backward=False)
+    arrays = {name: jnp.asarray(x)[:, None] for name, x in harness.inputs(case).items()}
+    mapped = jax.vmap(lambda x, lengths: call(x, Extras(key_lengths=lengths)), in_axes=(0, 0))(
+        arrays, jnp.array(case.key_lengths, jnp.int32)[:, None]
+    )
+    expected = harness.oracle(case, harness.inputs(case))
+    for name, x in mapped.items():
+        assert harness.error(np.asarray(x)[:, 0], expected[name]) < 1e-5, name
