@@ -27,7 +27,6 @@ from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import PRESETS, Numerics, StandardMax
 from lowprec_attn.tables import columns
-from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.backward import (
     Operands,
@@ -36,6 +35,7 @@ from pallas_kernels.gpu.backward import (
     key_gradients,
     query_gradients,
 )
+from pallas_kernels.gpu.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.scalars import Scalars

@@ -29,7 +29,6 @@ from lowprec_attn.arithmetic.request import (
 )
 from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import MODES, KvBlock, Numerics
-from pallas_kernels.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.backward import (
     Operands,
     delta_from_probs,
@@ -38,6 +37,7 @@ from pallas_kernels.gpu.backward import (
     key_gradients,
     query_gradients,
 )
+from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem

@@ -19,7 +19,7 @@ from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.arithmetic.visibility import by_position
 from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
-from pallas_kernels.block_sizes import Tile
+from pallas_kernels.gpu.block_sizes import Tile
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.scalars import Scalars
 

@@ -24,8 +24,8 @@ from kernel_calls import (
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Request
 from lowprec_attn.numerics import KvBlock, Numerics
-from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.block_sizes import BlockSizes, Tile
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),

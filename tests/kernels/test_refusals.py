@@ -14,7 +14,7 @@ from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.numerics import EXACT, Numerics, StandardMax
-from pallas_kernels import block_sizes as gpu_sizes
+from pallas_kernels.gpu import block_sizes as gpu_sizes
 from pallas_kernels.tpu import block_sizes as tpu_sizes
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lowprec_attn import attention, numerics
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import Numerics, RowMax
-from pallas_kernels import block_sizes as gpu
+from pallas_kernels.gpu import block_sizes as gpu
 from pallas_kernels.tpu import block_sizes as tpu
 
 Arrays = dict[str, np.ndarray]

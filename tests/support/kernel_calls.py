@@ -14,8 +14,8 @@ from compiling import UNOPTIMIZED
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
-from pallas_kernels.block_sizes import BlockSizes, Tile
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.block_sizes import BlockSizes, Tile
 from pallas_kernels.rounder import Rounder
 from pallas_kernels.tpu import attention as tpu
 

@@ -15,7 +15,7 @@ from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.numerics import StandardMax
 from lowprec_attn.training import signals
 from lowprec_attn.training.step import make_steps, root_key
-from pallas_kernels import block_sizes
+from pallas_kernels.gpu import block_sizes
 
 
 def request(chosen=numerics.PROBE, *, keys=512, head_size=64, sizes=None, platform=None):

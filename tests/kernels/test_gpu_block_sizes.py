@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.block_sizes import BlockSizes, default_block_sizes, is_hopper
+from pallas_kernels.gpu.block_sizes import BlockSizes, default_block_sizes, is_hopper
 
 KINDS = [None, "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quantum 9000"]
 
