@@ -133,9 +133,10 @@ class Problem:
     def counts_in_scale(self, *points: str) -> bool:
         """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.
 
-        They may where none of the points rounds S or what it is compared with, and where MASKED
-        stays far below every score in that unit too.
+        They may where none of the points rounds. The points are those of S and of what it is
+        compared with.
         """
         n = self.spec.numerics
+        # MASKED stays far below every score in that unit too.
         in_range = 2.0**-64 < self.spec.scale < 2.0**64
         return in_range and all(getattr(n, point).is_identity for point in points)

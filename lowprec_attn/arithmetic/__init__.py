@@ -1,5 +1,6 @@
-"""The arithmetic of attention, written once: the request, the points, one softmax step, one
-backward tile, the tiling.
+"""The arithmetic of attention, written once: every implementation, kernels included, uses it.
 
-Imports `numerics` and `errors`. Every implementation, kernels included, computes with it.
+`recurrence`, `softmax` and `backward` have the equations, `points` and `products` what rounds and
+multiplies, `places`, `visibility`, `layout` and `grid` the tiling, `request` and `transforms` the
+call. Imports `numerics` and `errors`.
 """

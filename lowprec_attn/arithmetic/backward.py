@@ -24,7 +24,15 @@ class BackwardTile(NamedTuple):
 def backward_tile(
     s: Array, lse: Array, v: Array, do: Array, spec: Spec, extras: Extras, place: Place
 ) -> BackwardTile:
-    """P = exp(S − lse) and dP = round_dp(dO vᵀ)."""
+    """P = exp(S − lse) and dP = round_dp(dO vᵀ).
+
+    Args:
+      s: masked scores, as the forward pass rounded them, [B, K, G, T, S].
+      lse: [B, K, G, T, 1], −inf in rows that see no key.
+      v, do: values of the block of keys, and dO of the rows.
+      spec, extras: the call.
+      place: the tile.
+    """
     # A row without keys has lse = −inf; its scores are all MASKED and exp must give 0.
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, jnp.float32(0), lse))
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
@@ -32,7 +40,13 @@ def backward_tile(
 
 
 def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.dtype) -> Array:
-    """δ = rowsum(dO ∘ O_saved), [..., 1], for queries of `dtype`; may be summed over parts of H."""
+    """δ = rowsum(dO ∘ O_saved), float32 [..., T, 1].
+
+    Args:
+      do, o_saved: [..., T, H], or parts of H whose δ are added up.
+      numerics: `delta='do_o_storage'` rounds the products.
+      dtype: of the queries, which `output` may follow.
+    """
     products = do.astype(jnp.float32) * o_saved.astype(jnp.float32)
     if numerics.delta == "do_o_storage":
         products = round_to(products, numerics.rounding_at("output", dtype).format)
@@ -66,7 +80,7 @@ def row_shift(p_dp: Array, p: Array) -> Array:
 def row_sums(
     tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
 ) -> RowSums:
-    """The sums over the keys of this tile, with δ₀ for `delta`."""
+    """The sums over the keys of this tile; `delta` is δ₀, [B, K, G, T, 1]."""
     n = spec.numerics
     p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
     return RowSums(
@@ -95,7 +109,7 @@ def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, pla
 def query_gradient(
     tile: BackwardTile, delta: Array, k: Array, spec: Spec, extras: Extras, place: Place
 ) -> Array:
-    """What the tile adds to dQ, float32."""
+    """What the tile adds to dQ, float32 [B, K, G, T, H], as rounded at `tile_grads`."""
     n = spec.numerics
     ds = rounded_ds(tile, delta, spec, extras, place)
     dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, format_of(k))
@@ -113,7 +127,10 @@ def key_gradients(
     extras: Extras,
     place: Place,
 ) -> tuple[Array, Array]:
-    """What the tile adds to dK and dV [B, K, S, H], float32, summed over the query heads."""
+    """What the tile adds to dK and dV, float32 [B, K, S, H], summed over the query heads.
+
+    At `tile_grads` the product of each query head is rounded by itself.
+    """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     ds = rounded_ds(tile, delta, spec, extras, place)
     p_rounded = round_point(tile.p, "probs_bwd", place)

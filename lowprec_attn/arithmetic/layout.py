@@ -1,7 +1,11 @@
 """Arrays of a call grouped by key head, as the arithmetic takes them, and back.
 
-q, dO and O are [B, K, G, T, H], k and v [B, K, S, H], scores [B, K, G, T, S] and row statistics
-[B, K, G, T, 1], for K key heads and G = N / K queries each.
+There are K key heads, with G = N / K query heads each:
+
+  q, dO, O         [B, K, G, T, H]
+  k, v             [B, K, S, H]
+  scores           [B, K, G, T, S]
+  row statistics   [B, K, G, T, 1]
 """
 
 from typing import NamedTuple

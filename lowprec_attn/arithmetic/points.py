@@ -37,9 +37,16 @@ class Rounder(NamedTuple):
     def __call__(
         self, x: Array, point: str, place: Place, dtype: np.dtype = _FLOAT32.dtype
     ) -> Array:
-        """x rounded at a point of `POINTS`; random bits are a function of the place.
+        """x rounded at a point of `POINTS`, float32; random bits are a function of the place.
 
-        dtype: of the inputs, which `output` and `grads` follow.
+        Args:
+          x: float32 [B, K, G, rows, columns].
+          point: its name.
+          place: where x lies.
+          dtype: of the inputs, which `output` and `grads` follow.
+
+        Raises:
+          ValueError: a stochastic point without random bits.
         """
         rounding = self.numerics.rounding_at(point, dtype)
         if rounding.is_identity:

@@ -16,9 +16,15 @@ def format_of(x: Array) -> Format:
 def dot(equation: str, a: Array, b: Array, a_format: Format, b_format: Format) -> Array:
     """A matrix product with float32 accumulation.
 
-    Operands that both live in one 16-bit format go in as such (tensor cores take them so);
-    otherwise both go in as float32 and are multiplied as float32, never as TF32 or bfloat16.
+    Operands that both live in one 16-bit format go in as such. Otherwise both go in as float32 and
+    are multiplied as float32, never as TF32 or bfloat16.
+
+    Args:
+      equation: as `jnp.einsum` takes it.
+      a, b: operands, float32 or as stored.
+      a_format, b_format: the formats that hold their values.
     """
+    # Tensor cores take two operands of one 16-bit format.
     dtype = a_format.dtype
     if a_format.dtype != b_format.dtype or dtype.itemsize != 2:
         dtype = jnp.dtype(jnp.float32)

@@ -39,7 +39,7 @@ def summed_probs(p: Array, p_rounded: Array, numerics: Numerics) -> Array:
 def next_sum(
     l: Array, alpha: Array, row_sum: Array, rule: RowMax, round_point: RoundPoint, place: Place
 ) -> Array:
-    """l = round_stats(alpha · l + max(row_sum, clamp)); place: rows and step."""
+    """l = round_stats(α l + max(row_sum, clamp)), if there is a clamp; `place` has rows, step."""
     if rule.clamp is not None:
         row_sum = jnp.maximum(row_sum, jnp.float32(rule.clamp))
     return round_point(alpha * l + row_sum, "stats", statistic(place, "l"))
@@ -48,7 +48,7 @@ def next_sum(
 def next_accumulator(
     acc: Array, alpha: Array, pv: Array, round_point: RoundPoint, place: Place
 ) -> Array:
-    """Ō = round_accumulator(round_rescale(alpha · Ō) + round_pv(P̄ V)); place: that of Ō."""
+    """Ō = round_accumulator(round_rescale(α Ō) + round_pv(P̄ V)); `place` is that of Ō."""
     pv = round_point(pv, "pv", place)
     rescaled = round_point(alpha * acc, "rescale", place)
     return round_point(rescaled + pv, "accumulator", place)

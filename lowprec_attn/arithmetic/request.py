@@ -1,10 +1,14 @@
 """What every implementation of attention receives, and how it declines.
 
-An implementation is a function `attention(q, k, v, extras, spec) -> (out, lse)` with its own
-`custom_vjp`; a function `unsupported(request) -> str | None` that names what it cannot serve; and
-`keys_per_step(request) -> int`, which tells how many keys a step of its softmax has. One that can
-read q, k and v where they lie packed in one array [B, T, 3, N, H], and write its gradient there,
-has `packed_attention(qkv, extras, spec)` too, the same otherwise; others get the planes.
+An implementation is a module with three functions, and may have a fourth:
+
+  attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`
+  unsupported(request) -> str | None                 names what it cannot serve
+  keys_per_step(request) -> int                      keys of one step of its softmax
+  packed_attention(qkv, extras, spec) -> (out, lse)  reads q, k and v in one array [B, T, 3, N, H],
+                                                     and writes its gradient there
+
+Without the fourth it gets the planes of a packed array.
 """
 
 import dataclasses
@@ -44,8 +48,8 @@ class RandomStream(NamedTuple):
 
     Attributes:
       seed: two words of a PRNG key.
-      batch, head: global index of each batch element [B] and query head [N] of this call, so
-        that the bits depend neither on sharding nor on how heads are grouped into calls.
+      batch, head: global index of each batch element [B] and query head [N] of this call. So the
+        bits depend neither on sharding nor on how heads are grouped into calls.
     """
 
     seed: UInt32[Array, "2"]

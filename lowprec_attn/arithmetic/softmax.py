@@ -30,7 +30,14 @@ from lowprec_attn.numerics import MASKED, get_format, round_to
 def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
 ) -> Array:
-    """S = round_scores(q kᵀ · scale + bias), not yet masked."""
+    """S = round_scores(q kᵀ · scale + bias), float32 [B, K, G, T, S], not yet masked.
+
+    Args:
+      q, k: query rows and keys of the tile.
+      bias: of the tile, [B|1, K|1, G|1, T|1, S|1], or None.
+      spec, extras: the call, for the scale and the rounding.
+      place: the tile.
+    """
     s = query_key_products(q, k) * scale_of(spec, extras)
     if bias is not None:
         s = s + bias.astype(jnp.float32)
@@ -50,7 +57,18 @@ def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:
 def softmax_step(
     state: SoftmaxState, s: Array, v: Array, spec: Spec, extras: Extras, place: Place
 ) -> SoftmaxState:
-    """One online-softmax step over the scores s of one block of keys."""
+    """One online-softmax step over one block of keys (FlashAttention-2, Algorithm 1).
+
+    Args:
+      state: before the step.
+      s: masked scores of the block, [B, K, G, T, S].
+      v: its values, [B, K, S, H].
+      spec, extras: the call.
+      place: rows, and the keys of the block; its first key tells the step.
+
+    Raises:
+      ValueError: a stochastic point without random bits.
+    """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     out = Place(place.rows, span(0, v.shape[-1])[None], place.cols[0, 0])
     place = dataclasses.replace(place, step=0)

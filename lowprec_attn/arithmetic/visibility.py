@@ -29,8 +29,8 @@ def visited(extras: Extras, place: Place, *, causal: bool) -> Array | None:
     """True for rows [B|1, 1, 1, T, 1] that may see a key of this step by position alone.
 
     A step that lies wholly above the diagonal or beyond the lengths does not exist for a row:
-    whether a tile happens to contain it must not matter. A dense mask has no such structure;
-    a step that it masks wholly is taken. None where every row may see some key.
+    whether a tile happens to contain it must not matter. A dense mask has no such structure, so a
+    step that it masks wholly is taken. None where every row may see some key.
 
     Args:
       extras: for the lengths.
@@ -78,5 +78,5 @@ def by_position(
 
 
 def mask_scores(s: Array, seen: Array | None) -> Array:
-    """Scores with MASKED where `seen` is False."""
+    """Scores with MASKED where `seen` is False; unchanged where `seen` is None."""
     return s if seen is None else jnp.where(seen, s, jnp.float32(MASKED))

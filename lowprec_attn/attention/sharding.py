@@ -68,8 +68,8 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     """`dot_product_attention` for code that runs under `jax.shard_map` already.
 
     The kernels need a `jax.shard_map` with `check_vma=False`. Under its default, `check_vma=True`,
-    they decline, so that without a choice `tiled` serves the call; the gradient of an array that
-    does not vary over a mesh axis is then summed over it.
+    they decline, and without a choice `tiled` serves the call. The gradient of an array that does
+    not vary over a mesh axis is then summed over that axis.
 
     Args:
       batch_axis: mesh axis over which that code's batch is split, in equal parts. Random bits are

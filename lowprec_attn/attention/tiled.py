@@ -1,8 +1,8 @@
 """Flash attention as loops over tiles in plain JAX: every point, rule and `kv_block`, any backend.
 
-Memory is linear in the sequence length: a query tile walks over blocks of keys, and the backward
-pass recomputes the scores from q, k and lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2).
-Blocks of keys above the causal diagonal are not visited.
+A query tile walks over blocks of keys, and the backward pass recomputes the scores from q, k and
+lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2). So memory is linear in the sequence
+length. Blocks of keys above the causal diagonal are not visited.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class BlockSizes:
 
     Attributes:
       query: query rows of a tile.
-      kv_bwd: keys of a tile in the backward pass (in the forward pass that is `kv_block`, as it is
-        in both passes for both sides of a tile where `tile_grads` rounds).
+      kv_bwd: keys of a tile in the backward pass. The forward pass has `kv_block` of them. So have
+        both passes, on both sides of a tile, where `tile_grads` rounds.
 
     Raises:
       ValueError: a size is not positive.

@@ -1,8 +1,8 @@
 """Row-max rules: which m the softmax of a row subtracts before exp.
 
-A rule sees the scores of one online-softmax step and the running value, and is written once,
-in plain `jnp`: the reference, the tiled code and the kernels call it. With r_m the maximum of
-a row of the step and r_s the number of its entries with r_m − S ≤ `tolerance`:
+A rule sees the scores of one online-softmax step and the running value. It is written once, in
+plain `jnp`; the reference, the tiled code and the kernels call it. With r_m the maximum of a row of
+the step and r_s the number of its entries with r_m − S ≤ `tolerance`:
 
   StandardMax    m = max(m_prev, r_m)
   PublishedMax   r_s > 1 and r_m > 0: r_m ← β·r_m;  r_s > 1 and r_m < 0: r_m ← 0;  then as above
@@ -11,10 +11,10 @@ a row of the step and r_s the number of its entries with r_m − S ≤ `toleranc
 The softmax does not depend on m in exact arithmetic. In low precision a shifted maximum keeps
 two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 and its Algorithm 2).
 
-`rule(s, m_prev)` is the definition. A kernel calls its second half, `running_max`, which is free
-of what a kernel has at hand already (S − r_m) or does in its own way: count ties, and keep scores
-in other units. β is a factor and knows no units; `tolerance`, `max_shift` and the 1 that stands
-in for r_m = 0 are distances of scores and are divided by the unit.
+`rule(s, m_prev)` is the definition. A kernel calls its second half, `running_max`. A kernel has
+S − r_m at hand already, counts ties in its own way, and may keep scores in other units. β is a
+factor and knows no units. `tolerance`, `max_shift` and the 1 that stands in for r_m = 0 are
+distances of scores, and are divided by the unit.
 """
 
 import dataclasses

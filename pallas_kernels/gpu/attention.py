@@ -1,13 +1,16 @@
 """Attention on NVIDIA GPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
-every row-max rule; causal or not, grouped heads, lengths, any sequence length. What it declines,
-`unsupported` names; `tiled` serves it.
+every row-max rule. Attention may be causal or not, with grouped heads, with lengths, of any
+sequence length. `unsupported` names what it declines; `tiled` serves that.
 
-The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB: the forward
-pass reads q, k, v and writes O, 101 MB, 23 µs at 4.3 TB/s, and multiplies 26 GFLOP, 33 µs at 790
-TFLOP/s. Both passes move 302 MB, 70 µs, and multiply 116 GFLOP, 147 µs: the backward pass takes
-seven products instead of five, because both of its kernels form S and dP.
+The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB, at 4.3 TB/s
+and 790 TFLOP/s:
+
+  forward       moves 101 MB (q, k, v, O): 23 µs    multiplies  26 GFLOP:  33 µs
+  both passes   move  302 MB:              70 µs    multiply   116 GFLOP: 147 µs
+
+The backward pass takes seven products instead of five: both of its kernels form S and dP.
 """
 
 import dataclasses

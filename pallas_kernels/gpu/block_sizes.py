@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels: speed only, never what is rounded where.
+"""Tile sizes of the GPU kernels: speed only, never what is rounded where.
 
 The table of a device kind is filled from `python -m benchmarks.tune` on such a device.
 """

@@ -1,10 +1,10 @@
 """The forward kernel: O, lse and the O that δ sees.
 
-A program owns a tile of query rows and walks over the key tiles that it may see, in online-softmax
-steps (FlashAttention-2, arXiv 2307.08691, Algorithm 1) of one tile or of several. Tiles above the
-causal diagonal are neither computed nor loaded; only tiles that the diagonal, a length or the end
-of the keys cuts are masked. The arithmetic is that of `lowprec_attn.arithmetic.softmax`, point by
-point.
+A program owns a tile of query rows and walks over the key tiles that it may see. An online-softmax
+step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several. Tiles above the
+causal diagonal are neither computed nor loaded. Only those tiles are masked that the diagonal, a
+length or the end of the keys cuts. The arithmetic is that of `lowprec_attn.arithmetic.softmax`,
+point by point.
 """
 
 from functools import partial

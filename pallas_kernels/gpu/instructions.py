@@ -1,9 +1,9 @@
 """Single PTX instructions that the compiler does not choose by itself (sm_80 and newer).
 
 The Triton lowering marks every float32 operation `.rn`, so it never contracts a multiplication and
-an addition; it converts to bfloat16 one value at a time where two would do; and it keeps subnormal
-powers of two, at three more instructions each. In the interpreter the same functions are plain
-JAX.
+an addition. It converts to bfloat16 one value at a time where one instruction takes two. It keeps
+subnormal powers of two, at three more instructions each. In the interpreter the same functions are
+plain JAX.
 """
 
 from collections.abc import Callable, Sequence
@@ -130,9 +130,9 @@ def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:
 def is_repeated_by_warp(below: Array, tolerance: float, *, interpret: bool) -> Array:
     """The same in 0.6 instructions per score, without an exchange; four equal answers, [rows, 4].
 
-    Right only where threads 4i … 4i + 3 of a warp hold rows i and i + 8 of sixteen whole, columns
-    8j + 2t + e in thread t: see `Problem.counts_ties_by_warp`. Their signs are a binary matrix, of
-    which one product of the tensor cores counts the bits of every row and tells its four threads.
+    Right only where `Problem.counts_ties_by_warp`: threads 4i … 4i + 3 of a warp hold rows i and
+    i + 8 of sixteen whole, with columns 8j + 2t + e in thread t. Their signs are a binary matrix.
+    One product of the tensor cores counts the bits of every row and tells its four threads.
     """
     if interpret:
         return row_max.is_repeated(below, tolerance)

@@ -109,8 +109,8 @@ class Problem(common.Problem):
     def hides_exponent_noise(self) -> bool:
         """Whether P̄, P and dS are all rounded, by more than the backward kernels' shortcut costs.
 
-        It takes x·log2(e) of a score and of lse apart, so the exponent errs by about an ulp of the
-        score instead of an ulp of the difference.
+        The shortcut takes x·log2(e) of a score and of lse apart. So the exponent errs by about an
+        ulp of the score, not of the difference.
         """
         n = self.spec.numerics
         return not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
@@ -119,9 +119,9 @@ class Problem(common.Problem):
     def counts_ties_by_warp(self) -> bool:
         """Whether the row-max rule counts ties, and a warp holds rows of S whole.
 
-        It does where the products are Hopper's own, of 64 rows by four warps: threads 4i … 4i + 3
-        hold rows i and i + 8 of sixteen. Elsewhere the compiler also divides columns among warps.
-        Rules that may do more with S − r_m than count ties are asked row by row.
+        A warp does where the products are Hopper's own, of 64 rows by four warps: threads
+        4i … 4i + 3 hold rows i and i + 8 of sixteen. Elsewhere the compiler also divides columns
+        among warps. A rule that may do more with S − r_m than count ties is asked row by row.
         """
         counts = isinstance(self.spec.row_max, DynamicMax | PublishedMax)
         rows, warps = self.tile.query, self.tile.warps
@@ -223,7 +223,7 @@ class Problem(common.Problem):
         size: int | None = None,
         causal: bool | None = None,
     ) -> common.Range:
-        """See `common.Problem`; a tile with rows beyond the lengths masks all its keys."""
+        """As in `common.Problem`; where rows lie beyond the lengths, all tiles take a mask."""
         seen = super().key_range(i, batch, scalars, size=size, causal=causal)
         if scalars.query_lengths is None:
             return seen
@@ -249,7 +249,7 @@ class Problem(common.Problem):
 
     @property
     def has_masked_tiles(self) -> bool:
-        """See `common.Problem`; rows beyond the lengths are masked too."""
+        """As in `common.Problem`; rows beyond the lengths are masked too."""
         return super().has_masked_tiles or self.has_query_lengths
 
     def visible(

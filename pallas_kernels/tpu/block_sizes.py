@@ -36,7 +36,8 @@ class Tile:
       query: query rows of a tile, a multiple of 128.
       kv: keys of a tile, likewise. In the forward kernel a tile is one online-softmax step. Where
         `Numerics.kv_block` sets the size of a step, a tile holds as many whole ones as fit, or
-        the largest part that divides one; so in the backward kernels where `tile_grads` rounds.
+        the largest part that divides one. The same holds in the backward kernels where
+        `tile_grads` rounds.
 
     Raises:
       ValueError: a size that the lanes of a register do not divide.
@@ -186,11 +187,13 @@ def _fitting(kernel: str, tile: Tile, head_size: int, itemsize: int) -> Tile | N
 
 
 def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
-    """What a kernel with this tile needs at most, whatever the numerics.
+    """Bytes of VMEM that a kernel with this tile needs at most, whatever the numerics.
 
-    The blocks of rows and keys, each twice because the next is fetched meanwhile; the terms of
-    those in float32; the running sums and row statistics; and what spills of the scores and of what
-    is formed from them.
+    Args:
+      kernel: a field of `BlockSizes`.
+      tile: its tile.
+      head_size: H.
+      itemsize: bytes of an element of q, k, v.
     """
     columns = _multiple(head_size, LANES)
 
@@ -198,9 +201,11 @@ def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
         rows, keys = blocks
         return (rows * tile.query + keys * tile.kv) * columns
 
+    # Blocks of rows and of keys are there twice: the next one is fetched meanwhile.
     windows = 2 * itemsize * numbers(_WINDOWS[kernel])
     terms = 4 * numbers(_OPERANDS[kernel]) if itemsize == 4 else 0
     owned = tile.kv if kernel == "key_gradients" else tile.query
     sums, statistics = _SUMS[kernel]
     scratch = sums * owned * columns + statistics * tile.query * LANES
+    # Scores, and what is formed from them, may spill.
     return windows + terms + 4 * (scratch + _SCORE_ARRAYS * tile.query * tile.kv)

@@ -1,10 +1,10 @@
 """The forward kernel: O, lse and the O that δ sees.
 
-A program owns a tile of query rows; its key tiles follow in order on the last axis of the grid,
+A program owns a tile of query rows. Its key tiles follow in order on the last axis of the grid,
 with the running state in scratch memory (FlashAttention-2, arXiv 2307.08691, Algorithm 1). A key
-tile holds one or more online-softmax steps; a step longer than a tile is walked over twice, first
-for its row maximum, then for its products. Tiles above the causal diagonal are neither computed nor
-fetched; only those that the diagonal or the end of the keys cuts are masked.
+tile holds one or more online-softmax steps. A step longer than a tile is walked over twice: for its
+row maximum, then for its products. Tiles above the causal diagonal are neither computed nor
+fetched. Only those tiles are masked that the diagonal or the end of the keys cuts.
 """
 
 from typing import Any, NamedTuple

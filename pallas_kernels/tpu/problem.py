@@ -64,7 +64,7 @@ class Problem(common.Problem):
         return math.frexp(self.spec.scale)[0] == 0.5
 
     def counts_in_scale(self, *points: str) -> bool:
-        """See `common.Problem`; not where S needs no factor anyway. It goes into `exponential`."""
+        """As in `common.Problem`, but not where S needs no factor: it is in q then."""
         return not self.scales_queries and super().counts_in_scale(*points)
 
     def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
