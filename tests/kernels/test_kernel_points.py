@@ -97,3 +97,25 @@ def test_of_two_points_each_is_there(pair: tuple[str, str]) -> None:
     result = result_with("gpu", *pair)
     check_point("gpu", result, *pair)
     check_point("gpu", result, *reversed(pair))
+
+
+def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:
+    """At all of them at once, which leaves no operand and no store out."""
+    chosen, fine = (
+        EXACT.replace(**dict.fromkeys(POINTS, fmt), saved_output="same")
+        for fmt in ("bf16_m2", "bfloat16")
+    )
+    result = run(CAUSAL, call_of("gpu", chosen))
+    on, off = (run_plain(CAUSAL, call_of("gpu", n)) for n in (chosen, fine))
+    assert closer(result, on, off) == result.keys()
+
+
+@pytest.mark.parametrize("rounding", ["bf16_m2", "bfloat16:error_positive"])
+@pytest.mark.parametrize("point", ["probs", "lse", "output", "dp"])
+def test_a_shortened_significand_or_an_injected_error_at_one_point(
+    point: str, rounding: str
+) -> None:
+    chosen, nearest = (EXACT.replace(**{point: text}) for text in (rounding, "bfloat16"))
+    result = run(CAUSAL, call_of("gpu", chosen))
+    on, off = (run_plain(CAUSAL, call_of("gpu", n)) for n in (chosen, nearest))
+    assert closer(result, on, off) == reached_by(point, result)

@@ -49,6 +49,8 @@ LARGE = dataclasses.replace(harness.TPU_TILES, forward=tpu_sizes.Tile(query=2048
     [
         ("gpu", request()),
         ("gpu", request(sizes=harness.GPU_TILES, platform="cpu")),
+        ("gpu", request(EXACT.replace(output="bf16_m5"))),
+        ("gpu", request(BIASED)),
         ("tpu", interpreted()),
         ("tpu", request(platform="tpu")),
         ("tpu", interpreted(EXACT.replace(kv_block=64), length=64)),
@@ -70,8 +72,7 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
     [
         ("gpu", request(platform="cpu"), "this platform (it needs a CUDA GPU", BY_BOTH),
         ("gpu", request(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn", BY_BOTH),
-        ("gpu", request(EXACT.replace(output="bf16_m5")), "output=bf16_m5", BY_BOTH),
-        ("gpu", request(BIASED), "ds=bfloat16:error_positive", BY_BOTH),
+        ("gpu", request(EXACT.replace(output="float8_e5m2")), "output=float8_e5m2", BY_BOTH),
         ("gpu", request(has_bias=True), "a dense bias", BY_BOTH),
         ("gpu", request(has_mask=True), "a dense mask", BY_BOTH),
         ("gpu", request(head_size=8), "head size 8", BY_BOTH),
