@@ -1,0 +1,79 @@
+"""The definition of an experiment: its arms, and what reaches the trainer."""
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.commands import config
+from lowprec_attn.lab import experiment
+from lowprec_attn.training.config import train_settings
+
+FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
+
+
+def settings_of(trial, defined):
+    """The settings that the trainer makes of a run's arguments."""
+    name, *fields = defined.arguments(trial)
+    return train_settings(config.load(name.removeprefix("--config="), fields))
+
+
+def test_the_arms_of_first_sight_differ_in_their_arithmetic_alone(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    defined = experiment.load(FIRST_SIGHT)
+    arms = {trial.name: settings_of(trial, defined) for trial in defined.trials}
+    heads = {name: settings.attention.layers[0][0] for name, settings in arms.items()}
+    assert len(set(heads.values())) == len(arms) == 8
+    for settings in arms.values():
+        assert settings.attention.implementation == "gpu"
+        assert settings.batch_size * settings.model.context == 32_768
+        groups = [group for layer in settings.attention.layers for group in layer]
+        assert {group.numerics.kv_block for group in groups} == {128}
+    rest = [
+        {k: v for k, v in vars(settings).items() if k != "attention"} for settings in arms.values()
+    ]
+    assert all(other == rest[0] for other in rest)
+    changed = heads["probe_float32_pv_saved"].numerics
+    assert (str(changed.pv), str(changed.saved_output)) == ("float32", "float32")
+    assert changed.replace(pv="bfloat16", saved_output="same") == heads["probe"].numerics
+
+
+def test_flags_reach_every_arm_but_not_what_distinguishes_them():
+    defined = experiment.load(FIRST_SIGHT).with_flags(
+        ["--config.steps=7", "--config.data.path=a=b"]
+    )
+    for trial in defined.trials:
+        assert "--config.steps=7" in defined.arguments(trial)
+        assert "--config.data.path=a=b" in defined.arguments(trial)
+        assert "--config.steps=3500" not in defined.arguments(trial)
+    with pytest.raises(experiment.ExperimentError, match="arm probe sets it"):
+        defined.with_flags(["--config.attention.numerics=exact"])
+    with pytest.raises(experiment.ExperimentError, match=r"'--config\.steps' is not"):
+        defined.with_flags(["--config.steps"])
+    with pytest.raises(experiment.ExperimentError, match="no arm 'flahs'; arms are probe, "):
+        defined.select(["flahs"])
+
+
+def test_a_title_says_what_an_arm_computes():
+    titles = [arm.title for arm in experiment.load(FIRST_SIGHT).arms]
+    assert titles[0] == "probe"
+    assert "probe, pv=float32, saved_output=float32" in titles
+    assert experiment.Arm("base", {}).title == "base"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config = ", "not TOML"),
+        ("[arms.a]", "config must name a file, got None"),
+        ("config = 'c.py'", "no arms"),
+        ("config = 'c.py'\nsteps = 3\n[arms.a]", "unknown field 'steps'"),
+        ("config = 'c.py'\n[arms.'a/b']", "'a/b'"),
+        ("config = 'c.py'\n[arms]\na = 3", "a must be a table of fields, got 3"),
+        ("config = 'c.py'\n[arms.a]\nx.y = [1]", r"arms.a.x.y must be .* got \[1\]"),
+    ],
+)
+def test_a_wrong_definition_is_told_in_one_line(tmp_path, text, message):
+    path = tmp_path / "arms.toml"
+    path.write_text(text)
+    with pytest.raises(experiment.ExperimentError, match=message) as error:
+        experiment.load(path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,121 @@
+"""What is collected of arms, and the table and the figures made of it."""
+
+import json
+import shutil
+
+import pytest
+from command import ROOT
+from stand_in import rewrite
+
+from lowprec_attn.commands.main import main
+from lowprec_attn.lab import figures, records, tables
+
+LAYERS = 12
+STEPS = range(0, 101, 10)
+
+
+def score(step, layer):
+    """Distinct for every step and layer; layer 1 grows most."""
+    return (step + 1.0) * (10.0 if layer == 1 else 1.0) + layer
+
+
+def metrics_lines(last, failed=False):
+    """As the trainer writes them: sorted keys, and texts for what is not finite."""
+    for step in range(last):
+        yield {"step": step, "loss": "nan" if failed and step == last - 1 else 3.0, "lr": 0.1}
+    for step in [s for s in STEPS if s <= last]:
+        layers = {
+            f"layer_{i}": {name: [0.123456, "-inf"] for name in (*records.SIGNALS, "delta_rms")}
+            | {"score_maximum": [score(step, i), 0.0], "query_weight_norm": [1.0, 2.0 + i]}
+            for i in range(LAYERS)
+        }
+        yield {"step": step, "signals": dict(sorted(layers.items()))}
+    yield from ({"step": step, "val_loss": loss} for step, loss in val_losses(last).items())
+
+
+def val_losses(last):
+    """Of the arm that ends at step 57: up by 0.75 meanwhile, and back again."""
+    return {20: 3.0, 40: 3.75, last: 2.25} if last == 57 else {50: 3.0, last: 2.25}
+
+
+@pytest.fixture
+def collected(lab, tmp_path):
+    """Records of an arm with 12 layers and of one whose loss was not finite at step 57."""
+    lab({"calm": "finish", "wild": "nan"})
+    for name, last in (("calm", 100), ("wild", 57)):
+        lines = [json.dumps(line) + "\n" for line in metrics_lines(last, name == "wild")]
+        (lab.out / name / "metrics.jsonl").write_text("".join(lines))
+    rewrite(lab.out / "wild" / "failure.json", lambda failure: failure.update(step=57))
+    results = tmp_path / "results"
+    assert main(["lab", "collect", str(lab.out), str(results)]) == 0
+    return results
+
+
+def test_records_keep_what_a_reader_needs(collected):
+    header, *lines = map(json.loads, (collected / "wild.jsonl").read_text().splitlines())
+    assert header["arm"] == "wild"
+    assert header["overrides"] == {"act": "nan"}
+    assert header["config"]["act"] == "nan"
+    assert header["environment"][0]["versions"] == "x"
+    assert header["failure"]["step"] == 57
+    losses = [line["step"] for line in lines if "loss" in line]
+    assert losses == [0, 10, 20, 30, 40, *range(47, 57)]
+    assert [line["loss"] for line in lines if "loss" in line][-1] == "nan"
+    signals = next(line["signals"] for line in lines if "signals" in line)
+    assert set(signals["layer_3"]) == set(records.SIGNALS)
+    assert signals["layer_3"]["repeated_maxima"] == [0.1235, "-inf"]
+
+
+def test_the_table_reads_the_layers_by_their_number(collected):
+    text = tables.score_table(records.read_all(collected), layer=10, steps=[50, 100])
+    calm, wild = (line for line in text.splitlines() if line[:6] in ("| act=", "| calm", "| wild"))
+    at_50, at_100 = score(50, 10), score(100, 10)
+    others = score(100, 1)
+    cells = f"{at_50:.0f} | {at_100:.0f} | {others:.0f} | 12.0 | 2.250 | none | no |"
+    assert calm == f"| act=finish | {cells}"
+    others = score(50, 1)
+    assert wild == f"| act=nan | {at_50:.0f} | – | {others:.0f} | 12.0 | 2.250 | 0.75 at 40 | 57 |"
+
+
+def test_the_figure_has_a_panel_an_arm_and_a_line_a_layer(collected):
+    arms = records.read_all(collected)
+    panels = figures.score_figure(arms, layer=1).axes
+    assert [panel.get_title() for panel in panels] == ["act=finish", "act=nan"]
+    calm, wild = (panel.get_lines() for panel in panels)
+    assert (len(calm), len(wild)) == (LAYERS, LAYERS + 1)
+    for i, line in enumerate(calm):
+        assert list(line.get_ydata()) == [score(step, i) for step in STEPS]
+        assert (line.get_color() == "red") == (i == 1)
+    assert set(wild[-1].get_xdata()) == {57}
+
+
+def test_report_writes_table_and_figure(collected, tmp_path, capsys):
+    picture = tmp_path / "picture.png"
+    assert main(["lab", "report", str(collected), "--figure", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = (collected / "table.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "| arm | 10 | 30 | 40 | 60 | 70 | 90 | 100 |" in text
+    assert main(["lab", "report", str(collected), "--layer", "12"]) == 1
+    assert "--layer must be 0 to 11, got 12" in capsys.readouterr().err
+    assert main(["lab", "report", str(collected), "--figure", "/nonexistent/a.png"]) == 1
+    assert "cannot write /nonexistent/a.png" in capsys.readouterr().err
+    assert main(["lab", "report", str(tmp_path)]) == 1
+    assert "holds no records of arms" in capsys.readouterr().err
+
+
+def test_a_value_that_is_not_a_number_is_the_largest(collected):
+    (record,) = [r for r in records.read_all(collected) if r.arm.name == "calm"]
+    record.signals[10][0]["score_maximum"][:] = [1.0, float("nan")]
+    assert record.largest("score_maximum", 10, 0) != record.largest("score_maximum", 10, 0)
+
+
+def test_the_committed_table_is_that_of_the_committed_records(tmp_path, capsys):
+    results = ROOT / "results" / "first_sight"
+    for path in results.glob("*.jsonl"):
+        shutil.copy(path, tmp_path)
+    assert main(["lab", "report", str(tmp_path)]) == 0
+    assert (tmp_path / "table.md").read_text() == (results / "table.md").read_text()
+    page = (results / "README.md").read_text()
+    rows = [line for line in (results / "table.md").read_text().splitlines() if line[:1] == "|"]
+    assert "\n".join(rows) in page

@@ -1,0 +1,49 @@
+"""A stand-in for `train.py` that ends at once, as its arm says; what tests of the lab share."""
+
+import json
+import time
+
+# Writes what the trainer writes, as far as the lab reads it, and then does what `config.act` says.
+STAND_IN = """
+import json, os, pathlib, signal, sys, time
+words = [word.lstrip("-").removeprefix("config.").split("=", 1) for word in sys.argv[1:]]
+config = dict(words)
+run = pathlib.Path(config.pop("workdir"))
+run.mkdir(exist_ok=True)
+same = ("versions", "backend", "device_kind", "device_count", "commit")
+config["seed"] = int(config.get("seed", 42))
+(run / "config.json").write_text(json.dumps(config))
+(run / "environment.json").write_text(json.dumps([dict.fromkeys(same, "x")]))
+(run / "data_order.txt").write_text("1,2\\n3,4\\n")
+(run / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\\n')
+(run / "throughput.jsonl").write_text('{"step": 0, "seconds": 1.0}\\n')
+act = config["act"]
+begin = time.monotonic()
+if act == "fail" and not (run.parent / "mended").exists():
+    sys.exit("\\n".join(f"line {i} of the traceback" for i in range(9)))
+if act == "nan":
+    (run / "failure.json").write_text('{"step": 7, "message": "first in layer 1"}')
+    sys.exit(3)
+if act == "wait" and not (run.parent / "mended").exists():
+    signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))
+    print("listening", flush=True)
+    time.sleep(60)
+if act == "slow":
+    time.sleep(0.5)
+(run / "summary.json").write_text('{"val_loss": 2.5}')
+places = {"device": os.environ.get("CUDA_VISIBLE_DEVICES"), "begin": begin, "end": time.monotonic()}
+(run / "places.json").write_text(json.dumps(places))
+"""
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 240
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def rewrite(path, change):
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
