@@ -78,6 +78,17 @@ def test_only_the_first_of_many_differences_are_listed(tmp_path):
         RunDir.open(tmp_path, {f"field{n}": 0 for n in range(9)})
 
 
+def test_a_field_that_is_absent_there_and_unset_here_is_no_difference(tmp_path):
+    """A later version adds fields, and a run of an earlier one still goes on."""
+    RunDir.open(tmp_path, {"seed": 1}).close()
+    RunDir.open(tmp_path, {"seed": 1, "later": None, "more": {"points": None}}).close()
+    for value in (0, False, "", {}):
+        with pytest.raises(RunDirError, match=r"later: \(absent\) -> "):
+            RunDir.open(tmp_path, {"seed": 1, "later": value})
+    with pytest.raises(RunDirError, match="seed: 1 -> null"):
+        RunDir.open(tmp_path, {"seed": None})
+
+
 def test_the_changes_from_another_run_are_told(tmp_path):
     RunDir.open(tmp_path / "a", {"seed": 1, "attention": {"output": "bfloat16"}}).close()
     with RunDir.open(tmp_path / "b", {"seed": 1, "attention": {"output": "float32"}}) as run_dir:

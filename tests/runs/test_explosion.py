@@ -1,0 +1,132 @@
+"""The words for what goes wrong in a run: explosion, and runaway of a layer's scores."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
+
+
+def risen(at, by, steps, until=math.inf):
+    """Losses of every step: 3, and more from one step on, until another."""
+    return [(s, 3.0 + (by if at <= s < until else 0.0)) for s in range(steps)]
+
+
+# A rise by 0.8 lifts the mean of 50 steps by more than 0.7 once it holds 44 of them.
+FIRST = 500 + 43
+
+
+def test_an_excess_of_100_steps_is_an_explosion_at_its_first_step():
+    losses = risen(500, 0.8, 700)
+    assert LossWatch(losses[: FIRST + 99]).explosion is None
+    assert LossWatch(losses[: FIRST + 100]).explosion == FIRST
+    assert LossWatch(losses).explosion == FIRST
+
+
+@pytest.mark.parametrize(("rise", "explosion"), [(0.69, None), (0.71, 500 + 49)])
+def test_the_excess_is_one_of_more_than_seven_tenths(rise, explosion):
+    assert LossWatch(risen(500, rise, 900)).explosion == explosion
+
+
+@pytest.mark.parametrize(("steps", "explosion"), [(136, None), (137, FIRST)])
+def test_a_short_excess_is_no_explosion(steps, explosion):
+    """The mean is above the limit for 37 steps less than the loss."""
+    watch = LossWatch(risen(500, 0.8, 900, until=500 + steps))
+    assert watch.explosion == explosion
+    assert watch.excess_steps == 0
+
+
+def test_two_short_excesses_are_no_explosion():
+    losses = risen(500, 0.8, 1100, until=620) + [(s + 1100, x) for s, x in risen(0, 0.8, 120)]
+    assert LossWatch(losses).explosion is None
+
+
+def test_the_excess_is_that_over_the_best_so_far():
+    """A loss that falls from 11 to 3 and then rises to 4.5 is far below its first values."""
+    falling = [(s, 11.0 - 0.02 * s) for s in range(400)]
+    watch = LossWatch([*falling, *((s, 4.5) for s in range(400, 700))])
+    assert watch.explosion is not None
+    assert 400 < watch.explosion < 450
+
+
+def test_one_low_loss_is_not_the_best():
+    assert LossWatch([*risen(0, 0.0, 300), (300, 1.0), *risen(0, 0.0, 900)[301:]]).explosion is None
+
+
+def test_the_steps_in_excess_are_counted_and_forgotten():
+    watch = LossWatch()
+    counts = []
+    for step, loss in risen(500, 0.8, 800, until=700):
+        watch.add(step, loss)
+        counts.append(watch.excess_steps)
+    assert counts[:FIRST] == [0] * FIRST
+    assert counts[FIRST : FIRST + 150] == list(range(1, 151))
+    assert counts[-1] == 0
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_an_explosion(loss):
+    assert LossWatch([*risen(500, 0.8, 300), (300, loss), (301, 3.0)]).explosion == 300
+    # Within an excess that has begun, the explosion is where that began.
+    assert LossWatch([*risen(500, 0.8, 560), (560, loss)]).explosion == FIRST
+
+
+def test_the_first_explosion_stays():
+    watch = LossWatch([*risen(500, 0.8, 700, until=650), (700, math.nan)])
+    assert watch.explosion == FIRST
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_tenth_loss_says_the_same_within_ten_steps(seed):
+    noise = np.random.default_rng(seed).normal(0.0, 0.02, 1200)
+    ramp = 3.0 + np.maximum(0.0, 0.02 * (np.arange(1200) - 600)) + noise
+    losses = list(enumerate(ramp.tolist()))
+    every, tenth = LossWatch(losses).explosion, LossWatch(losses[::10]).explosion
+    assert every is not None
+    assert tenth is not None
+    assert abs(every - tenth) <= 10
+
+
+# Runaway.
+
+
+def scores(last, *changes, layers=3):
+    """100 in every layer at every hundredth step, but `(layer, first, last, value)`."""
+    table = {step: [100.0] * layers for step in range(0, last + 1, 100)}
+    for layer, begin, end, value in changes:
+        for step in range(begin, end + 1, 100):
+            table[step][layer] = value
+    return table
+
+
+def test_a_runaway_is_above_five_times_the_median_before():
+    assert first_runaway(scores(4000, (1, 2000, 4000, 501.0))) == Runaway(2000, 1)
+    assert first_runaway(scores(4000, (1, 2000, 4000, 500.0))) is None
+
+
+def test_the_median_is_that_of_the_1000_steps_before():
+    early = (0, 0, 2900, 1000.0)
+    assert first_runaway(scores(6000, early, (0, 4000, 6000, 600.0))) == Runaway(4000, 0)
+    # Half of the window at 100 and half at 1,000 make 550; its later half alone would make 1,000.
+    late = (0, 3500, 3900, 1000.0)
+    assert first_runaway(scores(6000, early, late, (0, 4000, 6000, 3000.0))) == Runaway(4000, 0)
+    assert first_runaway(scores(6000, early, late, (0, 4000, 6000, 2700.0))) is None
+
+
+def test_a_peak_that_goes_away_within_500_steps_is_none():
+    assert first_runaway(scores(4000, (1, 2000, 2400, 900.0))) is None
+    assert first_runaway(scores(4000, (1, 2000, 2500, 900.0))) == Runaway(2000, 1)
+
+
+def test_a_run_must_be_long_enough_on_both_sides():
+    assert first_runaway(scores(4000, (1, 500, 4000, 900.0))) is None
+    assert first_runaway(scores(4000, (1, 1000, 4000, 900.0))) == Runaway(1000, 1)
+    assert first_runaway(scores(2400, (1, 2000, 2400, 900.0))) is None
+    assert first_runaway(scores(2500, (1, 2000, 2500, 900.0))) == Runaway(2000, 1)
+    assert first_runaway({}) is None
+
+
+def test_the_first_of_several_runaways_counts():
+    table = scores(4000, (2, 1500, 4000, 900.0), (0, 1900, 4000, 900.0))
+    assert first_runaway(table) == Runaway(1500, 2)
