@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("results", type=Path, help="directory of ARM.jsonl; gets table.md")
     report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
     report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
+    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these")
     report.add_argument("--figure", type=Path, help="default: figure.png in RESULTS")
     for control in ("positive", "negative"):
         report.add_argument(f"--{control}-control", metavar="ARM", help="if the records name none")
@@ -87,17 +88,19 @@ def _collect(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     arms = records.read_all(args.results)
+    if args.seeds is not None:
+        arms = records.of_seeds(arms, args.seeds)
     for control in ("positive", "negative"):
         arms = records.with_control(arms, control, getattr(args, f"{control}_control"))
     layers = min(len(layers) for arm in arms for layers in arm.signals.values())
     if not 0 <= args.layer < layers:
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
+    found = outcomes.outcomes(arms)
+    several = len({arm.seed for arm in arms}) > 1
     text = tables.score_table(arms, args.layer, args.steps)
-    drawn = figures.score_figure(arms, args.layer)
-    if len({arm.seed for arm in arms}) > 1:
-        found = outcomes.outcomes(arms)
+    if several or any(arm.arm.control for arm in arms):
         text = f"{tables.outcome_table(found)}\n{text}"
-        drawn = figures.loss_figure(found)
+    drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)
     path = args.figure or args.results / "figure.png"
     with writing(path):
         (args.results / "table.md").write_text(text, encoding="utf-8")

@@ -84,12 +84,28 @@ class Experiment:
       shared: fields set alike in every arm.
       arms: in the order in which they are started.
       seeds: with which every arm runs; empty for the config's own.
+
+    Raises:
+      ExperimentError: seeds are negative or given twice, or `seed` is set beside them.
     """
 
     config: str
     shared: Fields
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
+            raise ExperimentError(
+                f"seeds must be different whole numbers from 0 on, got {list(self.seeds)}"
+            )
+        if self.seeds and "seed" in self.shared:
+            raise ExperimentError(
+                "seed is set in every arm (shared, --config.seed), and there are seeds; give one"
+            )
+        for arm in self.arms:
+            if self.seeds and "seed" in arm.overrides:
+                raise ExperimentError(f"arm {arm.name} sets seed, and there are seeds; give one")
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -108,8 +124,6 @@ class Experiment:
             if match is None:
                 raise ExperimentError(f"{flag!r} is not of the form --config.NAME=VALUE")
             fields[match[1]] = match[2]
-        if self.seeds and "seed" in fields:
-            raise ExperimentError("--config.seed: the definition has seeds; choose with --seeds")
         for arm in self.arms:
             for name in arm.overrides.keys() & fields:
                 raise ExperimentError(
@@ -119,7 +133,11 @@ class Experiment:
         return dataclasses.replace(self, shared={**self.shared, **fields})
 
     def with_seeds(self, seeds: Iterable[int]) -> Self:
-        """A copy with other seeds."""
+        """A copy with other seeds.
+
+        Raises:
+          ExperimentError: they cannot serve.
+        """
         return dataclasses.replace(self, seeds=tuple(seeds))
 
     def select(self, names: Iterable[str]) -> Self:
@@ -175,19 +193,16 @@ def load(path: Path) -> Experiment:
                 f"{path}: arm {name!r} cannot name a directory; use letters, digits, _ and -"
             )
     controls = _controls(definition, path)
-    return Experiment(
-        config=config,
-        shared=_fields(_table(definition, "shared", path), path, "shared"),
-        arms=tuple(
-            Arm(
-                name,
-                _fields(_table(arms, name, path), path, f"arms.{name}"),
-                controls.get(name),
-            )
-            for name in arms
-        ),
-        seeds=_seeds(definition, path),
+    shared = _fields(_table(definition, "shared", path), path, "shared")
+    defined = tuple(
+        Arm(name, _fields(_table(arms, name, path), path, f"arms.{name}"), controls.get(name))
+        for name in arms
     )
+    seeds = _seeds(definition, path)
+    try:
+        return Experiment(config, shared, defined, seeds)
+    except ExperimentError as error:
+        raise ExperimentError(f"{path}: {error}") from error
 
 
 def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
@@ -196,25 +211,24 @@ def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
     kinds: tuple[Literal["positive", "negative"], ...] = ("positive", "negative")
     for control in kinds:
         name = definition.get(f"{control}_control")
-        if name is not None and name not in definition["arms"]:
+        if name is None:
+            continue
+        if not isinstance(name, str) or name not in definition["arms"]:
             known = ", ".join(definition["arms"])
             raise ExperimentError(
                 f"{path}: {control}_control must be an arm ({known}), got {name!r}"
             )
-        if name is not None:
-            controls[name] = control
+        if name in controls:
+            raise ExperimentError(f"{path}: arm {name} cannot be both controls")
+        controls[name] = control
     return controls
 
 
 def _seeds(definition: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     seeds = definition.get("seeds", [])
-    whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
-    if not whole or len(set(seeds)) < len(seeds):
-        raise ExperimentError(
-            f"{path}: seeds must be different whole numbers from 0 on, got {seeds!r}"
-        )
-    if seeds and "seed" in _table(definition, "shared", path):
-        raise ExperimentError(f"{path}: seed stands in shared and in seeds; give it once")
+    # A boolean is an int to Python.
+    if not isinstance(seeds, list) or any(type(seed) is not int for seed in seeds):
+        raise ExperimentError(f"{path}: seeds must be a list of whole numbers, got {seeds!r}")
     return tuple(seeds)
 
 

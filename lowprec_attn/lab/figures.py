@@ -3,10 +3,12 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord
@@ -14,13 +16,14 @@ from lowprec_attn.runs.explosion import SMOOTHED_STEPS
 
 _COLUMNS = 4
 _TITLE_WIDTH = 30
-_BEHIND = "0.8"
+_ARM, _CONTROL = "C0", "0.75"
+_EXPLOSION: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
 
 
 def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
-    """Two panels an arm: training loss, and largest |score| of any layer; a faint line a seed.
+    """Two panels an arm: training loss, and largest |score| of any layer; a line a seed.
 
-    Grey behind them: the negative control. A red point stands where a loss exploded.
+    Behind them stand those of the negative control. A red point marks where a loss exploded.
     """
     columns = min(len(found), _COLUMNS)
     rows = math.ceil(len(found) / columns)
@@ -30,9 +33,10 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     for i, outcome in enumerate(found):
         row, column = 2 * (i // columns), i % columns
         loss, score = axes[row, column], axes[row + 1, column]
-        for behind in [control] if control and control is not outcome else []:
-            _draw_seeds(loss, score, behind, _BEHIND)
-        _draw_seeds(loss, score, outcome, "C0")
+        if control is not None and control is not outcome:
+            _draw_seeds(loss, score, control, _CONTROL)
+        _draw_seeds(loss, score, outcome, _ARM)
+        _mark_explosions(loss, outcome)
         share = f"{outcome.exploded} of {len(outcome.records)} exploded"
         loss.set_title(f"{textwrap.fill(outcome.arm.title, _TITLE_WIDTH)}\n{share}", fontsize=9)
         score.set_xlabel("step")
@@ -40,23 +44,34 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         for axis in (loss, score):
             axis.grid(alpha=0.3)
             axis.tick_params(labelleft=column == 0)
+        score.tick_params(labelbottom=True)
     for i in range(len(found), rows * columns):
         axes[2 * (i // columns), i % columns].remove()
         axes[2 * (i // columns) + 1, i % columns].remove()
     for row in range(rows):
         axes[2 * row, 0].set_ylabel("training loss")
         axes[2 * row + 1, 0].set_ylabel("largest |score|")
+    lines = [Line2D([], [], color=_ARM, label="a seed of the arm")]
+    if control is not None:
+        lines.append(Line2D([], [], color=_CONTROL, label="negative control"))
+    lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
+
+
+def _mark_explosions(loss: Axes, outcome: ArmOutcome) -> None:
+    """Nothing where no loss was finite up to there."""
+    for record in outcome.records.values():
+        smoothed = _smoothed(record.losses)
+        until = [s for s in smoothed if record.explosion is not None and s <= record.explosion]
+        if until:
+            loss.plot([until[-1]], [smoothed[until[-1]]], **_EXPLOSION, zorder=3)
 
 
 def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> None:
     for record in outcome.records.values():
         smoothed = _smoothed(record.losses)
         loss.plot(list(smoothed), list(smoothed.values()), color=color, lw=1, alpha=0.7)
-        explosion = record.explosion
-        if explosion is not None and color != _BEHIND:
-            step = max(s for s in smoothed if s <= explosion)
-            loss.plot([step], [smoothed[step]], "o", color="red", ms=4, zorder=3)
         steps = sorted(record.signals)
         layers = range(len(record.signals[steps[0]]))
         largest = [max(record.largest("score_maximum", s, i) for i in layers) for s in steps]

@@ -31,7 +31,7 @@ class ArmOutcome:
       records: by seed.
       words: by seed: what became of it.
       excess: by seed: the mean training loss of its last 100 steps, minus that of the negative
-        control at the same steps; only of seeds that have one and did not explode.
+        control at the same steps; only of runs that did not explode, and are not that control.
     """
 
     arm: Arm
@@ -80,7 +80,7 @@ def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:
         excess = {
             seed: _loss_above(run, negative[seed])
             for seed, run in runs.items()
-            if seed in negative and run.explosion is None
+            if run.explosion is None and negative.get(seed, run) is not run
         }
         words = {seed: _word(run, positive.get(seed)) for seed, run in runs.items()}
         found.append(ArmOutcome(arm, runs, words, excess))
@@ -124,7 +124,7 @@ def _word(run: ArmRecord, control: ArmRecord | None) -> Word:
 
 
 def _loss_above(run: ArmRecord, other: ArmRecord) -> float:
-    """Over the last 100 steps that both took; NaN where they share none."""
+    """The mean over the last 100 steps of those recorded of both; NaN where there are none."""
     steps = sorted(run.losses.keys() & other.losses.keys())
     last = [step for step in steps if step > steps[-1] - _LOSS_STEPS]
     if not last:

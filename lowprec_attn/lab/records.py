@@ -7,14 +7,14 @@ that are not finite are the texts "nan", "inf" and "-inf".
 """
 
 import dataclasses
-import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import complete_lines, read_json, write_atomically, writing
+from lowprec_attn.files import complete_lines, read_json, sha256, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
@@ -35,6 +35,7 @@ SIGNALS = (
     "vanished_rows",
     "query_weight_norm",
 )
+_REPORTED = ("score_maximum", "query_weight_norm")  # what table and figure are made of
 _LOSS_EVERY = 10
 
 
@@ -68,7 +69,7 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
         "runaway": runaway and runaway._asdict(),
         "config": read_json(run_dir.config),
         "environment": read_json(run_dir.environment),
-        "data_order_sha256": hashlib.sha256(run_dir.data_order.read_bytes()).hexdigest(),
+        "data_order_sha256": sha256(run_dir.data_order),
         "failure": failure,
     }
     path = directory / f"{run.name}.jsonl"
@@ -191,7 +192,9 @@ def _largest_scores(
 def _explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
     """Where the loss exploded; a step that was withheld, whatever was not finite, is one too."""
     explosion = LossWatch(losses.items()).explosion
-    return failure["step"] if explosion is None and failure is not None else explosion
+    if explosion is None and failure is not None:
+        return int(failure.get("explosion", failure["step"]))
+    return explosion
 
 
 def _by_step(
@@ -212,7 +215,8 @@ def read_all(directory: Path) -> list[ArmRecord]:
     """All records of a directory, by name: of an arm, those of its seeds in their order.
 
     Raises:
-      RecordError: there are none, or a file is something else, or has no signals.
+      RecordError: there are none, two are of one arm and seed, or a file is something else or has
+        not the signals that a report needs.
     """
     records = [ArmRecord.read(path) for path in directory.glob("*.jsonl")]
     records.sort(key=lambda record: (record.arm.name, record.seed))
@@ -221,7 +225,32 @@ def read_all(directory: Path) -> list[ArmRecord]:
     for record in records:
         if not record.signals:
             raise RecordError(f"arm {record.arm.name} has no signals: diagnostics_every was 0")
+        kept = set.intersection(
+            *(set(layer) for layers in record.signals.values() for layer in layers)
+        )
+        if lacking := [name for name in _REPORTED if name not in kept]:
+            raise RecordError(
+                f"arm {record.arm.name} has no {' and no '.join(lacking)}: a report needs them; "
+                "`lab collect --signals` left them out"
+            )
+    for a, b in itertools.pairwise(records):
+        if (a.arm.name, a.seed) == (b.arm.name, b.seed):
+            raise RecordError(f"{directory} holds two records of arm {a.arm.name}, seed {a.seed}")
     return records
+
+
+def of_seeds(records: Sequence[ArmRecord], seeds: Collection[int]) -> list[ArmRecord]:
+    """The records of some seeds.
+
+    Raises:
+      RecordError: a seed has none.
+    """
+    known = sorted({record.seed for record in records})
+    for seed in seeds:
+        if seed not in known:
+            listed = ", ".join(map(str, known))
+            raise RecordError(f"there is no record of seed {seed}; seeds are {listed}")
+    return [record for record in records if record.seed in seeds]
 
 
 def with_control(

@@ -1,13 +1,18 @@
 """The comparison of arms as Markdown tables."""
 
+import collections
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lowprec_attn.lab.outcomes import ArmOutcome, undecided
+from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, undecided
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
 
 _COLUMNS = 7
+_SEEDS_LISTED = 5  # more of them do not fit into a cell
+_BETWEEN = " / "
 
 
 def outcome_table(found: Sequence[ArmOutcome]) -> str:
@@ -17,46 +22,73 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         "arm",
         "exploded",
         "95 % interval",
-        "first step of each seed",
+        "explosion",
         "median",
-        "scores ran away (step, layer)",
+        "runaway (step, layer)",
         "loss above the control",
     ]
     table = _table([header, *(_outcome_row(outcome, seeds) for outcome in found)])
     reasons = undecided(found)
-    verdict = f"It decides nothing there: {'; '.join(reasons)}.\n\n" if reasons else ""
-    listed = ", ".join(map(str, seeds))
+    verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
+    listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    order = ", in this order where a cell has one entry each" if len(seeds) > 1 else ""
     return (
-        f"Exploded: the training loss, a mean of 50 steps, stayed 0.7 nats above its best for 100 "
-        f"steps, or was not\nfinite. Seeds {listed}, in this order: the step, or *healthy* where "
-        f"the run went on to 1.25 times the step of\nits seed's positive control, or *censored*. "
-        f"Intervals are Wilson's, of the runs that are not censored.\n\n{table}\n{verdict}"
+        f"{listed}{order}. Explosion: the step from which the\ntraining loss, a mean of "
+        f"{SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats above its best for {LASTING_STEPS} "
+        f"steps, or at which it was not finite.\n*Healthy*: none, up to {HEALTHY_AFTER} times the "
+        f"step of the seed's positive control. *Censored*: none, but the run is shorter, or\nthat "
+        f"control did not explode. Intervals are Wilson's, without the censored runs.\n\n"
+        f"{table}{verdict if reasons else ''}"
     )
 
 
 def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
-    runs = [outcome.records[seed] for seed in seeds if seed in outcome.records]
     control = f" ({outcome.arm.control} control)" if outcome.arm.control else ""
     median = outcome.median_explosion
     return [
         f"{outcome.arm.title}{control}",
-        f"{outcome.exploded} of {len(runs)}",
+        f"{outcome.exploded} of {len(outcome.records)}",
         "{:.0%} to {:.0%}".format(*outcome.interval),
-        ", ".join(
-            f"{outcome.records[seed].explosion:,}"
-            if outcome.words[seed] == "exploded"
-            else outcome.words[seed]
-            for seed in seeds
-            if seed in outcome.records
-        ),
+        _explosions(outcome, seeds),
         "–" if median is None else f"{median:,.0f}",
-        ", ".join(f"{r.runaway.step:,} in {r.runaway.layer}" if r.runaway else "–" for r in runs),
-        ", ".join(
-            f"{outcome.excess[seed]:+.3f}" if seed in outcome.excess else "–"
-            for seed in seeds
-            if seed in outcome.records
-        ),
+        _runaways(outcome, seeds),
+        _excesses(outcome, seeds),
     ]
+
+
+def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    steps = {seed: r.explosion for seed, r in outcome.records.items() if r.explosion is not None}
+    if len(seeds) <= _SEEDS_LISTED:
+        texts = {seed: f"{step:,}" for seed, step in steps.items()}
+        return _by_seed({**outcome.words, **texts}, seeds)
+    counts = collections.Counter(outcome.words.values())
+    parts = [f"{min(steps.values()):,} to {max(steps.values()):,}"] if steps else []
+    parts += [f"{counts[word]} {word}" for word in ("healthy", "censored") if counts[word]]
+    return _BETWEEN.join(parts)
+
+
+def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    found = {seed: record.runaway for seed, record in outcome.records.items()}
+    if len(seeds) <= _SEEDS_LISTED:
+        texts = {seed: f"{r.step:,} in {r.layer}" if r else "–" for seed, r in found.items()}
+        return _by_seed(texts, seeds)
+    steps = [runaway.step for runaway in found.values() if runaway]
+    return f"{len(steps)} of {len(found)}, from {min(steps):,} on" if steps else "–"
+
+
+def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    values = [value for value in outcome.excess.values() if math.isfinite(value)]
+    if not values:
+        return "–"
+    if len(seeds) <= _SEEDS_LISTED:
+        texts = dict.fromkeys(outcome.records, "–")
+        known = {s: f"{x:+.3f}" for s, x in outcome.excess.items() if math.isfinite(x)}
+        return _by_seed({**texts, **known}, seeds)
+    return f"{min(values):+.3f} to {max(values):+.3f}"
+
+
+def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
+    return _BETWEEN.join(texts.get(seed, "no run") for seed in seeds)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

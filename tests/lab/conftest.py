@@ -13,7 +13,10 @@ from lowprec_attn.lab import runner
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch, capsys):
-    """`lab(acts, *options)` runs one stand-in per act, named by its key; (exit code, output)."""
+    """`lab(acts, *options, head="")` runs a stand-in per act, named by its key; (code, output).
+
+    `head` is what stands above the arms in the definition.
+    """
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "unused")
     definition, trainer, out = tmp_path / "arms.toml", tmp_path / "stand_in.py", tmp_path / "out"
     trainer.write_text(STAND_IN)
@@ -24,14 +27,14 @@ def lab(tmp_path, monkeypatch, capsys):
         f"main; runner.TRAIN = {stand_in!r}; sys.exit(main(sys.argv[1:]))"
     )
 
-    def words(acts, *options):
+    def words(acts, *options, head=""):
         arms = "".join(f"[arms.{name}]\nact = '{act}'\n" for name, act in acts.items())
-        definition.write_text(f"config = 'some.py'\n{arms}")
+        definition.write_text(f"config = 'some.py'\n{head}\n{arms}")
         words = ["lab", "run", definition, "--workdir", out, *options]
         return [str(word) for word in words]
 
-    def run(acts, *options):
-        code = main(words(acts, *(options or ("--jobs", 2))))
+    def run(acts, *options, head=""):
+        code = main(words(acts, *(options or ("--jobs", 2)), head=head))
         return code, "".join(capsys.readouterr())
 
     def start(acts, *options):

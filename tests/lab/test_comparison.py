@@ -11,7 +11,7 @@ DIFFERENCES = {
         "a and b differ in config.seed: 42 and 1",
     ),
     "batches": (
-        lambda run: (run / "data_order.txt").write_text("1,2\n3,5\n"),
+        lambda run: (run / "data_order.txt").write_text("42,2\n3,5\n"),
         "a and b were not given the same batches",
     ),
     "versions": (
@@ -37,5 +37,27 @@ def test_arms_that_differ_in_more_than_their_overrides_are_not_compared(lab, tmp
 def test_an_arm_that_ended_earlier_has_seen_the_same_batches(lab):
     acts = {"a": "finish", "b": "slow"}
     assert lab(acts)[0] == 0
-    (lab.out / "b" / "data_order.txt").write_text("1,2\n3")  # the second line is half written
+    (lab.out / "b" / "data_order.txt").write_text("42,2\n3")  # the second line is half written
     assert lab(acts)[0] == 0
+
+
+def test_batches_are_compared_within_a_seed_alone(lab):
+    acts = {"a": "finish", "b": "slow"}
+    assert lab(acts, head="seeds = [1, 2]")[0] == 0
+    orders = [(lab.out / f"a-seed{n}" / "data_order.txt").read_bytes() for n in (1, 2)]
+    assert orders[0] != orders[1]
+    (lab.out / "b-seed2" / "data_order.txt").write_bytes(orders[0])
+    code, output = lab(acts, head="seeds = [1, 2]")
+    assert code == 1
+    assert "error: a-seed2 and b-seed2 were not given the same batches" in output
+    assert "seed1" not in output[output.index("error: ") :]
+
+
+def test_seeds_that_are_not_those_of_the_experiment_are_a_difference(lab):
+    acts = {"a": "finish", "b": "slow"}
+    assert lab(acts)[0] == 0
+    rewrite(lab.out / "b" / "config.json", lambda config: config.update(seed=7))
+    (lab.out / "b" / "data_order.txt").write_bytes((lab.out / "a" / "data_order.txt").read_bytes())
+    code, output = lab(acts)
+    assert code == 1
+    assert "a and b differ in config.seed: 42 and 7" in output

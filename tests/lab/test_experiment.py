@@ -69,6 +69,22 @@ def test_a_title_says_what_an_arm_computes():
         ("config = 'c.py'\n[arms.'a/b']", "'a/b'"),
         ("config = 'c.py'\n[arms]\na = 3", "a must be a table of fields, got 3"),
         ("config = 'c.py'\n[arms.a]\nx.y = [1]", r"arms.a.x.y must be .* got \[1\]"),
+        ("config = 'c.py'\nseeds = 3\n[arms.a]", "seeds must be a list of whole numbers, got 3"),
+        ("config = 'c.py'\nseeds = [1.0]\n[arms.a]", r"whole numbers, got \[1.0\]"),
+        ("config = 'c.py'\nseeds = [true]\n[arms.a]", r"whole numbers, got \[True\]"),
+        ("config = 'c.py'\nseeds = [1, 1]\n[arms.a]", r"arms.toml: seeds must be diff.* \[1, 1\]"),
+        ("config = 'c.py'\nseeds = [-1]\n[arms.a]", r"from 0 on, got \[-1\]"),
+        ("config = 'c.py'\nseeds = [1]\nshared.seed = 1\n[arms.a]", "set in every arm"),
+        ("config = 'c.py'\nseeds = [1]\n[arms.a]\nseed = 2", "arm a sets seed"),
+        (
+            "config = 'c.py'\npositive_control = 'c'\n[arms.a]\n[arms.b]",
+            r"positive_control must be an arm \(a, b\), got 'c'",
+        ),
+        ("config = 'c.py'\nnegative_control = ['a']\n[arms.a]", r"negative_control .*\['a'\]"),
+        (
+            "config = 'c.py'\npositive_control = 'a'\nnegative_control = 'a'\n[arms.a]",
+            "arm a cannot be both controls",
+        ),
     ],
 )
 def test_a_wrong_definition_is_told_in_one_line(tmp_path, text, message):
@@ -77,3 +93,55 @@ def test_a_wrong_definition_is_told_in_one_line(tmp_path, text, message):
     with pytest.raises(experiment.ExperimentError, match=message) as error:
         experiment.load(path)
     assert "\n" not in str(error.value)
+
+
+SEEDS = """
+config = "c.py"
+seeds = [3, 1]
+positive_control = "b"
+negative_control = "a"
+[arms.a]
+[arms.b]
+x = 1
+[arms.c]
+"""
+
+
+@pytest.fixture
+def seeded(tmp_path):
+    """An experiment of three arms, two of them controls, and two seeds."""
+    path = tmp_path / "arms.toml"
+    path.write_text(SEEDS)
+    return experiment.load(path)
+
+
+def test_arms_run_seed_by_seed(seeded):
+    names = [trial.name for trial in seeded.trials]
+    assert names == ["a-seed3", "b-seed3", "c-seed3", "a-seed1", "b-seed1", "c-seed1"]
+    arguments = seeded.arguments(seeded.trials[4])
+    assert arguments == ["--config=c.py", "--config.x=1", "--config.seed=1"]
+
+
+def test_without_seeds_a_run_has_the_name_of_its_arm_and_the_seed_of_its_config(seeded):
+    (trial, *_) = seeded.with_seeds([]).trials
+    assert (trial.name, trial.seed) == ("a", None)
+    assert seeded.with_seeds([]).arguments(trial) == ["--config=c.py"]
+
+
+def test_controls_are_arms(seeded):
+    assert [arm.control for arm in seeded.arms] == ["negative", "positive", None]
+    assert [arm.control for arm in seeded.select(["c", "b"]).arms] == ["positive", None]
+
+
+def test_seeds_are_given_once(seeded):
+    assert [trial.seed for trial in seeded.with_seeds([7]).trials] == [7, 7, 7]
+    one = pytest.raises(experiment.ExperimentError, match=r"--config.seed\), and there are seeds")
+    with one:
+        seeded.with_flags(["--config.seed=5"])
+    flagged = seeded.with_seeds([]).with_flags(["--config.seed=5"])
+    assert "--config.seed=5" in flagged.arguments(flagged.trials[0])
+    with one:
+        flagged.with_seeds([1])
+    for seeds in ([1, 1], [-1]):
+        with pytest.raises(experiment.ExperimentError, match="must be different whole numbers"):
+            seeded.with_seeds(seeds)

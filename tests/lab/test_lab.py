@@ -13,11 +13,13 @@ import sys
 
 import pytest
 from command import ROOT, TINY, environment
-from stand_in import wait_until
+from stand_in import rewrite, wait_until
 
 from lowprec_attn.commands.main import EXIT_BAD_INPUT
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import processes
+from lowprec_attn.lab.experiment import Arm, Trial
+from lowprec_attn.lab.workdir import ArmRun
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
 
@@ -73,6 +75,40 @@ def test_only_the_arms_asked_for_run(lab):
     acts = dict.fromkeys("abc", "finish")
     assert lab(acts, "--jobs", "1", "--arms", "c", "a")[0] == 0
     assert [(lab.out / name).exists() for name in acts] == [True, False, True]
+
+
+def test_every_arm_runs_once_for_each_seed(lab):
+    acts = {"a": "finish", "b": "explode"}
+    head = "seeds = [5, 2]\nnegative_control = 'a'"
+    code, output = lab(acts, "--jobs", "1", head=head)
+    assert code == 0
+    started = re.findall(r"([\w-]+): .*; starts on", output)
+    assert started == ["a-seed5", "b-seed5", "a-seed2", "b-seed2"]
+    assert "b-seed2: the loss exploded at step 3 (" in output  # a result, not an error
+    assert json.loads((lab.out / "a-seed2" / "config.json").read_text())["seed"] == 2
+    definition = json.loads((lab.out / "a-seed2.json").read_text())
+    assert [definition[name] for name in ("arm", "control", "seed")] == ["a", "negative", 2]
+    code, output = lab(acts, "--jobs", "1", "--seeds", "2", "9", head=head)
+    assert code == 0
+    assert re.findall(r"([\w-]+): .*; starts on", output) == ["a-seed9", "b-seed9"]
+
+
+def test_seeds_on_the_command_line_are_checked(lab):
+    assert "different whole numbers" in lab({"a": "finish"}, "--seeds", "1", "1")[1]
+    code, output = lab({"a": "finish"}, "--config.seed=4", head="seeds = [1]")
+    assert code == EXIT_BAD_INPUT
+    assert "--config.seed" in output
+    assert not lab.out.exists()
+
+
+def test_a_definition_of_an_earlier_version_is_read(lab):
+    """It names neither arm nor control nor seed; another control alone is no other definition."""
+    assert lab({"a": "finish"})[0] == 0
+    rewrite(lab.out / "a.json", lambda d: [d.pop(name) for name in ("arm", "control", "seed")])
+    assert ArmRun(lab.out, "a").trial == Trial(Arm("a", {"act": "finish"}), None)
+    code, output = lab({"a": "finish"}, head="positive_control = 'a'")
+    assert (code, output) == (0, "a: done, validation loss 2.500\n")
+    assert ArmRun(lab.out, "a").trial.arm.control == "positive"
 
 
 def test_ctrl_c_reaches_every_arm_once_and_the_same_command_continues(lab):

@@ -14,7 +14,7 @@ same = ("versions", "backend", "device_kind", "device_count", "commit")
 config["seed"] = int(config.get("seed", 42))
 (run / "config.json").write_text(json.dumps(config))
 (run / "environment.json").write_text(json.dumps([dict.fromkeys(same, "x")]))
-(run / "data_order.txt").write_text("1,2\\n3,4\\n")
+(run / "data_order.txt").write_text(f"{config['seed']},2\\n3,4\\n")
 (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\\n')
 (run / "throughput.jsonl").write_text('{"step": 0, "seconds": 1.0}\\n')
 act = config["act"]
@@ -23,6 +23,10 @@ if act == "fail" and not (run.parent / "mended").exists():
     sys.exit("\\n".join(f"line {i} of the traceback" for i in range(9)))
 if act == "nan":
     (run / "failure.json").write_text('{"step": 7, "message": "first in layer 1"}')
+    sys.exit(3)
+if act == "explode":
+    failure = {"step": 7, "explosion": 3, "message": "the loss exploded at step 3"}
+    (run / "failure.json").write_text(json.dumps(failure))
     sys.exit(3)
 if act == "wait" and not (run.parent / "mended").exists():
     signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(0)))

@@ -1,0 +1,314 @@
+"""What an experiment with seeds and controls says: words, intervals, excess, table and figure."""
+
+import json
+import math
+
+import pytest
+
+from lowprec_attn.commands.main import main
+from lowprec_attn.lab import figures, outcomes, records, tables
+from lowprec_attn.lab.experiment import Arm
+from lowprec_attn.runs.explosion import Runaway
+
+CONTROLS = {"bad": "positive", "good": "negative"}
+
+
+def record(name, seed, steps, explosion=None, loss=3.0, runaway=None):
+    """A run of so many steps; every tenth loss is kept."""
+    signals = {"score_maximum": [2.0], "query_weight_norm": [1.0]}
+    return records.ArmRecord(
+        arm=Arm(name, {"x": name}, CONTROLS.get(name)),
+        seed=seed,
+        steps=steps,
+        explosion=explosion,
+        runaway=runaway,
+        losses=dict.fromkeys(range(0, steps, 10), loss),
+        val_losses={steps: loss},
+        signals={step: [signals] * 2 for step in range(0, steps, 100)},
+        failure=None,
+    )
+
+
+def decided(*of_arm, seeds=(1,)):
+    """Runs of both controls with each seed, and others."""
+    controls = [
+        run
+        for seed in seeds
+        for run in (record("bad", seed, 1200, 1000), record("good", seed, 1300))
+    ]
+    return {found.arm.name: found for found in outcomes.outcomes([*controls, *of_arm])}
+
+
+@pytest.mark.parametrize(
+    ("steps", "explosion", "word"),
+    [(1249, None, "censored"), (1250, None, "healthy"), (900, 800, "exploded")],
+)
+def test_a_run_is_healthy_beyond_one_and_a_quarter_of_its_positive_control(steps, explosion, word):
+    found = decided(record("arm", 1, steps, explosion))
+    assert found["arm"].words == {1: word}
+    assert found["arm"].exploded == (word == "exploded")
+    assert found["good"].words == {1: "healthy"}
+    assert found["bad"].words == {1: "exploded"}
+
+
+def test_it_is_the_control_of_the_same_seed_that_counts():
+    runs = [record("bad", 1, 900, 800), record("bad", 2, 5000, 4000), record("bad", 3, 5000)]
+    runs += [record("arm", seed, 3000) for seed in (1, 2, 3, 4)]
+    arm = outcomes.outcomes(runs)[1]
+    assert arm.words == {1: "healthy", 2: "censored", 3: "censored", 4: "censored"}
+
+
+def wilson(k, n, z=1.959963984540054):
+    centre = (k + z * z / 2) / (n + z * z)
+    half = z / (n + z * z) * math.sqrt(k * (n - k) / n + z * z / 4)
+    return centre - half, centre + half
+
+
+@pytest.mark.parametrize(("exploded", "healthy"), [(0, 3), (1, 2), (3, 0), (9, 1)])
+def test_the_interval_is_wilsons_without_the_censored_runs(exploded, healthy):
+    seeds = range(exploded + healthy + 2)
+    runs = [record("arm", seed, 900, 800) for seed in seeds[:exploded]]
+    runs += [record("arm", seed, 2000) for seed in seeds[exploded : exploded + healthy]]
+    runs += [record("arm", seed, 10) for seed in seeds[exploded + healthy :]]
+    arm = decided(*runs, seeds=seeds)["arm"]
+    assert arm.interval == pytest.approx(wilson(exploded, exploded + healthy), abs=1e-9)
+
+
+def test_where_all_are_censored_nothing_is_known():
+    arm = decided(record("arm", 1, 10))["arm"]
+    assert arm.interval == (0.0, 1.0)
+    assert arm.median_explosion is None
+
+
+def test_the_median_is_that_of_the_runs_that_exploded():
+    runs = [record("arm", seed, 900, step) for seed, step in ((1, 100), (2, 300), (3, 800))]
+    found = decided(*runs, record("arm", 4, 5000), seeds=(1, 2, 3, 4))
+    assert found["arm"].median_explosion == 300
+
+
+def test_the_excess_is_taken_at_the_last_steps_that_both_have():
+    """The control's last losses are at steps 1,200 to 1,290, those of the arm go on."""
+    run = record("arm", 1, 2000, loss=3.25)
+    run.losses.update({1190: 9.0, 1200: 3.75, 1300: 9.0})
+    found = decided(run, record("arm", 2, 2000, 1500), record("arm", 3, 2000))
+    assert found["arm"].excess == {1: pytest.approx(0.25 + 0.5 / 10)}
+    assert found["good"].excess == {}
+
+
+def test_an_excess_without_common_steps_is_not_a_number():
+    run = record("arm", 1, 2000)
+    run.losses.clear()
+    run.losses[1] = 3.0
+    assert math.isnan(decided(run)["arm"].excess[1])
+
+
+def test_controls_come_first():
+    assert list(decided(record("a", 1, 10), record("z", 1, 10))) == ["bad", "good", "a", "z"]
+
+
+def test_what_decides_nothing_is_said():
+    arm = [record("arm", seed, 2000) for seed in (1, 2)]
+    assert outcomes.undecided(list(decided(*arm, seeds=(1, 2)).values())) == []
+    assert outcomes.undecided(outcomes.outcomes(arm)) == [
+        "no arm is the positive control",
+        "no arm is the negative control",
+    ]
+    runs = [record("bad", 1, 1200), record("good", 1, 1300, 1100), record("good", 2, 1300), *arm]
+    assert outcomes.undecided(outcomes.outcomes(runs)) == [
+        "bad did not explode with seed 1",
+        "good exploded with seed 1",
+        "seed 2 has no positive control",
+    ]
+
+
+# The table.
+
+
+def rows(text):
+    """Cells of the rows of the first table, by arm."""
+    table = [line for line in text.split("\n\n")[1].splitlines() if line[:2] == "| "]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
+    runs = [
+        record("arm", 1, 900, 800, runaway=Runaway(1200, 4)),
+        record("arm", 3, 2000, loss=3.25),
+    ]
+    text = tables.outcome_table(list(decided(*runs, seeds=(1, 2, 3)).values()))
+    found = rows(text)
+    assert found["x=arm"] == [
+        "1 of 2",
+        "9% to 91%",
+        "800 / no run / healthy",
+        "800",
+        "1,200 in 4 / no run / –",
+        "– / no run / +0.250",
+    ]
+    assert found["x=bad (positive control)"][2:4] == ["1,000 / 1,000 / 1,000", "1,000"]
+    assert found["x=good (negative control)"][-1] == "–"
+    assert text.startswith("Seeds 1, 2, 3, in this order")
+    assert "Nothing is decided" not in text
+
+
+def test_the_table_of_many_seeds_counts_them():
+    seeds = range(1, 21)
+    runs = [record("arm", seed, 900, 790 + seed, runaway=Runaway(1200, 4)) for seed in seeds[:12]]
+    runs += [record("arm", seed, 2000, loss=3 + seed / 100) for seed in seeds[12:17]]
+    runs += [record("arm", seed, 100) for seed in seeds[17:]]
+    found = rows(tables.outcome_table(list(decided(*runs, seeds=seeds).values())))
+    assert found["x=arm"][:5] == [
+        "12 of 20",
+        "47% to 87%",
+        "791 to 802 / 5 healthy / 3 censored",
+        "796",
+        "12 of 20, from 1,200 on",
+    ]
+    assert found["x=arm"][5] == "+0.000 to +0.170"
+    assert found["x=good (negative control)"][2:] == ["20 healthy", "–", "–", "–"]
+
+
+def test_a_table_that_decides_nothing_says_so():
+    text = tables.outcome_table(outcomes.outcomes([record("arm", 1, 900)]))
+    assert text.startswith("Seed 1. ")
+    last = text.splitlines()[-1]
+    assert last.startswith("Nothing is decided where a control fails: no arm is the positive")
+    assert last.endswith("; no arm is the negative control.")
+
+
+# The figure.
+
+
+def lines(panel, color):
+    return [line for line in panel.get_lines() if line.get_color() == color]
+
+
+def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
+    runs = [record("arm", 1, 900, 805), record("arm", 2, 2000)]
+    found = decided(*runs, seeds=(1, 2))
+    figure = figures.loss_figure(list(found.values()))
+    loss = {panel.get_title(): panel for panel in figure.axes if panel.get_title()}
+    assert list(loss) == [
+        "x=bad\n2 of 2 exploded",
+        "x=good\n0 of 2 exploded",
+        "x=arm\n1 of 2 exploded",
+    ]
+    arm = loss["x=arm\n1 of 2 exploded"]
+    assert [len(line.get_xdata()) for line in lines(arm, figures._ARM)] == [90, 200]
+    assert [len(line.get_xdata()) for line in lines(arm, figures._CONTROL)] == [130, 130]
+    (mark,) = lines(arm, "red")
+    assert list(mark.get_xdata()) == [800]
+    assert not lines(loss["x=good\n0 of 2 exploded"], figures._CONTROL)
+    (legend,) = figure.legends
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["a seed of the arm", "negative control", "explosion"]
+    without = figures.loss_figure(outcomes.outcomes([record("arm", 1, 900)]))
+    assert len(without.legends[0].get_texts()) == 2
+
+
+def test_a_loss_that_was_never_finite_is_drawn_as_nothing():
+    run = record("arm", 1, 10, explosion=0, loss=math.nan)
+    panel = figures.loss_figure(outcomes.outcomes([run])).axes[0]
+    assert [len(line.get_xdata()) for line in panel.get_lines()] == [0]
+
+
+# The report.
+
+
+@pytest.fixture
+def collected(lab, tmp_path):
+    """Records of two arms with two seeds; no arm is a control."""
+    acts = {"bad": "finish", "good": "slow"}
+    assert lab(acts, head="seeds = [1, 2]")[0] == 0
+    for name in ("bad-seed1", "bad-seed2", "good-seed1", "good-seed2"):
+        steps = range(0, 400, 10)
+        rise = 1.0 if "bad" in name else 0.0
+        layer = {name: [2.0] for name in records.SIGNALS}
+        found = [{"step": s, "loss": 3.0 + (rise if s >= 200 else 0.0)} for s in steps]
+        found += [{"step": s, "signals": {"layer_0": layer, "layer_1": layer}} for s in (0, 300)]
+        text = "".join(json.dumps(line) + "\n" for line in found)
+        (lab.out / name / "metrics.jsonl").write_text(text)
+    results = tmp_path / "results"
+    assert main(["lab", "collect", str(lab.out), str(results)]) == 0
+    return results
+
+
+def report(results, *options):
+    assert main(["lab", "report", str(results), *options]) == 0
+    return (results / "table.md").read_text()
+
+
+def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "score_figure", lambda *_: pytest.fail("not of several seeds"))
+    whole = figures.loss_figure
+    monkeypatch.setattr(figures, "loss_figure", lambda found: drawn.append(found) or whole(found))
+    text = report(collected, "--positive-control", "bad", "--negative-control", "good")
+    assert "act=finish (positive control)" in text
+    assert rows(text)["act=finish (positive control)"][2] == "230 / 230"
+    assert rows(text)["act=slow (negative control)"][2] == "healthy / healthy"
+    assert "Nothing is decided" not in text
+    assert [found.words for found in drawn[0]] == [
+        {1: "exploded", 2: "exploded"},
+        {1: "healthy", 2: "healthy"},
+    ]
+    assert "no arm is the positive control" in report(collected)
+    assert (collected / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(collected, capsys):
+    alone = report(collected, "--seeds", "2")
+    assert "Seed" not in alone
+    controlled = report(collected, "--seeds", "2", "--negative-control", "good")
+    assert controlled.startswith("Seed 2. ")
+    assert controlled.endswith(alone)
+    assert main(["lab", "report", str(collected), "--seeds", "3"]) == 1
+    assert "there is no record of seed 3; seeds are 1, 2" in capsys.readouterr().err
+    assert main(["lab", "report", str(collected), "--positive-control", "nobody"]) == 1
+    assert "there is no arm 'nobody'; arms are bad, good" in capsys.readouterr().err
+
+
+def test_a_control_that_is_named_takes_the_place_of_the_recorded_one():
+    runs = [record("bad", 1, 10), record("arm", 1, 10)]
+    changed = records.with_control(runs, "positive", "arm")
+    assert [run.arm.control for run in changed] == [None, "positive"]
+    assert [run.arm.control for run in records.with_control(runs, "negative", "arm")] == [
+        "positive",
+        "negative",
+    ]
+    assert records.with_control(runs, "positive", None) == runs
+
+
+def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected):
+    path = collected / "bad-seed2.jsonl"
+    header, *rest = path.read_text().splitlines()
+    header = json.loads(header)
+    assert (header["arm"], header["seed"], header["control"]) == ("bad", 2, None)
+    assert (header["steps"], header["explosion"], header["runaway"]) == (391, 230, None)
+    whole = records.ArmRecord.read(path)
+    for name in ("seed", "control", "steps", "explosion", "runaway"):
+        del header[name]
+    path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    assert records.ArmRecord.read(path) == whole
+
+
+def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
+    """Whatever its record says of the losses: the trainer has seen all of them."""
+    assert lab({"a": "explode", "b": "nan"})[0] == 0
+    assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
+    found = [records.ArmRecord.read(tmp_path / "results" / f"{name}.jsonl") for name in "ab"]
+    assert [run.explosion for run in found] == [3, 7]
+
+
+def test_records_of_the_same_arm_and_seed_are_refused(collected):
+    (collected / "again.jsonl").write_bytes((collected / "bad-seed2.jsonl").read_bytes())
+    with pytest.raises(records.RecordError, match="holds two records of arm bad, seed 2"):
+        records.read_all(collected)
+
+
+def test_records_without_the_signals_of_a_report_are_refused(lab, collected, capsys):
+    signals = ["--signals", "score_maximum"]
+    assert main(["lab", "collect", str(lab.out), str(collected), *signals]) == 0
+    assert main(["lab", "report", str(collected)]) == 1
+    assert "arm bad has no query_weight_norm: a report needs them" in capsys.readouterr().err
