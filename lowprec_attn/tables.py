@@ -1,4 +1,4 @@
-"""Tables of text in columns, for a terminal."""
+"""Tables of text: in columns for a terminal, and in Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -28,3 +28,19 @@ def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> s
     sides = [_SIDES[side] for side in align]
     # Cells are printed as they are: tabulate would write 1.50 as 1.5.
     return tabulate(rows, tablefmt=style, disable_numparse=True, colalign=sides)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, its columns as wide as their widest cells.
+
+    Args:
+      header: one text a column.
+      rows: cells row by row, which are left as they are.
+
+    Example:
+      >>> print(markdown(("arm", "step"), [("probe", "1,200")]), end="")
+      | arm   | step   |
+      |-------|--------|
+      | probe | 1,200  |
+    """
+    return tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n"

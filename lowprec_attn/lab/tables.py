@@ -9,6 +9,7 @@ import numpy as np
 from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, undecided
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
+from lowprec_attn.tables import markdown
 
 _COLUMNS = 7
 _SEEDS_LISTED = 5  # more of them do not fit into a cell
@@ -27,7 +28,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         "runaway (step, layer)",
         "loss above the control",
     ]
-    table = _table([header, *(_outcome_row(outcome, seeds) for outcome in found)])
+    table = markdown(header, [_outcome_row(outcome, seeds) for outcome in found])
     reasons = undecided(found)
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
@@ -91,11 +92,6 @@ def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
     return _BETWEEN.join(texts.get(seed, "no run") for seed in seeds)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 def score_table(
     records: Sequence[ArmRecord], layer: int, steps: Sequence[int] | None = None
 ) -> str:
@@ -122,7 +118,7 @@ def score_table(
     for record in records:
         title, *cells = _row(record, layer, steps)
         rows.append([title, *([str(record.seed)] if seeds else []), *cells])
-    table = _table([header, *rows])
+    table = markdown(header, rows)
     return (
         f"Largest |score| of layer {layer} by step (layers count from 0); then, at an arm's last "
         f"recorded step: the largest |score| of\nany other layer, the largest spectral norm of a "
