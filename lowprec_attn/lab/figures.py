@@ -28,7 +28,10 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     columns = min(len(found), _COLUMNS)
     rows = math.ceil(len(found) / columns)
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
-    axes = figure.subplots(2 * rows, columns, sharex=True, sharey="row", squeeze=False)
+    axes = figure.subplots(2 * rows, columns, sharex=True, squeeze=False)
+    for kind in (0, 1):
+        for axis in axes[kind::2].flat[1:]:
+            axis.sharey(axes[kind, 0])
     control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
     for i, outcome in enumerate(found):
         row, column = 2 * (i // columns), i % columns
