@@ -257,7 +257,10 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     assert (collected / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(collected, capsys):
+def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(
+    collected, capsys, monkeypatch
+):
+    monkeypatch.setattr(figures, "loss_figure", lambda _: pytest.fail("of one seed"))
     alone = report(collected, "--seeds", "2")
     assert "Seed" not in alone
     controlled = report(collected, "--seeds", "2", "--negative-control", "good")
@@ -287,6 +290,7 @@ def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected):
     assert (header["arm"], header["seed"], header["control"]) == ("bad", 2, None)
     assert (header["steps"], header["explosion"], header["runaway"]) == (391, 230, None)
     whole = records.ArmRecord.read(path)
+    assert (whole.seed, whole.steps, whole.explosion) == (2, 391, 230)
     for name in ("seed", "control", "steps", "explosion", "runaway"):
         del header[name]
     path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
@@ -299,6 +303,18 @@ def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
     assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
     found = [records.ArmRecord.read(tmp_path / "results" / f"{name}.jsonl") for name in "ab"]
     assert [run.explosion for run in found] == [3, 7]
+
+
+def test_records_are_read_in_the_order_of_their_seeds(collected):
+    header, *rest = (collected / "good-seed2.jsonl").read_text().splitlines()
+    header = json.loads(header)
+    for name, seed in zip("abcdefgh", (30, 4, 17, 9, 22, 5, 11, 3), strict=True):
+        header["config"]["seed"] = seed
+        text = "\n".join([json.dumps(header), *rest]) + "\n"
+        (collected / f"{name}.jsonl").write_text(text)
+    found = [(run.arm.name, run.seed) for run in records.read_all(collected)]
+    good = [1, 2, 3, 4, 5, 9, 11, 17, 22, 30]
+    assert found == [("bad", 1), ("bad", 2), *(("good", seed) for seed in good)]
 
 
 def test_records_of_the_same_arm_and_seed_are_refused(collected):
