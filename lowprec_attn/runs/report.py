@@ -111,8 +111,10 @@ def _title(run_dir: RunDir) -> str:
             f"{unigram - loss:.3f} below the unigram model's {unigram:.3f}"
         )
     if failure:
-        word = "EXPLODED" if "explosion" in failure else "NOT FINITE"
-        lines.append(f"{word} at step {failure['step']}: {failure['message']}")
+        # The step of an explosion is in its message; the run was stopped later.
+        exploded = "explosion" in failure
+        word = "EXPLODED" if exploded else f"NOT FINITE at step {failure['step']}"
+        lines.append(f"{word}: {failure['message']}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,9 @@ from tiny import tiny_config
 from lowprec_attn.commands.main import main
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.report import draw
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training import loop
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.loop import EXIT_BROKEN, EXIT_DONE, Loop
 from lowprec_attn.training.run import train
@@ -54,6 +57,12 @@ def stopped(run, tmp_path_factory):
     return workdir
 
 
+@pytest.fixture
+def no_report(monkeypatch):
+    """No figure is drawn, which takes longer than the steps."""
+    monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir.report)
+
+
 def read(workdir, name):
     return json.loads((workdir / name).read_text())
 
@@ -72,15 +81,18 @@ def test_a_run_that_has_exploded_is_stopped_with_its_records(stopped):
     assert max(int(path.stem) for path in (stopped / "checkpoints").glob("*.json")) == step
     assert (stopped / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not (stopped / "summary.json").exists()
+    title = draw(RunDir(stopped), ("loss", "grad_norm")).get_suptitle()
+    assert title.splitlines()[-1] == f"EXPLODED: {failure['message']}"
 
 
+@pytest.mark.usefixtures("no_report")
 def test_an_interrupted_run_stops_at_the_same_step(run, stopped, tmp_path, monkeypatch):
     step = read(stopped, "failure.json")["step"]
     before = Loop._before
 
     def interrupt(at, act):
-        def patched(loop, step):
-            before(loop, step)
+        def patched(self, step):
+            before(self, step)
             if step == at:
                 act()
 
@@ -106,6 +118,7 @@ def test_an_interrupted_run_stops_at_the_same_step(run, stopped, tmp_path, monke
         assert (workdir / name).read_bytes() == (stopped / name).read_bytes()
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_same_command_on_a_stopped_run_changes_nothing(run, stopped):
     names = ("metrics.jsonl", "throughput.jsonl", "data_order.txt", "failure.json")
     before = [(stopped / name).read_bytes() for name in names]
@@ -113,6 +126,7 @@ def test_the_same_command_on_a_stopped_run_changes_nothing(run, stopped):
     assert [(stopped / name).read_bytes() for name in names] == before
 
 
+@pytest.mark.usefixtures("no_report")
 def test_without_a_limit_it_goes_on(run, tmp_path):
     assert run(tmp_path / "run", stop_exploded_after=None) == EXIT_DONE
     assert read(tmp_path / "run", "summary.json")["val_loss"] > 0
