@@ -92,9 +92,9 @@ _LONGEST = (
     "test_notebooks.py",
     "test_multihost.py",
     "test_train_kills.py",
-    "test_train_explosion.py",
     "test_tpu_kernels.py",
     "test_published.py",
+    "test_train_explosion.py",
     "test_step.py",
     "test_packed.py",
 )
