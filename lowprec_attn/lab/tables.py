@@ -2,6 +2,7 @@
 
 import collections
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,15 +33,15 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     reasons = undecided(found)
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    order = ", in this order where a cell has one entry each" if len(seeds) > 1 else ""
-    return (
-        f"{listed}{order}. Explosion: the step from which the\ntraining loss, a mean of "
+    order = ", in this order" if 1 < len(seeds) <= _SEEDS_LISTED else ""
+    legend = (
+        f"{listed}{order}. Explosion: the step from which the training loss, a mean of "
         f"{SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats above its best for {LASTING_STEPS} "
-        f"steps, or at which it was not finite.\n*Healthy*: none, up to {HEALTHY_AFTER} times the "
-        f"step of the seed's positive control. *Censored*: none, but the run is shorter, or\nthat "
-        f"control did not explode. Intervals are Wilson's, without the censored runs.\n\n"
-        f"{table}{verdict if reasons else ''}"
+        f"steps, or at which it was not finite. *Healthy*: none, up to {HEALTHY_AFTER} times the "
+        f"step of the seed's positive control. *Censored*: none, but the run is shorter, or that "
+        f"control did not explode. Intervals are Wilson's, without the censored runs."
     )
+    return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}"
 
 
 def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:

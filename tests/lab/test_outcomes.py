@@ -157,7 +157,9 @@ def test_the_table_of_many_seeds_counts_them():
     runs = [record("arm", seed, 900, 790 + seed, runaway=Runaway(1200, 4)) for seed in seeds[:12]]
     runs += [record("arm", seed, 2000, loss=3 + seed / 100) for seed in seeds[12:17]]
     runs += [record("arm", seed, 100) for seed in seeds[17:]]
-    found = rows(tables.outcome_table(list(decided(*runs, seeds=seeds).values())))
+    text = tables.outcome_table(list(decided(*runs, seeds=seeds).values()))
+    assert "18, 19, 20. Explosion" in text
+    found = rows(text)
     assert found["x=arm"][:5] == [
         "12 of 20",
         "47% to 87%",
