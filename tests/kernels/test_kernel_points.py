@@ -110,11 +110,14 @@ def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation(
     assert closer(result, on, off) == result.keys()
 
 
-@pytest.mark.parametrize("rounding", ["bf16_m2", "bfloat16:error_positive"])
-@pytest.mark.parametrize("point", ["probs", "lse", "output", "dp"])
-def test_a_shortened_significand_or_an_injected_error_at_one_point(
-    point: str, rounding: str
-) -> None:
+ALONE = list(
+    itertools.product(("probs", "lse", "output", "dp"), ("bf16_m2", "bfloat16:error_positive"))
+)
+
+
+@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[1:-2]), ids=":".join)
+def test_a_shortened_significand_or_an_injected_error_at_one_point(alone: tuple[str, str]) -> None:
+    point, rounding = alone
     chosen, nearest = (EXACT.replace(**{point: text}) for text in (rounding, "bfloat16"))
     result = run(CAUSAL, call_of("gpu", chosen))
     on, off = (run_plain(CAUSAL, call_of("gpu", n)) for n in (chosen, nearest))
