@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.runs.explosion import SMOOTHED_STEPS
+from lowprec_attn.runs.explosion import LossWatch
 
 _COLUMNS = 4
 _TITLE_WIDTH = 30
@@ -82,12 +82,12 @@ def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> Non
 
 
 def _smoothed(losses: Mapping[int, float]) -> dict[int, float]:
-    """The mean of what was recorded in the 50 steps up to each, as `runs.explosion` takes it."""
-    finite = [(step, loss) for step, loss in sorted(losses.items()) if math.isfinite(loss)]
-    result = {}
-    for step, _ in finite:
-        window = [loss for s, loss in finite if step - SMOOTHED_STEPS < s <= step]
-        result[step] = sum(window) / len(window)
+    """The smoothed loss at every step whose own is finite."""
+    watch, result = LossWatch(), {}
+    for step, loss in sorted(losses.items()):
+        watch.add(step, loss)
+        if math.isfinite(loss):
+            result[step] = watch.smoothed
     return result
 
 

@@ -29,10 +29,12 @@ class LossWatch:
     Attributes:
       explosion: first step of the first excess that lasted, or whose loss was not finite; None so
         far.
+      smoothed: mean of the finite losses recorded in the last 50 steps; infinite before the first.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]] = ()) -> None:
         self.explosion: int | None = None
+        self.smoothed = math.inf
         self._window: collections.deque[tuple[int, float]] = collections.deque()
         self._best = math.inf
         self._excess_since: int | None = None
@@ -50,9 +52,9 @@ class LossWatch:
         self._window.append((step, loss))
         while self._window[0][0] <= step - SMOOTHED_STEPS:
             self._window.popleft()
-        smoothed = sum(value for _, value in self._window) / len(self._window)
-        self._best = min(self._best, smoothed)
-        if smoothed <= self._best + EXCESS_NATS:
+        self.smoothed = sum(value for _, value in self._window) / len(self._window)
+        self._best = min(self._best, self.smoothed)
+        if self.smoothed <= self._best + EXCESS_NATS:
             self._excess_since = None
         elif self._excess_since is None:
             self._excess_since = step
