@@ -34,6 +34,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.variant = variant or _variant_for_device()
     config.seed = 42
     config.resume_from = placeholder(str)
+    config.resume_step = placeholder(int)
     config.stop_exploded_after = placeholder(int)  # steps in excess; None: goes on
     config.devices = placeholder(int)  # all
     config.shard_optimizer = False  # saves memory on several devices

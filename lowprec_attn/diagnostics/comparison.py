@@ -41,6 +41,8 @@ class ScoreRows(NamedTuple):
 
     sees_several: Bool[Array, "B T N 1"]
     score_maximum: Float32[Array, "B T N 1"]
+    level: Float32[Array, "B T N 1"]
+    spread: Float32[Array, "B T N 1"]
     repeated_maxima: Bool[Array, "B T N 1"]
     rounded_to_one: Bool[Array, "B T N 1"]
     dominated: Bool[Array, "B T N 1"]
@@ -201,6 +203,8 @@ def _score_rows(s: Array, spec: Spec) -> ScoreRows:
     return ScoreRows(
         rows.sees_several(s)[..., None],
         rows.score_maximum(s)[..., None],
+        rows.level(s)[..., None],
+        rows.spread(s)[..., None],
         rows.repeated_maxima(s)[..., None],
         rows.rounded_to_one(s, spec.numerics.probs)[..., None],
         rows.dominated_rows(s)[..., None],

@@ -1,4 +1,4 @@
-"""Properties of a row of scores: its size, its ties, and whether one key holds all weight.
+"""Properties of a row of scores: size, level, spread, ties, and whether one key holds all weight.
 
 Functions of scores [..., T, S] return one value per row, [..., T]. Entries at or below
 `numerics.MASKED` are unseen keys. Each function costs O(T S) elementwise operations with one or two
@@ -23,6 +23,18 @@ def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
 def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
     """max |S| over the keys that a row sees; 0 for a row that sees none."""
     return jnp.max(jnp.where(_seen(s), jnp.abs(s), jnp.float32(0)), axis=-1)
+
+
+def level(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
+    """Mean of S over the keys that a row sees, 0 where it sees none; softmax does not feel it."""
+    seen = _seen(s)
+    return jnp.sum(jnp.where(seen, s, jnp.float32(0)), axis=-1) / jnp.maximum(_count(seen), 1.0)
+
+
+def spread(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
+    """r_m − level(S) ≥ 0, which softmax does feel; 0 where a row sees no key."""
+    sees_any = jnp.any(_seen(s), axis=-1)
+    return jnp.where(sees_any, jnp.max(s, axis=-1) - level(s), jnp.float32(0))
 
 
 def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Bool[Array, "... T"]:

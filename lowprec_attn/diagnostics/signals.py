@@ -36,6 +36,8 @@ def attention_signals(
 
     Always:
       score_maximum: max |S|, S as rounded at `scores`.
+      score_level_rms: RMS over rows of the mean score of a row, which softmax does not feel.
+      score_spread_mean, score_spread_max: over rows, of the largest score minus that mean.
       repeated_maxima, rounded_to_one, dominated_rows: shares in [0, 1] of the rows that see
         at least two keys; see `diagnostics.rows` (0 where there is no such row).
       unnormalized_error_*: Ō against the exact Ō of the run's own S and m.
@@ -53,6 +55,8 @@ def attention_signals(
     With dO and x (the input of W_Q):
       query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F; ..._relative: over ‖dW_Q(lp)‖_F
         of these sequences.
+      query_weight_gradient_error_first_share: σ₁² / Σ σ² of that difference's singular values, in
+        [1/H, 1]: 1 where it has rank one; 0 where it is zero.
       outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
     With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
       repeated for the query heads of its group.
@@ -149,6 +153,9 @@ def _score_signals(scores: ScoreRows) -> dict[str, Array]:
 
     return {
         "score_maximum": jnp.max(scores.score_maximum, axis=(0, 1, 3)),
+        "score_level_rms": signed_errors.root_mean_square(scores.level),
+        "score_spread_mean": jnp.mean(scores.spread, axis=(0, 1, 3)),
+        "score_spread_max": jnp.max(scores.spread, axis=(0, 1, 3)),
         "repeated_maxima": share(scores.repeated_maxima),
         "rounded_to_one": share(scores.rounded_to_one),
         "dominated_rows": share(scores.dominated),
@@ -173,13 +180,13 @@ def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
 
 def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[str, Array]:
     delta_error = (rows.delta - rows.delta_exact)[..., 0]
-    error = weights.frobenius_norm(
-        weights.query_weight_gradient_error(delta_error, rows.pk, x, scale)
-    )
+    difference = weights.query_weight_gradient_error(delta_error, rows.pk, x, scale)
+    error = weights.frobenius_norm(difference)
     gradient = weights.frobenius_norm(weights.query_weight_gradient(rows.dq, x))
     return {
         "query_weight_gradient_error": error,
         "query_weight_gradient_error_relative": error / gradient,
+        "query_weight_gradient_error_first_share": weights.first_share(difference),
         "outer_product_similarity": weights.outer_product_similarity(rows.pk, x),
     }
 

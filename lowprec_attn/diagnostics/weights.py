@@ -82,6 +82,13 @@ def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     return jnp.where(trace[:, 0, 0] > 0, jnp.sqrt(largest), jnp.float32(0))
 
 
+def first_share(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
+    """σ₁² / Σ σ² of every head's [d, H] slice: 1 for a matrix of rank one, 0 for zero."""
+    total = frobenius_norm(w)
+    share = spectral_norm(w) / jnp.where(total > 0, total, jnp.float32(1))
+    return share * share
+
+
 def frobenius_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     """√(Σ w²) of every head's [d, H] slice."""
     w = w.astype(jnp.float32)

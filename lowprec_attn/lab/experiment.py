@@ -10,7 +10,8 @@ It is written down as TOML, so that the whole difference between two arms can be
     [arms.flash]                           # fields set in this arm alone
     attention.numerics = "flash"
 
-Every arm runs once for each of `seeds`, and all arms of a seed are given the same batches.
+Every arm runs once for each of `seeds`, and all arms of a seed are given the same batches. In the
+value of a field, `{seed}` stands for the seed, so that an arm can resume from a run of its seed.
 `positive_control` names the arm that must break and `negative_control` the one that must not:
 where either does otherwise, the experiment decides nothing.
 """
@@ -161,8 +162,12 @@ class Experiment:
             fields["seed"] = str(trial.seed)
         return [
             f"--config={self.config}",
-            *(f"--config.{name}={value}" for name, value in fields.items()),
+            *(f"--config.{name}={_of_seed(value, trial.seed)}" for name, value in fields.items()),
         ]
+
+
+def _of_seed(value: str, seed: int | None) -> str:
+    return value if seed is None else value.replace("{seed}", str(seed))
 
 
 def load(path: Path) -> Experiment:

@@ -21,6 +21,9 @@ from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
 
 SIGNALS = (
     "score_maximum",
+    "score_level_rms",
+    "score_spread_mean",
+    "score_spread_max",
     "repeated_maxima",
     "rounded_to_one",
     "delta_error_mean",
@@ -33,6 +36,9 @@ SIGNALS = (
     "p_row_sum_error_mean",
     "p_row_sum_error_rms",
     "vanished_rows",
+    "query_weight_gradient_error_relative",
+    "query_weight_gradient_error_first_share",
+    "outer_product_similarity",
     "query_weight_norm",
 )
 _REPORTED = ("score_maximum", "query_weight_norm")  # what table and figure are made of

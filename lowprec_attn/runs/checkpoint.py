@@ -114,7 +114,7 @@ class Checkpoints:
         write = begin() if jax.process_count() > 1 else lambda: begin()()
         self._pending = self._worker.submit(self._complete, step, write)
 
-    def restore(self, target_state: Any) -> Restored | None:
+    def restore(self, target_state: Any, last_step: int | None = None) -> Restored | None:
         """Loads the newest checkpoint that is intact.
 
         Newer ones are skipped, each with one logged warning: they were never completed, or a file
@@ -124,6 +124,7 @@ class Checkpoints:
           target_state: a pytree as given to `save`. Where it holds a JAX array, or a
             `jax.ShapeDtypeStruct` with a sharding, an array of the same sharding is returned;
             elsewhere a NumPy array.
+          last_step: checkpoints of later steps are left alone; None to take any.
 
         Returns:
           The checkpoint, or None where none was ever completed.
@@ -134,16 +135,18 @@ class Checkpoints:
         """
         self.wait()
         with self._explain_errors("read checkpoints in"):
-            found = hosts.from_first(self._newest_intact)
+            found = hosts.from_first(lambda: self._newest_intact(last_step))
             if found is None:
                 return None
             step, content = found
             return self._load(step, self._directory / content, target_state)
 
-    def _newest_intact(self) -> tuple[int, str] | None:
+    def _newest_intact(self, last_step: int | None) -> tuple[int, str] | None:
         """Step and content directory of the checkpoint to restore."""
         skipped: dict[int, DamagedError] = {}
         for step in self._steps_newest_first():
+            if last_step is not None and step > last_step:
+                continue
             try:
                 content = self._verified_content(step)
             except DamagedError as damage:

@@ -98,6 +98,9 @@ def _check(settings: TrainSettings) -> None:
     ):
         for name in names:
             _require(getattr(record, name) >= 1, section, name, record, "at least 1")
+    if settings.resume_step is not None:
+        given = settings.resume_step >= 0 and settings.resume_from is not None
+        _require(given, "", "resume_step", settings, "0 or more, beside resume_from, or None")
     for name in ("diagnostics_every", "checkpoint_every", "eval_every", "seed"):
         _require(getattr(settings, name) >= 0, "", name, settings, "0 or more")
     _require(

@@ -104,19 +104,22 @@ def _restore(
     if restored is not None:
         hosts.say(f"resuming at step {restored.step}")
     elif settings.resume_from is not None:
-        restored = _restore_other(settings.resume_from, run_dir, target)
+        restored = _restore_other(settings, run_dir, target)
     return restored
 
 
-def _restore_other(resume_from: str, run_dir: RunDir, target: Any) -> Restored:
-    """The newest checkpoint of another run, with its data order up to there; says what changed."""
+def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:
+    """The wanted checkpoint of another run, with its data order up to there; says what changed."""
+    resume_from, last_step = settings.resume_from, settings.resume_step
+    assert resume_from is not None
     source = RunDir(resume_from)
     if not source.config.exists():
         raise RunError(f"resume_from={resume_from} is not a run directory: it has no config.json")
     with Checkpoints(source.checkpoints) as checkpoints:
-        restored = checkpoints.restore(target)
+        restored = checkpoints.restore(target, last_step)
     if restored is None:
-        raise RunError(f"resume_from={resume_from} holds no complete checkpoint")
+        when = "" if last_step is None else f" at or before resume_step={last_step}"
+        raise RunError(f"resume_from={resume_from} holds no complete checkpoint{when}")
     _record_origin(source, run_dir, restored.step)
     return restored
 

@@ -64,6 +64,8 @@ class TrainSettings:
       devices: how many devices to use, None for all.
       shard_optimizer: split the optimizer's state over the devices.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
+      resume_step: of `resume_from`, the newest checkpoint at or before this step, None for the
+        newest of all.
     """
 
     name: str
@@ -83,5 +85,6 @@ class TrainSettings:
     eval_batches: int
     stop_exploded_after: int | None
     resume_from: str | None
+    resume_step: int | None
     devices: int | None
     shard_optimizer: bool
