@@ -9,6 +9,9 @@ from lowprec_attn.files import writing
 from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
+from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.summary import summary
+from lowprec_attn.lab.warnings import warning_table
 from lowprec_attn.lab.workdir import arm_runs
 
 
@@ -24,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     collect.set_defaults(act=_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
-    report.add_argument("results", type=Path, help="directory of ARM.jsonl; gets table.md")
+    report.add_argument(
+        "results", type=Path, help="directory of ARM.jsonl, gets table.md; or one of several such"
+    )
     report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
     report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
     report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these")
@@ -87,7 +92,24 @@ def _collect(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    arms = records.read_all(args.results)
+    if records.paths(args.results):
+        _report_one(args, args.results, args.figure or args.results / "figure.png")
+        return
+    directories = [path for path in sorted(args.results.glob("*/")) if records.paths(path)]
+    if not directories:
+        raise RunError(f"{args.results} holds no records (*.jsonl), and no directory of such")
+    if args.figure is not None:
+        raise RunError("--figure takes the records of one experiment, not a directory of several")
+    arms = {path.name: _report_one(args, path, path / "figure.png") for path in directories}
+    path = args.results / "summary.md"
+    with writing(path):
+        path.write_text(summary(arms), encoding="utf-8")
+    print(path)
+
+
+def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list[ArmRecord]:
+    """Writes table and figure of one experiment; returns its records."""
+    arms = records.read_all(directory)
     if args.seeds is not None:
         arms = records.of_seeds(arms, args.seeds)
     for control in ("positive", "negative"):
@@ -97,13 +119,15 @@ def _report(args: argparse.Namespace) -> None:
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    text = tables.score_table(arms, args.layer, args.steps)
+    parts = [tables.score_table(arms, args.layer, args.steps)]
     if several or any(arm.arm.control for arm in arms):
-        text = f"{tables.outcome_table(found)}\n{text}"
+        warnings = warning_table({directory.name: arms})
+        parts = [tables.outcome_table(found), *([warnings] if warnings else []), *parts]
+    text = "\n".join(parts)
     drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)
-    path = args.figure or args.results / "figure.png"
-    with writing(path):
-        (args.results / "table.md").write_text(text, encoding="utf-8")
-        drawn.savefig(path, dpi=110)
+    with writing(figure):
+        (directory / "table.md").write_text(text, encoding="utf-8")
+        drawn.savefig(figure, dpi=110)
     print(text)
-    print(path)
+    print(figure)
+    return arms

@@ -51,6 +51,8 @@ def attention_signals(
         where δ alone is off.
       rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.
       p_row_sum_error_*: Σ_j P − 1 of the backward pass, P = exp(S − lse); 0 in exact arithmetic.
+      query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F: how much of dQ the
+        errors of δ are.
       vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.
     With dO and x (the input of W_Q):
       query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F; ..._relative: over ‖dW_Q(lp)‖_F
@@ -133,7 +135,7 @@ def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Arr
     result = compare(q, k, v, do, Extras(stream=stream), spec)
     signals = _score_signals(result.scores) | _output_signals(result.outputs)
     if result.gradients is not None:
-        signals |= _gradient_signals(result.gradients)
+        signals |= _gradient_signals(result.gradients, spec.scale)
         if x is not None:
             signals |= _query_weight_signals(result.gradients, x, spec.scale)
     if w_q is not None:
@@ -169,8 +171,11 @@ def _output_signals(rows: OutputRows) -> dict[str, Array]:
     }
 
 
-def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
+def _gradient_signals(rows: GradientRows, scale: float) -> dict[str, Array]:
     signals = _error("delta", rows.delta, rows.delta_exact)
+    dq_error = jnp.float32(scale) * (rows.delta - rows.delta_exact) * rows.pk
+    relative = signed_errors.root_mean_square(dq_error) / signed_errors.root_mean_square(rows.dq)
+    signals["query_gradient_error_relative"] = relative
     for name in ("ds_row_sum", "rounded_ds_row_sum", "p_row_sum_error"):
         x = getattr(rows, name)
         signals |= _named(name, signed_errors.signed_error(x, jnp.zeros_like(x)))

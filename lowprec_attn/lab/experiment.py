@@ -60,6 +60,7 @@ class Arm:
         words = [
             value if name == "attention.numerics" else f"{name.rpartition('.')[2]}={value}"
             for name, value in self.overrides.items()
+            if name != "resume_from"  # a path; resume_step tells more
         ]
         return ", ".join(words) or self.name
 

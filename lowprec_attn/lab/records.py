@@ -36,6 +36,7 @@ SIGNALS = (
     "p_row_sum_error_mean",
     "p_row_sum_error_rms",
     "vanished_rows",
+    "query_gradient_error_relative",
     "query_weight_gradient_error_relative",
     "query_weight_gradient_error_first_share",
     "outer_product_similarity",
@@ -217,6 +218,11 @@ def _layers(signals: Mapping[str, Mapping[str, list[Any]]]) -> list[Mapping[str,
     ]
 
 
+def paths(directory: Path) -> list[Path]:
+    """The files of records in a directory."""
+    return sorted(directory.glob("*.jsonl"))
+
+
 def read_all(directory: Path) -> list[ArmRecord]:
     """All records of a directory, by name: of an arm, those of its seeds in their order.
 
@@ -224,7 +230,7 @@ def read_all(directory: Path) -> list[ArmRecord]:
       RecordError: there are none, two are of one arm and seed, or a file is something else or has
         not the signals that a report needs.
     """
-    records = [ArmRecord.read(path) for path in directory.glob("*.jsonl")]
+    records = [ArmRecord.read(path) for path in paths(directory)]
     records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
         raise RecordError(f"{directory} holds no records of arms (*.jsonl)")

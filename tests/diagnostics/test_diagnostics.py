@@ -73,6 +73,12 @@ def test_p_bar_rounds_to_one_below_a_gap_of_two_to_the_minus_nine(gap, expected)
     assert rows.rounded_to_one(s, BFLOAT16)[0] == expected
 
 
+def test_level_and_spread_are_those_of_the_keys_seen():
+    s = jnp.array([[1.0, 3.0, M], [-2.0, -2.0, -2.0], [M, M, M]], jnp.float32)
+    np.testing.assert_array_equal(rows.level(s), [2, -2, 0])
+    np.testing.assert_array_equal(rows.spread(s), [1, 0, 0])
+
+
 def test_dominated_rows():
     # Row 4: max P = 1 / (1 + 3 e⁻⁹) = 0.99963, beyond 1 − 2⁻⁹ = 0.99805.
     np.testing.assert_array_equal(
@@ -235,12 +241,25 @@ def test_query_weight_gradient_error_is_what_changing_delta_changes():
     signals = attention_signals(q, k, v, do, numerics=low, is_causal=True, x=x, w_q=w_q, w_k=w_q)
     norm = np.linalg.norm(np.asarray(expected).transpose(1, 0, 2).reshape(4, -1), axis=1)
     np.testing.assert_allclose(signals["query_weight_gradient_error"], norm, rtol=1e-3)
+    values = np.linalg.svd(np.asarray(expected).transpose(1, 0, 2), compute_uv=False)
+    share = values[:, 0] ** 2 / np.sum(values**2, axis=1)
+    assert np.all(share < 0.9)
+    name = "query_weight_gradient_error_first_share"
+    np.testing.assert_allclose(signals[name], share, rtol=1e-3)
+    dq_error = 0.25 * error[..., None] * rows_low.pk
+    both = jnp.sqrt(jnp.sum(dq_error**2, (0, 1, 3)) / jnp.sum(rows_low.dq**2, (0, 1, 3)))
+    np.testing.assert_allclose(signals["query_gradient_error_relative"], both, rtol=1e-3)
     total = np.asarray(low_gradient).transpose(1, 0, 2).reshape(4, -1)
     np.testing.assert_allclose(
         signals["query_weight_gradient_error_relative"],
         norm / np.linalg.norm(total, axis=1),
         rtol=1e-2,
     )
+
+
+def test_a_matrix_of_rank_one_has_all_in_its_first_singular_value():
+    w = jnp.stack([jnp.outer(jnp.arange(1.0, 4), jnp.ones(2)), jnp.zeros((3, 2))], axis=1)
+    np.testing.assert_allclose(weights.first_share(w), [1, 0], atol=1e-6)
 
 
 def test_outer_product_similarity_by_hand():

@@ -122,6 +122,15 @@ def test_arms_run_seed_by_seed(seeded):
     assert arguments == ["--config=c.py", "--config.x=1", "--config.seed=1"]
 
 
+def test_a_field_may_name_the_seed(seeded):
+    resumed = seeded.with_flags(["--config.resume_from=runs/b-seed{seed}"])
+    paths = {trial.seed: resumed.arguments(trial)[1] for trial in resumed.trials}
+    assert paths == {
+        1: "--config.resume_from=runs/b-seed1",
+        3: "--config.resume_from=runs/b-seed3",
+    }
+
+
 def test_without_seeds_a_run_has_the_name_of_its_arm_and_the_seed_of_its_config(seeded):
     (trial, *_) = seeded.with_seeds([]).trials
     assert (trial.name, trial.seed) == ("a", None)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -256,7 +257,27 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
         {1: "healthy", 2: "healthy"},
     ]
     assert "no arm is the positive control" in report(collected)
-    assert (collected / "figure.png").read_bytes().startswith(b"\x89PNG")
+    # The signals are 2 in all layers from step 0 on, the losses explode at step 230.
+    (delta,) = [line for line in text.splitlines() if line.startswith("| delta")]
+    assert "2 of 2" in delta and "230, from 230 on" in delta and "good 2" in delta
+    assert not [
+        line for line in text.splitlines() if line.startswith("| scores") and "2 of 2" in line
+    ]
+
+
+def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, capsys):
+    both = tmp_path / "both"
+    for name in ("first", "second"):
+        shutil.copytree(collected, both / name)
+    assert main(["lab", "report", str(both), "--positive-control", "bad"]) == 0
+    text = (both / "summary.md").read_text()
+    assert text.count("| positive control | 2 of 2") == 2
+    assert "- second: no arm is the negative control" in text
+    assert (both / "first" / "table.md").exists() and (both / "second" / "figure.png").exists()
+    assert main(["lab", "report", str(both), "--figure", "x.png"]) == 1
+    (tmp_path / "empty").mkdir()
+    assert main(["lab", "report", str(tmp_path / "empty")]) == 1
+    assert "holds no records" in capsys.readouterr().err
 
 
 def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(

@@ -110,8 +110,10 @@ def test_report_writes_table_and_figure(collected, tmp_path, capsys):
     assert "--layer must be 0 to 11, got 12" in capsys.readouterr().err
     assert main(["lab", "report", str(collected), "--figure", "/nonexistent/a.png"]) == 1
     assert "cannot write /nonexistent/a.png" in capsys.readouterr().err
-    assert main(["lab", "report", str(tmp_path)]) == 1
-    assert "holds no records of arms" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["lab", "report", str(empty)]) == 1
+    assert "empty holds no records" in capsys.readouterr().err
 
 
 def test_a_value_that_is_not_a_number_is_the_largest(collected):

@@ -97,6 +97,16 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     assert restore(tmp_path) == 7
 
 
+@pytest.mark.parametrize(("last_step", "step"), [(None, 9), (9, 9), (8, 7), (6, None)])
+def test_checkpoints_after_the_last_step_wanted_are_left_alone(tmp_path, last_step, step):
+    save(tmp_path, 7, 9)
+    before = names(tmp_path)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(make_state(0), last_step)
+    assert (restored and restored.step) == step
+    assert names(tmp_path) == before
+
+
 @pytest.mark.parametrize("directory", ["missing", "."])
 def test_without_checkpoints_there_is_nothing_to_restore(tmp_path, directory):
     assert restore(tmp_path / directory) is None

@@ -1,0 +1,108 @@
+"""Which value of which signal warns, and of what: thresholds from runs that exploded.
+
+Each rule looks at one signal of one layer (`attention_signals`), and is met where a head reaches
+its threshold. What a rule was worth (hits, misses, false alarms, lead time) is counted from records
+by `lowprec-attn lab report`, and told in docs/failure.md.
+
+Two rules name a cause, the third does not:
+
+  row_sums  Σ_j P of the backward pass is not 1: a row statistic (m, l, lse) is rounded. Exact
+            arithmetic leaves 1e-6, a normaliser in bfloat16 2e-3, lse in bfloat16 at scores of
+            1,000 more than 1.
+  delta     the errors of δ make up a large part of W_Q's gradient (of dQ, where W_Q's input is not
+            known): O, or the product P̄V, is rounded too coarsely for δ = rowsum(dO ∘ O).
+  scores    a score is so large that bfloat16 numbers near it lie 4 apart. In the runs whose cause
+            is δ, scores grow before the loss does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Signals = Mapping[str, Sequence[float] | np.ndarray]
+"""Of `attention_signals`: by name, one number per head."""
+
+Name = Literal["row_sums", "delta", "scores"]
+
+
+class Rule(NamedTuple):
+    """A head meets the rule where the first of `signals` that was measured is ≥ `threshold`.
+
+    Attributes:
+      name: of the rule.
+      signals: of `attention_signals`, the best first.
+      threshold: a NaN meets it too.
+      meaning: what it says, with {value} for the signal.
+    """
+
+    name: Name
+    signals: tuple[str, ...]
+    threshold: float
+    meaning: str
+
+    def value(self, signals: Signals) -> np.ndarray:
+        """The signal of each head [N]; −inf where none of them was measured."""
+        for name in self.signals:
+            if name in signals:
+                return np.asarray(signals[name], np.float32)
+        heads = len(np.asarray(next(iter(signals.values()))))
+        return np.full(heads, -np.inf, np.float32)
+
+    def severity(self, signals: Signals) -> np.ndarray:
+        """The signal of each head that meets the rule (NaN counts as inf), −inf elsewhere [N]."""
+        value = self.value(signals)
+        value = np.where(np.isnan(value), np.float32(np.inf), value)
+        return np.where(value >= self.threshold, value, np.float32(-np.inf))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "row_sums",
+        ("p_row_sum_error_rms",),
+        0.1,
+        "rows of the backward pass's P miss a sum of 1 by {value:.2g} (RMS): a row statistic (m, l "
+        "or lse) is rounded; keep them in float32",
+    ),
+    Rule(
+        "delta",
+        ("query_weight_gradient_error_relative", "query_gradient_error_relative"),
+        0.3,
+        "errors of δ are {value:.0%} of the gradient that reaches W_Q: give δ an O that is not "
+        'rounded, saved_output="float32" or delta="normalized"',
+    ),
+    Rule(
+        "scores",
+        ("score_maximum",),
+        512.0,
+        "the largest |score| is {value:.0f}, where neighbouring bfloat16 numbers lie 4 apart or "
+        "more; in runs that rounding of O broke, scores grew before the loss did",
+    ),
+)
+
+
+class Alarm(NamedTuple):
+    """A rule that a layer meets: its worst head, and the value there."""
+
+    rule: Rule
+    head: int
+    value: float
+
+    def __str__(self) -> str:
+        return f"head {self.head}: {self.rule.meaning.format(value=self.value)}"
+
+
+def alarms(signals: Signals, rules: Sequence[Rule] = RULES) -> list[Alarm]:
+    """The rules that one layer meets, in the order of `RULES`.
+
+    Args:
+      signals: of `attention_signals`: by name, one number per head.
+      rules: to apply.
+    """
+    found = []
+    for rule in rules:
+        severity = rule.severity(signals)
+        head = int(np.argmax(severity))
+        if severity[head] > -np.inf:
+            found.append(Alarm(rule, head, float(severity[head])))
+    return found

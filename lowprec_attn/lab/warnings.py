@@ -1,0 +1,112 @@
+"""What the rules of `diagnostics.rules` were worth: hits, misses, false alarms, lead time."""
+
+import collections
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lowprec_attn.diagnostics.rules import RULES, Rule
+from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.tables import markdown
+
+
+class Tally(NamedTuple):
+    """A rule over the runs of an arm.
+
+    Attributes:
+      leads: of the runs that exploded after an alarm: steps from the first alarm to the explosion.
+      missed: runs that exploded with no alarm before.
+      false_alarms: runs that did not explode, and had one.
+      quiet: runs that did not explode, and had none.
+    """
+
+    leads: tuple[int, ...]
+    missed: int
+    false_alarms: int
+    quiet: int
+
+    @property
+    def median_lead(self) -> float | None:
+        """In steps; None where nothing was hit."""
+        return statistics.median(self.leads) if self.leads else None
+
+
+def first_alarm(record: ArmRecord, rule: Rule) -> int | None:
+    """The first recorded step at which a layer meets the rule; None where none does.
+
+    It is None too where the record holds none of the rule's signals: see `is_recorded`.
+    """
+    for step in sorted(record.signals):
+        for layer in record.signals[step]:
+            if np.max(rule.severity(layer)) > -np.inf:
+                return step
+    return None
+
+
+def is_recorded(record: ArmRecord, rule: Rule) -> bool:
+    """Whether the record holds a signal that the rule looks at."""
+    layers = next(iter(record.signals.values()), [])
+    return any(name in layer for layer in layers for name in rule.signals)
+
+
+def tally(records: Iterable[ArmRecord], rule: Rule) -> Tally:
+    """Counts a rule over runs that recorded its signal."""
+    leads = []
+    counts: collections.Counter[str] = collections.Counter()
+    for record in records:
+        alarm = first_alarm(record, rule)
+        if record.explosion is None:
+            counts["quiet" if alarm is None else "false"] += 1
+        elif alarm is None or alarm > record.explosion:
+            counts["missed"] += 1
+        else:
+            leads.append(record.explosion - alarm)
+    return Tally(tuple(sorted(leads)), counts["missed"], counts["false"], counts["quiet"])
+
+
+def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
+    """One row a rule and experiment, as Markdown; None where no record holds a rule's signal.
+
+    Args:
+      experiments: runs by the name of their experiment, which is left out where there is one. A
+        run that lacks a rule's signal is not counted for it.
+    """
+    rows = []
+    for rule in RULES:
+        for name, records in experiments.items():
+            counted = [record for record in records if is_recorded(record, rule)]
+            if counted:
+                names = [name] if len(experiments) > 1 else []
+                rows.append([f"{rule.name} ≥ {rule.threshold:g}", *names, *_cells(counted, rule)])
+    if not rows:
+        return None
+    legend = (
+        "Alarms: the first recorded step at which a head of some layer meets a rule of "
+        "`lowprec_attn.diagnostics.rules`. Lead: steps from there to the explosion, median and "
+        "smallest. False: alarms in runs that did not explode, by arm."
+    )
+    header = [
+        "rule",
+        *(["experiment"] if len(experiments) > 1 else []),
+        "exploded, alarm before",
+        "lead",
+        "false",
+        "in which arms",
+    ]
+    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+
+
+def _cells(records: Sequence[ArmRecord], rule: Rule) -> list[str]:
+    counts = tally(records, rule)
+    healthy = [record for record in records if record.explosion is None]
+    arms = collections.Counter(r.arm.name for r in healthy if first_alarm(r, rule) is not None)
+    lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
+    return [
+        f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
+        lead,
+        f"{counts.false_alarms} of {len(healthy)}",
+        ", ".join(f"{arm} {count}" for arm, count in sorted(arms.items())) or "–",
+    ]

@@ -1,0 +1,66 @@
+"""What a rule was worth over runs: alarms before an explosion, misses, false alarms."""
+
+import numpy as np
+import pytest
+
+from lowprec_attn.diagnostics.rules import RULES, alarms
+from lowprec_attn.lab import warnings
+from lowprec_attn.lab.experiment import Arm
+from lowprec_attn.lab.records import ArmRecord
+
+SCORES = next(rule for rule in RULES if rule.name == "scores")
+DELTA = next(rule for rule in RULES if rule.name == "delta")
+
+
+def record(explosion, values, name="score_maximum", arm="arm"):
+    """A run whose second layer's second head has these values, one every 100 steps."""
+    quiet = {name: [0.0, 0.0]}
+    return ArmRecord(
+        arm=Arm(arm, {}, None),
+        seed=1,
+        steps=1000,
+        explosion=explosion,
+        runaway=None,
+        losses={},
+        val_losses={},
+        signals={100 * i: [quiet, {name: [0.0, value]}] for i, value in enumerate(values)},
+        failure=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("explosion", "values", "leads", "missed", "false", "quiet"),
+    [
+        (950, [1, 511, 512, 1, 600], (750,), 0, 0, 0),  # the first alarm counts
+        (200, [1, 1, 512], (0,), 0, 0, 0),
+        (199, [1, 1, 512], (), 1, 0, 0),  # an alarm after the explosion warns of nothing
+        (950, [1, 1, 511], (), 1, 0, 0),
+        (None, [1, 512, 1], (), 0, 1, 0),
+        (None, [1, 511, 1], (), 0, 0, 1),
+        (950, [1, float("nan")], (850,), 0, 0, 0),
+    ],
+)
+def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
+    counts = warnings.tally([record(explosion, values)], SCORES)
+    assert counts == warnings.Tally(leads, missed, false, quiet)
+
+
+def test_runs_without_a_rules_signal_are_not_counted_for_it():
+    text = warnings.warning_table({"one": [record(950, [600]), record(None, [600], arm="well")]})
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| scores")]
+    cells = [cell.strip() for cell in rows[0]]
+    assert cells == ["scores ≥ 512", "1 of 1", "950, from 950 on", "1 of 1", "well 1"]
+    assert "delta" not in text.split("\n\n")[1]
+    assert warnings.warning_table({"one": [record(950, [600], name="repeated_maxima")]}) is None
+
+
+def test_a_layer_is_named_by_its_worst_head_and_the_best_signal_that_was_measured():
+    signals = {"query_gradient_error_relative": np.array([0.1, 0.7, 0.5])}
+    (alarm,) = alarms(signals)
+    assert (alarm.rule.name, alarm.head, round(alarm.value, 6)) == ("delta", 1, 0.7)
+    assert str(alarm).startswith("head 1: errors of δ are 70% of the gradient")
+    better = {**signals, "query_weight_gradient_error_relative": np.array([0.1, 0.1, 0.1])}
+    assert alarms(better) == []
+    assert [alarm.rule.name for alarm in alarms({"p_row_sum_error_rms": np.array([np.nan])})] == [
+        "row_sums"
+    ]
