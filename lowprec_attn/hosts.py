@@ -78,8 +78,8 @@ def first_only(function: Callable[_Args, object]) -> Callable[_Args, None]:
 
 @first_only
 def say(text: str) -> None:
-    """Prints a line, once for all processes."""
-    print(text)
+    """Prints a line, once for all processes; at once, also into a pipe."""
+    print(text, flush=True)
 
 
 def from_first(function: Callable[[], Any]) -> Any:

@@ -14,9 +14,15 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
 
+# Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
+_EPOCHS = 4.0
+
 
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
-    """Prints device, scale, data, arithmetic, tokens per step and run directory."""
+    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory.
+
+    `progress.Progress` adds the time, once it has timed steps.
+    """
     hosts.say(columns(_lines(settings, corpus, devices, run_dir), "<<"))
 
 
@@ -27,7 +33,7 @@ def _lines(
     parameters = parameter_count(model)
     device = devices.mesh.devices.flat[0]
     tokens = settings.batch_size * model.context
-    default = "tiny" if device.platform == "cpu" else "full"
+    default = "tiny" if device.platform == "cpu" else "short"
     processes = jax.process_count()
     where = f" in {processes} processes" if processes > 1 else ""
     count = devices.mesh.devices.size
@@ -36,7 +42,8 @@ def _lines(
         (
             "scale",
             f"{settings.variant} ({default} is the default on this device; "
-            f"--config=FILE:tiny or FILE:full chooses): {parameters / 1e6:.1f}M parameters, "
+            "--config=FILE:tiny, FILE:short or FILE:full chooses): "
+            f"{parameters / 1e6:.1f}M parameters, "
             f"{model.layers} layers, {model.heads} heads, width {model.width}, "
             f"context {model.context}",
         ),
@@ -53,10 +60,30 @@ def _lines(
         (
             "step",
             f"{tokens:,} tokens ({settings.batch_size} x {model.context}{split}), "
-            f"{settings.steps:,} steps, learning rate {settings.optimizer.peak_lr:g}",
+            f"learning rate {settings.optimizer.peak_lr:g}",
         ),
+        *_length(settings.steps, settings.steps * tokens, corpus.train.count),
         ("run", str(run_dir)),
     ]
+    return lines
+
+
+def _length(steps: int, tokens: int, text: int) -> list[tuple[str, str]]:
+    """How long the run is, with a warning where it reads its text many times.
+
+    Args:
+      steps, tokens: of the run.
+      text: tokens to train on.
+    """
+    epochs = tokens / text
+    lines = [("steps", f"{steps:,}: {tokens:,} tokens, {epochs:,.1f} epochs of the text")]
+    if epochs > _EPOCHS:
+        enough = max(1, int(_EPOCHS * text * steps / tokens))
+        warning = (
+            f"the text is read {epochs:,.1f} times, and teaches little after {_EPOCHS:g}; "
+            f"--config.data.path=DIR reads a larger one, --config.steps={enough} stops there"
+        )
+        lines.append(("warning", warning))
     return lines
 
 
