@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from lowprec_attn import __version__
+from lowprec_attn import __version__, installation
 from lowprec_attn.errors import UserError
 
 EXIT_BAD_INPUT = 1
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 module = importlib.import_module(f"lowprec_attn.commands.{name}")
             except ModuleNotFoundError as error:
-                if debug:
+                if debug or _is_own(error):
                     raise
-                return _fail(f"{error}; pip install 'lowprec-attn[train,data]'")
+                return _fail(_not_installed(error))
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args, rest = parser.parse_known_args(arguments)
@@ -63,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _fail(error)
+    except ModuleNotFoundError as error:  # what a command imports when it runs
+        if debug or _is_own(error):
+            raise
+        return _fail(_not_installed(error))
+
+
+def _is_own(error: ModuleNotFoundError) -> bool:
+    return (error.name or "").partition(".")[0] in ("lowprec_attn", "pallas_kernels")
+
+
+def _not_installed(error: ModuleNotFoundError) -> str:
+    return f"{error}; {installation.command('train,data')}"
 
 
 def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_attn import installation
 from lowprec_attn.data.tokens import DataError
 
 _PIECE = 1 << 16  # characters of a text file read and tokenized at a time
@@ -91,7 +92,7 @@ def dataset(
     try:
         import datasets
     except ModuleNotFoundError as err:
-        raise DataError("--dataset needs datasets: pip install 'lowprec-attn[data]'") from err
+        raise DataError(f"--dataset needs datasets: {installation.command('data')}") from err
     try:
         rows = datasets.load_dataset(
             name,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lowprec_attn import installation
 from lowprec_attn.data.documents import Documents, Piece
 from lowprec_attn.data.tokenizer import Tokenizer
 from lowprec_attn.data.tokens import DataError, Meta, SplitMeta, token_dtype
@@ -127,7 +128,7 @@ def _encoded(source: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Piece, n
     try:
         from tqdm import tqdm
     except ModuleNotFoundError as err:
-        raise DataError("prepare needs tqdm: pip install 'lowprec-attn[data]'") from err
+        raise DataError(f"prepare needs tqdm: {installation.command('data')}") from err
     with tqdm(total=source.size, unit="B", unit_scale=True, desc="tokenizing") as progress:
         for batch in _batched(source.pieces, _BATCH):
             texts = [piece.text for piece in batch]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lowprec_attn import installation
 from lowprec_attn.data.tokens import DataError, token_dtype
 from lowprec_attn.files import sha256
 
@@ -74,7 +75,7 @@ def gpt2(bpe: Path | None = None) -> Gpt2Tokenizer:
         import tiktoken
     except ModuleNotFoundError as err:
         raise DataError(
-            "the gpt2 tokenizer needs tiktoken: pip install 'lowprec-attn[data]'"
+            f"the gpt2 tokenizer needs tiktoken: {installation.command('data')}"
         ) from err
     if bpe is not None:
         return Gpt2Tokenizer(_local_encoding(bpe))

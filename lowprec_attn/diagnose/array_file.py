@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
+from lowprec_attn import installation
 from lowprec_attn.attention import validation
 from lowprec_attn.errors import UserError
 
@@ -116,7 +117,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         import safetensors
     except ImportError as error:
         raise DiagnoseError(
-            f"{path}: reading safetensors needs its package: pip install 'lowprec-attn[diagnose]'"
+            f"{path}: reading safetensors needs its package: {installation.command('diagnose')}"
         ) from error
     try:
         with safetensors.safe_open(path, framework="np") as file:

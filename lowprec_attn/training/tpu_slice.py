@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from lowprec_attn import installation
 from lowprec_attn.errors import RunError
 
 _GIB = 2**30
@@ -78,7 +79,7 @@ class Slice:
             reason = str(error).splitlines()[0]
             raise SliceError(
                 f"the TPU compiler does not know {name}: {reason}; it needs libtpu "
-                "(pip install 'lowprec-attn[tpu-compile]') and a shape that Google offers"
+                f"({installation.command('tpu-compile')}) and a shape that Google offers"
             ) from error
         devices: list[Any] = list(topology.devices)
         devices.sort(key=lambda device: (device.process_index, device.id))

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
 from lowprec_attn.diagnose import array_file
 from lowprec_attn.diagnose.array_file import DiagnoseError
@@ -246,7 +248,7 @@ def test_pickles_are_refused_and_not_run(tmp_path):
 def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(DiagnoseError, match=r"pip install 'lowprec-attn\[diagnose\]'"):
+    with pytest.raises(DiagnoseError, match=re.escape(installation.command("diagnose"))):
         run(tmp_path / "a.safetensors")
 
 

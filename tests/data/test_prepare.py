@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import re
 import resource
 import sys
 
 import numpy as np
 import pytest
 
+from lowprec_attn import installation
 from lowprec_attn.commands import prepare as command
 from lowprec_attn.data import documents, tokens
 from lowprec_attn.data.tokens import DataError
@@ -225,5 +227,5 @@ def test_data_set_that_breaks_off(monkeypatch):
 )
 def test_missing_packages_are_named(out, files, monkeypatch, module, arguments):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=rf"{module}: pip install 'lowprec-attn\[data\]'"):
+    with pytest.raises(DataError, match=re.escape(f"{module}: {installation.command('data')}")):
         run(out, *(a.format(file=files[0]) for a in arguments))

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import re
 import sys
 
 import pytest
 
+from lowprec_attn import installation
 from lowprec_attn.commands import prepare
 from lowprec_attn.data import tokenizer, tokens
 from lowprec_attn.data.tokens import DataError
@@ -113,5 +115,5 @@ def test_without_network(monkeypatch):
 
 def test_without_tiktoken(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(DataError, match=r"needs tiktoken: pip install 'lowprec-attn\[data\]'"):
+    with pytest.raises(DataError, match=re.escape(f"tiktoken: {installation.command('data')}")):
         tokenizer.gpt2()
