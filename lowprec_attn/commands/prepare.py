@@ -1,6 +1,7 @@
 """`lowprec-attn prepare`: make token files for training from text files or a data set."""
 
 import argparse
+import math
 import shlex
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--val-fraction",
         type=float,
         default=0.05,
-        help="share of documents, or of the pieces of long ones, that is held out "
+        help="share that is held out: documents, or pieces of whole lines if these are few or long "
         "(default %(default)s; nanoGPT holds out 0.0005 of OpenWebText)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of what is held out")
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2(args.bpe)
     source = (
-        documents.text_files(args.text, args.separator)
+        documents.text_files(args.text, args.separator, _least_pieces(args.val_fraction))
         if args.text
         else documents.dataset(args.dataset, args.data_files, args.revision)
     )
@@ -65,9 +66,14 @@ def run(args: argparse.Namespace) -> None:
         print(f"wrote {args.out / name}.bin: {split.tokens:,} tokens")
     print(
         f"tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary:,}; train on it with\n"
-        "  python train.py --config=configs/gpt2_bf16.py "
+        "  lowprec-attn train --config=gpt2_bf16 "
         f"--config.data.path={shlex.quote(str(args.out))}"
     )
+
+
+def _least_pieces(val_fraction: float) -> int:
+    """So many that each of the two splits gets one of them."""
+    return math.ceil(1 / min(val_fraction, 1 - val_fraction))
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from lowprec_attn import installation
 from lowprec_attn.data.tokens import DataError
 
-_PIECE = 1 << 16  # characters of a text file read and tokenized at a time
+_PIECE = 1 << 16  # characters of a text file read and tokenized at a time, at most
+_FINER = 8  # more pieces than asked for, since files and lines are of any length
 
 
 class Piece(NamedTuple):
@@ -24,7 +25,9 @@ class Documents(NamedTuple):
     size: int | None
 
 
-def text_files(paths: Sequence[Path], separator: str | None = None) -> Documents:
+def text_files(
+    paths: Sequence[Path], separator: str | None = None, least_pieces: int = 1
+) -> Documents:
     """Streams text files: each is one document, or several with a `separator` between them.
 
     Without a separator a file is cut at line ends into pieces of about 65,536 characters, so that
@@ -33,6 +36,8 @@ def text_files(paths: Sequence[Path], separator: str | None = None) -> Documents
     Args:
       paths: UTF-8 text files.
       separator: removed where it occurs; what stands around it stays.
+      least_pieces: fewer files than these are cut into shorter pieces, so that there are as many,
+        if lines are short enough.
 
     Raises:
       DataError: a file is missing (at once), or not UTF-8 or unreadable (when its turn comes).
@@ -40,19 +45,23 @@ def text_files(paths: Sequence[Path], separator: str | None = None) -> Documents
     for path in paths:
         if not path.is_file():
             raise DataError(f"text file {path} does not exist: check the path")
-    pieces = (piece for path in paths for piece in _read(path))
+    size = sum(path.stat().st_size for path in paths)
+    length = _PIECE
+    if len(paths) < least_pieces:
+        length = min(length, max(1, size // (_FINER * least_pieces)))
+    pieces = (piece for path in paths for piece in _read(path, length))
     return Documents(
         pieces=pieces if separator is None else _split(pieces, separator),
-        size=sum(path.stat().st_size for path in paths),
+        size=size,
     )
 
 
-def _read(path: Path) -> Iterator[Piece]:
+def _read(path: Path, length: int) -> Iterator[Piece]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            text = "".join(file.readlines(_PIECE))
+            text = "".join(file.readlines(length))
             while text:
-                following = "".join(file.readlines(_PIECE))
+                following = "".join(file.readlines(length))
                 yield Piece(text, ends_document=not following)
                 text = following
     except UnicodeDecodeError as err:

@@ -1,5 +1,6 @@
 """Documents to token files: train.bin, val.bin and meta.json."""
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -27,6 +28,7 @@ def prepare(
     """Writes the files of a corpus.
 
     They are written beside the old ones in `out`, which are replaced when all of them are complete.
+    A failure leaves nothing behind.
 
     Args:
       out: the directory, made if it is not there.
@@ -39,13 +41,29 @@ def prepare(
       DataError: the text cannot be read or is too short to hold a part out.
       DiskError: the disk refuses.
     """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".prepare-", dir=out) as temporary:
-            meta = _write(Path(temporary), source, tokenizer, val_fraction, seed)
-            for name in OUTPUTS:
-                os.replace(Path(temporary, name), out / name)
+    with (
+        writing(out),
+        _made(out),
+        tempfile.TemporaryDirectory(prefix=".prepare-", dir=out) as temporary,
+    ):
+        meta = _write(Path(temporary), source, tokenizer, val_fraction, seed)
+        for name in OUTPUTS:
+            os.replace(Path(temporary, name), out / name)
     return meta
+
+
+@contextlib.contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Makes a directory and its parents; an error removes those that were not there, if empty."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something else has come to lie in one
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def _write(
@@ -67,8 +85,8 @@ def _write(
     for split, better in ((train, "smaller"), (val, "larger")):
         if not split.tokens:
             raise DataError(
-                f"{split.path.name} would be empty: the text has {pieces} documents or pieces of "
-                f"long ones, too few for --val-fraction {val_fraction}; give more text, "
+                f"{split.path.name} would be empty: the text has {pieces} documents, or pieces of "
+                f"whole lines, too few for --val-fraction {val_fraction}; give more text, "
                 f"--separator, or a {better} --val-fraction"
             )
     meta = Meta(

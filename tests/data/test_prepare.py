@@ -53,7 +53,7 @@ def test_every_document_lands_in_one_split(out, files, capsys):
     assert (corpus.train.tokenizer, corpus.train.vocabulary) == ("bytes", 257)
     printed = capsys.readouterr().out
     assert f"wrote {out / 'train.bin'}: {corpus.train.count:,} tokens" in printed
-    assert f"python train.py --config=configs/gpt2_bf16.py --config.data.path={out}" in printed
+    assert f"lowprec-attn train --config=gpt2_bf16 --config.data.path={out}" in printed
     assert sorted(p.name for p in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
 
 
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(out, tmp_path):
             run(out, "--text", text, "--tokenizer", "bytes", "--val-fraction", "0.5")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(out.iterdir()) == []
+    assert not out.exists()
 
 
 def test_an_output_that_is_a_file(tmp_path, files):
@@ -144,8 +144,29 @@ def test_an_output_that_is_a_file(tmp_path, files):
 @pytest.mark.parametrize(("fraction", "name"), [("0.05", "val"), ("0.99", "train")])
 def test_too_little_text_to_hold_out(out, files, fraction, name):
     better = {"val": "larger", "train": "smaller"}[name]
-    with pytest.raises(DataError, match=rf"{name}.bin would be empty: .* has 1 .* {better} --val"):
-        run(out, "--text", files[0], "--tokenizer", "bytes", "--val-fraction", fraction)
+    with pytest.raises(DataError, match=rf"{name}.bin would be empty: .* has 2 .* {better} --val"):
+        run(out / "deeper", "--text", files[0], "--tokenizer", "bytes", "--val-fraction", fraction)
+    assert not out.exists()
+
+
+def test_what_was_there_before_a_failure_stays(out, files):
+    out.mkdir()
+    with pytest.raises(DataError, match="would be empty"):
+        run(out, "--text", files[0], "--tokenizer", "bytes")
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.97])
+def test_three_small_files_are_cut_so_that_a_part_can_be_held_out(out, tmp_path, fraction):
+    paths = [tmp_path / f"{name}.txt" for name in "abc"]
+    for path in paths:
+        path.write_text("".join(f"{path.stem}: line {i:03}\n" for i in range(100)))
+    run(out, "--text", *paths, "--tokenizer", "bytes", "--val-fraction", fraction)
+    corpus = tokens.load(out, verify=True)
+    share = corpus.val.count / (corpus.train.count + corpus.val.count)
+    assert share == pytest.approx(fraction, abs=0.04)
+    texts = "".join(byte_documents(corpus.train.ids) + byte_documents(corpus.val.ids))
+    assert sorted(texts.splitlines()) == [f"{n}: line {i:03}" for n in "abc" for i in range(100)]
 
 
 @pytest.mark.parametrize(
