@@ -7,8 +7,8 @@ Variants:  `tiny` on a CPU, `short` on an accelerator, unless named. `full` is t
            models of Radford et al. (2019): 355, 774 and 1,557 M parameters.
 Cost:      tiny about a minute on 2 CPU cores. On one NVIDIA H200, estimated from timed steps, short
            about two and a half minutes, most of them compilation, and full 6.5 hours.
-Result:    tiny and short end 0.6 and 0.7 below the unigram loss of their text. Every layer's score
-           maximum is still small in tiny, and around 100 in short. The paper's failure took the
+Result:    tiny ends 0.6 below the unigram loss of its text, short about 0.7, if it is the built-in
+           one. Every layer's score maximum is still small in tiny. The paper's failure took the
            full model and some 7,000 steps; it has not been reproduced here.
 """
 

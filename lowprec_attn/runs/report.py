@@ -25,6 +25,15 @@ def write_report(run_dir: RunDir) -> Path:
     return run_dir.report
 
 
+def outcome(val_loss: float, unigram_loss: float) -> str:
+    """The losses at the end of a run in words; both in nats per token."""
+    side = "below" if val_loss <= unigram_loss else "above"
+    return (
+        f"validation loss {val_loss:.3f} nats per token, "
+        f"{abs(unigram_loss - val_loss):.3f} {side} the unigram model's {unigram_loss:.3f}"
+    )
+
+
 def _largest(x: np.ndarray) -> float:
     """The entry of largest size, with its sign."""
     return float(x[np.argmax(np.abs(x))])
@@ -105,11 +114,7 @@ def _title(run_dir: RunDir) -> str:
         f"row max {attention.get('row_max')}   seed {config.get('seed')}"
     ]
     if summary:
-        loss, unigram = summary["val_loss"], summary["unigram_loss"]
-        lines.append(
-            f"validation loss {loss:.3f} nats per token, "
-            f"{unigram - loss:.3f} below the unigram model's {unigram:.3f}"
-        )
+        lines.append(outcome(summary["val_loss"], summary["unigram_loss"]))
     if failure:
         # The step of an explosion is in its message; the run was stopped later.
         exploded = "explosion" in failure

@@ -8,6 +8,7 @@ update s; loss and gradient norm of step s are those of update s. So a run that 
 writes exactly what is missing.
 """
 
+import shlex
 from typing import Any, NamedTuple
 
 import grain
@@ -24,8 +25,9 @@ from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
-from lowprec_attn.runs.report import write_report
+from lowprec_attn.runs.report import outcome, write_report
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
 from lowprec_attn.training.program import Program
@@ -288,7 +290,7 @@ def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
 def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
     failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
     run_dir.write_json(run_dir.failure, failure)
-    write_report(run_dir)
+    _show(run_dir)
     print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
 
 
@@ -297,7 +299,7 @@ def _report_explosion(run_dir: RunDir, step: int, losses: LossWatch) -> None:
     message = f"the loss exploded at step {losses.explosion}; stopped after {step} steps"
     failure = {"step": step, "explosion": losses.explosion, "message": message}
     run_dir.write_json(run_dir.failure, failure)
-    write_report(run_dir)
+    _show(run_dir)
     print(f"{message}; the last state is in {run_dir.path}")
 
 
@@ -306,8 +308,15 @@ def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
     unigram = tokens.unigram_loss(corpus.train, corpus.val)
     summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
     run_dir.write_json(run_dir.summary, summary)
-    report = write_report(run_dir)
-    print(
-        f"validation loss {loss:.3f} nats per token, {unigram - loss:.3f} below the unigram "
-        f"model's {unigram:.3f}; report: {report}"
-    )
+    _show(run_dir)
+    print(outcome(loss, unigram))
+
+
+def _show(run_dir: RunDir) -> None:
+    """Draws the report, and says how to look at it and at the curves."""
+    events = shlex.quote(str(run_dir.tensorboard))
+    lines = [
+        ("report", str(write_report(run_dir))),
+        ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
+    ]
+    print(columns(lines, "<<"))

@@ -120,6 +120,12 @@ def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Res
     if restored is None:
         when = "" if last_step is None else f" at or before resume_step={last_step}"
         raise RunError(f"resume_from={resume_from} holds no complete checkpoint{when}")
+    if restored.step >= settings.steps:
+        raise RunError(
+            f"resume_from={resume_from} is at step {restored.step} and this run ends at step "
+            f"{settings.steps}: set --config.steps above {restored.step}, and another --workdir if you "
+            "gave one"
+        )
     _record_origin(source, run_dir, restored.step)
     return restored
 

@@ -46,8 +46,11 @@ def test_the_first_lines_say_what_was_chosen_and_why(command, tmp_path):
     for word in ("published", "scores=bfloat16", "StandardMax", "`tiled`"):
         assert word in lines["attention"]
     assert "256 tokens (8 x 32)" in lines["step"]
-    assert "validation loss" in out.splitlines()[-1]
-    assert "below the unigram model's" in out.splitlines()[-1]
+    *_, report, curves, outcome = out.splitlines()
+    assert report.split() == ["report", str(tmp_path / "run" / "report.png")]
+    assert curves.endswith(f"tensorboard --logdir={tmp_path / 'run' / 'tensorboard'}")
+    assert "validation loss" in outcome
+    assert "above the unigram model's" in outcome  # after four steps
 
 
 def test_a_run_directory_holds_everything(finished):
@@ -119,6 +122,15 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(start, finished, tmp_pat
     assert ours == theirs[:11]
     records = metrics.read(tmp_path / "changed" / "metrics.jsonl")
     assert [r["step"] for r in records if "loss" in r] == [8, 9, 10]
+
+
+@pytest.mark.usefixtures("text_read_once")
+def test_a_checkpoint_without_a_step_left_is_refused(finished, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    changes = {"resume_from": finished, "data__path": text, "attention__implementation": "tiled"}
+    assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(devices=1, **changes)]) == 1
+    line = error_line(capsys.readouterr().err)
+    assert "at step 12 and this run ends at step 12: set --config.steps above 12" in line
 
 
 def test_a_recorded_order_is_replayed(start, finished, tmp_path):

@@ -1,0 +1,84 @@
+"""The README's commands, as they stand there: each is one that its command line takes."""
+
+import re
+import shlex
+
+import pytest
+from command import ROOT, TINY
+
+from lowprec_attn.commands import config, lab, prepare, train
+from lowprec_attn.commands.main import main
+from lowprec_attn.lab import experiment
+from lowprec_attn.training.config import train_settings
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+LINES = "\n".join(BLOCKS).replace("\\\n", " ").splitlines()
+COMMANDS = [
+    shlex.split(part, comments=True) for line in LINES for part in re.split(r"&&|\|", line) if part
+]
+TRAIN = [c[2:] for c in COMMANDS if c[:2] == ["python", "train.py"]]
+OTHER = [c[1:] for c in COMMANDS if c[:1] == ["lowprec-attn"]]
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """The arguments of a command that is parsed, but not run."""
+
+    def parse(words):
+        found = []
+        for module in (train, prepare, lab):
+            monkeypatch.setattr(module, "run", lambda args: found.append(args))
+        assert main(words) == 0, words
+        return found[0]
+
+    return parse
+
+
+def test_there_are_commands_of_both_kinds():
+    assert len(TRAIN) >= 6
+    assert {words[0] for words in OTHER} >= {"prepare", "lab", "diagnose"}
+
+
+def test_every_training_is_one_that_can_start(parsed):
+    """Config, fields and values are right; what a run reads, an earlier command has made."""
+    made = set()
+    for words in [*OTHER, *TRAIN]:
+        if words[0] == "prepare":
+            made.add(str(parsed(words).out))
+    for words in TRAIN:
+        args = parsed(["train", *words])
+        settings = train_settings(config.load(str(ROOT / args.config), args.config_flags))
+        assert {settings.data.path, settings.resume_from} - {None} <= made, words
+        made.add(str(args.workdir))
+
+
+def test_every_experiment_is_one_that_can_start(parsed):
+    found = [parsed(words) for words in OTHER if words[0] == "lab"]
+    assert {args.action for args in found} == {"run", "collect", "report"}
+    for args in found:
+        if args.action == "run":
+            experiment.load(config.config_file(args.experiment, ".toml"))
+    run, collect, report = found
+    assert (collect.workdir, report.results) == (run.workdir, collect.results)
+
+
+@pytest.mark.slow
+def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
+    """The README's commands about one text, in their order, on a small model."""
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("a line of text\n" * 300)
+    for words in OTHER:
+        if words[0] == "prepare":
+            texts = [str(path) for path in tmp_path.glob("*.txt")]
+            assert main([w for word in words for w in (texts if word == "*.txt" else [word])]) == 0
+    # All sizes but the number of steps, which the README sets itself.
+    small = ["--config.devices=1"]
+    small += [f"--config.{name}={value}" for name, value in TINY.items() if name != "steps"]
+    about_it = [words for words in TRAIN if "--config.data.path=data/mine" in words]
+    assert len(about_it) == 2
+    for words in about_it:
+        steps = [] if any("steps=" in word for word in words) else ["--config.steps=8"]
+        words = [word.replace("steps=1000", "steps=12") for word in words]
+        assert main(["train", *words, *small, *steps]) == 0, words
