@@ -66,7 +66,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets in …
         raise NotJsonError(f"{path} is not JSON ({error})") from error
 
 
@@ -78,6 +78,27 @@ def sha256(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cached_sha256(path: Path) -> str:
+    """As `sha256`, computed once: `.NAME.sha256` beside the file keeps it.
+
+    A file of another size or time of change is read again, and so is every file in a directory
+    that cannot be written.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    status, kept = path.stat(), path.with_name(f".{path.name}.sha256")
+    known = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    with contextlib.suppress(OSError, NotJsonError):
+        found = read_json(kept)
+        if isinstance(found, dict) and known.items() <= found.items() and "sha256" in found:
+            return str(found["sha256"])
+    digest = sha256(path)
+    with contextlib.suppress(OSError):
+        write_json(kept, known | {"sha256": digest})
+    return digest
 
 
 # Lines.

@@ -1,17 +1,21 @@
 """Token files: the text of a run, as one long array of token ids per split."""
 
+import contextlib
 import dataclasses
-import json
 import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
 
 from lowprec_attn.errors import UserError
-from lowprec_attn.files import sha256, write_json
+from lowprec_attn.files import NotJsonError, cached_sha256, read_json, sha256, write_json
 
 GPT2_VOCABULARY = 50257
+_SHA256 = re.compile("[0-9a-f]{64}")
 _CHUNK = 1 << 24  # ids looked at in one go: bounds the memory of a pass over billions of tokens
 
 
@@ -55,17 +59,52 @@ class Meta:
           DataError: the file is not such a record.
         """
         try:
-            fields = json.loads(path.read_text())
+            with _explained(path):
+                fields = read_json(path)
             splits = {name: SplitMeta(**fields["splits"][name]) for name in ("train", "val")}
             meta = cls(**fields | {"splits": splits})
-        except (ValueError, TypeError, KeyError) as err:
+            _check_meta(meta)
+        except (NotJsonError, ValueError, TypeError, KeyError) as err:
+            if isinstance(err, DataError):
+                raise
             raise DataError(
                 f"{path} is not what `lowprec-attn prepare` writes ({err}): prepare again, or "
                 "delete it if the .bin files are nanoGPT's"
             ) from err
-        if meta.dtype not in ("uint16", "uint32"):
-            raise DataError(f"{path}: dtype {meta.dtype!r} is not uint16 or uint32: prepare again")
         return meta
+
+
+def _check_meta(meta: Meta) -> None:
+    """Raises ValueError unless every field has the type and range that `prepare` gives it."""
+
+    def require(holds: bool, name: str, value: Any, what: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} {value!r} is not {what}")
+
+    require(meta.dtype in ("uint16", "uint32"), "dtype", meta.dtype, "uint16 or uint32")
+    require(isinstance(meta.tokenizer, str), "tokenizer", meta.tokenizer, "a name")
+    most = np.iinfo(meta.dtype).max + 1
+    ids = _is_count(meta.vocabulary) and meta.vocabulary <= most
+    require(ids, "vocabulary", meta.vocabulary, f"a whole number from 1 to {most}")
+    for name, split in meta.splits.items():
+        require(_is_count(split.tokens), f"tokens of {name}", split.tokens, "a positive number")
+        hexadecimal = isinstance(split.sha256, str) and _SHA256.fullmatch(split.sha256)
+        require(bool(hexadecimal), f"sha256 of {name}", split.sha256, "64 hexadecimal digits")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns an OSError while reading `path` into a `DataError`."""
+    try:
+        yield
+    except OSError as err:
+        raise DataError(
+            f"cannot read {path}: {err.strerror or err}; make it readable or copy it again"
+        ) from err
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,21 +139,29 @@ class Tokens:
           vocab_size: rows of the model's embedding table.
 
         Raises:
-          DataError: fewer than T + 1 tokens, or an id ≥ `vocab_size`.
+          DataError: fewer than T + 1 tokens, or an id beyond the model's or its own vocabulary.
         """
         if self.count < context + 1:
             raise DataError(
                 f"{self.source} holds {self.count} tokens, less than one sequence of "
                 f"{context} + 1: give more text or a smaller context"
             )
+        limit = min(vocab_size, self.vocabulary)
         for start in range(0, self.count, _CHUNK):
             chunk = self.ids[start : start + _CHUNK]
-            if chunk.max() >= vocab_size:
-                at = int(np.argmax(chunk >= vocab_size))
+            if chunk.max() >= limit:
+                at = int(np.argmax(chunk >= limit))
+                reason = (
+                    f"the {self.vocabulary} of its tokenizer ({self.tokenizer}): describe the "
+                    "files by a meta.json as `lowprec-attn prepare` writes it, or prepare the "
+                    "text again"
+                    if self.vocabulary < vocab_size
+                    else f"the model's vocabulary of {vocab_size}: raise the model's vocab_size or "
+                    "prepare the text with a smaller tokenizer"
+                )
                 raise DataError(
                     f"{self.source} holds token id {chunk[at]} at position {start + at}, beyond "
-                    f"the model's vocabulary of {vocab_size}: raise the model's vocab_size or "
-                    "prepare the text with a smaller tokenizer"
+                    f"{reason}"
                 )
 
 
@@ -141,16 +188,17 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
     """Opens `train.bin` and `val.bin` of a directory.
 
     With a `meta.json` beside them the files are as `lowprec-attn prepare` writes them. Without one
-    they are nanoGPT's: uint16 ids of the GPT-2 tokenizer. Their SHA-256 is then computed here,
-    which takes seconds per 10 GB.
+    they are nanoGPT's: uint16 ids of the GPT-2 tokenizer. Their SHA-256 is computed, which takes
+    seconds per 10 GB, and kept beside them in `.train.bin.sha256` and `.val.bin.sha256` until
+    their size or time of change is another.
 
     Args:
       directory: where the files are.
-      verify: also compare the files' SHA-256 with `meta.json`.
+      verify: compute the SHA-256 even where it is kept.
 
     Raises:
-      DataError: a file is missing, truncated, of a length that is not whole ids, or (with
-        `verify`) has other bytes than `meta.json` says.
+      DataError: a file is missing, unreadable, truncated, of a length that is not whole ids, or
+        has other bytes than `meta.json` says; or `meta.json` is damaged.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -169,7 +217,8 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
     split = meta.splits[path.stem] if meta else None
     dtype = np.dtype(meta.dtype if meta else "uint16").newbyteorder("<")
     if not path.is_file():
-        raise DataError(f"token file {path} is missing: write it with `lowprec-attn prepare`")
+        wrong = "is no file" if path.exists() else "is missing"
+        raise DataError(f"token file {path} {wrong}: write it with `lowprec-attn prepare`")
     size = path.stat().st_size
     if size % dtype.itemsize or not size:
         raise DataError(
@@ -181,14 +230,18 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
             f"{path} holds {size // dtype.itemsize} tokens, but meta.json says {split.tokens}: "
             "it is truncated or belongs to other data; prepare or copy it again"
         )
-    digest = split.sha256 if split and not verify else sha256(path)
+    with _explained(path):
+        digest = sha256(path) if verify else cached_sha256(path)
+        if split and digest != split.sha256:
+            digest = sha256(path)  # the kept one may be what is damaged
+        ids = np.memmap(path, dtype, mode="r")
     if split and digest != split.sha256:
         raise DataError(
             f"{path} has SHA-256 {digest}, but meta.json says {split.sha256}: its bytes have "
             "changed; prepare or copy it again"
         )
     return Tokens(
-        ids=np.memmap(path, dtype, mode="r"),
+        ids=ids,
         sha256=digest,
         vocabulary=meta.vocabulary if meta else GPT2_VOCABULARY,
         tokenizer=meta.tokenizer if meta else "gpt2",
@@ -206,13 +259,18 @@ def unigram_loss(train: Tokens, val: Tokens) -> float:
     Returns:
       The loss in nats per token.
     """
-    seen = _occurrences(train)
-    log_p = np.log(seen + 1) - math.log(train.count + len(seen))
-    return float(-(_occurrences(val) @ log_p) / val.count)
+    # Ids beyond those that occur add nothing, and a vocabulary may have billions of them.
+    held_out = _occurrences(val)
+    seen = _occurrences(train, at_least=len(held_out))[: len(held_out)]
+    log_p = np.log(seen + 1) - math.log(train.count + train.vocabulary)
+    return float(-(held_out @ log_p) / val.count)
 
 
-def _occurrences(tokens: Tokens) -> np.ndarray:
-    total = np.zeros(tokens.vocabulary, np.int64)
+def _occurrences(tokens: Tokens, at_least: int = 0) -> np.ndarray:
+    """How often each id occurs, for `at_least` so many ids."""
+    total = np.zeros(at_least, np.int64)
     for start in range(0, tokens.count, _CHUNK):
-        total += np.bincount(tokens.ids[start : start + _CHUNK], minlength=len(total))
+        found = np.bincount(tokens.ids[start : start + _CHUNK], minlength=len(total))
+        found[: len(total)] += total
+        total = found
     return total

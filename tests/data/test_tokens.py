@@ -1,12 +1,16 @@
 """Token files: what loads, and what each kind of damage is told."""
 
+import errno
 import hashlib
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lowprec_attn import files
 from lowprec_attn.data import tokens
 from lowprec_attn.data.tokens import DataError, Tokens
 
@@ -91,14 +95,48 @@ def test_file_shorter_than_its_meta(tmp_path):
         tokens.load(directory)
 
 
-def test_changed_bytes_are_found_when_asked(tmp_path):
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_changed_bytes_are_found(tmp_path, seen_before):
     directory = write_prepared(tmp_path / "data")
+    if seen_before:
+        tokens.load(directory)
     with (directory / "train.bin").open("r+b") as file:
         file.seek(20)
         file.write(b"\xff")
-    assert tokens.load(directory).train.ids[10] == 255
     with pytest.raises(DataError, match=r"train.bin has SHA-256 .* its bytes have changed"):
-        tokens.load(directory, verify=True)
+        tokens.load(directory)
+
+
+def test_a_file_is_hashed_once(tmp_path, monkeypatch):
+    directory = write_prepared(tmp_path / "data")
+    known = tokens.load(directory).train.sha256
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sha256", lambda path: pytest.fail(f"{path} is read again"))
+        assert tokens.load(directory).train.sha256 == known
+    kept = directory / ".train.bin.sha256"
+    for damaged in ("", "[]", "{}", kept.read_text().replace(known, "0" * 64)):
+        kept.write_text(damaged)
+        assert tokens.load(directory).train.sha256 == known
+
+
+def test_a_directory_that_cannot_be_written_is_hashed_every_time(tmp_path):
+    directory = write_prepared(tmp_path / "data")
+    (directory / ".train.bin.sha256").mkdir()  # root may write anywhere, but not this
+    assert tokens.load(directory).train.sha256 == tokens.load(directory).train.sha256
+
+
+@pytest.mark.parametrize("name", ["train.bin", "meta.json"])
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, name):
+    directory, intact = write_prepared(tmp_path / "data"), Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return intact(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=rf"cannot read .*{name}: Permission denied; make it"):
+        tokens.load(directory)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +145,7 @@ def test_changed_bytes_are_found_when_asked(tmp_path):
         "{",
         "[]",
         "{}",
+        "[" * 100_000,
         '{"splits": {"train": {"tokens": 100}}}',
         '{"unknown": 1, "splits": {"train": {"tokens": 1, "sha256": ""}}}',
     ],
@@ -118,12 +157,37 @@ def test_meta_that_prepare_did_not_write(tmp_path, text):
         tokens.load(directory)
 
 
-def test_meta_with_a_foreign_dtype(tmp_path):
+def same_splits(**fields):
+    return {name: {"tokens": 9, "sha256": "0" * 64} | fields for name in ("train", "val")}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("dtype", "float64", "dtype 'float64' is not uint16 or uint32"),
+        ("dtype", [], "dtype [] is not"),
+        ("tokenizer", None, "tokenizer None is not a name"),
+        ("vocabulary", "x", "vocabulary 'x' is not a whole number from 1 to 65536"),
+        ("vocabulary", -5, "vocabulary -5 is not"),
+        ("vocabulary", True, "vocabulary True is not"),
+        ("vocabulary", 65537, "vocabulary 65537 is not"),
+        ("splits", {"train": {"tokens": "9", "sha256": ""}}, "'val'"),
+        ("splits", same_splits(tokens="9"), "tokens of train '9' is not a positive"),
+        ("splits", same_splits(sha256="x"), "sha256 of train 'x' is not 64 hex"),
+    ],
+)
+def test_meta_with_a_wrong_value(tmp_path, field, value, words):
     directory = write_prepared(tmp_path / "data")
     fields = json.loads((directory / "meta.json").read_text())
-    (directory / "meta.json").write_text(json.dumps(fields | {"dtype": "float64"}))
-    with pytest.raises(DataError, match=r"dtype 'float64' is not uint16 or uint32"):
+    (directory / "meta.json").write_text(json.dumps(fields | {field: value}))
+    with pytest.raises(DataError, match=re.escape(words)):
         tokens.load(directory)
+
+
+def test_a_vocabulary_that_the_tokens_exceed_is_told_before_training(tmp_path):
+    corpus = tokens.load(write_prepared(tmp_path / "data", vocabulary=10))
+    with pytest.raises(DataError, match=r"train.bin holds token id 10 at position 10, beyond the"):
+        corpus.require(context=8, vocab_size=320)
 
 
 def test_text_shorter_than_one_sequence():
@@ -136,9 +200,12 @@ def test_id_beyond_the_vocabulary(monkeypatch):
     monkeypatch.setattr(tokens, "_CHUNK", 10)
     ids = np.zeros(100, np.uint16)
     ids[[57, 80]] = 256, 300
-    split(ids).require(context=8, vocab_size=301)
-    with pytest.raises(DataError, match=r"token id 256 at position 57, beyond .* 256:"):
-        split(ids).require(context=8, vocab_size=256)
+    split(ids, vocabulary=301).require(context=8, vocab_size=301)
+    with pytest.raises(DataError, match=r"token id 256 at position 57, beyond the model's .* 256:"):
+        split(ids, vocabulary=301).require(context=8, vocab_size=256)
+    # Noticed only when the unigram model is counted, it would cost the whole training.
+    with pytest.raises(DataError, match=r"token id 300 at position 80, beyond the 300 of its tok"):
+        split(ids, vocabulary=300).require(context=8, vocab_size=400)
 
 
 def test_a_corpus_checks_both_splits():
