@@ -96,7 +96,7 @@ class ArmRun:
         """Writes `NAME.json`.
 
         Raises:
-          WorkdirError: the arm has been started with another definition.
+          WorkdirError: the arm has taken steps with another definition.
           NotJsonError: its file is damaged.
           DiskError: the disk refuses.
         """
@@ -108,7 +108,7 @@ class ArmRun:
             "shared": dict(experiment.shared),
             "overrides": dict(trial.arm.overrides),
         }
-        if self.started and self.definition.exists():
+        if self.run_dir.begun and self.definition.exists():
             theirs = read_json(self.definition)
             changed = _changes(theirs, wanted)
             if changed:

@@ -19,6 +19,18 @@ _CREATED_BEFORE_CONFIG = {
     "environment.json.tmp",
     "config.json.tmp",
 }
+# What a run adds. They stand without config.json where that was damaged and a user removed it.
+_CREATED_BY_A_RUN = {
+    "data_order.txt",
+    "metrics.jsonl",
+    "throughput.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "report.png",
+    "summary.json",
+    "failure.json",
+    "resumed_from.json",
+}
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
 
@@ -66,7 +78,8 @@ class RunDir:
     def open(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
         """Creates a run directory, or reopens the one of an interrupted run with the same config.
 
-        A creation that was killed at any instant is completed by the next call. The directory
+        A creation that was killed at any instant is completed by the next call. A directory whose
+        run has neither a step nor a checkpoint is taken over, whatever its config. The directory
         stays locked until `close`, or until the process ends in whatever way. Of several processes
         the first one does it, and the others fail if it does or if they do not see the directory.
 
@@ -115,7 +128,14 @@ class RunDir:
           RunDirError: a config cannot be read.
         """
         with other._explain_errors():
-            return _differences(read_json(other.config), read_json(self.config))
+            remedy = "restore it from a copy, or resume from another run"
+            return _differences(other._read_config(remedy), self._read_config(remedy))
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step of the run is recorded, or a checkpoint is there."""
+        recorded = (path for path in (self.metrics, self.throughput) if path.exists())
+        return any(path.stat().st_size for path in recorded) or any(self.checkpoints.glob("*.json"))
 
     def close(self) -> None:
         """Releases the lock."""
@@ -138,13 +158,14 @@ class RunDir:
                 f"cannot use {self.path} as a run directory: {error.strerror or error}; "
                 "choose another --workdir"
             ) from error
-        except NotJsonError as error:
-            raise RunDirError(f"{error}; choose another directory") from error
 
     def _refuse_foreign_files(self) -> None:
         if self.config.exists():
             return
-        foreign = {entry.name for entry in self.path.iterdir()} - _CREATED_BEFORE_CONFIG
+        names = {entry.name for entry in self.path.iterdir()}
+        foreign = names - _CREATED_BEFORE_CONFIG
+        if {self.environment.name, "run.lock"} <= names:
+            foreign -= _CREATED_BY_A_RUN
         if foreign:
             raise RunDirError(
                 f"{self.path} is not a run directory and not empty (it holds {min(foreign)}); "
@@ -160,18 +181,39 @@ class RunDir:
             )
 
     def _record_start(self, config: Mapping[str, Any]) -> None:
-        if self.config.exists():
+        if self.begun and self.config.exists():
             self._refuse_other_config(config)
-        starts = read_json(self.environment) if self.environment.exists() else []
+        starts = [] if self._taken_over(config) else self._read_starts()
         write_json(self.environment, [*starts, environment.describe()])
         if not self.config.exists():
             write_json(self.config, config)
 
+    def _taken_over(self, config: Mapping[str, Any]) -> bool:
+        """Removes the config and origin of another run that never took a step, if there is one."""
+        if self.begun or not self.config.exists():
+            return False
+        with contextlib.suppress(NotJsonError):
+            if read_json(self.config) == config:
+                return False
+        self.config.unlink()  # first: without it this is a creation that was killed
+        self.origin.unlink(missing_ok=True)
+        return True
+
+    def _read_config(self, remedy: str) -> Mapping[str, Any]:
+        return _read_as(dict, self.config, remedy)
+
+    def _read_starts(self) -> list[Any]:
+        if not self.environment.exists():
+            return []
+        remedy = "remove it, and the same command goes on (it tells where earlier starts ran)"
+        return _read_as(list, self.environment, remedy)
+
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
-        changes = [
-            f"{name}: {theirs} -> {ours}"
-            for name, (theirs, ours) in _differences(read_json(self.config), config).items()
-        ]
+        theirs = self._read_config(
+            "remove it if this command is the run's own, which then goes on; if not, choose "
+            "another --workdir"
+        )
+        changes = [f"{name}: {a} -> {b}" for name, (a, b) in _differences(theirs, config).items()]
         if not changes:
             return
         shown = ", ".join(changes[:_CHANGES_SHOWN])
@@ -180,6 +222,17 @@ class RunDir:
             f"{self.path} belongs to a run with another config ({shown}{more}); "
             f"choose another --workdir, or resume with --config.resume_from={self.path}"
         )
+
+
+def _read_as(kind: type, path: Path, remedy: str) -> Any:
+    """The content of a JSON file, a dict or a list."""
+    try:
+        value = read_json(path)
+    except NotJsonError as error:
+        raise RunDirError(f"{error}; {remedy}") from error
+    if not isinstance(value, kind):
+        raise RunDirError(f"{path} holds {type(value).__name__}, not {kind.__name__}; {remedy}")
+    return value
 
 
 def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:

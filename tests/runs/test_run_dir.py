@@ -58,8 +58,14 @@ def test_the_same_config_reopens_and_records_every_start(tmp_path):
             assert len(json.loads(run_dir.environment.read_bytes())) == starts
 
 
+def begin(path, config):
+    """Opens a run directory and leaves one step in it."""
+    with RunDir.open(path, config) as run_dir:
+        run_dir.metrics.write_text('{"step": 0, "loss": 1.0}\n')
+
+
 def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
-    RunDir.open(tmp_path, CONFIG).close()
+    begin(tmp_path, CONFIG)
     before = (tmp_path / "environment.json").read_bytes()
     with pytest.raises(RunDirError) as error:
         RunDir.open(tmp_path, {"seed": 2, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}})
@@ -73,14 +79,14 @@ def test_another_config_is_refused_with_the_fields_that_differ(tmp_path):
 
 
 def test_only_the_first_of_many_differences_are_listed(tmp_path):
-    RunDir.open(tmp_path, {f"field{n}": n for n in range(9)}).close()
+    begin(tmp_path, {f"field{n}": n for n in range(9)})
     with pytest.raises(RunDirError, match=r"field4: 4 -> 0 and 4 more\)"):
         RunDir.open(tmp_path, {f"field{n}": 0 for n in range(9)})
 
 
 def test_a_field_that_is_absent_there_and_unset_here_is_no_difference(tmp_path):
     """A later version adds fields, and a run of an earlier one still goes on."""
-    RunDir.open(tmp_path, {"seed": 1}).close()
+    begin(tmp_path, {"seed": 1})
     RunDir.open(tmp_path, {"seed": 1, "later": None, "more": {"points": None}}).close()
     for value in (0, False, "", {}):
         with pytest.raises(RunDirError, match=r"later: \(absent\) -> "):
@@ -107,11 +113,43 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(tmp_path, foreig
     assert names(tmp_path) == [foreign]
 
 
-@pytest.mark.parametrize("contents", [b"", b"{", b"\xff"])
-def test_a_config_that_is_not_json_is_refused(tmp_path, contents):
-    (tmp_path / "config.json").write_bytes(contents)
-    with pytest.raises(RunDirError, match=r"config.json is not JSON"):
+@pytest.mark.parametrize("contents", [b"", b"{", b"\xff", b"5", b"[" * 100_000, b"other type"])
+@pytest.mark.parametrize(("name", "other"), [("config.json", b"[]"), ("environment.json", b"{}")])
+def test_damage_is_refused_and_mended_by_removing_the_file(tmp_path, name, other, contents):
+    contents = other if contents == b"other type" else contents
+    begin(tmp_path, CONFIG)
+    (tmp_path / "report.png").touch()
+    (tmp_path / name).write_bytes(contents)
+    words = rf"{name} (is not JSON|holds \w+, not).*; remove it"
+    with pytest.raises(RunDirError, match=words) as error:
         RunDir.open(tmp_path, CONFIG)
+    one_line(error)
+    (tmp_path / name).unlink()
+    RunDir.open(tmp_path, CONFIG).close()
+    with pytest.raises(RunDirError, match="another config"):
+        RunDir.open(tmp_path, CONFIG | {"seed": 2})
+
+
+def test_files_like_those_of_a_run_do_not_make_a_directory_one(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RunDirError, match="not a run directory and not empty"):
+        RunDir.open(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("config", [json.dumps({"seed": 2}), "{", "[]"])
+def test_a_directory_without_a_step_is_taken_over(tmp_path, config):
+    with RunDir.open(tmp_path, {"seed": 2}) as run_dir:
+        run_dir.metrics.touch()
+        run_dir.origin.write_text("{}")
+    run_dir.config.write_text(config)
+    with RunDir.open(tmp_path, CONFIG):
+        assert json.loads(run_dir.config.read_text()) == json.loads(json.dumps(CONFIG))
+        assert len(json.loads(run_dir.environment.read_text())) == 1
+        assert not run_dir.origin.exists()
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "00000002.json").touch()
+    with pytest.raises(RunDirError, match="another config"):
+        RunDir.open(tmp_path, {"seed": 2})
 
 
 def test_a_creation_killed_at_any_instant_is_completed(tmp_path, monkeypatch):
