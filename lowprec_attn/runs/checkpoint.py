@@ -106,7 +106,10 @@ class Checkpoints:
         Raises:
           CheckpointError: this checkpoint or the one before could not be written. The checkpoints
             that were complete stay.
+          ValueError: step is negative.
         """
+        if step < 0:
+            raise ValueError(f"step={step} cannot be saved; it must be at least 0")
         self.wait()
         data_copy = json.loads(json.dumps(data_state))
         begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy)
@@ -118,7 +121,7 @@ class Checkpoints:
         """Loads the newest checkpoint that is intact.
 
         Newer ones are skipped, each with one logged warning: they were never completed, or a file
-        is missing or differs from its checksum.
+        is missing, cannot be read, or differs from its checksum.
 
         Args:
           target_state: a pytree as given to `save`. Where it holds a JAX array, or a
@@ -214,7 +217,10 @@ class Checkpoints:
             try:
                 content = write()
                 if hosts.is_first():
-                    Manifest.of(content).write(self._manifest_path(step))
+                    manifest = self._manifest_path(step)
+                    if manifest.is_dir():  # damage, which a file cannot replace
+                        shutil.rmtree(manifest)
+                    Manifest.of(content).write(manifest)
             except BaseException:
                 with contextlib.suppress(OSError):  # what it left is ignored and removed later
                     self._remove_leftovers()
@@ -233,16 +239,16 @@ class Checkpoints:
         kept = intact[max(0, len(intact) - self._keep + 1) :]
         for other, manifest in older:
             if other not in kept:
-                manifest.unlink()
+                _remove(manifest)
         self._remove_leftovers()
 
     @hosts.first_only
     def _remove_leftovers(self) -> None:
         for temporary in self._directory.glob("*.json.tmp"):
-            temporary.unlink()
+            _remove(temporary)
         for step, content in self._entries(_CONTENT):
             if self._is_leftover(step, content):
-                shutil.rmtree(content)
+                _remove(content)
 
     def _is_leftover(self, step: int, content: Path) -> bool:
         if not self._manifest_path(step).exists():
@@ -306,3 +312,11 @@ class Checkpoints:
                 f"cannot {action} {self._directory}: {checkpoint_content.reason(error)}; "
                 "checkpoints that were complete stay as they are"
             ) from error
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, or a directory with all that is in it: damage may have made either of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

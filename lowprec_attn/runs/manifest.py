@@ -2,10 +2,14 @@
 
 import dataclasses
 import os
-from pathlib import Path
-from typing import Self
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
 
 from lowprec_attn.files import NotJsonError, read_json, sha256, write_json
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class DamagedError(Exception):
@@ -52,14 +56,22 @@ class Manifest:
         """Reads a manifest.
 
         Raises:
-          DamagedError: the file is not a manifest.
+          DamagedError: the file cannot be read, is not a manifest, or names a file elsewhere.
         """
         try:
             fields = read_json(path)
-            files = {name: Fingerprint(**file) for name, file in fields["files"].items()}
-            return cls(content=fields["content"], files=files)
-        except (NotJsonError, KeyError, TypeError, AttributeError):
+            files = {name: _fingerprint(file) for name, file in fields["files"].items()}
+            manifest = cls(content=fields["content"], files=files)
+        except OSError as error:
+            raise DamagedError(f"{path.name} cannot be read ({error.strerror or error})") from None
+        except (NotJsonError, KeyError, TypeError, ValueError, AttributeError):
             raise DamagedError(f"{path.name} is not a manifest") from None
+        if not re.fullmatch(rf"{path.stem}-\d+", str(manifest.content)) or not manifest.files:
+            raise DamagedError(f"{path.name} is not a manifest")
+        outside = [name for name in manifest.files if not _stays_inside(name)]
+        if outside:
+            raise DamagedError(f"{path.name} names a file outside of its content: {outside[0]!r}")
+        return manifest
 
     def write(self, path: Path) -> None:
         """Writes or replaces a manifest in one step."""
@@ -69,18 +81,48 @@ class Manifest:
         """Reads all files of the content in `directory` and returns the content's path.
 
         Raises:
-          DamagedError: a file is missing or has another size or checksum.
+          DamagedError: a file is missing, cannot be read, or has another size or checksum.
         """
-        for name, expected in self.files.items():
-            path = directory / self.content / name
+        for name, path in self.paths(directory):
+            expected = self.files[name.removeprefix(f"{self.content}/")]
             try:
                 found = Fingerprint.of(path)
             except (FileNotFoundError, NotADirectoryError):
-                raise DamagedError(f"{self.content}/{name} is missing") from None
+                raise DamagedError(f"{name} is missing") from None
+            except OSError as error:
+                raise DamagedError(f"{name} cannot be read ({error.strerror or error})") from None
             if found.size != expected.size:
-                raise DamagedError(
-                    f"{self.content}/{name} has {found.size} bytes instead of {expected.size}"
-                )
+                raise DamagedError(f"{name} has {found.size} bytes instead of {expected.size}")
             if found.sha256 != expected.sha256:
-                raise DamagedError(f"{self.content}/{name} differs from its SHA-256")
+                raise DamagedError(f"{name} differs from its SHA-256")
         return directory / self.content
+
+    def paths(self, directory: Path) -> Iterator[tuple[str, Path]]:
+        """The files of the content in `directory`, with their names relative to that.
+
+        Raises:
+          DamagedError: a symbolic link leads out of the content, or nowhere.
+        """
+        content = directory.resolve() / self.content
+        for name in self.files:
+            path = directory / self.content / name
+            try:
+                inside = path.resolve().is_relative_to(content)
+            except (OSError, RuntimeError):  # links in a circle, by version of Python
+                inside = False
+            if not inside:
+                raise DamagedError(f"{self.content}/{name} leads out of {directory}")
+            yield f"{self.content}/{name}", path
+
+
+def _fingerprint(fields: Any) -> Fingerprint:
+    """A fingerprint from JSON; raises TypeError or ValueError where it is none."""
+    found = Fingerprint(**fields)
+    if type(found.size) is not int or not _SHA256.fullmatch(found.sha256):
+        raise ValueError(fields)
+    return found
+
+
+def _stays_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

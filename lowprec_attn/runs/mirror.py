@@ -138,10 +138,8 @@ def _push_checkpoint(run_dir: RunDir, manifest: Path, target: _Target) -> None:
     name = f"{run_dir.checkpoints.name}/{manifest.name}"
     if target.read(name) == manifest.read_bytes():
         return
-    described = Manifest.read(manifest)
-    for file in described.files:
-        inside = f"{described.content}/{file}"
-        target.put(run_dir.checkpoints / inside, f"{run_dir.checkpoints.name}/{inside}")
+    for inside, path in Manifest.read(manifest).paths(run_dir.checkpoints):
+        target.put(path, f"{run_dir.checkpoints.name}/{inside}")
     target.put(manifest, name)
 
 

@@ -209,7 +209,19 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def directory_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def loop_instead(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 DAMAGES = {
+    "a directory": (directory_instead, r"cannot be read \(Is a directory\)"),
+    "a circle of links": (loop_instead, r"(leads out of .*|cannot be read \(Too many levels.*)"),
     "flipped bit": (flip_bit, "differs from its SHA-256"),
     "truncated": (truncate, r"has \d+ bytes instead of \d+"),
     "emptied": (lambda path: path.write_bytes(b""), r"has 0 bytes instead of \d+"),
@@ -229,11 +241,29 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(tmp_path, caplog, damage)
         (line,) = [record.getMessage() for record in caplog.records]
         name = re.escape(str(path.relative_to(tmp_path)))
         assert re.search(rf"checkpoint 20 .*{name} {words}; using checkpoint 10 instead", line)
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            path.rmdir()
         path.write_bytes(original)
     assert restore(tmp_path) == 20
 
 
-@pytest.mark.parametrize("manifest", [b"", b"{}", b"[]", b'{"files": [], "content": 1}', b"\xff"])
+def manifest(content="00000020-0", files=None, size=1, sha256="0" * 64, name="data"):
+    files = {name: {"size": size, "sha256": sha256}} if files is None else files
+    return json.dumps({"content": content, "files": files}).encode()
+
+
+NO_MANIFESTS = [
+    *(b"", b"{}", b"[]", b'{"files": [], "content": 1}', b"\xff", b"[" * 100_000),
+    *(manifest(content=content) for content in (None, "", ".", "..", "00000010-0", "/etc")),
+    *(manifest(files=files) for files in ({}, {"data": None}, {"data": {"size": 1}})),
+    *(manifest(size=size) for size in (None, "1", True)),
+    *(manifest(sha256=digest) for digest in (None, "", 0)),
+]
+
+
+@pytest.mark.parametrize("manifest", NO_MANIFESTS)
 def test_a_damaged_manifest_is_skipped_and_its_content_left_alone(tmp_path, caplog, manifest):
     save(tmp_path, 10, 20)
     (tmp_path / "00000020.json").write_bytes(manifest)
@@ -241,6 +271,53 @@ def test_a_damaged_manifest_is_skipped_and_its_content_left_alone(tmp_path, capl
     assert "00000020.json is not a manifest; using checkpoint 10 instead" in caplog.text
     save(tmp_path, 15)
     assert "00000020-0" in names(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "state/../../x", "", "x\0"])
+def test_no_file_outside_of_the_content_is_opened(tmp_path, caplog, name):
+    save(tmp_path, 10, 20)
+    (tmp_path / "00000020.json").write_bytes(manifest(name=name))
+    assert restore(tmp_path) == 10
+    assert f"00000020.json names a file outside of its content: {name!r}; using" in caplog.text
+
+
+def test_no_link_out_of_the_content_is_followed(tmp_path, caplog):
+    save(tmp_path / "run", 10, 20)
+    file = files_of(tmp_path / "run", 20)[0]
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert restore(tmp_path / "run") == 10
+    assert f"leads out of {tmp_path / 'run'}; using checkpoint 10 instead" in caplog.text
+
+
+@pytest.mark.parametrize("inflict", [directory_instead, loop_instead])
+def test_a_manifest_that_is_no_file_is_skipped_and_replaced(tmp_path, caplog, inflict):
+    save(tmp_path, 10, 20)
+    inflict(tmp_path / "00000020.json")
+    assert restore(tmp_path) == 10
+    assert "using checkpoint 10 instead" in caplog.text
+    save(tmp_path, 20)
+    assert restore(tmp_path) == 20
+    inflict(tmp_path / "00000020.json")
+    save(tmp_path, 30, keep=1)
+    assert names(tmp_path) == ["00000030-0", "00000030.json"]
+
+
+def test_files_in_the_place_of_directories_are_skipped_and_removed(tmp_path):
+    save(tmp_path, 10, 20)
+    shutil.rmtree(tmp_path / "00000020-0")
+    (tmp_path / "00000020-0").touch()
+    (tmp_path / "00000025.json.tmp").mkdir()
+    (tmp_path / "00000025-0").touch()
+    assert restore(tmp_path) == 10
+    save(tmp_path, 30, keep=1)
+    assert names(tmp_path) == ["00000030-0", "00000030.json"]
+
+
+def test_a_negative_step_is_refused(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="step=-1"):
+        checkpoints.save(-1, make_state(0), {})
+    assert names(tmp_path) == []
 
 
 def test_a_missing_content_directory_is_skipped(tmp_path, caplog):
