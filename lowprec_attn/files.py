@@ -1,6 +1,7 @@
 """Files that outlive a kill: written whole, or by whole lines; locks, and a disk that refuses."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -8,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from lowprec_attn.errors import RunError
 
@@ -38,8 +39,9 @@ def writing(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes or replaces a file in one step.
 
-    A process that is killed at any instant leaves the old contents or the new, never a part; at
-    most `path` with `.tmp` appended stays behind, and the next call overwrites it.
+    A process that is killed at any instant leaves the old contents or the new, never a part, and so
+    does a machine that loses its power. At most `path` with `.tmp` appended stays behind, and the
+    next call overwrites it.
 
     Raises:
       OSError: the disk refuses.
@@ -50,6 +52,32 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    sync(path.parent)  # the new name
+
+
+def sync(path: Path) -> None:
+    """Brings a file to the disk, or the names in a directory.
+
+    Raises:
+      OSError: the disk refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory and its parents, where they are not there, and brings them to the disk.
+
+    Raises:
+      OSError: the disk refuses, or a file stands in the way.
+    """
+    new = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for directory in new:
+        sync(directory.parent)
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
@@ -68,6 +96,40 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # the latter: brackets in brackets in …
         raise NotJsonError(f"{path} is not JSON ({error})") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """The size of a file, or of its beginning, in bytes and its SHA-256 in hexadecimal."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Reads a file.
+
+        Raises:
+          OSError: it cannot be read.
+        """
+        return cls(size=path.stat().st_size, sha256=sha256(path))
+
+
+class Fingerprinter:
+    """Takes the fingerprint of a file that grows, from the bytes that are added to it."""
+
+    def __init__(self, begin: bytes = b"") -> None:
+        self._size, self._sha256 = len(begin), hashlib.sha256(begin)
+
+    def add(self, data: bytes) -> None:
+        """Counts what was appended."""
+        self._size += len(data)
+        self._sha256.update(data)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Of all bytes so far."""
+        return Fingerprint(self._size, self._sha256.hexdigest())
 
 
 def sha256(path: Path) -> str:
@@ -112,10 +174,10 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path, self._file = path, path.open("ab", buffering=0)
 
-    def append(self, text: str) -> None:
-        """Writes a line.
+    def append(self, text: str) -> bytes:
+        """Writes a line and returns its bytes.
 
         Args:
           text: of the line, without its end.
@@ -127,24 +189,26 @@ class LineFile:
         if self._file.write(line) != len(line):
             # Only a disk that has just become full, or a file size limit, cuts a write short.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return line
 
     def flush(self) -> None:
         """Brings everything written so far to the disk."""
         os.fsync(self._file.fileno())
+        sync(self._path.parent)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
 
-def append_line(path: Path, text: str) -> None:
-    """Appends one line to a file, which is made if there is none.
+def append_line(path: Path, text: str) -> bytes:
+    """Appends one line to a file, which is made if there is none; returns its bytes.
 
     Raises:
       DiskError: the disk refuses.
     """
     with writing(path), contextlib.closing(LineFile(path)) as file:
-        file.append(text)
+        return file.append(text)
 
 
 def complete_lines(path: Path) -> list[bytes]:

@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from lowprec_attn import hosts
 from lowprec_attn.data.tokens import DataError
-from lowprec_attn.files import append_line, writing
+from lowprec_attn.files import Fingerprint, Fingerprinter, append_line, sync, writing
 
 Order = Callable[[int], Int64[np.ndarray, " B"]]
 
@@ -132,9 +132,14 @@ class OrderRecord:
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
-        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        self.steps = sum(line.endswith(b"\n") for line in lines)
-        self._cut_off = self.steps < len(lines)
+        data = self._path.read_bytes() if self._path.exists() else b""
+        complete = data[: data.rfind(b"\n") + 1]
+        self._count(complete)
+        self._cut_off = len(complete) < len(data)
+
+    def _count(self, lines: bytes) -> None:
+        self.steps, self._written = lines.count(b"\n"), Fingerprinter(lines)
+        self._before = self._written.fingerprint
 
     @hosts.first_only
     def append(self, step: int, starts: Int64[np.ndarray, " B"]) -> None:
@@ -149,8 +154,25 @@ class OrderRecord:
                 f"data order {self._path} holds {self.steps} steps{state}, so step {step} cannot "
                 "follow: truncate it to the step that the run resumes from"
             )
-        append_line(self._path, ",".join(map(str, starts.tolist())))
+        line = append_line(self._path, ",".join(map(str, starts.tolist())))
+        self._before = self._written.fingerprint
+        self._written.add(line)
         self.steps += 1
+
+    def written_before(self, step: int) -> Fingerprint:
+        """Of the lines before that of `step`, which is the next one or the last of all."""
+        return self._written.fingerprint if step == self.steps else self._before
+
+    @hosts.first_only
+    def flush(self) -> None:
+        """Brings everything written so far to the disk.
+
+        Raises:
+          DiskError: the disk refuses.
+        """
+        with writing(self._path):
+            sync(self._path)
+            sync(self._path.parent)
 
     @hosts.first_only
     def truncate(self, steps: int) -> None:
@@ -162,14 +184,14 @@ class OrderRecord:
         if steps > self.steps:
             raise DataError(
                 f"data order {self._path} holds {self.steps} complete steps, but the run resumes "
-                f"from step {steps}: resume from an earlier checkpoint"
+                f"from step {steps}: restore it from a copy, or remove the newest NUMBER.json in "
+                "the run's checkpoints to resume from the one before"
             )
         if steps < self.steps or self._cut_off:
             with writing(self._path), self._path.open("r+b") as file:
-                for _ in range(steps):
-                    file.readline()
+                self._count(b"".join(file.readline() for _ in range(steps)))
                 file.truncate(file.tell())
-        self.steps, self._cut_off = steps, False
+        self._cut_off = False
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[str, str]]:

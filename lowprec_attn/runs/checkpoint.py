@@ -3,6 +3,7 @@
 On disk, for every checkpoint of a step:
 
     00001500.json    the manifest: the content directory's name, and size and SHA-256 of its files
+                     and of the run's records up to the step
     00001500-0/      the content, written by Orbax
 
 A checkpoint exists exactly when its manifest does. A manifest is written by a rename after all of
@@ -28,12 +29,14 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
+from lowprec_attn.files import Fingerprint, make_directory
 from lowprec_attn.runs import checkpoint_content
 from lowprec_attn.runs.manifest import DamagedError, Manifest
 
@@ -59,11 +62,13 @@ class Restored:
       step: the step it was saved as.
       state: a pytree of the target's structure.
       data_state: the data iterator's state.
+      records: as given to `save`; empty in checkpoints of earlier versions.
     """
 
     step: int
     state: Any
     data_state: dict[str, Any]
+    records: dict[str, Fingerprint]
 
 
 class Checkpoints:
@@ -91,7 +96,13 @@ class Checkpoints:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
-    def save(self, step: int, state: Any, data_state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_state: Mapping[str, Any],
+        records: Mapping[str, Fingerprint] = MappingProxyType({}),
+    ) -> None:
         """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
 
         When this returns, `state` has been copied to the host, so that its buffers may be donated.
@@ -102,6 +113,7 @@ class Checkpoints:
           step: number of the step, at least 0.
           state: a pytree of JAX or NumPy arrays and numbers, none of them empty.
           data_state: the data iterator's state, JSON-able.
+          records: fingerprints, by name, of the files that the run wrote before this step.
 
         Raises:
           CheckpointError: this checkpoint or the one before could not be written. The checkpoints
@@ -115,7 +127,7 @@ class Checkpoints:
         begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy)
         # Several processes can agree in their main threads alone; one begins in the worker thread.
         write = begin() if jax.process_count() > 1 else lambda: begin()()
-        self._pending = self._worker.submit(self._complete, step, write)
+        self._pending = self._worker.submit(self._complete, step, write, dict(records))
 
     def restore(self, target_state: Any, last_step: int | None = None) -> Restored | None:
         """Loads the newest checkpoint that is intact.
@@ -141,23 +153,25 @@ class Checkpoints:
             found = hosts.from_first(lambda: self._newest_intact(last_step))
             if found is None:
                 return None
-            step, content = found
-            return self._load(step, self._directory / content, target_state)
+            step, content, records = found
+            state, data_state = self._load(step, self._directory / content, target_state)
+            fingerprints = {name: Fingerprint(**fields) for name, fields in records.items()}
+            return Restored(step, state, data_state, fingerprints)
 
-    def _newest_intact(self, last_step: int | None) -> tuple[int, str] | None:
-        """Step and content directory of the checkpoint to restore."""
+    def _newest_intact(self, last_step: int | None) -> tuple[int, str, dict[str, Any]] | None:
+        """Step, content directory and records of the checkpoint to restore, JSON-able."""
         skipped: dict[int, DamagedError] = {}
         for step in self._steps_newest_first():
             if last_step is not None and step > last_step:
                 continue
             try:
-                content = self._verified_content(step)
+                manifest = self._verified(step)
             except DamagedError as damage:
                 skipped[step] = damage
                 self._damaged.add(step)
                 continue
             self._log_skipped(skipped, f"using checkpoint {step} instead")
-            return step, content.name
+            return step, manifest.content, dataclasses.asdict(manifest)["records"]
         if all(isinstance(damage, _UnfinishedError) for damage in skipped.values()):
             self._log_skipped(skipped, "there is no older one, so nothing is restored")
             return None
@@ -206,12 +220,14 @@ class Checkpoints:
 
     def _new_content(self, step: int) -> Path:
         """A content directory that is not there yet."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory)
         self._remove_leftovers()
         paths = (self._directory / f"{step:08d}-{version}" for version in itertools.count())
         return next(path for path in paths if not path.exists())
 
-    def _complete(self, step: int, write: Callable[[], Path]) -> None:
+    def _complete(
+        self, step: int, write: Callable[[], Path], records: dict[str, Fingerprint]
+    ) -> None:
         """In the worker thread: content, then manifest, with which the checkpoint exists."""
         with self._explain_errors(f"write checkpoint {step} to"):
             try:
@@ -220,7 +236,7 @@ class Checkpoints:
                     manifest = self._manifest_path(step)
                     if manifest.is_dir():  # damage, which a file cannot replace
                         shutil.rmtree(manifest)
-                    Manifest.of(content).write(manifest)
+                    Manifest.of(content, records).write(manifest)
             except BaseException:
                 with contextlib.suppress(OSError):  # what it left is ignored and removed later
                     self._remove_leftovers()
@@ -260,23 +276,24 @@ class Checkpoints:
 
     # Restoring.
 
-    def _verified_content(self, step: int) -> Path:
-        """The content directory of a step, every file of which has its size and checksum."""
+    def _verified(self, step: int) -> Manifest:
+        """The manifest of a step, every file of which has its size and checksum."""
         if not self._manifest_path(step).exists():
             raise _UnfinishedError(
                 f"{self._manifest_path(step).name} is missing, saving it was not completed"
             )
-        return Manifest.read(self._manifest_path(step)).verify(self._directory)
+        manifest = Manifest.read(self._manifest_path(step))
+        manifest.verify(self._directory)
+        return manifest
 
-    def _load(self, step: int, content: Path, target_state: Any) -> Restored:
+    def _load(self, step: int, content: Path, target_state: Any) -> tuple[Any, dict[str, Any]]:
         try:
-            state, data_state = checkpoint_content.read(content, target_state)
+            return checkpoint_content.read(content, target_state)
         except checkpoint_content.MismatchError as mismatch:
             raise CheckpointError(
                 f"checkpoint {step} in {self._directory} is of another model: {mismatch}; "
                 "use the config it was saved with"
             ) from None
-        return Restored(step=step, state=state, data_state=data_state)
 
     def _log_skipped(self, skipped: Mapping[int, DamagedError], consequence: str) -> None:
         for step, damage in skipped.items():

@@ -1,13 +1,12 @@
-"""The manifest of a checkpoint: its files, each with size and SHA-256."""
+"""The manifest of a checkpoint: its files, each with size and SHA-256, and the run's records."""
 
 import dataclasses
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from lowprec_attn.files import NotJsonError, read_json, sha256, write_json
+from lowprec_attn.files import Fingerprint, NotJsonError, read_json, sync, write_json
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -17,39 +16,31 @@ class DamagedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fingerprint:
-    """The size of a file in bytes and its SHA-256 in hexadecimal."""
-
-    size: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """Reads a file."""
-        return cls(size=path.stat().st_size, sha256=sha256(path))
-
-
-@dataclasses.dataclass(frozen=True)
 class Manifest:
     """The content directory of a checkpoint and its files by relative path.
 
     Attributes:
       content: name of the content directory, which lies beside the manifest.
       files: the fingerprint of every file in it.
+      records: by name, of what the run had recorded before this step; the files may have grown
+        since. Empty in checkpoints of earlier versions.
     """
 
     content: str
     files: dict[str, Fingerprint]
+    records: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, content: Path) -> Self:
-        """The manifest of a content directory, whose files are brought to the disk first."""
+    def of(cls, content: Path, records: Mapping[str, Fingerprint]) -> Self:
+        """The manifest of a content directory, which is brought to the disk first."""
         files = {}
-        for path in sorted(path for path in content.rglob("*") if path.is_file()):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[path.relative_to(content).as_posix()] = Fingerprint.of(path)
-        return cls(content=content.name, files=files)
+        for path in sorted(content.rglob("*")):
+            sync(path)
+            if path.is_file():
+                files[path.relative_to(content).as_posix()] = Fingerprint.of(path)
+        sync(content)
+        sync(content.parent)
+        return cls(content=content.name, files=files, records=dict(records))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -60,8 +51,11 @@ class Manifest:
         """
         try:
             fields = read_json(path)
-            files = {name: _fingerprint(file) for name, file in fields["files"].items()}
-            manifest = cls(content=fields["content"], files=files)
+            manifest = cls(
+                content=fields["content"],
+                files=_fingerprints(fields["files"]),
+                records=_fingerprints(fields.get("records", {})),
+            )
         except OSError as error:
             raise DamagedError(f"{path.name} cannot be read ({error.strerror or error})") from None
         except (NotJsonError, KeyError, TypeError, ValueError, AttributeError):
@@ -77,8 +71,8 @@ class Manifest:
         """Writes or replaces a manifest in one step."""
         write_json(path, dataclasses.asdict(self), indent=1)
 
-    def verify(self, directory: Path) -> Path:
-        """Reads all files of the content in `directory` and returns the content's path.
+    def verify(self, directory: Path) -> None:
+        """Reads all files of the content in `directory`.
 
         Raises:
           DamagedError: a file is missing, cannot be read, or has another size or checksum.
@@ -95,7 +89,6 @@ class Manifest:
                 raise DamagedError(f"{name} has {found.size} bytes instead of {expected.size}")
             if found.sha256 != expected.sha256:
                 raise DamagedError(f"{name} differs from its SHA-256")
-        return directory / self.content
 
     def paths(self, directory: Path) -> Iterator[tuple[str, Path]]:
         """The files of the content in `directory`, with their names relative to that.
@@ -115,11 +108,12 @@ class Manifest:
             yield f"{self.content}/{name}", path
 
 
-def _fingerprint(fields: Any) -> Fingerprint:
-    """A fingerprint from JSON; raises TypeError or ValueError where it is none."""
-    found = Fingerprint(**fields)
-    if type(found.size) is not int or not _SHA256.fullmatch(found.sha256):
-        raise ValueError(fields)
+def _fingerprints(fields: Any) -> dict[str, Fingerprint]:
+    """Fingerprints by name from JSON; raises TypeError or the like where there are none."""
+    found = {name: Fingerprint(**file) for name, file in fields.items()}
+    for file in found.values():
+        if type(file.size) is not int or not _SHA256.fullmatch(file.sha256):
+            raise ValueError(file)
     return found
 
 

@@ -22,7 +22,14 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import LineFile, complete_lines, flatten, write_atomically
+from lowprec_attn.files import (
+    Fingerprint,
+    Fingerprinter,
+    LineFile,
+    complete_lines,
+    flatten,
+    write_atomically,
+)
 from lowprec_attn.runs.run_dir import RunDir
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -63,8 +70,9 @@ class MetricsWriter:
     @hosts.first_only
     def _open(self, run_dir: RunDir, start_step: int) -> None:
         with self._explain_errors():
-            for path in (run_dir.metrics, run_dir.throughput):
-                _truncate(path, start_step)
+            self._written = Fingerprinter(_truncate(run_dir.metrics, start_step))
+            self._last_step, self._before = start_step - 1, self._written.fingerprint
+            _truncate(run_dir.throughput, start_step)
             self._metrics = LineFile(run_dir.metrics)
             self._throughput = LineFile(run_dir.throughput)
             self._events = _EventFile(run_dir.tensorboard, start_step)
@@ -80,7 +88,13 @@ class MetricsWriter:
         Raises:
           MetricsError: the disk is full or not writable.
         """
-        self._append(self._metrics, step, values)
+        if step > self._last_step:
+            self._last_step, self._before = step, self._written.fingerprint
+        self._written.add(self._append(self._metrics, step, values))
+
+    def written_before(self, step: int) -> Fingerprint:
+        """Of `metrics.jsonl` up to the records of a step: the last that has any, or a later one."""
+        return self._written.fingerprint if step > self._last_step else self._before
 
     @hosts.first_only
     def write_throughput(self, step: int, seconds: float, tokens: int) -> None:
@@ -114,11 +128,13 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _append(self, file: LineFile, step: int, values: Mapping[str, Any]) -> None:
+    def _append(self, file: LineFile, step: int, values: Mapping[str, Any]) -> bytes:
+        """Writes a record; returns its line."""
         record = {"step": int(step), **_plain(values)}
         with self._explain_errors():
-            file.append(json.dumps(_encode(record), allow_nan=False))
+            line = file.append(json.dumps(_encode(record), allow_nan=False))
             self._events.add(record)
+        return line
 
     @contextlib.contextmanager
     def _explain_errors(self) -> Iterator[None]:
@@ -229,10 +245,15 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _truncate(path: Path, start_step: int) -> None:
-    """Removes the records of `start_step` and later, and a half-written last line."""
+def _truncate(path: Path, start_step: int) -> bytes:
+    """Removes the records of `start_step` and later, and a half-written last line.
+
+    Returns:
+      What stays.
+    """
     if not path.exists():
-        return
+        return b""
     kept = b"".join(line for line, record in _records(path) if record["step"] < start_step)
     if len(kept) != path.stat().st_size:
         write_atomically(path, kept)
+    return kept

@@ -9,7 +9,16 @@ from typing import IO, Any, Self
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import NotJsonError, flatten, lock, read_json, write_json
+from lowprec_attn.files import (
+    Fingerprint,
+    Fingerprinter,
+    NotJsonError,
+    flatten,
+    lock,
+    make_directory,
+    read_json,
+    write_json,
+)
 from lowprec_attn.runs import environment
 
 # Files that a creation may leave if it is killed half-way; config.json comes last.
@@ -103,7 +112,7 @@ class RunDir:
     def _create(self, config: Mapping[str, Any]) -> None:
         config = json.loads(json.dumps(config))  # as it reads back: tuples are lists, keys strings
         with self._explain_errors():
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self._refuse_foreign_files()
             try:
                 self._acquire_lock()
@@ -120,6 +129,35 @@ class RunDir:
         """
         with self._explain_errors():
             write_json(path, value)
+
+    def require_records(self, step: int, records: Mapping[str, Fingerprint]) -> None:
+        """Checks that the files of the run still begin with what a checkpoint says of them.
+
+        Args:
+          step: of the checkpoint.
+          records: by name, what had been written before that step.
+
+        Raises:
+          RunDirError: a file is missing, shorter or differs.
+        """
+        for name, expected in records.items():
+            path = self.path / name
+            try:
+                with path.open("rb") as file:
+                    data = file.read(expected.size)
+            except OSError as error:
+                problem = f"cannot be read ({error.strerror or error})"
+            else:
+                if Fingerprinter(data).fingerprint == expected:
+                    continue
+                problem = "has been altered"
+                if len(data) < expected.size:
+                    problem = f"has been cut to {len(data)} of {expected.size} bytes"
+            raise RunDirError(
+                f"{path}, which the run had written before checkpoint {step}, {problem}; restore "
+                f"it from a copy, or remove {self.checkpoints}/{step:08d}.json to repeat the steps "
+                "since the checkpoint before"
+            )
 
     def changes_from(self, other: Self) -> dict[str, tuple[str, str]]:
         """The config fields that differ from another run's, as `{name: (theirs, ours)}` in JSON.

@@ -215,8 +215,15 @@ class Loop:
 
     def _save(self, step: int) -> None:
         if self.saved_step != step:
-            self.fixed.metrics.flush()  # a resumed run will not write these records again
-            self.fixed.checkpoints.save(step, self.state, self.data_state)
+            run, written = self.fixed, {}
+            run.metrics.flush()  # a resumed run will not write these records again
+            run.order.flush()
+            if hosts.is_first():
+                written = {
+                    run.run_dir.metrics.name: run.metrics.written_before(step),
+                    run.run_dir.data_order.name: run.order.written_before(step),
+                }
+            run.checkpoints.save(step, self.state, self.data_state, written)
             self.saved_step = step
 
     def _stop_early(self, step: int) -> int:
@@ -306,6 +313,7 @@ def _report_explosion(run_dir: RunDir, step: int, losses: LossWatch) -> None:
 @hosts.first_only
 def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
     unigram = tokens.unigram_loss(corpus.train, corpus.val)
+    run_dir.failure.unlink(missing_ok=True)  # of an earlier start, which this one has overcome
     summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
     run_dir.write_json(run_dir.summary, summary)
     _show(run_dir)

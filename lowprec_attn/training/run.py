@@ -102,6 +102,8 @@ def _restore(
     """The newest intact checkpoint of this run, else of `resume_from`, else None."""
     restored = checkpoints.restore(target)
     if restored is not None:
+        step, records = restored.step, restored.records
+        hosts.from_first(lambda: run_dir.require_records(step, records))
         hosts.say(f"resuming at step {restored.step}")
     elif settings.resume_from is not None:
         restored = _restore_other(settings, run_dir, target)
@@ -123,17 +125,26 @@ def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Res
     if restored.step >= settings.steps:
         raise RunError(
             f"resume_from={resume_from} is at step {restored.step} and this run ends at step "
-            f"{settings.steps}: set --config.steps above {restored.step}, and another --workdir if you "
-            "gave one"
+            f"{settings.steps}: set --config.steps above {restored.step}, and another --workdir if "
+            "you gave one"
         )
-    _record_origin(source, run_dir, restored.step)
+    step, name = restored.step, source.data_order.name  # its metrics are not continued
+    order = {name: restored.records[name]} if name in restored.records else {}
+    hosts.from_first(lambda: source.require_records(step, order))
+    _record_origin(source, run_dir, step)
     return restored
 
 
 @hosts.first_only
 def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
-    with source.data_order.open("rb") as file:
-        lines = list(itertools.islice(file, step))
+    try:
+        with source.data_order.open("rb") as file:
+            lines = list(itertools.islice(file, step))
+    except OSError as error:
+        raise RunError(
+            f"resume_from={source.path}: cannot read its {source.data_order.name} "
+            f"({error.strerror or error}); restore it from a copy"
+        ) from error
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
     run_dir.write_json(run_dir.origin, {"run": str(source.path), "step": step, "changed": changed})

@@ -1,5 +1,6 @@
 """The batch order: a pure function of seed and step, recorded and replayed."""
 
+import hashlib
 import resource
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder, starts
 from lowprec_attn.data.tokens import DataError
-from lowprec_attn.files import DiskError
+from lowprec_attn.files import DiskError, Fingerprint
 
 GOLDEN = [854, 480, 664, 796]
 
@@ -148,3 +149,17 @@ def test_replay_beyond_its_end(path):
     path.write_text("1,2,3\n")
     with pytest.raises(DataError, match=r"ends after 1 steps, step 1 is not in it"):
         replay(path)(1)
+
+
+def test_the_fingerprint_is_that_of_the_lines_before_a_step(path):
+    record, before = OrderRecord(path), {}
+    for step in range(4):
+        before[step] = record.written_before(step)
+        record.append(step, np.array([step, 7]))
+        assert record.written_before(step) == before[step]
+    record.flush()
+    assert before[3] == Fingerprint(12, hashlib.sha256(path.read_bytes()[:12]).hexdigest())
+    resumed = OrderRecord(path)
+    assert resumed.written_before(4) == Fingerprint.of(path)
+    resumed.truncate(2)
+    assert resumed.written_before(2) == before[2]

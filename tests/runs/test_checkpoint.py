@@ -550,19 +550,20 @@ def test_an_error_inside_of_orbax_is_told_in_one_line(tmp_path, obstacle, words)
 CHANGES = ["rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"]
 
 
-def snapshots_of(monkeypatch, directory, target, change):
+def snapshots_of(monkeypatch, directory, target, change, copy_to=None):
     """Runs `change`; copies `directory` before and after every operation on the file system.
 
     A copy is what a kill at that instant would leave behind. Returns them in their order.
     """
     copies = []
+    copy_to = copy_to or functools.partial(shutil.copytree, directory)
     idle = threading.Lock()  # held while copying, which itself makes directories
 
     def copy():
         copies.append(target / str(len(copies)))
         # TensorStore's threads go on meanwhile: a file may vanish while it is copied.
         with contextlib.suppress(shutil.Error, FileNotFoundError):
-            shutil.copytree(directory, copies[-1])
+            copy_to(copies[-1])
 
     def copying(operation):
         @functools.wraps(operation)
@@ -596,6 +597,89 @@ def test_every_instant_of_a_save_leaves_a_checkpoint(tmp_path, monkeypatch, step
     for copy in copies[::7]:
         save(copy, 5, keep=1)
         assert names(copy) == ["00000005-0", "00000005.json"]
+
+
+class Disk:
+    """What of a directory a machine that loses its power finds again: what fsync has brought there.
+
+    A file has the contents of its last fsync, and none before. A directory has the names of its
+    last fsync, and any of the changes since, for these may reach the disk at any time.
+    """
+
+    def __init__(self, root):
+        self.root, self.contents, self.names, self.held = root, {}, {}, {}
+        for path in (root, *root.rglob("*")):
+            self.keep(path)
+
+    def keep(self, path):
+        status = path.stat()
+        self.held.setdefault(status.st_ino, os.open(path, os.O_RDONLY))  # so none is used again
+        if path.is_dir():
+            self.names[status.st_ino] = self.listed(path)
+        else:
+            self.contents[status.st_ino] = path.read_bytes()
+
+    def fsync(self, descriptor, fsync=os.fsync):
+        fsync(descriptor)
+        self.keep(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def listed(self, path):
+        return {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(path)}
+
+    def image(self, target, reached):
+        """Writes what is found if the names `reached(directory, synced, now)` have reached it."""
+        names = dict(self.names)
+        for path in (self.root, *self.root.rglob("*")):
+            if path.is_dir():
+                inode = path.stat().st_ino
+                names[inode] = reached(path, names.get(inode, {}), self.listed(path))
+
+        def write(inode, path):
+            path.mkdir()
+            for name, (child, is_directory) in names.get(inode, {}).items():
+                if is_directory:
+                    write(child, path / name)
+                else:
+                    (path / name).write_bytes(self.contents.get(child, b""))
+
+        write(self.root.stat().st_ino, target)
+
+    def close(self):
+        for descriptor in self.held.values():
+            os.close(descriptor)
+
+
+def test_a_loss_of_power_at_any_instant_leaves_a_checkpoint(tmp_path, monkeypatch):
+    directory = tmp_path / "checkpoints"
+    save(directory, 1)
+    reached = {
+        "nothing": lambda path, synced, now: synced,
+        "all": lambda path, synced, now: now,
+        "below nothing": lambda path, synced, now: now if path == directory else synced,
+        "manifests": lambda path, synced, now: synced | {n: now[n] for n in now if "json" in n},
+    }
+    with contextlib.closing(Disk(directory)) as disk:
+        monkeypatch.setattr(os, "fsync", disk.fsync)
+
+        def images(target):
+            target.mkdir()
+            for name, names in reached.items():
+                disk.image(target / name, names)
+
+        copies = snapshots_of(
+            monkeypatch, directory, tmp_path, lambda: save(directory, 2, keep=1), images
+        )
+    seen = {}
+    for copy in copies:
+        for name in reached:
+            paths = sorted((copy / name).rglob("*"))
+            found = tuple(
+                (str(p)[len(str(copy / name)) :], p.is_file() and p.read_bytes()) for p in paths
+            )
+            if found not in seen:
+                seen[found] = restore(copy / name)
+    assert set(seen.values()) == {1, 2}
+    assert restore(copies[-1] / "nothing") == 2  # a save that is complete is on the disk
 
 
 def save_for_ever(directory):

@@ -21,6 +21,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import lowprec_attn
 from lowprec_attn.errors import RunError
+from lowprec_attn.files import Fingerprint
 from lowprec_attn.runs import environment, metrics
 from lowprec_attn.runs.metrics import MetricsError, MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir, RunDirError
@@ -166,7 +167,7 @@ def test_a_creation_killed_at_any_instant_is_completed(tmp_path, monkeypatch):
 
         return wrapper
 
-    operations = {"mkdir": 1, "fsync": 2, "replace": 2}  # how often a creation calls them
+    operations = {"mkdir": 1, "fsync": 4, "replace": 2}  # how often a creation calls them
     for name, count in operations.items():
         for instant in range(count):
             path = tmp_path / f"{name}{instant}"
@@ -329,6 +330,19 @@ def test_an_interrupted_run_leaves_the_bytes_of_an_uninterrupted_one(tmp_path, h
         assert resumed.metrics.read_bytes() == whole.metrics.read_bytes()
         assert resumed.throughput.read_bytes() == whole.throughput.read_bytes()
         assert len(metrics.read(whole.metrics)) == 10
+
+
+def test_the_fingerprint_is_that_of_the_records_before_a_step(run_dir):
+    before = {}
+    with MetricsWriter(run_dir, 0) as writer:
+        for step in (0, 1, 2):
+            before[step] = writer.written_before(step)
+            writer.write(step, {"val_loss": 1.0})
+            writer.write(step, {"loss": 1.0 + step})
+            assert writer.written_before(step) == before[step]
+        assert writer.written_before(3) == Fingerprint.of(run_dir.metrics)
+    with MetricsWriter(run_dir, 2) as writer:
+        assert writer.written_before(2) == before[2] == Fingerprint.of(run_dir.metrics)
 
 
 def test_reading_leaves_out_a_line_that_is_being_written(run_dir):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 
 import numpy as np
@@ -99,11 +100,13 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
     assert slow[1] != fast[1]
 
 
-def test_the_same_command_on_a_finished_run_changes_nothing(start, finished):
+def test_the_same_command_on_a_finished_run_removes_a_failure_alone(start, finished):
     before = (finished / "metrics.jsonl").read_bytes()
+    (finished / "failure.json").write_text("{}")  # of a start on other devices, say
     out, _ = finish(start(finished))
     assert "resuming at step 12" in out
     assert (finished / "metrics.jsonl").read_bytes() == before
+    assert not (finished / "failure.json").exists()
 
 
 def test_a_checkpoint_is_resumed_with_one_point_changed(start, finished, tmp_path):
@@ -185,6 +188,50 @@ def test_a_damaged_latest_checkpoint_is_skipped_saying_so(start, finished, tmp_p
     assert "checkpoint 12" in err
     assert "checkpoint 8 instead" in err
     assert (workdir / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+RECORDS = {
+    "metrics deleted": ("metrics.jsonl", lambda data: None, r"cannot be read \(No such file"),
+    "metrics cut": ("metrics.jsonl", lambda data: data[:500], r"has been cut to 500 of \d+ bytes"),
+    "metrics altered": (
+        "metrics.jsonl",
+        lambda data: data.replace(b'"step": 3, "loss": ', b'"step": 3, "loss": 1'),
+        "has been altered",
+    ),
+    "order deleted": ("data_order.txt", lambda data: None, r"cannot be read \(No such file"),
+    "order cut": ("data_order.txt", lambda data: data[:-1], r"has been cut to \d+ of \d+ bytes"),
+    "order altered": (
+        "data_order.txt",
+        lambda data: bytes([data[0] ^ 1]) + data[1:],
+        "has been altered",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDS)
+def test_records_that_changed_under_a_checkpoint_are_noticed(
+    text, finished, tmp_path, capsys, monkeypatch, case
+):
+    name, change, words = RECORDS[case]
+    monkeypatch.chdir(ROOT)
+    workdir = tmp_path / "copy"
+    shutil.copytree(finished, workdir)
+    changed = change((workdir / name).read_bytes())
+    if changed is None:
+        (workdir / name).unlink()
+    else:
+        (workdir / name).write_bytes(changed)
+    command = flags(attention__implementation="tiled", data__path=text)
+    assert main(["train", f"--workdir={workdir}", *command]) == 1
+    line = error_line(capsys.readouterr().err)
+    assert re.search(rf"{workdir}/{name}, .* before checkpoint 12, {words}", line)
+    assert f"remove {workdir}/checkpoints/00000012.json to repeat the steps" in line
+    if changed is not None:
+        assert (workdir / name).read_bytes() == changed
+    if name == "data_order.txt":  # a run that starts from there begins with its order
+        command += [f"--config.resume_from={workdir}", f"--workdir={tmp_path / 'next'}"]
+        assert main(["train", *command]) == 1
+        assert re.search(rf"{workdir}/{name}, .*{words}", error_line(capsys.readouterr().err))
 
 
 def test_another_config_in_the_same_run_directory_is_refused(start, finished):
