@@ -27,6 +27,7 @@ from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices, run_devices
+from lowprec_attn.training.memory import explained_shortage, require_memory
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import root_key
@@ -119,7 +120,8 @@ def profile(settings: TrainSettings, out: Path) -> int:
     Raises:
       UserError: the settings do not fit this machine, or the disk refuses.
     """
-    result = measure(settings)
+    with explained_shortage():
+        result = measure(settings)
     print(result)
     path = out / "profile.json"
     with writing(path):
@@ -131,6 +133,7 @@ def profile(settings: TrainSettings, out: Path) -> int:
 def measure(settings: TrainSettings) -> Profile:
     """The profile of training steps with these settings on this process's devices."""
     devices = run_devices(settings)
+    require_memory(settings, devices)
     program = make_program(settings, devices)
     root = root_key(settings)
     state = program.init(root)

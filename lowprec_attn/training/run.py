@@ -24,6 +24,7 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.announcement import announce
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.loop import Loop, Run
+from lowprec_attn.training.memory import explained_shortage, require_memory
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import TrainState, root_key
@@ -45,6 +46,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
       UserError: data, checkpoint or run directory cannot serve; one clear line.
     """
     devices = run_devices(settings)
+    require_memory(settings, devices)
     corpus = open_corpus(settings.data)
     corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
     draw = _order(settings, corpus.train)
@@ -56,6 +58,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
+        explained_shortage(),
     ):
         announce(settings, corpus, devices, run_dir.path)
         program = make_program(settings, devices)

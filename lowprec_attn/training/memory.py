@@ -1,0 +1,91 @@
+"""Whether a run can fit into memory, from its shapes alone: asked before anything is traced."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.settings import TrainSettings
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes, or "max"
+_GB = 1e9
+_ADVICE = "choose a smaller model or batch_size, or more accumulation_steps"
+
+
+class MemoryShortageError(RunError):
+    """A run takes more memory than there is."""
+
+
+def least_bytes(settings: TrainSettings, devices: int) -> int:
+    """What every device holds at once, at least, during a training step, in bytes.
+
+    Float32 parameters, their gradients and Adam's two moments; and of every token and layer what
+    the backward pass reads and no compiler computes again, in the format of the activations: the
+    inputs of both halves of a block, q, k, v and O (6 d) and the hidden layer of the MLP (4 d).
+
+    Args:
+      settings: of the run.
+      devices: of the run.
+    """
+    model = settings.model
+    moments = 8 / devices if settings.shard_optimizer else 8
+    state = int((4 + 4 + moments) * parameter_count(model))
+    sequences = settings.batch_size // settings.accumulation_steps // devices
+    values = 10 * model.width * model.layers * sequences * model.context
+    return state + values * jnp.dtype(model.activation_dtype).itemsize
+
+
+def require_memory(settings: TrainSettings, devices: Devices) -> None:
+    """Refuses a run that cannot fit, which a compiler may take for ever to notice.
+
+    Raises:
+      MemoryShortageError: a device, or on a CPU the host, has less than `least_bytes`.
+    """
+    local = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index()]
+    limit = (local[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        where, limit, sharing = "this machine", host_bytes(), len(local)
+    else:
+        where, sharing = f"a {local[0].device_kind}", 1
+    needed = sharing * least_bytes(settings, devices.mesh.devices.size)
+    if needed > limit:
+        model = settings.model
+        raise MemoryShortageError(
+            f"a training step takes at least {needed / _GB:,.1f} GB "
+            f"({parameter_count(model) / 1e6:,.1f}M parameters; batch_size {settings.batch_size} "
+            f"in {settings.accumulation_steps} parts, {model.context} tokens each), and {where} "
+            f"has {limit / _GB:,.1f} GB; {_ADVICE}"
+        )
+
+
+@contextlib.contextmanager
+def explained_shortage() -> Iterator[None]:
+    """Turns the compiler's or allocator's refusal of memory into one line.
+
+    Raises:
+      MemoryShortageError: there was no room.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        raise MemoryShortageError(
+            f"{reason.removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')}; {_ADVICE}"
+        ) from error
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container that the process runs in."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not _CGROUP_LIMIT.exists():
+        return installed
+    limit = _CGROUP_LIMIT.read_text().strip()
+    return min(installed, int(limit)) if limit.isdigit() else installed

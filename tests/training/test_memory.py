@@ -1,0 +1,99 @@
+"""Runs that cannot fit into memory are refused before anything is compiled."""
+
+import dataclasses
+
+import jax
+import pytest
+from tiny import tiny_config, tiny_settings
+
+from lowprec_attn.training import memory
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.memory import MemoryShortageError
+from lowprec_attn.training.program import make_program
+from lowprec_attn.training.run import train
+
+
+@pytest.fixture(scope="module")
+def devices():
+    return run_devices(tiny_settings())  # 8
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_the_least_is_below_what_the_compiler_allots(devices, shard_optimizer):
+    settings = tiny_settings(shard_optimizer=shard_optimizer, attention__implementation="tiled")
+    devices = devices._replace(shard_optimizer=shard_optimizer)
+    program = make_program(settings, devices)
+    arguments = (program.state, program.batch, program.batch, program.root)
+    analysis = program.train.lower(*arguments).compile().memory_analysis()
+    allotted = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    least = memory.least_bytes(settings, 8)
+    assert allotted / 20 < least < allotted
+
+
+def test_the_state_is_counted_as_it_is():
+    settings = tiny_settings(batch_size=8)
+    without = dataclasses.replace(settings, batch_size=0)  # no token
+    state = make_program(settings, run_devices(settings)).state
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.params))
+    assert memory.least_bytes(without, 1) == pytest.approx(held + gradients, abs=16)
+
+
+TOO_LARGE = {
+    "width": {"model__width": 200_000},
+    "vocabulary": {"model__vocab_size": 10**12},
+    "context": {"model__context": 10**10},
+    "batch": {"batch_size": 2**40},
+}
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_a_run_that_cannot_fit_leaves_one_line_and_no_directory(tmp_path, case):
+    config = tiny_config(**TOO_LARGE[case])
+    with pytest.raises(MemoryShortageError) as error:
+        train(train_settings(config), config, tmp_path / "run")
+    text = str(error.value)
+    assert "\n" not in text
+    assert "a training step takes at least" in text and "this machine has" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_devices_with_memory_of_their_own_are_asked(monkeypatch):
+    settings, devices = tiny_settings(), run_devices(tiny_settings())
+    needed = memory.least_bytes(settings, 8)
+
+    class Device:
+        process_index, device_kind = 0, "chip"
+
+        def __init__(self, limit):
+            self.memory_stats = lambda: {"bytes_limit": limit}
+
+    def with_limit(limit):
+        mesh = type("Mesh", (), {"devices": devices.mesh.devices.copy()})
+        mesh.devices[:] = [Device(limit)] * 8
+        return devices._replace(mesh=mesh)
+
+    memory.require_memory(settings, with_limit(needed))
+    with pytest.raises(MemoryShortageError, match="and a chip has"):
+        memory.require_memory(settings, with_limit(needed - 1))
+
+
+@pytest.mark.parametrize("limit", ["1000", "max"])
+def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch, limit):
+    installed = memory.host_bytes()
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    assert memory.host_bytes() == 1000 if limit == "1000" else installed
+
+
+def run_out(words):
+    with memory.explained_shortage():
+        raise jax.errors.JaxRuntimeError(words)
+
+
+def test_a_refusal_of_the_allocator_is_one_line():
+    with pytest.raises(MemoryShortageError, match=r"^Out of memory .* bytes; choose a smaller"):
+        run_out("RESOURCE_EXHAUSTED: Out of memory allocating 1713966946296 bytes.\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        run_out("INTERNAL: a fault of the program")
