@@ -4,12 +4,12 @@ The configs of the project lie in `configs/` of a checkout, and in the installed
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lowprec_attn.errors import UserError
+from lowprec_attn.errors import UserError, unknown_field
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -62,23 +62,45 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     path = config_file(file, ".py")
     try:
         config = _read(path).get_config(*([variant] if colon else []))
-    except (AttributeError, SyntaxError, ValueError) as error:
+    except (SyntaxError, UserError, ValueError) as error:
         raise ConfigFileError(f"{name} is not a config: {error}") from error
+    except Exception as error:  # the file is the user's program: it may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigFileError(
+            f"{name} is not a config: {reason}; --debug shows where in it"
+        ) from error
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
     # ml_collections defines a flag for each field that `sys_argv` sets.
     words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
+    _check_fields(config, flags)
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=words)
         values(words)
+        return config.to_dict()
     except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         cause: BaseException = error
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-        reason = str(cause).strip().splitlines()[-1].strip()
-        raise ConfigFileError(f"cannot parse {' '.join(flags)}: {reason}") from error
-    return config.to_dict()
+        reason = (str(cause).strip().splitlines() or ["a value is missing"])[-1].strip()
+        if "'<' not supported" in reason:  # ml_collections sorts keys
+            reason = "keys of one mapping differ in type, such as 0 and '0'"
+        raise ConfigFileError(f"cannot parse {' '.join(flags) or name}: {reason}") from error
+
+
+def _check_fields(config: Any, flags: Sequence[str]) -> None:
+    """Raises ConfigFileError for a flag of a field that is not there."""
+    for flag in flags:
+        path = flag.partition("=")[0].removeprefix("--")
+        section, names = config, path.split(".")[1:]
+        for depth, field in enumerate(names):
+            if not isinstance(section, Mapping | type(config)) or not section:
+                break  # ml_collections says what is wrong with a field of a scalar
+            if field not in section:
+                here = ".".join(["config", *names[: depth + 1]])
+                raise ConfigFileError(unknown_field(here, section))
+            section = section[field]
 
 
 def module(name: str) -> ModuleType:

@@ -55,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("no config; pass --config=configs/gpt2_bf16.py")
     values = config.load(args.config, args.config_flags)
     settings = train_settings(values)
+    for name in ("coordinator_address", "num_processes", "process_id"):
+        if getattr(args, name) is not None and not args.distributed:
+            raise UserError(f"--{name} only goes with --distributed; add that, or leave it out")
     # JAX takes seconds to start, so a wrong config is told before.
     if args.distributed:
         from lowprec_attn import hosts

@@ -23,8 +23,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from lowprec_attn.errors import RunError
+from lowprec_attn.errors import RunError, unknown_field
 from lowprec_attn.files import flatten
+from lowprec_attn.training.settings import SEEDS
 
 Fields = Mapping[str, str]
 """Config fields by dotted name, with their values as flags spell them."""
@@ -88,7 +89,7 @@ class Experiment:
       seeds: with which every arm runs; empty for the config's own.
 
     Raises:
-      ExperimentError: seeds are negative or given twice, or `seed` is set beside them.
+      ExperimentError: seeds are out of range or given twice, or `seed` is set beside them.
     """
 
     config: str
@@ -97,9 +98,11 @@ class Experiment:
     seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.seeds)) < len(self.seeds) or min(self.seeds, default=0) < 0:
+        in_range = all(0 <= seed < SEEDS for seed in self.seeds)
+        if len(set(self.seeds)) < len(self.seeds) or not in_range:
             raise ExperimentError(
-                f"seeds must be different whole numbers from 0 on, got {list(self.seeds)}"
+                f"seeds must be different whole numbers from 0 to {SEEDS - 1}, "
+                f"got {list(self.seeds)}"
             )
         if self.seeds and "seed" in self.shared:
             raise ExperimentError(
@@ -181,13 +184,11 @@ def load(path: Path) -> Experiment:
         definition = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ExperimentError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: tables in tables in …
         raise ExperimentError(f"{path} is not TOML: {error}") from error
     unknown = definition.keys() - set(_KEYS)
     if unknown:
-        raise ExperimentError(
-            f"{path}: unknown field {min(unknown)!r}; fields are {', '.join(_KEYS)}"
-        )
+        raise ExperimentError(f"{path}: {unknown_field(min(unknown), _KEYS)}")
     config, arms = definition.get("config"), _table(definition, "arms", path)
     if not isinstance(config, str):
         raise ExperimentError(f"{path}: config must name a file, got {config!r}")
@@ -247,8 +248,11 @@ def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any
 
 def _fields(table: Mapping[str, Any], path: Path, section: str) -> Fields:
     """Dotted names and values as flags spell them."""
-    # An empty table sets nothing.
-    fields = {n: value for n, value in flatten(table) if not isinstance(value, Mapping)}
+    try:
+        # An empty table sets nothing.
+        fields = {n: value for n, value in flatten(table) if not isinstance(value, Mapping)}
+    except RecursionError as error:
+        raise ExperimentError(f"{path}: {section} has too many tables in tables") from error
     for name, value in fields.items():
         if not isinstance(value, str | int | float):
             raise ExperimentError(

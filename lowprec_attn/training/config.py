@@ -6,16 +6,22 @@ is possible. It comes before anything runs.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import IMPLEMENTATIONS
-from lowprec_attn.errors import UserError
+from lowprec_attn.errors import UserError, unknown_field
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs.explosion import LASTING_STEPS
-from lowprec_attn.training.settings import DataSettings, OptimizerSettings, TrainSettings
+from lowprec_attn.training.settings import (
+    SEEDS,
+    DataSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
 
 
 class ConfigError(UserError, ValueError):
@@ -48,9 +54,7 @@ def _record(cls: type, values: Any, section: str, given: Mapping[str, Any] | Non
     fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in given}
     for name in values:
         if name not in fields:
-            raise ConfigError(
-                f"unknown field {_path(section, name)}; fields are {', '.join(fields)}"
-            )
+            raise ConfigError(unknown_field(_path(section, name), fields))
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
             raise ConfigError(f"missing field {_path(section, name)}")
@@ -101,8 +105,15 @@ def _check(settings: TrainSettings) -> None:
     if settings.resume_step is not None:
         given = settings.resume_step >= 0 and settings.resume_from is not None
         _require(given, "", "resume_step", settings, "0 or more, beside resume_from, or None")
-    for name in ("diagnostics_every", "checkpoint_every", "eval_every", "seed"):
+    for name in ("diagnostics_every", "checkpoint_every", "eval_every"):
         _require(getattr(settings, name) >= 0, "", name, settings, "0 or more")
+    # JAX would take a larger seed modulo 2³²; steps are counted in int32.
+    in_range = 0 <= settings.seed < SEEDS
+    _require(in_range, "", "seed", settings, f"0 or more and below {SEEDS}")
+    _require(settings.steps < 2**31, "", "steps", settings, f"below {2**31}")
+    for name in ("name", "variant"):  # of the run directory
+        plain = re.fullmatch(r"[\w-][\w.+-]*", getattr(settings, name))
+        _require(bool(plain), "", name, settings, "letters, digits, and _ - + . within")
     _require(
         model.width % model.heads == 0,
         "model",
@@ -192,15 +203,17 @@ def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
 def _known(section: Mapping[Any, Any], names: tuple[str, ...], path: str) -> None:
     for name in section:
         if name not in names:
-            raise ConfigError(f"unknown field {_path(path, name)}; fields are {', '.join(names)}")
+            raise ConfigError(unknown_field(_path(path, name), names))
 
 
 def _indexed(section: Any, count: int, path: str) -> dict[int, dict[str, Any]]:
     """A mapping from index to options, keys as ints."""
     result = {}
     for key, options in _mapping(section or {}, path).items():
-        if not str(key).isdigit() or int(key) >= count:
+        if not re.fullmatch("[0-9]+", str(key)) or int(key) >= count:
             raise ConfigError(f"config.{path} has no index {key!r}; indices are 0 to {count - 1}")
+        if int(key) in result:
+            raise ConfigError(f"config.{path} has index {int(key)} twice, as number and as text")
         result[int(key)] = _mapping(options, f"{path}[{key}]")
     return result
 

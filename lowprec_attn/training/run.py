@@ -61,6 +61,11 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         explained_shortage(),
     ):
         announce(settings, corpus, devices, run_dir.path)
+        if settings.optimizer.warmup_steps >= settings.steps:
+            hosts.say(
+                f"note: warmup_steps {settings.optimizer.warmup_steps} is not below steps "
+                f"{settings.steps}: the learning rate never reaches its peak"
+            )
         program = make_program(settings, devices)
         data = train_iterator(
             corpus.train,

@@ -8,6 +8,8 @@ import dataclasses
 
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 
+SEEDS = 2**32  # how many there are: JAX takes others modulo this
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
@@ -55,7 +57,7 @@ class TrainSettings:
       name, variant: of the config, such as `gpt2_bf16` and `tiny`.
       batch_size: sequences per optimizer step, over all devices and micro-batches.
       accumulation_steps: micro-batches A of an optimizer step.
-      seed: root of initialisation, data order and stochastic rounding.
+      seed: root of initialisation, data order and stochastic rounding, in [0, 2³²).
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       stop_exploded_after: end the run once its loss has been in excess for so many steps

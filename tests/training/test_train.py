@@ -47,6 +47,7 @@ def test_the_first_lines_say_what_was_chosen_and_why(command, tmp_path):
     for word in ("published", "scores=bfloat16", "StandardMax", "`tiled`"):
         assert word in lines["attention"]
     assert "256 tokens (8 x 32)" in lines["step"]
+    assert "note: warmup_steps 4 is not below steps 4" in out
     *_, report, curves, outcome = out.splitlines()
     assert report.split() == ["report", str(tmp_path / "run" / "report.png")]
     assert curves.endswith(f"tensorboard --logdir={tmp_path / 'run' / 'tensorboard'}")

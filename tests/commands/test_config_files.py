@@ -1,0 +1,62 @@
+"""Config files and flags that cannot serve: one line, and what is possible."""
+
+import re
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.commands import config
+from lowprec_attn.commands.config import ConfigFileError
+from lowprec_attn.commands.main import main
+
+BASE = "from configs.gpt2_bf16 import get_config as base\ndef get_config():\n"
+FILES = {
+    "syntax": ("def get_config(:", "invalid syntax"),
+    "import": ("import nothing_of_this_name", "ModuleNotFoundError: No module named"),
+    "no function": ("x = 1", "has no attribute 'get_config'"),
+    "its own fault": ("def get_config():\n    return {}['a']", "KeyError: 'a'; --debug shows"),
+    "another type": ("def get_config(): return 5", "get_config gives a int, no ConfigDict"),
+    "not text": ("\0", "null bytes"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_config(tmp_path, case):
+    text, words = FILES[case]
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ConfigFileError, match=rf"^{path} is not a config: .*{words}") as error:
+        config.load(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["nothing.py", "."])
+def test_a_path_without_a_file_lists_the_configs(tmp_path, name):
+    with pytest.raises(ConfigFileError, match=r"no config .*; pass a file, or .*gpt2_bf16"):
+        config.load(str(tmp_path / name))
+
+
+FLAGS = [
+    ("optimizer.peek_lr=1", "unknown field config.optimizer.peek_lr (did you mean peak_lr?)"),
+    ("stepz=1", "unknown field config.stepz (did you mean steps?); fields are accumulation_steps,"),
+    ("attention.points.outptu=float32", "config.attention.points.outptu (did you mean output?)"),
+    ("steps.x=1", "config.steps.x"),
+    ("steps", "cannot parse --config.steps: a value is missing"),
+    ("steps=many", "invalid literal for int() with base 10: 'many'"),
+    ("model=3", "`3` is not a dict"),
+    ("attention.layers={0: {}, '0': {}}", "keys of one mapping differ in type, such as 0 and '0'"),
+]
+
+
+@pytest.mark.parametrize(("flag", "words"), FLAGS)
+def test_a_flag_that_cannot_be_taken(flag, words):
+    with pytest.raises(ConfigFileError, match=re.escape(words)) as error:
+        config.load("gpt2_bf16:tiny", [f"--config.{flag}"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["coordinator_address", "num_processes", "process_id"])
+def test_flags_of_several_processes_need_distributed(monkeypatch, capsys, name):
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "--config=gpt2_bf16:tiny", f"--{name}=2"]) == 1
+    assert f"--{name} only goes with --distributed" in capsys.readouterr().err
