@@ -1,14 +1,17 @@
 """The `lowprec-attn` command: training, text, diagnosis, experiments, compiling, reports."""
 
 import argparse
+import errno
 import importlib
 import sys
 from collections.abc import Sequence
 
 from lowprec_attn import __version__, installation
+from lowprec_attn.commands.output import surviving
 from lowprec_attn.errors import UserError
 
 EXIT_BAD_INPUT = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 # Each module has add_arguments(parser) and run(args). Only the one asked for is imported, because
 # `diagnose` needs the core install alone, the others the trainer's packages.
@@ -29,10 +32,28 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: its words, None for those of the process.
 
     Returns:
-      The exit code of the command; 1 for a `UserError`, which is printed as one line.
+      The exit code of the command; 1 for a `UserError`, for a file that the system refuses and for
+      output that a full disk refuses, which are printed as one line; 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    with surviving() as output:
+        try:
+            code = _run(arguments, debug)
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            code = EXIT_INTERRUPTED
+        output.flush()
+        refused = output.failure
+        # A reader that has seen enough (`| head -1`) is no failure.
+        if refused is not None and refused.errno != errno.EPIPE:
+            failed = _fail(f"cannot write to standard output: {refused.strerror}")
+            return code or failed
+        return code
+
+
+def _run(arguments: list[str], debug: bool) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     parser = argparse.ArgumentParser(prog="lowprec-attn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -67,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug or _is_own(error):
             raise
         return _fail(_not_installed(error))
+    except OSError as error:  # of a name that no check foresaw: too long, not ours to read, …
+        if debug or error.filename is None:
+            raise
+        return _fail(f"{error.filename}: {error.strerror}")
 
 
 def _is_own(error: ModuleNotFoundError) -> bool:

@@ -1,0 +1,111 @@
+"""Output that ends, and Ctrl-C: the command goes on to its results, with one line at most."""
+
+import errno
+import functools
+import io
+import os
+import signal
+import sys
+
+import pytest
+
+from lowprec_attn.commands import report
+from lowprec_attn.commands.main import main
+
+
+class Ended(io.StringIO):
+    """A stream that refuses, at once or when it is flushed, as a buffered one does."""
+
+    def __init__(self, code, method):
+        super().__init__()
+        self.error, self.method, self.refused = OSError(code, os.strerror(code)), method, 0
+
+    def refuse(self, method):
+        if method == self.method:
+            self.refused += 1
+            raise self.error
+
+    def write(self, text):
+        self.refuse("write")
+        return super().write(text)
+
+    def flush(self):
+        self.refuse("flush")
+
+
+def run_with(monkeypatch, act, out, err=None):
+    """The exit code of a command that does `act`."""
+    monkeypatch.setattr(report, "run", lambda args: act())
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        return main(["report", "runs/mine"])
+
+
+@pytest.mark.parametrize("method", ["write", "flush"])
+@pytest.mark.parametrize(
+    ("code", "exit_code", "line"),
+    [
+        (errno.EPIPE, 0, ""),
+        (errno.ENOSPC, 1, "error: cannot write to standard output: No space left on device\n"),
+    ],
+)
+def test_a_command_goes_on_when_its_output_ends(monkeypatch, method, code, exit_code, line):
+    results = []
+
+    def act():
+        for i in range(3):
+            print(i, flush=True)
+            results.append(i)
+
+    out, err = Ended(code, method), io.StringIO()
+    assert run_with(monkeypatch, act, out, err) == exit_code
+    assert results == [0, 1, 2]
+    assert err.getvalue() == line
+    assert out.refused == 1
+
+
+def test_a_command_goes_on_when_its_errors_cannot_be_written(monkeypatch):
+    out = io.StringIO()
+
+    def act():
+        print("a warning", file=sys.stderr, flush=True)
+        print("result")
+
+    run_with(monkeypatch, act, out, Ended(errno.EPIPE, "write"))
+    assert out.getvalue() == "result\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_the_encoding_lacks_are_escaped(monkeypatch, encoding):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding)
+    assert run_with(monkeypatch, lambda: print("error of Ō |"), out) == 0
+    assert raw.getvalue() == b"error of \\u014c |\n"
+
+
+def test_a_command_runs_without_streams(monkeypatch):
+    assert run_with(monkeypatch, lambda: print("x", file=sys.stderr), None) == 0
+
+
+def test_the_pipe_of_a_process_may_be_closed(monkeypatch):
+    """What the stream still held when its pipe was closed must not fail at the end of Python."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as out:
+        assert run_with(monkeypatch, lambda: print("x"), out, io.StringIO()) == 0
+
+
+def test_an_interrupt_is_an_exit_code(monkeypatch):
+    err = io.StringIO()
+    interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+    assert run_with(monkeypatch, interrupt, io.StringIO(), err) == 130
+    assert err.getvalue() == ""
+
+
+def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys):
+    assert main(["report", "x" * 300]) == 1
+    assert capsys.readouterr().err.endswith(f"{'x' * 300}/metrics.jsonl: File name too long\n")
+    monkeypatch.setattr(report, "run", lambda args: os.close(10**6))
+    with pytest.raises(OSError, match="Bad file descriptor"):  # no file's name: our own fault
+        main(["report", "runs/mine"])
