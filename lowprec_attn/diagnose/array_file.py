@@ -1,6 +1,5 @@
 """Reads q, k, v and optionally dO from a user's npz or safetensors file; never unpickles."""
 
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -93,7 +92,6 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    # ValueError: pickled content, which stays unread; the rest: damaged files.
     try:
         with path.open("rb") as stream:
             file = np.load(stream, allow_pickle=False)
@@ -103,7 +101,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                 return _pick(path, file.files, file.__getitem__)
     except DiagnoseError:
         raise
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    # ValueError: pickled content, which stays unread. Damaged, encrypted and absurd files: whatever
+    # zipfile, its decompressors and NumPy raise.
+    except Exception as error:
         if "pickle" in str(error):
             raise DiagnoseError(
                 f"{path}: holds pickled Python objects, which are never loaded; "
@@ -141,7 +141,10 @@ def _pick(
         if len(matches) > 1:
             raise DiagnoseError(f"{path}: {' and '.join(matches)} both mean {name}; keep one")
         if matches:
-            result[name] = read(matches[0])
+            array = read(matches[0])
+            if not isinstance(array, np.ndarray):  # of a zip archive that is no npz
+                raise DiagnoseError(f"{path}: {matches[0]} is no array; save with numpy.savez")
+            result[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
         elif name != "do":
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise DiagnoseError(

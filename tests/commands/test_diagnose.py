@@ -7,12 +7,15 @@ show the verdict to be wrong.
 """
 
 import argparse
+import io
 import json
 import math
 import os
 import re
 import runpy
+import struct
 import sys
+import zipfile
 from pathlib import Path
 
 import ml_dtypes
@@ -216,6 +219,69 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(DiagnoseError, match=message) as caught:
         run(path)
     assert "\n" not in str(caught.value)
+
+
+def npy(shape="(1, 8, 1, 8)", descr="'<f4'", data=bytes(256)):
+    """A member of an archive, with any header."""
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+def archive(member, method=zipfile.ZIP_STORED):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name in "qkv":
+            archive.writestr(f"{name}.npy", member)
+    return bytearray(file.getvalue())
+
+
+def with_field(offset, value):
+    """An archive with another value in a field of all headers, local ones and the directory's."""
+    data = archive(npy())
+    for signature, at in ((b"PK\x03\x04", offset), (b"PK\x01\x02", offset + 2)):
+        place = data.find(signature)
+        while place >= 0:
+            data[place + at] |= value
+            place = data.find(signature, place + 1)
+    return data
+
+
+def damaged(method):
+    data = archive(npy(data=np.random.default_rng(0).bytes(256)), method)
+    data[60:90] = b"\xff" * 30
+    return data
+
+
+ARCHIVES = {
+    "deflated": (damaged(zipfile.ZIP_DEFLATED), "not a readable npz file"),
+    "bzip2": (damaged(zipfile.ZIP_BZIP2), "not a readable npz file"),
+    "lzma": (damaged(zipfile.ZIP_LZMA), "not a readable npz file"),
+    "encrypted": (with_field(6, 1), "is encrypted"),
+    "unknown compression": (with_field(8, 99), "compression method is not supported"),
+    "too large": (archive(npy(shape="(100000, 100000, 10, 8)")), "Unable to allocate 2.91 TiB"),
+    "no numbers": (archive(npy(shape="(True, 8, 1, 8)")), "not a readable npz file"),
+    "brackets": (archive(npy(shape="(" * 500)), "not a readable npz file"),
+    "no array": (archive(b"text"), "q is no array; save with numpy.savez"),
+}
+
+
+@pytest.mark.parametrize("case", ARCHIVES)
+def test_damaged_and_absurd_archives_are_one_line(tmp_path, case):
+    data, message = ARCHIVES[case]
+    path = tmp_path / "a.npz"
+    path.write_bytes(data)
+    with pytest.raises(DiagnoseError, match=message) as error:
+        array_file.load(path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_arrays_of_another_byte_order_read_the_same(tmp_path, dtype):
+    arrays = {name: np.arange(64.0).reshape(1, 8, 1, 8) for name in "qkv"}
+    np.savez(tmp_path / "a.npz", **{name: x.astype(dtype) for name, x in arrays.items()})
+    q = array_file.load(tmp_path / "a.npz").q
+    assert q.dtype.isnative
+    np.testing.assert_array_equal(q, arrays["q"])
 
 
 def test_a_directory_and_a_single_array_are_refused(tmp_path):
