@@ -64,7 +64,9 @@ class Rounder(NamedTuple):
         stream = self.stream
         if stream is None:
             rounding = getattr(self.numerics, point)
-            raise ValueError(f"{point}={rounding} draws random bits; pass key=jax.random.key(...)")
+            raise ValueError(
+                f"{point}={rounding} draws random bits; pass rng_key=jax.random.key(...)"
+            )
         b, k, g = x.shape[:3]
         bits = counter_bits(
             stream.seed,

@@ -21,9 +21,9 @@ from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 
 
 def dot_product_attention(
-    q: Float[ArrayLike, "B T N H"],
-    k: Float[ArrayLike, "B S K H"] | None = None,
-    v: Float[ArrayLike, "B S K H"] | None = None,
+    query: Float[ArrayLike, "B T N H"],
+    key: Float[ArrayLike, "B S K H"] | None = None,
+    value: Float[ArrayLike, "B S K H"] | None = None,
     bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
@@ -31,14 +31,16 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
-    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup] = FLASH,
-    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
-    key: Key[Array, ""] | None = None,
+    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
+    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
+    rng_key: Key[Array, ""] | None = None,
     implementation: str | None = None,
     block_sizes: Hashable = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
+
+    Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
 
     Differentiable in q, k, v, bias and a traced scale by a hand-written backward pass whose
     roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
@@ -50,11 +52,11 @@ def dot_product_attention(
     quadratic in the length.
 
     Args:
-      q: queries [B, T, N, H]; the batch axis may be left out of q, k and v together. Without k and
-        v all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU kernels read
-        that array, and write its gradient, in place.
-      k: keys [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
-      v: values, like k.
+      query: q [B, T, N, H]; the batch axis may be left out of q, k and v together. Without `key`
+        and `value` all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU
+        kernels read that array, and write its gradient, in place.
+      key: k [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
+      value: v, like k.
       bias: added to the scores.
       mask: True where a query may see a key.
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
@@ -64,10 +66,11 @@ def dot_product_attention(
         as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
         gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element.
-      numerics: a `Numerics` for all heads or one per query head; query heads that share a key
-        head must agree. Or `arithmetic.heads.HeadGroup`s, which hold the row-max rules as well.
-      row_max: a row-max rule, likewise.
-      key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
+      numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
+        query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
+        which hold the row-max rules as well.
+      row_max: a row-max rule, or the name of one such as `'dynamic_max'`, likewise.
+      rng_key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
       implementation: `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the
         fastest that supports the request on the platform that the call is lowered for.
@@ -92,14 +95,14 @@ def dot_product_attention(
       (1, 8, 2, 32)
     """
     call, unbatched = prepare(
-        (q, k, v, bias, mask),
+        (query, key, value, bias, mask),
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         numerics=numerics,
         row_max=row_max,
-        key=key,
+        rng_key=rng_key,
         implementation=implementation,
         block_sizes=block_sizes,
     )
@@ -116,9 +119,9 @@ def prepare(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
-    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup] = FLASH,
-    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
-    key: Key[Array, ""] | None = None,
+    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
+    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
+    rng_key: Key[Array, ""] | None = None,
     implementation: str | None = None,
     block_sizes: Hashable = None,
 ) -> tuple[Call, bool]:
@@ -132,14 +135,14 @@ def prepare(
     if unbatched:
         bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
-    validation.check_inputs(q, k, v)
+    validation.check_inputs(q, k, v, names=("query", "key", "value"))
     batch, _, heads, head_size = q.shape
     extras = Extras(
         validation.pairs("bias", bias, q, k),
         validation.pairs("mask", mask, q, k),
         validation.lengths("query_seq_lengths", query_seq_lengths, batch),
         validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
-        None if key is None else RandomStream.of(key, batch, heads),
+        None if rng_key is None else RandomStream.of(rng_key, batch, heads),
         validation.traced_scale(scale),
     )
     spec = functools.partial(
@@ -151,8 +154,10 @@ def prepare(
     parts = []
     for group in validation.head_groups(numerics, row_max, heads, k.shape[2]):
         validation.check_shift(group.numerics, group.row_max)
-        if group.numerics.needs_bits and key is None:
-            raise ValueError(f"{group.numerics} draws random bits; pass key=jax.random.key(...)")
+        if group.numerics.needs_bits and rng_key is None:
+            raise ValueError(
+                f"{group.numerics} draws random bits; pass rng_key=jax.random.key(...)"
+            )
         part = spec(numerics=group.numerics, row_max=group.row_max)
         request = Request.of(q, k, extras, part)
         parts.append(Part(group.heads, part, resolve_by_platform(request, implementation)))

@@ -12,9 +12,9 @@ from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 
 def attention_fn(
     *,
-    numerics: Numerics | Sequence[Numerics] = FLASH,
-    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
-    key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
+    numerics: Numerics | str | Sequence[Numerics | str] = FLASH,
+    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
+    rng_key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
     """An `attention_fn` for `flax.linen` and `flax.nnx` `MultiHeadDotProductAttention` and alike.
@@ -25,7 +25,7 @@ def attention_fn(
     Args:
       numerics: see `dot_product_attention`.
       row_max: likewise.
-      key: PRNG key for stochastic points, or a function called at every use that returns one.
+      rng_key: PRNG key for stochastic points, or a function called at every use that returns one.
       implementation: likewise.
 
     Returns:
@@ -36,7 +36,7 @@ def attention_fn(
     # Linen drops every keyword that is not named here, so a **kwargs would lose the mask.
     def attend(
         query: Array,
-        key_: Array,
+        key: Array,
         value: Array,
         bias: Array | None = None,
         mask: Array | None = None,
@@ -64,17 +64,17 @@ def attention_fn(
             if is_asked_for:
                 raise NotImplementedError(f"lowprec_attn.attention does not support {what}")
         if dtype is not None:
-            query, key_, value = (x.astype(dtype) for x in (query, key_, value))
+            query, key, value = (x.astype(dtype) for x in (query, key, value))
         out = dot_product_attention(
             query,
-            key_,
+            key,
             value,
             bias,
             None if mask is None else mask.astype(jnp.bool_),
             is_causal=is_causal,
             numerics=numerics,
             row_max=row_max,
-            key=key() if callable(key) else key,
+            rng_key=rng_key() if callable(rng_key) else rng_key,
             implementation=implementation,
         )
         assert isinstance(out, Array)

@@ -36,10 +36,15 @@ def sharded(
             raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
 
     def attend(
-        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        bias: Any = None,
+        mask: Any = None,
+        **options: Any,
     ) -> Array | tuple[Array, Array]:
         return_residual = options.pop("return_residual", False)
-        call = _batched(*prepare((q, k, v, bias, mask), **options))
+        call = _batched(*prepare((query, key, value, bias, mask), **options))
         _check_divides(mesh, batch_axis, head_axis, call)
         heads = PartitionSpec(batch_axis, None, head_axis, None)
         packed = PartitionSpec(batch_axis, None, None, head_axis, None)
@@ -81,10 +86,15 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     """
 
     def attend(
-        q: Any, k: Any = None, v: Any = None, bias: Any = None, mask: Any = None, **options: Any
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        bias: Any = None,
+        mask: Any = None,
+        **options: Any,
     ) -> Array | tuple[Array, Array]:
         return_residual = options.pop("return_residual", False)
-        call = _batched(*prepare((q, k, v, bias, mask), **options))
+        call = _batched(*prepare((query, key, value, bias, mask), **options))
         stream = call.extras.stream
         if stream is not None:
             start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
@@ -100,7 +110,7 @@ def _batched(call: Call, unbatched: bool) -> Call:
     if unbatched:
         packed = "3, " if len(call.arrays) == 1 else ""
         raise ValueError(
-            f"q must be [batch, length, {packed}heads, head size], "
+            f"query must be [batch, length, {packed}heads, head size], "
             f"got shape {call.arrays[0].shape[1:]}"
         )
     return call

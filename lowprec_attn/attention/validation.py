@@ -1,14 +1,22 @@
 """Checks of one attention call, made once, at the border: each error names the value."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike
 
 from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
-from lowprec_attn.numerics import DynamicMax, Numerics, RowMax, StandardMax
+from lowprec_attn.numerics import (
+    DynamicMax,
+    Numerics,
+    RowMax,
+    StandardMax,
+    get_preset,
+    get_row_max,
+)
 
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,22 +30,28 @@ def batched(
       ValueError: k or v alone is missing, or both are and q is not packed.
     """
     if (k is None) != (v is None):
-        missing, given = ("k", "v") if k is None else ("v", "k")
+        missing, given = ("key", "value") if k is None else ("value", "key")
         raise ValueError(f"{missing} is missing beside {given}; pass both, or neither")
     arrays = tuple(jnp.asarray(x) for x in (q, k, v) if x is not None)
     packed = len(arrays) == 1
     if packed and (arrays[0].ndim not in (4, 5) or arrays[0].shape[-3] != 3):
         raise ValueError(
-            "without k and v, q must be [batch, length, 3, heads, head size], "
+            "without key and value, query must be [batch, length, 3, heads, head size], "
             f"got shape {arrays[0].shape}"
         )
     unbatched = all(x.ndim == (4 if packed else 3) for x in arrays)
     return tuple(x[None] for x in arrays) if unbatched else arrays, unbatched
 
 
-def check_inputs(q: Array, k: Array, v: Array) -> None:
-    """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def check_inputs(
+    q: Array, k: Array, v: Array, names: tuple[str, str, str] = ("q", "k", "v")
+) -> None:
+    """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
+
+    names: what the caller calls them.
+    """
+    of_q, of_k, of_v = names
+    for name, x in zip(names, (q, k, v), strict=True):
         if x.ndim != 4:
             raise ValueError(
                 f"{name} must be [batch, length, heads, head size], got shape {x.shape}"
@@ -47,11 +61,13 @@ def check_inputs(q: Array, k: Array, v: Array) -> None:
         if x.dtype.name not in INPUT_DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(INPUT_DTYPES)}, got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, got {k.shape} and {v.shape}")
+        raise ValueError(f"{of_k} and {of_v} must have the same shape, got {k.shape} and {v.shape}")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"q and k differ in batch or head size: {q.shape} and {k.shape}")
+        raise ValueError(f"{of_q} and {of_k} differ in batch or head size: {q.shape} and {k.shape}")
     if q.shape[2] % k.shape[2] != 0:
         raise ValueError(
             f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads"
@@ -139,16 +155,17 @@ def causal(value: object) -> bool:
 
 
 def head_groups(
-    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup],
-    row_max: RowMax | Sequence[RowMax],
+    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup],
+    row_max: RowMax | str | Sequence[RowMax | str],
     heads: int,
     kv_heads: int,
 ) -> tuple[HeadGroup, ...]:
     """The query heads by their arithmetic; groups that are given stay as they are.
 
     Raises:
-      ValueError: not one entry per head, an entry of the wrong type, query heads of one key head
-        that differ, or groups that do not hold every head once or come with a `row_max`.
+      ValueError: not one entry per head, an entry of the wrong type, an unknown name, query heads
+        of one key head that differ, or groups that do not hold every head once or come with a
+        `row_max`.
     """
     groups = _given_groups(numerics)
     if groups:
@@ -159,8 +176,8 @@ def head_groups(
             raise ValueError(f"groups must hold each of {heads} query heads once, got {held}")
     else:
         spread = (
-            _spread("numerics", numerics, Numerics, heads),
-            _spread("row_max", row_max, RowMax, heads),
+            _spread("numerics", numerics, Numerics, get_preset, heads),
+            _spread("row_max", row_max, RowMax, get_row_max, heads),
         )
         groups = group_heads(zip(*spread, strict=True))
     place = {head: i for i, group in enumerate(groups) for head in group.heads}
@@ -191,18 +208,19 @@ def _given_groups(numerics: object) -> tuple[HeadGroup, ...]:
     return groups if len(groups) == len(entries) else ()
 
 
-def _spread(name: str, value: object, kind: type, heads: int) -> list:
+def _spread(name: str, value: object, kind: type, named: Callable[[str], Any], heads: int) -> list:
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != heads:
             raise ValueError(f"{name} has {len(value)} entries for {heads} query heads")
         entries = list(value)
     else:
         entries = [value] * heads
+    entries = [named(entry) if isinstance(entry, str) else entry for entry in entries]
     for entry in entries:
         # A rule's class, its parentheses forgotten, would satisfy the RowMax protocol.
         if isinstance(entry, type) or not isinstance(entry, kind):
             raise ValueError(
-                f"{name} must be a lowprec_attn.numerics.{kind.__name__}, got {entry!r}; "
-                f"look names up with numerics.get_{'preset' if name == 'numerics' else 'row_max'}"
+                f"{name} must be a lowprec_attn.numerics.{kind.__name__} or the name of one, "
+                f"got {entry!r}"
             )
     return entries

@@ -39,7 +39,7 @@ def measure(
             row_max=arithmetic.row_max,
             scale=scale,
             is_causal=is_causal,
-            key=jax.random.key(0) if numerics.needs_bits else None,
+            rng_key=jax.random.key(0) if numerics.needs_bits else None,
         )
     )
     return jax.tree.map(np.asarray, signals(inputs.q, inputs.k, inputs.v, inputs.do))

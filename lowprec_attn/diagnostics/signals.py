@@ -23,14 +23,14 @@ def attention_signals(
     v: Float[Array, "B S K H"],
     do: Float[Array, "B T N H"] | None = None,
     *,
-    numerics: Numerics | Sequence[Numerics] | Sequence[HeadGroup],
-    row_max: RowMax | Sequence[RowMax] = StandardMax(),  # noqa: B008 (frozen)
+    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup],
+    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     scale: float | None = None,
     is_causal: bool = False,
     x: Float[Array, "B T D"] | None = None,
     w_q: Float[Array, "D N H"] | None = None,
     w_k: Float[Array, "D K H"] | None = None,
-    key: Key[Array, ""] | None = None,
+    rng_key: Key[Array, ""] | None = None,
 ) -> dict[str, Float32[Array, "N"]]:
     """What to watch in one attention layer, per query head; the batch is reduced.
 
@@ -74,14 +74,14 @@ def attention_signals(
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Args:
-      q, k, v, scale, is_causal, numerics, row_max, key: as in
+      q, k, v, scale, is_causal, numerics, row_max, rng_key: as in
         `attention.dot_product_attention`, whose `kv_block` and `tiled` default step apply.
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, a stochastic point without `key`, or x
+      ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, or x
         without dO.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
@@ -89,7 +89,7 @@ def attention_signals(
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
     heads = q.shape[2]
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
-    stream = None if key is None else RandomStream.of(key, q.shape[0], heads)
+    stream = None if rng_key is None else RandomStream.of(rng_key, q.shape[0], heads)
     spec = functools.partial(
         Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=validation.causal(is_causal)
     )

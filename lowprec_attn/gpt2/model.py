@@ -129,7 +129,7 @@ class CausalSelfAttention(nnx.Module):
                 is_causal=True,
                 scale=scale,
                 numerics=self.arithmetic,
-                key=key,
+                rng_key=key,
             )
         if tap is not None:
             o = o + tap.astype(o.dtype)

@@ -55,7 +55,7 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
                 x=record.x,
                 w_q=w_q,
                 w_k=w_k,
-                key=jax.random.fold_in(key, i),
+                rng_key=jax.random.fold_in(key, i),
             )
             layer["query_weight_gradient_error"] *= jnp.float32(factor)
             result[f"layer_{i}"] = layer

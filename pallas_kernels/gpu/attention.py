@@ -139,7 +139,7 @@ def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
 
 def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     if spec.numerics.needs_bits and extras.stream is None:
-        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+        raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
     q, k, v = _separate(arrays)
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])

@@ -99,7 +99,7 @@ def attention(
       ValueError: a stochastic point without random bits.
     """
     if spec.numerics.needs_bits and extras.stream is None:
-        raise ValueError("stochastic rounding draws random bits; pass key=jax.random.key(...)")
+        raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     return ungroup(*_attend(*group(q, k, v, extras), spec))
 
 

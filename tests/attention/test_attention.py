@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import harness
@@ -121,6 +122,35 @@ def qkv(case: harness.Case) -> list[jax.Array]:
     return [jnp.asarray(arrays[name]) for name in ("q", "k", "v")]
 
 
+# The arguments of `jax.nn.dot_product_attention` that have one meaning here and there, and values.
+_LENGTHS = np.array([11, 20], np.int32)
+ARGUMENTS = {
+    "bias": np.random.default_rng(1).standard_normal((1, 2, 20, 20)).astype(np.float32),
+    "mask": np.random.default_rng(2).random((2, 1, 20, 20)) < 0.8,
+    "scale": 0.3,
+    "is_causal": True,
+    "query_seq_lengths": _LENGTHS[::-1],
+    "key_value_seq_lengths": _LENGTHS,
+    "return_residual": True,
+}
+
+
+def test_the_arguments_are_those_of_jax_nn_by_name() -> None:
+    names = inspect.signature(jax.nn.dot_product_attention).parameters
+    assert set(names) - {*ARGUMENTS, "query", "key", "value"} == {
+        "implementation",
+        "local_window_size",
+    }
+    query, key, value = qkv(harness.Case())
+    call = {"query": query, "key": key, "value": value} | ARGUMENTS
+    call["mask"][..., 0] = True  # a row without keys is 0 here, and a mean there
+    ours = attention.dot_product_attention(**call, numerics="exact", implementation="tiled")
+    theirs = jax.nn.dot_product_attention(**call, implementation="xla")
+    for x, y in zip(ours, theirs, strict=True):
+        for batch, length in enumerate(ARGUMENTS["query_seq_lengths"]):
+            np.testing.assert_allclose(x[batch, :length], y[batch, :length], rtol=0, atol=1e-5)
+
+
 def test_heads_equal_those_of_separate_calls() -> None:
     """Numerics and rules per head, random bits included; heads 0 1 | 2 3 | 4 5 share a key head."""
     case = harness.Case(heads=6, kv_heads=3, is_causal=True, values="repeated_maxima")
@@ -132,7 +162,7 @@ def test_heads_equal_those_of_separate_calls() -> None:
 
     @functools.partial(jax.jit, static_argnames=("numerics", "row_max"))
     def results(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
-        attend = functools.partial(ATTEND, is_causal=True, key=KEY, **options)
+        attend = functools.partial(ATTEND, is_causal=True, rng_key=KEY, **options)
         (out, lse), pullback = jax.vjp(attend, q, k, v)
         return (out, lse, *pullback((jnp.cos(out), lse)))
 
@@ -207,7 +237,7 @@ def test_checkpoint_repeats_the_same_random_bits(implementation: str) -> None:
     @jax.jit
     def gradients(q: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(q: jax.Array) -> jax.Array:
-            out, lse = ATTEND(q, k, v, numerics=MIXED, key=key, implementation=implementation)
+            out, lse = ATTEND(q, k, v, numerics=MIXED, rng_key=key, implementation=implementation)
             return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
 
         return jax.grad(loss)(q), jax.grad(jax.checkpoint(loss))(q)

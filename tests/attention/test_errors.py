@@ -41,22 +41,22 @@ def sharded_over_heads(**options: Any) -> Any:
 
 
 VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
-    "rank of q": (lambda: attend(x(6, 4)), r"q must be \[batch.*\(6, 4\)"),
-    "rank of k": (lambda: attend(k=x(5, 2, 8)), r"k must be.*\(5, 2, 8\)"),
+    "rank of q": (lambda: attend(x(6, 4)), r"query must be \[batch.*\(6, 4\)"),
+    "rank of k": (lambda: attend(k=x(5, 2, 8)), r"key must be.*\(5, 2, 8\)"),
     "neither k nor v, of three axes": (
         lambda: dot_product_attention(x(3, 4, 8)),
-        r"without k and v, q must be \[batch, length, 3, .*\(3, 4, 8\)",
+        r"without key and value, query must be \[batch, length, 3, .*\(3, 4, 8\)",
     ),
     "neither k nor v, q alone": (
         lambda: dot_product_attention(x(2, 6, 4, 8)),
-        r"without k and v, q must be .*\(2, 6, 4, 8\)",
+        r"without key and value, query must be .*\(2, 6, 4, 8\)",
     ),
     "k alone": (
         lambda: dot_product_attention(x(2, 6, 4, 8), x(2, 6, 4, 8)),
-        "v is missing beside k; pass both, or neither",
+        "value is missing beside key; pass both, or neither",
     ),
-    "empty axis": (lambda: attend(x(2, 0, 4, 8)), r"q has an empty axis.*\(2, 0, 4, 8\)"),
-    "integer q": (lambda: attend(x(2, 6, 4, 8, dtype=jnp.int32)), "q must be one of.*int32"),
+    "empty axis": (lambda: attend(x(2, 0, 4, 8)), r"query has an empty axis.*\(2, 0, 4, 8\)"),
+    "integer q": (lambda: attend(x(2, 6, 4, 8, dtype=jnp.int32)), "query must be one of.*int32"),
     "mixed dtypes": (
         lambda: attend(x(2, 6, 4, 8, dtype=jnp.bfloat16)),
         "share a dtype.*bfloat16, float32, float32",
@@ -85,8 +85,22 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "query_seq_lengths must be 2 integers.*float32",
     ),
     "scale": (lambda: attend(scale=float("nan")), "scale must be a finite number, got nan"),
-    "name for numerics": (lambda: attend(numerics="flash"), "'flash'.*numerics.get_preset"),
-    "name for row_max": (lambda: attend(row_max="standard"), "'standard'.*numerics.get_row_max"),
+    "name for numerics": (
+        lambda: attend(numerics="flesh"),
+        "unknown numerics 'flesh'; presets are exact, flash, ",
+    ),
+    "name of one head": (
+        lambda: attend(numerics=["flash", "flash", "flash", "Exact"]),
+        "unknown numerics 'Exact'; presets are exact, flash, ",
+    ),
+    "neither numerics nor name": (
+        lambda: attend(numerics=16),
+        "numerics.* the name of one, got 16",
+    ),
+    "name for row_max": (
+        lambda: attend(row_max="dynamic"),
+        "unknown row-max rule 'dynamic'; rules are standard, ",
+    ),
     "rule without parentheses": (lambda: attend(row_max=StandardMax), "row_max.*StandardMax"),
     "too few numerics": (lambda: attend(numerics=[FLASH] * 3), "3 entries for 4 query heads"),
     "numerics within a group": (
@@ -113,11 +127,11 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "missing key": (
         lambda: attend(numerics=STOCHASTIC_OUTPUT),
-        r"output=bfloat16:stochastic.*pass key=jax.random.key",
+        r"output=bfloat16:stochastic.*pass rng_key=jax.random.key",
     ),
     "missing key of a control": (
         lambda: attend(numerics=EXACT.replace(ds="float16:error_random_sign")),
-        "ds=float16:error_random_sign.*pass key",
+        "ds=float16:error_random_sign.*pass rng_key",
     ),
     "implementation": (
         lambda: attend(implementation="cuda"),
@@ -142,7 +156,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sharded without batch axis": (
         lambda: sharded(jax.make_mesh((4,), ("model",)), head_axis="model")(*[x(4, 4, 8)] * 3),
-        r"q must be \[batch.*\(4, 4, 8\)",
+        r"query must be \[batch.*\(4, 4, 8\)",
     ),
 }
 

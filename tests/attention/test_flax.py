@@ -103,9 +103,9 @@ def test_bfloat16_layers_keep_their_dtype(make: Any) -> None:
 def test_stochastic_rounding_takes_a_key_or_draws_one_at_every_use() -> None:
     q = inputs().reshape(B, T, HEADS, -1)
     chosen = numerics.STOCHASTIC_OUTPUT
-    fixed = attention.attention_fn(numerics=chosen, key=jax.random.key(3))
+    fixed = attention.attention_fn(numerics=chosen, rng_key=jax.random.key(3))
     np.testing.assert_array_equal(fixed(q, q, q), fixed(q, q, q))
-    drawn = attention.attention_fn(numerics=chosen, key=nnx.Rngs(noise=0).noise)
+    drawn = attention.attention_fn(numerics=chosen, rng_key=nnx.Rngs(noise=0).noise)
     assert np.any(np.asarray(drawn(q, q, q)) != np.asarray(drawn(q, q, q)))
 
 

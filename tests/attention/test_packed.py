@@ -53,7 +53,7 @@ def assert_same_bits(attend: Callable[..., Any], **how: Any) -> None:
     [
         {"implementation": "tiled"},
         {"implementation": "dense"},
-        {"numerics": FLASH.replace(output="bfloat16:stochastic"), "key": jax.random.key(1)},
+        {"numerics": FLASH.replace(output="bfloat16:stochastic"), "rng_key": jax.random.key(1)},
         {"numerics": [numerics.PUBLISHED, FLASH, FLASH], "row_max": DynamicMax()},
         {"implementation": "gpu", "block_sizes": harness.GPU_TILES},
     ],
@@ -68,7 +68,7 @@ def test_shards_of_an_array_of_all_three_do() -> None:
     assert_same_bits(
         attention.sharded(mesh, batch_axis="data", head_axis="model"),
         numerics=FLASH.replace(scores="bfloat16:stochastic"),
-        key=jax.random.key(1),
+        rng_key=jax.random.key(1),
     )
 
 

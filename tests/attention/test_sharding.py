@@ -46,11 +46,11 @@ def results(attend: Callable[..., Any], chosen: Numerics, **options: Any) -> har
     def forward_and_backward(x: dict[str, Any]) -> dict[str, Any]:
         def call(x: dict[str, Any]) -> Any:
             return attend(
-                **x,
+                **harness.by_argument(x),
                 **rest,
                 numerics=chosen,
                 is_causal=True,
-                key=jax.random.key(3),
+                rng_key=jax.random.key(3),
                 return_residual=True,
             )
 

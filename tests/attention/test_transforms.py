@@ -89,12 +89,12 @@ def loss(
     if "kv_block" in odd:
         chosen = chosen.replace(kv_block=odd.pop("kv_block"))
     out, lse = attention.dot_product_attention(
-        **x,
+        **harness.by_argument(x),
         is_causal=is_causal,
         key_value_seq_lengths=LENGTHS,
         numerics=chosen,
         row_max=row_max,
-        key=KEY,
+        rng_key=KEY,
         implementation=implementation,
         return_residual=True,
         **odd,
@@ -250,7 +250,11 @@ def value_and_gradients(
 ) -> tuple[Any, tuple[Any, ...]]:
     def loss(q: Any, k: Any, v: Any, bias: Any, scale: Any) -> tuple[jax.Array, jax.Array]:
         out, lse = attend(
-            *(q, k, v, bias), scale=scale, key_value_seq_lengths=lengths, is_causal=True, key=KEY
+            *(q, k, v, bias),
+            scale=scale,
+            key_value_seq_lengths=lengths,
+            is_causal=True,
+            rng_key=KEY,
         )
         return loss_of(out, lse), out
 
@@ -347,7 +351,7 @@ def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str) -
 
     def value(scale: jax.Array) -> jax.Array:
         out, lse = attention.dot_product_attention(
-            **x,
+            **harness.by_argument(x),
             scale=scale,
             is_causal=True,
             key_value_seq_lengths=LENGTHS,

@@ -357,6 +357,12 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
     return Operands(differentiated, rest, (arrays["do"], arrays["dlse"]))
 
 
+def by_argument(arrays: dict[str, Any]) -> dict[str, Any]:
+    """q, k and v under the names of the arguments of attention; the rest as it is."""
+    arguments = {"q": "query", "k": "key", "v": "value"}
+    return {arguments.get(name, name): x for name, x in arrays.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """The static part of a run; equal calls share one compiled function."""
@@ -378,13 +384,13 @@ class Call:
 
         def attend(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
             return attention.dot_product_attention(
-                **x,
+                **by_argument(x),
                 **rest,
                 scale=self.scale,
                 is_causal=self.is_causal,
                 numerics=self.implementation.numerics(self.numerics),
                 row_max=self.row_max,
-                key=key,
+                rng_key=key,
                 implementation=self.implementation.name,
                 block_sizes=self.implementation.block_sizes,
                 return_residual=True,
