@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from lowprec_attn import attention, numerics
 
@@ -31,7 +32,8 @@ MASKS = {
         nn.make_causal_mask(np.ones((B, T))),
         nn.make_attention_mask(np.ones((B, T)), np.arange(T) < np.array([[4], [6]])),
     ),
-    "of heads": np.random.default_rng(0).random((B, HEADS, T, T)) < 0.8,
+    # Key 0 is seen by all: a row without keys is 0 here, and a mean in Flax.
+    "of heads": (np.random.default_rng(0).random((B, HEADS, T, T)) < 0.8) | (np.arange(T) == 0),
 }
 
 
@@ -70,10 +72,74 @@ def test_nnx_equals_the_flax_default(mask: str) -> None:
     np.testing.assert_allclose(out, expected, **TOLERANCE)
 
 
+CAUSAL_FN = attention.attention_fn(numerics=numerics.EXACT, is_causal=True)
+
+
 def test_nnx_is_causal_without_a_mask() -> None:
     x = inputs()
-    causal = nnx_layer(EXACT_FN)(x, mask=MASKS["causal"])
+    causal = nnx_layer(None)(x, mask=MASKS["causal"])
     np.testing.assert_allclose(nnx_layer(EXACT_FN)(x, is_causal=True), causal, **TOLERANCE)
+    np.testing.assert_allclose(nnx_layer(CAUSAL_FN)(x), causal, **TOLERANCE)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_narrows_causality(mask: str) -> None:
+    """In Linen and NNX, known when traced or not."""
+    x, params = inputs(), linen(None).init(jax.random.key(1), inputs())
+    both = np.asarray(MASKS["causal"], bool)
+    both = both if MASKS[mask] is None else both & np.asarray(MASKS[mask], bool)
+    expected = linen(None).apply(params, x, mask=both)
+    given = None if MASKS[mask] is None else jnp.asarray(MASKS[mask])
+    traced = jax.jit(lambda mask: linen(CAUSAL_FN).apply(params, x, mask=mask))
+    np.testing.assert_allclose(traced(given), expected, **TOLERANCE)
+    np.testing.assert_allclose(linen(CAUSAL_FN).apply(params, x, mask=given), expected, **TOLERANCE)
+    expected = nnx_layer(None)(x, mask=both)
+    np.testing.assert_allclose(nnx_layer(CAUSAL_FN)(x, mask=given), expected, **TOLERANCE)
+
+
+FAST_FN, FAST_CAUSAL_FN = attention.attention_fn(), attention.attention_fn(is_causal=True)
+LENGTH = 128
+KNOWN = nn.make_causal_mask(np.ones((1, LENGTH)))
+# How a module is told that it is causal, and whether that reaches the kernels.
+CAUSAL_CALLS: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "linen, attention_fn": (FAST_CAUSAL_FN, {}, True),
+    "linen, a mask known here": (FAST_FN, {"mask": KNOWN}, True),
+    "linen, both": (FAST_CAUSAL_FN, {"mask": KNOWN}, True),
+    "linen, a traced mask": (FAST_FN, {"mask": None}, False),
+    "nnx, attention_fn": (FAST_CAUSAL_FN, {}, True),
+    "nnx, a mask known here": (FAST_FN, {"mask": KNOWN}, True),
+    "nnx, is_causal": (FAST_FN, {"is_causal": True}, True),
+    "nnx, a traced mask": (FAST_FN, {"mask": None}, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("case", CAUSAL_CALLS)
+def test_causality_reaches_the_kernels(case: str) -> None:
+    fn, options, served = CAUSAL_CALLS[case]
+    x = jnp.ones((1, LENGTH, FEATURES * HEADS), jnp.float32)
+    if case.startswith("linen"):
+        layer = linen(fn)
+        params = jax.eval_shape(linen(None).init, jax.random.key(1), x)
+    else:
+        options = {"decode": False} | options
+        params, layer = (
+            {},
+            nnx.MultiHeadAttention(HEADS, x.shape[-1], attention_fn=fn, rngs=nnx.Rngs(0)),
+        )
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        given = options
+        if "mask" in options and options["mask"] is None:  # formed inside `jit`, of traced values
+            given = {**options, "mask": nn.make_causal_mask(x[..., 0])}
+        return layer.apply(params, x, **given) if params else layer(x, **given)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+        traced = jax.jit(apply).trace(params, x)
+        texts = [traced.lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "tpu")]
+    assert [("attention_forward" in text) for text in texts] == [served, served]
 
 
 def test_gradients_of_parameters_equal_the_flax_default() -> None:
