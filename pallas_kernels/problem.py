@@ -14,7 +14,10 @@ from pallas_kernels.scalars import Scalars
 
 
 class Range(NamedTuple):
-    """Blocks begin ... end − 1 are visited; `full` tells those that take no mask."""
+    """Blocks begin ... end − 1 are visited; `full` tells those that take no mask.
+
+    With `Problem.masks_every_tile` there are none that take no mask.
+    """
 
     begin: Array
     full: Array
@@ -87,9 +90,15 @@ class Problem:
         return self.spec.numerics.stats.is_identity and self.spec.row_max.clamp is None
 
     @property
+    def masks_every_tile(self) -> bool:
+        """Whether any visited tile may be cut anywhere: all of them take a mask."""
+        return self.spec.window is not None
+
+    @property
     def has_masked_tiles(self) -> bool:
         """Whether some visited tile may not be seen in full."""
-        return self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
+        cut = self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
+        return cut or self.masks_every_tile
 
     def key_range(
         self,
@@ -102,6 +111,8 @@ class Problem:
     ) -> Range:
         """The key tiles that query tile i visits, those before `full` without a mask.
 
+        A tile that no row sees may be among them, so that there always is one to name.
+
         Args:
           i: query tile.
           batch: batch element.
@@ -110,17 +121,31 @@ class Problem:
           causal: whether the diagonal ends the visit, None for as the call is.
         """
         rows, size = self.tile.query, size or self.tile.kv
+        begin = jnp.int32(0)
         full, end = jnp.int32(self.keys // size), jnp.int32(-(-self.keys // size))
         if self.spec.is_causal if causal is None else causal:
             full = jnp.minimum(full, lax.div(i * rows + 1, size))
             end = jnp.minimum(end, lax.div((i + 1) * rows + size - 1, size))
+        if self.spec.window is not None:
+            left, right = self.spec.window
+            begin = jnp.minimum(lax.div(jnp.maximum(i * rows - left, 0), size), end - 1)
+            end = jnp.minimum(end, lax.div((i + 1) * rows + right + size - 1, size))
         if scalars.key_lengths is not None:
             length = scalars.key_lengths[batch]
             full = jnp.minimum(full, lax.div(length, size))
             end = jnp.minimum(end, lax.div(length + size - 1, size))
         if scalars.query_lengths is not None:
             end = jnp.where(i * rows < scalars.query_lengths[batch], end, 0)
-        return Range(jnp.int32(0), full, end)
+        return Range(begin, begin if self.masks_every_tile else full, end)
+
+    def rows_of_window(self, j: Array) -> tuple[Array, Array]:
+        """The first query tile that sees key tile j, and the end of those that do, in a window."""
+        assert self.spec.window is not None
+        rows, size, (left, right) = self.tile.query, self.tile.kv, self.spec.window
+        end = jnp.int32(self.q_tiles)
+        before = j * size if self.spec.is_causal else jnp.maximum(j * size - right, 0)
+        begin = jnp.minimum(lax.div(before, rows), end)
+        return begin, jnp.minimum(lax.div((j + 1) * size + left + rows - 1, rows), end)
 
     @property
     def score_unit(self) -> float:

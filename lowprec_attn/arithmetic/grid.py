@@ -17,7 +17,8 @@ Index = Array | int
 class Grid:
     """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
 
-    With `every_block` blocks of keys above the causal diagonal are visited too, to no effect.
+    With `every_block` blocks of keys above the causal diagonal or outside the window are visited
+    too, to no effect.
     Arrays are grouped as in `layout`, with the sequence on the axis before the last.
     """
 
@@ -26,6 +27,7 @@ class Grid:
     block_q: int
     block_kv: int
     is_causal: bool
+    window: tuple[int, int] | None = None
     every_block: bool = False
 
     @property
@@ -48,11 +50,19 @@ class Grid:
         """Whether a visited tile may hold a row that lies wholly above the causal diagonal."""
         return self.is_causal and (self.every_block or self.block_kv % self.block_q != 0)
 
+    def kv_begin(self, i: Index) -> Array | int:
+        """The first key block that query tile i visits."""
+        if self.window is None or self.every_block:
+            return 0
+        return jnp.maximum(i * self.block_q - self.window[0], 0) // self.block_kv
+
     def kv_end(self, i: Index) -> Array | int:
-        """The number of key blocks that query tile i visits."""
-        if not self.is_causal or self.every_block:
+        """The end of the key blocks that query tile i visits."""
+        if self.every_block or not (self.is_causal or self.window):
             return self.kv_blocks
         last_row = (i + 1) * self.block_q
+        if not self.is_causal and self.window is not None:
+            last_row = last_row + self.window[1]
         return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)
 
     def place(self, i: Index, j: Index) -> Place:

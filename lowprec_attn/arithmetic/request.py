@@ -32,6 +32,7 @@ class Spec:
       numerics, row_max: the arithmetic.
       scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
       is_causal: row t sees the keys s <= t.
+      window: (left, right); row t sees the keys t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
     """
@@ -40,6 +41,7 @@ class Spec:
     row_max: RowMax
     scale: float
     is_causal: bool = False
+    window: tuple[int, int] | None = None
     block_sizes: Hashable = None
 
 

@@ -9,50 +9,70 @@ from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import MASKED
 
+# How far a row sees to the left and to the right.
+Window = tuple[int, int]
+
 
 def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Array | None:
     """True where a row may see a column, broadcastable to the scores; None where all may.
 
     Args:
       extras: for the lengths.
-      spec: for causality.
+      spec: for causality and the window.
       place: the tile.
       mask: the dense mask of this tile, [B|1, K|1, G|1, T|1, S|1].
     """
-    positions = _of_every_head(extras, place, causal=spec.is_causal)
+    positions = _of_every_head(extras, place, causal=spec.is_causal, window=spec.window)
     if mask is None or positions is None:
         return positions if mask is None else mask
     return mask & positions
 
 
-def visited(extras: Extras, place: Place, *, causal: bool) -> Array | None:
+def visited(
+    extras: Extras, place: Place, keys: int, *, causal: bool, window: Window | None
+) -> Array | None:
     """True for rows [B|1, 1, 1, T, 1] that may see a key of this step by position alone.
 
-    A step that lies wholly above the diagonal or beyond the lengths does not exist for a row:
-    whether a tile happens to contain it must not matter. A dense mask has no such structure, so a
-    step that it masks wholly is taken. None where every row may see some key.
+    A step that lies wholly above the diagonal, outside the window or beyond the lengths does not
+    exist for a row: whether a tile happens to contain it must not matter. A dense mask has no such
+    structure, so a step that it masks wholly is taken. None where every row may see some key.
 
     Args:
       extras: for the lengths.
-      place: the tile.
+      place: the tile, whose columns may reach beyond the keys.
+      keys: how many keys there are.
       causal: whether the diagonal counts, see `RowMax.visits_above_diagonal`.
+      window: see `Spec`.
     """
-    return _of_every_head(extras, Place(place.rows, place.cols[:, :1]), causal=causal)
+    last = None if window is None else jnp.minimum(place.cols[:, -1:], keys - 1)
+    first = Place(place.rows, place.cols[:, :1])
+    return _of_every_head(extras, first, causal=causal, window=window, last=last)
 
 
-def _of_every_head(extras: Extras, place: Place, *, causal: bool) -> Array | None:
+def _of_every_head(
+    extras: Extras,
+    place: Place,
+    *,
+    causal: bool,
+    window: Window | None,
+    last: Array | None = None,
+) -> Array | None:
     rows, cols = (x[None, None, None] for x in (place.rows, place.cols))
     keys, queries = (
         None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
         for lengths in (extras.key_lengths, extras.query_lengths)
     )
-    return by_position(Place(rows, cols), causal=causal, keys=keys, queries=queries)
+    last = None if last is None else last[None, None, None]
+    limits = {"keys": keys, "queries": queries}
+    return by_position(Place(rows, cols), causal=causal, window=window, last=last, **limits)
 
 
 def by_position(
     place: Place,
     *,
     causal: bool,
+    window: Window | None = None,
+    last: Array | int | None = None,
     limit: Array | int | None = None,
     keys: Array | None = None,
     queries: Array | None = None,
@@ -62,6 +82,9 @@ def by_position(
     Args:
       place: the tile.
       causal: whether the diagonal counts.
+      window: see `Spec`.
+      last: the column is the first of a step that ends with this one, and a row may see one of
+        them. Without a window the first decides.
       limit: how many columns there are, None: as many as the tile's.
       keys, queries: how many columns and rows are valid, None: all.
     """
@@ -70,6 +93,15 @@ def by_position(
         parts.append(place.cols < limit)
     if causal:
         parts.append(place.cols <= place.rows)
+    if window is not None:
+        left, right = window
+        if not causal:  # the diagonal is nearer
+            parts.append(place.cols <= place.rows + right)
+        nearest = place.cols if last is None else last
+        if last is not None:
+            for end in (x for x in (limit, keys) if x is not None):
+                nearest = jnp.minimum(nearest, end - 1)
+        parts.append(nearest >= place.rows - left)
     if keys is not None:
         parts.append(place.cols < keys)
     if queries is not None:

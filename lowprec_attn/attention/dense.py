@@ -57,7 +57,8 @@ def _forward(
     place, s = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec)
     state = softmax.softmax_step(start, s, v, spec, extras, place)
-    state = keep_unvisited(state, start, visibility.visited(extras, place, causal=False))
+    exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
+    state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
     return (out.o, out.lse), layout.Residuals(layout.Grouped(q, k, v, extras), out.o_saved, out.lse)
 

@@ -31,6 +31,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -66,6 +67,8 @@ def dot_product_attention(
         as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
         gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element.
+      local_window_size: (left, right), or one int for both: row t sees the keys
+        t − left <= s <= t + right; not traced. Tiles outside it are skipped.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well.
@@ -100,6 +103,7 @@ def dot_product_attention(
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
         numerics=numerics,
         row_max=row_max,
         rng_key=rng_key,
@@ -119,6 +123,7 @@ def prepare(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -149,6 +154,7 @@ def prepare(
         Spec,
         scale=1.0 if extras.scale is not None else validation.scale(scale, head_size),
         is_causal=validation.causal(is_causal),
+        window=validation.window(local_window_size, q.shape[1], k.shape[1]),
         block_sizes=block_sizes,
     )
     parts = []

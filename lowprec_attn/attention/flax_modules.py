@@ -17,6 +17,7 @@ def attention_fn(
     numerics: Numerics | str | Sequence[Numerics | str] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
     rng_key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
@@ -34,6 +35,7 @@ def attention_fn(
       numerics: see `dot_product_attention`.
       row_max: likewise.
       is_causal: row t sees the keys s <= t in every call; False leaves it to the call.
+      local_window_size: see `dot_product_attention`.
       rng_key: PRNG key for stochastic points, or a function called at every use that returns one.
       implementation: likewise.
 
@@ -86,6 +88,7 @@ def attention_fn(
             bias,
             None if mask is None else mask.astype(jnp.bool_),
             is_causal=by_position,
+            local_window_size=local_window_size,
             numerics=numerics,
             row_max=row_max,
             rng_key=rng_key() if callable(rng_key) else rng_key,

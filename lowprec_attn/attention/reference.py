@@ -27,6 +27,7 @@ class Masking:
     """Which keys a row sees, and the bias added to its scores; see `attention`."""
 
     is_causal: bool = False
+    window: tuple[int, int] | None = None
     mask: Bool[np.ndarray, "..."] | None = None
     bias: Float[np.ndarray, "..."] | None = None
     query_lengths: Int[np.ndarray, "B"] | None = None
@@ -128,6 +129,9 @@ def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
     rows, cols = np.arange(t)[:, None], np.arange(s)[None]
     if masking.is_causal:
         seen = seen & (cols <= rows)
+    if masking.window is not None:
+        left, right = masking.window
+        seen = seen & (rows - left <= cols) & (cols <= rows + right)
     if masking.query_lengths is not None:
         seen = seen & (rows < np.asarray(masking.query_lengths)[:, None, None, None])
     if masking.key_lengths is not None:

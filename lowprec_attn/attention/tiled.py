@@ -2,7 +2,7 @@
 
 A query tile walks over blocks of keys, and the backward pass recomputes the scores from q, k and
 lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2). So memory is linear in the sequence
-length. Blocks of keys above the causal diagonal are not visited.
+length. Blocks of keys above the causal diagonal or outside the window are not visited.
 """
 
 import dataclasses
@@ -86,10 +86,13 @@ def _forward(
             s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
             new = softmax.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
-            visited = visibility.visited(extras, place, causal=grid.rows_can_miss_blocks)
+            visited = visibility.visited(
+                extras, place, grid.keys, causal=grid.rows_can_miss_blocks, window=spec.window
+            )
             return keep_unvisited(new, state, visited)
 
-        state = lax.fori_loop(0, grid.kv_end(i), step, softmax.initial_state(q_tile, v, spec))
+        start = softmax.initial_state(q_tile, v, spec)
+        state = lax.fori_loop(grid.kv_begin(i), grid.kv_end(i), step, start)
         rows = span(i * grid.block_q, grid.block_q)[:, None]
         return softmax.finish(state, spec, extras, rows, q.dtype)
 
@@ -132,7 +135,7 @@ class _Walk(NamedTuple):
             tile = backward.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
             return add(total, j, tile, k, place)
 
-        return lax.fori_loop(0, self.grid.kv_end(self.i), step, total)
+        return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
 
     def query_gradient(
         self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
@@ -228,8 +231,8 @@ def _backward(
     return (*rounded, Extras(bias=dbias, scale=sums.dscale))
 
 
-# A loop that ends at the causal diagonal has a traced length, so JAX has no reverse mode for it.
-# Second derivatives are those of loops over every block, which round the same values.
+# A loop that ends at the causal diagonal or a window has a traced length, so JAX has no reverse
+# mode for it. Second derivatives are those of loops over every block, which round the same values.
 _attend.defvjp(
     lambda q, k, v, extras, spec: differentiated_as(
         partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
@@ -257,6 +260,7 @@ def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) 
         block_q=min(block_q, rows),
         block_kv=block_kv,
         is_causal=skips,
+        window=spec.window,
         every_block=every_block,
     )
 

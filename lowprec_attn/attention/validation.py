@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
@@ -152,6 +153,24 @@ def causal(value: object) -> bool:
             "as in jax.jit(f, static_argnames='is_causal'), or pass a mask"
         )
     return bool(value)
+
+
+def window(value: object, rows: int, keys: int) -> tuple[int, int] | None:
+    """`local_window_size` as (left, right), no longer than the arrays reach; None for no window.
+
+    Raises:
+      ValueError: not one or two integers that are known now and not negative.
+    """
+    if value is None:
+        return None
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(sides) != 2 or not all(isinstance(x, int | np.integer) and x >= 0 for x in sides):
+        raise ValueError(
+            "local_window_size must be an int or (left, right), each 0 or more and not traced, "
+            f"got {value!r}"
+        )
+    left, right = sides
+    return min(int(left), rows), min(int(right), keys)
 
 
 def head_groups(

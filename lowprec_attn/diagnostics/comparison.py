@@ -159,7 +159,9 @@ class _Chunk:
             v_block = grid.key_rows(self.tiles.v, j)
             new = softmax.softmax_step(state, s_block, v_block, spec, extras, place)
             causal = spec.is_causal and not spec.row_max.visits_above_diagonal
-            visited = visibility.visited(extras, place, causal=causal)
+            visited = visibility.visited(
+                extras, place, grid.keys, causal=causal, window=spec.window
+            )
             return keep_unvisited(new, state, visited)
 
         start = softmax.initial_state(self.q, self.tiles.v, spec)

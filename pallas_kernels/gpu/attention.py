@@ -1,8 +1,8 @@
 """Attention on NVIDIA GPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
-every row-max rule. Attention may be causal or not, with grouped heads, with lengths, of any
-sequence length. `unsupported` names what it declines; `tiled` serves that.
+every row-max rule. Attention may be causal or not, in a local window, with grouped heads, with
+lengths, of any sequence length. `unsupported` names what it declines; `tiled` serves that.
 
 The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB, at 4.3 TB/s
 and 790 TFLOP/s:

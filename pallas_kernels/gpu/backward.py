@@ -196,6 +196,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
         def add_tiles(begin: Array, full: Array, end: Array, sums: Any) -> Any:
             sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
+            if problem.masks_every_tile:
+                return sums
             return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
 
         per_product, _ = problem.tiles_per_rounded_product
@@ -296,17 +298,21 @@ class _Walk(NamedTuple):
         _, per_product = self.program.problem.tiles_per_rounded_product
         if per_product is None:
             return self.sum(contribution, zero)
-        _, full, end = self._range()
+        begin, full, end = self._range()
         place = self.program.problem.features(self.start, self.program.problem.tile.query)
+        windowed = self.program.problem.spec.window is not None
+        start = lax.div(begin, per_product) if windowed else 0
 
         def add_product(c: Array, total: Any) -> Any:
             first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
+            if windowed:
+                first = jnp.maximum(first, begin)
             part = Range(first, jnp.clip(full, first, last), last)
             sums = self._sum(contribution, zero, part)
             product = _rounded_product(self.program, sums[0], place, c, 0)
             return jax.tree.map(jnp.add, total, (product, *sums[1:]))
 
-        return lax.fori_loop(0, lax.div(end + per_product - 1, per_product), add_product, zero)
+        return lax.fori_loop(start, lax.div(end + per_product - 1, per_product), add_product, zero)
 
     def _range(self) -> Range:
         problem, scalars, batch, _ = self.program
@@ -331,6 +337,8 @@ class _Walk(NamedTuple):
         # a program without unmasked tiles sets the accumulator of a pending one to zero.
         if problem.has_masked_tiles:
             total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
+        if problem.masks_every_tile:
+            return total
         return lax.fori_loop(begin, full, partial(add_tile, masked=False), total)
 
 

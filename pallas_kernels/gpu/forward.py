@@ -75,13 +75,13 @@ def _forward(
             return new
         return keep_unvisited(new, state, walk.visits(t))
 
-    _, full, end = problem.key_range(i, batch, scalars, size=problem.step)
+    begin, full, end = problem.key_range(i, batch, scalars, size=problem.step)
     state = initial_state(problem)
     several = problem.tiles_per_step > 1
     if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
         # Such a step tells by itself which of its tiles to mask: one loop takes them all.
-        full = jnp.int32(0)
-    else:
+        full = begin
+    elif not problem.masks_every_tile:
         state = lax.fori_loop(0, full, partial(step, masked=False), state)
     if problem.has_masked_tiles:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)

@@ -225,7 +225,7 @@ class Problem(common.Problem):
     ) -> common.Range:
         """As in `common.Problem`; where rows lie beyond the lengths, all tiles take a mask."""
         seen = super().key_range(i, batch, scalars, size=size, causal=causal)
-        if scalars.query_lengths is None:
+        if scalars.query_lengths is None or self.masks_every_tile:
             return seen
         all_rows = (i + 1) * self.tile.query <= scalars.query_lengths[batch]
         return seen._replace(full=jnp.where(all_rows, seen.full, 0))
@@ -237,6 +237,8 @@ class Problem(common.Problem):
             first, last = j * self.tile.kv, (j + 1) * self.tile.kv - 1
             begin = jnp.minimum(lax.div(first, self.tile.query), end)
             full = jnp.minimum(lax.div(last + self.tile.query - 1, self.tile.query), end)
+        if self.spec.window is not None:
+            begin, end = self.rows_of_window(j)
         if scalars.query_lengths is not None:
             length = scalars.query_lengths[batch]
             end = jnp.minimum(lax.div(length + self.tile.query - 1, self.tile.query), end)
@@ -245,6 +247,8 @@ class Problem(common.Problem):
             length = scalars.key_lengths[batch]
             full = jnp.where((j + 1) * self.tile.kv <= length, full, end)
             begin = jnp.where(j * self.tile.kv < length, begin, end)
+        if self.masks_every_tile:
+            full = end
         return common.Range(begin, jnp.maximum(full, begin), end)
 
     @property
@@ -253,18 +257,33 @@ class Problem(common.Problem):
         return super().has_masked_tiles or self.has_query_lengths
 
     def visible(
-        self, place: Place, batch: Array, scalars: Scalars, *, causal: bool | None = None
+        self,
+        place: Place,
+        batch: Array,
+        scalars: Scalars,
+        *,
+        causal: bool | None = None,
+        last: Array | None = None,
     ) -> Array:
         """True where a row may see a column; rows beyond T may, they are never stored.
 
         causal: whether the diagonal counts, None for as the call is.
+        last: see `by_position`.
         """
         keys, queries = (
             None if lengths is None else lengths[batch]
             for lengths in (scalars.key_lengths, scalars.query_lengths)
         )
         causal = self.spec.is_causal if causal is None else causal
-        seen = by_position(place, causal=causal, limit=self.keys, keys=keys, queries=queries)
+        seen = by_position(
+            place,
+            causal=causal,
+            window=self.spec.window,
+            last=last,
+            limit=self.keys,
+            keys=keys,
+            queries=queries,
+        )
         assert seen is not None
         return seen
 

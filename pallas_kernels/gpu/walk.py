@@ -69,13 +69,15 @@ class Walk(NamedTuple):
         """
         problem = self.problem
         first, last = t * problem.tiles_per_step, (t + 1) * problem.tiles_per_step
-        _, full, end = problem.key_range(self.i, self.batch, self.scalars)
+        begin, full, end = problem.key_range(self.i, self.batch, self.scalars)
         if masked:
             last = jnp.minimum(last, end)
+        if problem.spec.window is not None:
+            first = jnp.maximum(first, begin)
 
         def visit(n: Array, carry: Any) -> Any:
             j = first + last - 1 - n if backwards else n
-            return body(j, carry, masked=masked and j >= full)
+            return body(j, carry, masked=masked and (problem.masks_every_tile or j >= full))
 
         return lax.fori_loop(first, last, visit, carry)
 
@@ -85,4 +87,5 @@ class Walk(NamedTuple):
         rows = problem.place(self.i, t).rows
         first = Place(rows, jnp.full((1, 1), t * problem.step))
         causal = problem.spec.is_causal and not problem.visits_above_diagonal
-        return problem.visible(first, self.batch, self.scalars, causal=causal)
+        last = None if problem.spec.window is None else (t + 1) * problem.step - 1
+        return problem.visible(first, self.batch, self.scalars, causal=causal, last=last)

@@ -1,8 +1,8 @@
 """Attention on TPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves float32 and bfloat16 at every numerics point, to nearest or stochastically, and every
-row-max rule. Attention may be causal or not, with grouped heads, with lengths, of any sequence
-length. `unsupported` names what it declines; `tiled` serves that.
+row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths,
+of any sequence length. `unsupported` names what it declines; `tiled` serves that.
 """
 
 from functools import partial

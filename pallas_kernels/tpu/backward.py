@@ -171,5 +171,8 @@ def visit_tile(
     if not problem.has_masked_tiles:
         pl.when(visited)(partial(body, masked=False))
         return
+    if problem.masks_every_tile:
+        pl.when(visited)(partial(body, masked=True))
+        return
     pl.when(visited & full)(partial(body, masked=False))
     pl.when(visited & jnp.logical_not(full))(partial(body, masked=True))

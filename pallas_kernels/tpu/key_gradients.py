@@ -34,8 +34,10 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     """dK and dV [B, K, S, H], summed over the query heads of each group."""
     size = problem.tile
 
-    # A causal key tile may lie after all rows: no query tile sees it, and there is none to name.
-    may_be_unseen = problem.spec.is_causal and problem.padded_keys - size.kv >= problem.padded_rows
+    # A key tile may lie beyond what the last row sees: no query tile sees it, and there is none to
+    # name.
+    cut = problem.spec.is_causal or problem.spec.window is not None
+    may_be_unseen = cut and problem.padded_keys - size.kv >= problem.padded_rows
 
     def visited(j: Array, i: Array, b: Array, scalars: Scalars) -> Array:
         tile = problem.query_range(j, b, scalars).clamp(i)

@@ -67,12 +67,25 @@ class Problem(common.Problem):
         """As in `common.Problem`, but not where S needs no factor: it is in q then."""
         return not self.scales_queries and super().counts_in_scale(*points)
 
-    def visible(self, place: Place, batch: Array, scalars: Scalars) -> Array:
-        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs."""
+    def visible(
+        self,
+        place: Place,
+        batch: Array,
+        scalars: Scalars,
+        *,
+        causal: bool | None = None,
+        last: Array | None = None,
+    ) -> Array:
+        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs.
+
+        causal: whether the diagonal counts, None for as the call is.
+        last: see `by_position`.
+        """
+        causal = self.spec.is_causal if causal is None else causal
         limit: Any = self.keys
         if scalars.key_lengths is not None:
             limit = jnp.minimum(scalars.key_lengths[batch], limit)
-        seen = by_position(place, causal=self.spec.is_causal, limit=limit)
+        seen = by_position(place, causal=causal, window=self.spec.window, last=last, limit=limit)
         assert seen is not None
         return seen
 
@@ -87,6 +100,8 @@ class Problem(common.Problem):
         begin, end = jnp.int32(0), jnp.int32(self.q_tiles)
         if self.spec.is_causal:
             begin = jnp.minimum(lax.div(j * size, rows), end)
+        if self.spec.window is not None:
+            begin, end = self.rows_of_window(j)
         if scalars.query_lengths is not None:
             length = scalars.query_lengths[batch]
             end = jnp.minimum(end, lax.div(length + rows - 1, rows))

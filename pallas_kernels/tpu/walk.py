@@ -124,11 +124,13 @@ class Program(NamedTuple):
     ) -> SoftmaxState:
         """The old state where a step lies wholly beyond what a row may see by position."""
         problem = self.problem
-        rows_differ = step.masked and problem.spec.is_causal and not problem.visits_above_diagonal
+        causal = problem.spec.is_causal and not problem.visits_above_diagonal
+        rows_differ = step.masked and (causal or problem.spec.window is not None)
         if not rows_differ or problem.masked_step_changes_nothing:
             return new
         first = Place(self.rows(), indices(step.first, 1, 1))
-        seen = problem.visible(first, self.batch, self.scalars)
+        last = None if problem.spec.window is None else step.first + problem.step - 1
+        seen = problem.visible(first, self.batch, self.scalars, causal=causal, last=last)
         return keep_unvisited(new, old, seen)
 
 
@@ -161,12 +163,15 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
         _write(state_ref, program.keep_unvisited(new, old, step))
 
     def take_step_above(within: int) -> None:
-        step = program.step(j * per_tile + within, masked=False)
-        _write(state_ref, softmax.step_without_keys(read(state_ref), step))
+        step = program.step(j * per_tile + within, masked=problem.masks_every_tile)
+        old = read(state_ref)
+        new = softmax.step_without_keys(old, step)
+        _write(state_ref, program.keep_unvisited(new, old, step))
 
     for within in range(per_tile):
         step = j * per_tile + within
-        pl.when(step < visited.full)(functools.partial(take_step, within, masked=False))
+        if not problem.masks_every_tile:
+            pl.when(step < visited.full)(functools.partial(take_step, within, masked=False))
         if problem.has_masked_tiles:
             cut = (step >= visited.full) & (step < visited.end)
             pl.when(cut)(functools.partial(take_step, within, masked=True))
@@ -190,6 +195,8 @@ def take_part(
         taken = number < every
     else:
         taken = number * walk.per_step < visited.end
+    if problem.spec.window is not None:
+        taken = taken & ((number + 1) * walk.per_step > visited.begin)
 
     @pl.when(taken & (within == 0))
     def begin() -> None:
@@ -217,7 +224,8 @@ def take_part(
             new = softmax.contribution(s, inputs.v[...], ref.m[...], step, auxiliary=auxiliary)
             _write(ref.sums, jax.tree.map(jnp.add, read(ref.sums), new))
 
-    pl.when(tile < visited.full)(functools.partial(visit, masked=False))
+    if not problem.masks_every_tile:
+        pl.when(tile < visited.full)(functools.partial(visit, masked=False))
     if problem.has_masked_tiles:
         cut = (tile >= visited.full) & (tile < visited.end)
         pl.when(cut)(functools.partial(visit, masked=True))

@@ -84,6 +84,15 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(query_seq_lengths=x(2)),
         "query_seq_lengths must be 2 integers.*float32",
     ),
+    "negative window": (
+        lambda: attend(local_window_size=(3, -1)),
+        r"local_window_size must be an int or \(left, right\), each 0 or more.*got \(3, -1\)",
+    ),
+    "window of three": (lambda: attend(local_window_size=(3, 1, 0)), r"got \(3, 1, 0\)"),
+    "traced window": (
+        lambda: jax.jit(lambda w: attend(local_window_size=w))(3),
+        "local_window_size.* not traced, got .*int32",
+    ),
     "scale": (lambda: attend(scale=float("nan")), "scale must be a finite number, got nan"),
     "name for numerics": (
         lambda: attend(numerics="flesh"),

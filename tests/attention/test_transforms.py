@@ -83,7 +83,12 @@ def loss_of(out: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 def loss(
-    implementation: str | None, chosen: Numerics, row_max: RowMax, x: Inputs, is_causal: bool = True
+    implementation: str | None,
+    chosen: Numerics,
+    row_max: RowMax,
+    x: Inputs,
+    is_causal: bool = True,
+    window: tuple[int, int] | None = None,
 ) -> jax.Array:
     odd = dict(ODD) if implementation == "tiled" else {}
     if "kv_block" in odd:
@@ -91,6 +96,7 @@ def loss(
     out, lse = attention.dot_product_attention(
         **harness.by_argument(x),
         is_causal=is_causal,
+        local_window_size=window,
         key_value_seq_lengths=LENGTHS,
         numerics=chosen,
         row_max=row_max,
@@ -163,10 +169,11 @@ def test_second_derivatives_are_near_those_of_plain_attention(
             assert difference <= bound * np.linalg.norm(exact), name
 
 
-def test_what_tiled_differentiates_rounds_the_same_values() -> None:
-    """Blocks above the diagonal are masked wholly: the published rule would move m there."""
+@pytest.mark.parametrize("seen", [{"is_causal": True}, {"is_causal": False, "window": (2, 1)}])
+def test_what_tiled_differentiates_rounds_the_same_values(seen: dict[str, Any]) -> None:
+    """Blocks that a row does not see are masked wholly: the published rule would move m there."""
     row_max = numerics.PublishedMax()
-    function = functools.partial(loss, "tiled", numerics.PUBLISHED, row_max)
+    function = functools.partial(loss, "tiled", numerics.PUBLISHED, row_max, **seen)
     x = inputs()
     first = jax.jit(jax.grad(function))(x)
     beside_second, _ = jax.jit(lambda: jax.jvp(jax.grad(function), (x,), (x,)))()

@@ -106,6 +106,7 @@ class Case:
     head_size: int = 16
     dtype: str = "float32"
     is_causal: bool = False
+    window: int | tuple[int, int] | None = None
     scale: float | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
@@ -132,6 +133,9 @@ CASES = {
     "both_lengths_repeated_maxima": Case(
         key_lengths=(20, 6), query_lengths=(4, 17), is_causal=True, values="repeated_maxima"
     ),
+    "window": Case(window=(6, 2), values="repeated_maxima"),
+    "causal_window": Case(rows=25, keys=40, heads=4, is_causal=True, window=9),
+    "window_more_rows": Case(rows=40, keys=20, window=(7, 1), key_lengths=(20, 9)),
     "mask_padding": Case(mask="padding"),
     "mask_empty_rows_and_blocks": Case(mask="empty", heads=4),
     "bias": Case(bias=(True, True, True), mask="random"),
@@ -151,6 +155,10 @@ LONG_CASES = {
     "tiles_full": dataclasses.replace(LONG, is_causal=False, scale=0.3),
     "tiles_gqa_lengths": dataclasses.replace(
         LONG, batch=2, heads=4, query_lengths=(150, 40), key_lengths=(200, 131)
+    ),
+    "tiles_window": dataclasses.replace(LONG, rows=300, keys=400, window=(40, 10), is_causal=False),
+    "tiles_causal_window": dataclasses.replace(
+        LONG, batch=2, rows=400, keys=300, window=50, query_lengths=(400, 170)
     ),
     "tiles_head_192": dataclasses.replace(LONG, heads=1, kv_heads=1, head_size=192),
 }
@@ -227,10 +235,16 @@ def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
     return mask
 
 
+def sides(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """A window as (left, right)."""
+    return (window, window) if isinstance(window, int) else window
+
+
 def masking(case: Case, arrays: Arrays) -> reference.Masking:
     """What the reference is told."""
     return reference.Masking(
         is_causal=case.is_causal,
+        window=sides(case.window),
         mask=arrays.get("mask"),
         bias=arrays.get("bias"),
         query_lengths=None if case.query_lengths is None else np.array(case.query_lengths),
@@ -300,6 +314,9 @@ def plain_options(
         within = within & (rows < np.array(case.query_lengths)[:, None, None, None])
     if case.key_lengths is not None:
         within = within & (cols < np.array(case.key_lengths)[:, None, None, None])
+    if case.window is not None:
+        left, right = sides(case.window)
+        within = within & (rows - left <= cols) & (cols <= rows + right)
     visited = within & (cols <= rows) if case.is_causal else within
     return plain.Options(
         numerics=numerics_,
@@ -332,7 +349,7 @@ def run(
     key: jax.Array | None = None,
 ) -> Arrays:
     """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
-    call = Call(implementation, numerics_, row_max, case.scale, case.is_causal)
+    call = Call(implementation, numerics_, row_max, case.scale, case.is_causal, case.window)
     return as_float32(compiled(call)(*call_arrays(case, arrays), key))
 
 
@@ -372,6 +389,7 @@ class Call:
     row_max: RowMax
     scale: float | None
     is_causal: bool
+    window: int | tuple[int, int] | None
 
     def forward_and_backward(
         self,
@@ -388,6 +406,7 @@ class Call:
                 **rest,
                 scale=self.scale,
                 is_causal=self.is_causal,
+                local_window_size=self.window,
                 numerics=self.implementation.numerics(self.numerics),
                 row_max=self.row_max,
                 rng_key=key,

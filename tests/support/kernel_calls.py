@@ -117,6 +117,7 @@ def call_of(
         row_max=rule,
         scale=case.scale or case.head_size**-0.5,
         is_causal=case.is_causal,
+        window=harness.sides(case.window),
         block_sizes=sizes,
     )
     return Call(spec, **options)
