@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, StandardMax
 from pallas_kernels.scalars import Scalars
@@ -38,6 +39,7 @@ class Problem:
       dtype: of q, k, v.
       tile: the device's tile record, with `query` rows and `kv` keys.
       has_query_lengths, has_key_lengths: whether the call has them.
+      has_pairs: whether something beside positions hides keys from rows, see `Pairs`.
     """
 
     spec: Spec
@@ -51,6 +53,7 @@ class Problem:
     tile: Any
     has_query_lengths: bool
     has_key_lengths: bool
+    has_pairs: bool
 
     @property
     def group(self) -> int:
@@ -92,7 +95,16 @@ class Problem:
     @property
     def masks_every_tile(self) -> bool:
         """Whether any visited tile may be cut anywhere: all of them take a mask."""
-        return self.spec.window is not None
+        return self.spec.window is not None or self.has_pairs
+
+    def without_padding(self, s: Array, place: Place) -> Array:
+        """Masked scores with −inf for keys that pad the last tile, where that matters.
+
+        A row whose keys of a visited step are all hidden must not find them repeated in padding.
+        """
+        if not self.has_pairs or self.keys % self.tile.kv == 0:
+            return s
+        return jnp.where(place.cols < self.keys, s, -jnp.inf)
 
     @property
     def has_masked_tiles(self) -> bool:

@@ -1,4 +1,4 @@
-"""The small arrays of a call, handed to every program whole: lengths, sources of random bits."""
+"""The arrays of a call that are handed to every program whole: lengths, sources of random bits."""
 
 from typing import Any, NamedTuple
 
@@ -6,17 +6,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import Stream
 
 
 class Scalars(NamedTuple):
-    """The small arrays of a call, or references to them; None where absent."""
+    """Such arrays, or references to them; None where absent. `pairs` are here on GPUs alone."""
 
     query_lengths: Any = None
     key_lengths: Any = None
     seed: Any = None
     batch: Any = None
     head: Any = None
+    pairs: Pairs | None = None
 
     @classmethod
     def of(cls, extras: Extras, spec: Spec) -> "Scalars":

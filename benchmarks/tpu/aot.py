@@ -72,6 +72,8 @@ class Call:
     head_size: int = 64
     dtype: str = "bfloat16"
     has_lengths: bool = False
+    window: tuple[int, int] | None = None
+    has_segments: bool = False
     tile: tuple[int, int] | None = None
 
     @property
@@ -86,6 +88,7 @@ class Call:
             row_max=get_row_max(self.row_max),
             scale=self.head_size**-0.5,
             is_causal=True,
+            window=None if self.window is None else (self.window[0], self.window[1]),
             block_sizes=sizes,
         )
 
@@ -129,6 +132,9 @@ def _result(record: dict[str, Any]) -> Result:
     return Result(schedules, record["error"], record["seconds"])
 
 
+_SEGMENTS = ("query_segments", "key_segments")
+
+
 def _compile(call: Call) -> None:
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[call.generation]
@@ -142,6 +148,9 @@ def _compile(call: Call) -> None:
     lengths: Any = shape((b,), jnp.int32) if call.has_lengths else None
     words: list[Any] = [shape((2,), jnp.uint32), *(shape((n,), jnp.int32) for n in (b, call.heads))]
     extras = Extras(query_lengths=lengths, key_lengths=lengths, stream=RandomStream(*words))
+    if call.has_segments:
+        segments = (shape((b, size), jnp.int32) for size in (t, s))
+        extras = extras._replace(**dict(zip(_SEGMENTS, segments, strict=True)))
     attend = _ours(call) if call.kernel == "ours" else _peer(call)
 
     def step(q: Array, k: Array, v: Array, do: Array, extras: Extras) -> Any:

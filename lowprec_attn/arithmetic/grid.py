@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.layout import Grouped, sum_to_shape
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.request import Extras
 
 # Of a tile: traced in a loop, or a number.
 Index = Array | int
@@ -75,7 +76,13 @@ class Grid:
         extras = x.extras
         bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
         k, v = (_pad(a, -2, self.kv_blocks * self.block_kv) for a in (x.k, x.v))
-        return Grouped(self.pad_rows(x.q), k, v, extras._replace(bias=bias, mask=mask))
+        extras = extras._replace(bias=bias, mask=mask)
+        if extras.query_segments is not None and extras.key_segments is not None:
+            extras = extras._replace(
+                query_segments=_pad(extras.query_segments, -1, self.q_tiles * self.block_q),
+                key_segments=_pad(extras.key_segments, -1, self.kv_blocks * self.block_kv),
+            )
+        return Grouped(self.pad_rows(x.q), k, v, extras)
 
     def pad_rows(self, x: Array, value: float = 0.0) -> Array:
         """Padding of query rows to whole tiles."""
@@ -98,6 +105,16 @@ class Grid:
         """Tile (i, j) of a mask or bias; axes of length 1 stay."""
         starts, sizes = self._pair_window(x.shape, i, j)
         return lax.dynamic_slice(x, starts, sizes)
+
+    def segments(self, extras: Extras, i: Index, j: Index) -> tuple[Array | None, Array | None]:
+        """Segments of the rows and of the keys of tile (i, j), [B, T] and [B, S]."""
+        queries, keys = extras.query_segments, extras.key_segments
+        if queries is None or keys is None:
+            return None, None
+        return (
+            lax.dynamic_slice_in_dim(queries, i * self.block_q, self.block_q, axis=1),
+            lax.dynamic_slice_in_dim(keys, j * self.block_kv, self.block_kv, axis=1),
+        )
 
     def _pair_window(
         self, shape: tuple[int, ...], i: Index, j: Index

@@ -81,6 +81,7 @@ class Extras(NamedTuple):
       query_lengths, key_lengths: number of valid positions per batch element.
       stream: random bits, needed by stochastic points only.
       scale: factor of q kᵀ that is not known before the call is run.
+      query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -89,6 +90,8 @@ class Extras(NamedTuple):
     key_lengths: Int32[Array, "B"] | None = None
     stream: RandomStream | None = None
     scale: Float32[Array, ""] | None = None
+    query_segments: Int32[Array, "B T"] | None = None
+    key_segments: Int32[Array, "B S"] | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:

@@ -20,12 +20,27 @@ def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Arr
       extras: for the lengths.
       spec: for causality and the window.
       place: the tile.
-      mask: the dense mask of this tile, [B|1, K|1, G|1, T|1, S|1].
+      mask: what is `unhidden` in this tile, [B|1, K|1, G|1, T|1, S|1].
     """
     positions = _of_every_head(extras, place, causal=spec.is_causal, window=spec.window)
     if mask is None or positions is None:
         return positions if mask is None else mask
     return mask & positions
+
+
+def unhidden(
+    mask: Array | None, query_segments: Array | None, key_segments: Array | None
+) -> Array | None:
+    """The dense mask of a tile, narrowed to pairs of one segment; None where nothing is hidden.
+
+    Args:
+      mask: [B|1, K|1, G|1, T|1, S|1].
+      query_segments, key_segments: of the tile, [B, T] and [B, S].
+    """
+    if query_segments is None or key_segments is None:
+        return mask
+    rows, cols = query_segments[:, None, None, :, None], key_segments[:, None, None, None]
+    return rows == cols if mask is None else mask & (rows == cols)
 
 
 def visited(
@@ -34,8 +49,9 @@ def visited(
     """True for rows [B|1, 1, 1, T, 1] that may see a key of this step by position alone.
 
     A step that lies wholly above the diagonal, outside the window or beyond the lengths does not
-    exist for a row: whether a tile happens to contain it must not matter. A dense mask has no such
-    structure, so a step that it masks wholly is taken. None where every row may see some key.
+    exist for a row: whether a tile happens to contain it must not matter. A dense mask and segments
+    have no such structure, so a step that they mask wholly is taken. None where every row may see
+    some key.
 
     Args:
       extras: for the lengths.

@@ -105,5 +105,6 @@ def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Arra
         span(0, k.shape[-2])[None],
     )
     s = softmax.scores(q, k, extras.bias, spec, extras, place)
-    seen = visibility.visible(extras, spec, place, extras.mask)
+    mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
+    seen = visibility.visible(extras, spec, place, mask)
     return place, visibility.mask_scores(s, seen)

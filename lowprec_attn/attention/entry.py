@@ -32,6 +32,8 @@ def dot_product_attention(
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Int[ArrayLike, "B T"] | None = None,
+    key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -69,6 +71,9 @@ def dot_product_attention(
       key_value_seq_lengths: valid keys per batch element.
       local_window_size: (left, right), or one int for both: row t sees the keys
         t − left <= s <= t + right; not traced. Tiles outside it are skipped.
+      query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
+        arithmetic they are a dense mask that is never formed.
+      key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well.
@@ -104,6 +109,8 @@ def dot_product_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
         numerics=numerics,
         row_max=row_max,
         rng_key=rng_key,
@@ -124,6 +131,8 @@ def prepare(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: Any = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -139,6 +148,10 @@ def prepare(
     bias, mask = arrays[3:]
     if unbatched:
         bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
+        query_segment_ids, key_value_segment_ids = (
+            x if x is None or jnp.ndim(x) != 1 else jnp.asarray(x)[None]
+            for x in (query_segment_ids, key_value_segment_ids)
+        )
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
     validation.check_inputs(q, k, v, names=("query", "key", "value"))
     batch, _, heads, head_size = q.shape
@@ -149,6 +162,9 @@ def prepare(
         validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         None if rng_key is None else RandomStream.of(rng_key, batch, heads),
         validation.traced_scale(scale),
+        *validation.segments(
+            query_segment_ids, key_value_segment_ids, q.shape[:2], (batch, k.shape[1])
+        ),
     )
     spec = functools.partial(
         Spec,

@@ -32,6 +32,8 @@ class Masking:
     bias: Float[np.ndarray, "..."] | None = None
     query_lengths: Int[np.ndarray, "B"] | None = None
     key_lengths: Int[np.ndarray, "B"] | None = None
+    query_segments: Int[np.ndarray, "B T"] | None = None
+    key_segments: Int[np.ndarray, "B S"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +138,9 @@ def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
         seen = seen & (rows < np.asarray(masking.query_lengths)[:, None, None, None])
     if masking.key_lengths is not None:
         seen = seen & (cols < np.asarray(masking.key_lengths)[:, None, None, None])
+    if masking.query_segments is not None and masking.key_segments is not None:
+        of_rows, of_keys = masking.query_segments, masking.key_segments
+        seen = seen & (of_rows[:, None, :, None] == of_keys[:, None, None])
     return seen if masking.mask is None else seen & np.asarray(masking.mask, bool)
 
 

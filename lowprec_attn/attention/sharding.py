@@ -144,7 +144,7 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
         batch = batch_axis if x.shape[0] > 1 else None
         return PartitionSpec(batch, head_axis if x.shape[1] > 1 else None, None, None)
 
-    def lengths(x: Array | None) -> PartitionSpec | None:
+    def by_batch(x: Array | None) -> PartitionSpec | None:
         return None if x is None else PartitionSpec(batch_axis)
 
     stream = None
@@ -158,8 +158,10 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
     return Extras(
         pairs(extras.bias),  # type: ignore[arg-type]
         pairs(extras.mask),  # type: ignore[arg-type]
-        lengths(extras.query_lengths),  # type: ignore[arg-type]
-        lengths(extras.key_lengths),  # type: ignore[arg-type]
+        by_batch(extras.query_lengths),  # type: ignore[arg-type]
+        by_batch(extras.key_lengths),  # type: ignore[arg-type]
         stream,
         None if extras.scale is None else PartitionSpec(),  # type: ignore[arg-type]
+        by_batch(extras.query_segments),  # type: ignore[arg-type]
+        by_batch(extras.key_segments),  # type: ignore[arg-type]
     )

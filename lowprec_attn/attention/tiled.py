@@ -274,6 +274,7 @@ def _tile_scores(
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
     )
     s = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    mask = visibility.unhidden(mask, *grid.segments(tiles.extras, i, j))
     s = visibility.mask_scores(s, visibility.visible(tiles.extras, spec, place, mask))
     if grid.kv_padding:
         # Not MASKED: keys that do not exist must not count as repeated maxima of a masked step.

@@ -112,6 +112,44 @@ def lengths(name: str, x: ArrayLike | None, batch: int) -> Array | None:
     return x.astype(jnp.int32)
 
 
+def segments(
+    query: ArrayLike | None, key: ArrayLike | None, rows: tuple[int, int], keys: tuple[int, int]
+) -> tuple[Array | None, Array | None]:
+    """Segment ids as int32 [B, T] and [B, S]; those of the queries serve as many keys too.
+
+    Args:
+      query, key: as the caller gave them.
+      rows, keys: (B, T) and (B, S).
+
+    Raises:
+      ValueError: one is missing beside the other, or is not integers of its shape.
+    """
+    if query is None and key is None:
+        return None, None
+    if key is None and rows == keys:
+        key = query
+    if query is None or key is None:
+        missing, given = (
+            ("query_segment_ids", "key_value_segment_ids")
+            if query is None
+            else ("key_value_segment_ids", "query_segment_ids")
+        )
+        raise ValueError(
+            f"{missing} is missing beside {given}, with {rows[1]} queries and {keys[1]} keys"
+        )
+    named = (("query_segment_ids", query, rows), ("key_value_segment_ids", key, keys))
+    return tuple(_segments(*one) for one in named)  # type: ignore[return-value]  # two
+
+
+def _segments(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array:
+    x = jnp.asarray(x)
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(
+            f"{name} must be integers [batch, length] = {shape}, got {x.dtype}{x.shape}"
+        )
+    return x.astype(jnp.int32)
+
+
 def scale(value: float | None, head_size: int) -> float:
     """The factor of q kᵀ, 1/√H by default.
 

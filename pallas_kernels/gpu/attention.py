@@ -2,7 +2,8 @@
 
 Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
 every row-max rule. Attention may be causal or not, in a local window, with grouped heads, with
-lengths, of any sequence length. `unsupported` names what it declines; `tiled` serves that.
+lengths and segments, of any sequence length. `unsupported` names what it declines; `tiled` serves
+that.
 
 The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB, at 4.3 TB/s
 and 790 TFLOP/s:
@@ -44,6 +45,7 @@ from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, default_block_sizes
 from pallas_kernels.gpu.device import too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 
@@ -144,7 +146,7 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     q, k, v = _separate(arrays)
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
-    out = forward(q, k, v, Scalars.of(extras, spec), problem)
+    out = forward(q, k, v, _scalars(extras, spec), problem)
     saved = None
     if spec.numerics.delta != "dp_p":
         saved = out.o if out.saved is None else out.saved
@@ -157,7 +159,7 @@ def _backward(
     do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, lse = res
     q, k, v = _separate(arrays)
-    sizes, scalars = block_sizes(q, spec), Scalars.of(extras, spec)
+    sizes, scalars = block_sizes(q, spec), _scalars(extras, spec)
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
         # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
@@ -183,6 +185,10 @@ def _backward(
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _scalars(extras: Extras, spec: Spec) -> Scalars:
+    return Scalars.of(extras, spec)._replace(pairs=Pairs.of(extras))
 
 
 def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile:

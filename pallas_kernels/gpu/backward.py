@@ -66,6 +66,15 @@ class Side(NamedTuple):
     for_dp: Array
 
 
+class Tile(NamedTuple):
+    """A tile by its numbers, and where it lies, maybe transposed."""
+
+    i: Array
+    j: Array
+    place: Place
+    keys_first: bool
+
+
 class Program(NamedTuple):
     """What the tiles of one program share."""
 
@@ -87,10 +96,10 @@ def dp_offset(delta: Array, problem: Problem) -> Array:
 
 
 def _probs_and_dp(
-    program: Program, left: Side, right: Side, offset: Array, place: Place, *, masked: bool
+    program: Program, left: Side, right: Side, offset: Array, tile: Tile, *, masked: bool
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
-    problem, round_point = program.problem, program.round_point
+    problem, round_point, place = program.problem, program.round_point, tile.place
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
     s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.spec.scale)
@@ -102,7 +111,11 @@ def _probs_and_dp(
     else:
         log2_p = (s * factor + offset) * log2e
     if masked:
-        log2_p = mask_scores(log2_p, problem.visible(place, program.batch, program.scalars))
+        seen = problem.visible(place, program.batch, program.scalars)
+        if (pairs := program.scalars.pairs) is not None:
+            i, j, _, keys_first = tile
+            seen = seen & problem.unhidden(i, j, program.batch, pairs, keys_first=keys_first)
+        log2_p = mask_scores(log2_p, seen)
     probs = exp2(log2_p, interpret=problem.interpret)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
@@ -184,7 +197,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             place = problem.place(
                 i, j, keys_first=True
             )  # P and dS are then left operands as they are
-            probs, dp = _probs_and_dp(program, keys, rows, offset, place, masked=masked)
+            tile = Tile(i, j, place, keys_first=True)
+            probs, dp = _probs_and_dp(program, keys, rows, offset, tile, masked=masked)
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", place)
             dv = dv + program.round_point.dot(
@@ -325,8 +339,9 @@ class _Walk(NamedTuple):
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
             keys = Side(problem.load_keys(self.ref.k, j), problem.load_keys(self.ref.v, j))
             place = problem.place(self.i, j)
+            tile = Tile(self.i, j, place, keys_first=False)
             probs, dp = _probs_and_dp(
-                self.program, self.rows, keys, self.offset, place, masked=masked
+                self.program, self.rows, keys, self.offset, tile, masked=masked
             )
             new = contribution(probs, dp, keys.for_scores, place)
             return jax.tree.map(jnp.add, total, new)

@@ -21,6 +21,7 @@ from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.gpu.block_sizes import Tile
 from pallas_kernels.gpu.products import Rounder
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.scalars import Scalars
 
 LOG2E = math.log2(math.e)
@@ -74,6 +75,7 @@ class Problem(common.Problem):
             hopper=hopper,
             has_query_lengths=extras.query_lengths is not None,
             has_key_lengths=extras.key_lengths is not None,
+            has_pairs=Pairs.of(extras) is not None,
         )
 
     @property
@@ -286,6 +288,21 @@ class Problem(common.Problem):
         )
         assert seen is not None
         return seen
+
+    def unhidden(
+        self, i: Array, j: Array, batch: Array, pairs: Pairs, *, keys_first: bool = False
+    ) -> Array:
+        """True in tile (i, j), or its transpose, where only its position may hide a column."""
+        query, kv = self.tile.query, self.tile.kv
+        rows = self._load_segments(pairs.query_segments, batch, i * query, query, self.rows)
+        cols = self._load_segments(pairs.key_segments, batch, j * kv, kv, self.keys)
+        return rows[None] == cols[:, None] if keys_first else rows[:, None] == cols[None]
+
+    def _load_segments(self, ref: Any, batch: Array, start: Array, size: int, limit: int) -> Array:
+        window = ref.at[batch, pl.ds(start, size)]
+        if limit % size == 0:
+            return window[...]
+        return plt.load(window, mask=span(start, size) < limit, other=0)
 
     def load_rows(self, ref: Any, start: Array | int, size: int, *index: Any) -> Array:
         """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""

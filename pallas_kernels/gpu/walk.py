@@ -50,7 +50,10 @@ class Walk(NamedTuple):
             return s, place
 
         def mask(s: Array) -> Array:
-            return mask_scores(s, problem.visible(place, self.batch, self.scalars))
+            seen = problem.visible(place, self.batch, self.scalars)
+            if self.scalars.pairs is not None:
+                seen = seen & problem.unhidden(self.i, j, self.batch, self.scalars.pairs)
+            return problem.without_padding(mask_scores(s, seen), place)
 
         return mask(s) if masked is True else lax.cond(masked, mask, lambda s: s, s), place
 

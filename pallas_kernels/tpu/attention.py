@@ -1,8 +1,8 @@
 """Attention on TPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves float32 and bfloat16 at every numerics point, to nearest or stochastically, and every
-row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths,
-of any sequence length. `unsupported` names what it declines; `tiled` serves that.
+row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths
+and segments, of any sequence length. `unsupported` names what it declines; `tiled` serves that.
 """
 
 from functools import partial
@@ -22,6 +22,7 @@ from lowprec_attn.arithmetic.request import (
     unsupported_in_tiles,
 )
 from lowprec_attn.arithmetic.transforms import first_order_only
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import Operands, lse_unit
@@ -37,6 +38,7 @@ from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.key_gradients import key_gradients
 from pallas_kernels.tpu.problem import Problem
 from pallas_kernels.tpu.query_gradients import delta_from_probs, query_gradients
+from pallas_kernels.tpu.walk import Inputs
 
 FORMATS = ("float32", "bfloat16")
 MODES = ("nearest", "stochastic")
@@ -115,7 +117,8 @@ def _forward(
     inputs = Grouped(q, k, v, extras)
     problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
     qs, ks, vs = _padded_inputs(inputs, problem)
-    out = forward(qs, ks, vs, _scalars(extras, spec), problem)
+    pairs = _padded_pairs(extras, problem)
+    out = forward(Inputs(qs, ks, vs, pairs), _scalars(extras, spec), problem)
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
     lse = _by_group(out.lse, problem)[..., 0, :rows]
@@ -136,15 +139,19 @@ def _backward(
     # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
     lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
 
-    def operands(problem: Problem, *by_row: Array | None) -> Operands:
+    def operands(
+        problem: Problem, delta: Array | None = None, dlse: Array | None = None
+    ) -> Operands:
         q, k, v = _padded_inputs(inputs, problem)
         scores_lse = _statistics(lse / jnp.float32(lse_unit(problem)), problem, jnp.inf)
-        others = (None if x is None else _statistics(x, problem, 0.0) for x in by_row)
-        return Operands(q, k, v, _padded_rows(do, problem), scores_lse, *others)
+        delta, dlse = (None if x is None else _statistics(x, problem, 0.0) for x in (delta, dlse))
+        pairs = _padded_pairs(inputs.extras, problem)
+        do_rows = _padded_rows(do, problem)
+        return Operands(q, k, v, do_rows, scores_lse, delta, dlse, pairs)
 
     n = spec.numerics
     if res.o_saved is None:
-        delta = _by_row(delta_from_probs(operands(by_query, None), scalars, by_query), by_query)
+        delta = _by_row(delta_from_probs(operands(by_query), scalars, by_query), by_query)
     else:
         delta = delta_from_output(do, res.o_saved, n, inputs.q.dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
@@ -181,6 +188,7 @@ def _problem(inputs: Grouped, spec: Spec, tile: Tile) -> Problem:
         interpret=sizes.interpret,
         has_query_lengths=inputs.extras.query_lengths is not None,
         has_key_lengths=inputs.extras.key_lengths is not None,
+        has_pairs=Pairs.of(inputs.extras) is not None,
     )
 
 
@@ -211,6 +219,20 @@ def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Arr
         _padded_rows(q, problem),
         _pad(inputs.k, problem.padded_keys),
         _pad(inputs.v, problem.padded_keys),
+    )
+
+
+def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:
+    """Segments as [B, 1, T] and [B, 1, S], in whole tiles."""
+    pairs = Pairs.of(extras)
+    if pairs is None:
+        return None
+    sizes = (problem.padded_rows, problem.padded_keys)
+    return Pairs(
+        *(
+            jnp.pad(x[:, None], ((0, 0), (0, 0), (0, size - x.shape[1])))
+            for x, size in zip(pairs, sizes, strict=True)
+        )
     )
 
 

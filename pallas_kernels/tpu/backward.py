@@ -18,12 +18,14 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.problem import Range
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.problem import (
     Problem,
     exponential,
     indices,
+    unhidden,
 )
 from pallas_kernels.tpu.products import COLUMNS, Rounder
 
@@ -42,6 +44,7 @@ class Operands(NamedTuple):
     lse: Any
     delta: Any = None
     dlse: Any = None
+    pairs: Pairs | None = None
 
 
 class Program(NamedTuple):
@@ -51,6 +54,7 @@ class Program(NamedTuple):
     scalars: Scalars
     batch: Array
     round_point: Rounder
+    pairs: Pairs | None = None
 
 
 class Side(NamedTuple):
@@ -77,7 +81,10 @@ def probs_and_dp(
         s = s * jnp.float32(problem.spec.scale)
     s = round_point(s, "scores", place)
     if masked:
-        s = mask_scores(s, problem.visible(place, program.batch, program.scalars))
+        seen = problem.visible(place, program.batch, program.scalars)
+        if program.pairs is not None:
+            seen = seen & unhidden(program.pairs, keys_first=place.rows.shape[0] == 1)
+        s = mask_scores(s, seen)
     probs = exponential(s - lse, unit)
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)

@@ -28,6 +28,7 @@ from pallas_kernels.tpu.problem import (
     call,
     indices,
     lanes,
+    pair_specs,
     to_row,
 )
 from pallas_kernels.tpu.products import Rounder
@@ -42,7 +43,7 @@ class Outputs(NamedTuple):
     saved: Any = None
 
 
-def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
+def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the kernel on q [B, N, T, H], k and v [B, K, S, H], padded to whole tiles."""
     size = problem.tile
     walk = Walk.of(problem)
@@ -57,6 +58,11 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     )
     keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile(j), x))
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile_of_v(j), x))
+
+    def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
+        return b, i, problem.key_range(i, b, scalars).clamp(walk.tile(j))
+
+    pairs = pair_specs(x.pairs, problem, tile)
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
     saved_dtype = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
@@ -70,20 +76,18 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     grid = Grid(
         sizes=(problem.batch, problem.heads, problem.q_tiles, walk.programs),
         parallel=3,
-        in_specs=(rows, keys, values),
+        in_specs=(Inputs(rows, keys, values, pairs),),
         out_specs=Outputs(rows, statistics, None if saved_dtype is None else rows),
         scratch=state + ((per_row,) * 2 + state) * walk.is_long,
     )
-    return Outputs(*call(_forward, problem, grid, out)(scalars, q, k, v))
+    return Outputs(*call(_forward, problem, grid, out)(scalars, x))
 
 
-def _forward(
-    scalars: Scalars, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, problem: Problem
-) -> None:
+def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> None:
     out, scratch = Outputs(*refs[:3]), refs[3:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i)
-    walk, inputs = Walk.of(problem), Inputs(q_ref, k_ref, v_ref)
+    walk = Walk.of(problem)
     size, missing = (4, ()) if problem.keeps_auxiliary else (3, (None,))
     state_ref = SoftmaxState(*scratch[:size], *missing)
 

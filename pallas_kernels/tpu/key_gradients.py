@@ -26,6 +26,7 @@ from pallas_kernels.tpu.problem import (
     Problem,
     call,
     indices,
+    pair_specs,
 )
 from pallas_kernels.tpu.products import ROWS
 
@@ -54,10 +55,15 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         (None, None, 1, size.query),
         lambda b, h, j, g, i, scalars: (b, h * problem.group + g, 0, visited(j, i, b, scalars)),
     )
+
+    def tile(b: Array, h: Array, j: Array, g: Array, i: Array, scalars: Scalars) -> Any:
+        return b, visited(j, i, b, scalars), j
+
+    pairs = pair_specs(x.pairs, problem, tile)
     grid = Grid(
         sizes=(problem.batch, problem.kv_heads, problem.kv_tiles, problem.group, problem.q_tiles),
         parallel=3,
-        in_specs=(Operands(rows, keys, keys, rows, statistics, statistics),),
+        in_specs=(Operands(rows, keys, keys, rows, statistics, statistics, pairs=pairs),),
         out_specs=(keys, keys),
         scratch=((size.kv, problem.head_size),)
         * (4 if sums_parts(problem, size.query, problem.row_step) else 2),
@@ -79,9 +85,8 @@ def _key_gradients(
 ) -> None:
     n = problem.spec.numerics
     batch, kv_head, j, g, i = (pl.program_id(axis) for axis in range(5))
-    program = Program(
-        problem, scalars, batch, problem.rounder(scalars, batch, kv_head * problem.group + g)
-    )
+    round_point = problem.rounder(scalars, batch, kv_head * problem.group + g)
+    program = Program(problem, scalars, batch, round_point, ref.pairs)
     dk_part, dv_part = parts or (None, None)
     dk_total = GradientSum(program, dk_sum, dk_part, problem.tile.query, problem.row_step, 1)
     dv_total = GradientSum(program, dv_sum, dv_part, problem.tile.query, problem.row_step, 2)

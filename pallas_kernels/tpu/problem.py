@@ -16,6 +16,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.visibility import by_position
 from pallas_kernels import problem as common
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.block_sizes import LANES, VMEM_LIMIT, Steps, Tile
 from pallas_kernels.tpu.products import Rounder
@@ -108,6 +109,38 @@ class Problem(common.Problem):
         if scalars.key_lengths is not None:
             end = jnp.where(j * size < scalars.key_lengths[batch], end, 0)
         return common.Range(begin, begin, end)
+
+
+def pair_specs(pairs: Pairs | None, problem: Problem, index: Callable[..., Any]) -> Pairs | None:
+    """Block specifications of `Pairs` whose segments are rows [B, 1, T] and [B, 1, S].
+
+    index: of a program and the scalars: batch element, query tile, key tile.
+    """
+    if pairs is None:
+        return None
+
+    def rows(*program: Any) -> tuple[Any, ...]:
+        batch, i, _ = index(*program)
+        return batch, 0, i
+
+    def keys(*program: Any) -> tuple[Any, ...]:
+        batch, _, j = index(*program)
+        return batch, 0, j
+
+    return Pairs(
+        pl.BlockSpec((None, 1, problem.tile.query), rows),
+        pl.BlockSpec((None, 1, problem.tile.kv), keys),
+    )
+
+
+def unhidden(pairs: Pairs, *, keys: Any = slice(None), keys_first: bool = False) -> Array:
+    """True where only its position may hide a column from a row of the tile; or its transpose.
+
+    keys: a part of the tile.
+    """
+    rows, cols = pairs.query_segments[...], pairs.key_segments[:, keys]
+    left, right = (cols, rows) if keys_first else (rows, cols)
+    return lanes(to_columns(left), right.shape[1]) == right
 
 
 def indices(start: Array | int, size: int, axis: int) -> Array:

@@ -32,6 +32,7 @@ from pallas_kernels.tpu.problem import (
     call,
     indices,
     lanes,
+    pair_specs,
     to_columns,
     to_row,
 )
@@ -110,11 +111,18 @@ def _over_queries(
     )
     keys = pl.BlockSpec((None, None, size.kv, problem.head_size), key_tile)
     shape, out_spec, scratch = out
-    by_row = (None if row is None else _row_statistics(problem) for row in (x.lse, x.delta, x.dlse))
+    lse, delta, dlse = (
+        None if row is None else _row_statistics(problem) for row in (x.lse, x.delta, x.dlse)
+    )
+
+    def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
+        return b, i, problem.key_range(i, b, scalars).clamp(j)
+
+    pairs = pair_specs(x.pairs, problem, tile)
     grid = Grid(
         sizes=(problem.batch, problem.heads, problem.q_tiles, problem.kv_tiles),
         parallel=3,
-        in_specs=(Operands(rows, keys, keys, rows, *by_row),),
+        in_specs=(Operands(rows, keys, keys, rows, lse, delta, dlse, pairs),),
         out_specs=out_spec,
         scratch=scratch,
     )
@@ -133,7 +141,8 @@ class _Walk(NamedTuple):
     @classmethod
     def of(cls, scalars: Scalars, ref: Operands, lse: Any, problem: Problem) -> "_Walk":
         batch, head, i, j = (pl.program_id(axis) for axis in range(4))
-        program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head))
+        round_point = problem.rounder(scalars, batch, head)
+        program = Program(problem, scalars, batch, round_point, ref.pairs)
         return cls(program, ref, lse, i, j)
 
     @property
@@ -145,7 +154,7 @@ class _Walk(NamedTuple):
     @property
     def seen(self) -> Range:
         """The key tiles that the walk visits."""
-        problem, scalars, batch, _ = self.program
+        problem, scalars, batch, *_ = self.program
         return problem.key_range(self.i, batch, scalars)
 
     def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:

@@ -17,9 +17,10 @@ from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.visibility import mask_scores
+from pallas_kernels.pairs import Pairs
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu import softmax
-from pallas_kernels.tpu.problem import Problem, indices
+from pallas_kernels.tpu.problem import Problem, indices, unhidden
 from pallas_kernels.tpu.products import COLUMNS, Rounder
 
 
@@ -73,11 +74,12 @@ class Walk(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """References to the tiles of q, k and v."""
+    """q, k, v and what hides pairs of theirs, or references to tiles of them."""
 
     q: Any
     k: Any
     v: Any
+    pairs: Pairs | None = None
 
 
 class LongStep(NamedTuple):
@@ -110,14 +112,21 @@ class Program(NamedTuple):
         place = Place(rows, indices(first if start is None else start, keys, 1))
         return softmax.Step(self.problem, self.round_point, place, first, masked)
 
-    def scores(self, q: Array, k: Array, place: Place, *, masked: bool) -> Array:
-        """S as rounded at its point, in `score_unit`."""
-        problem = self.problem
+    def scores(
+        self, inputs: Inputs, k: Array, place: Place, *, keys: Any = slice(None), masked: bool
+    ) -> Array:
+        """S of k as rounded at its point, in `score_unit`; keys: which of the tile they are."""
+        problem, q = self.problem, inputs.q[...]
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
         if not problem.scales_queries and problem.score_unit == 1:
             s = s * jnp.float32(problem.spec.scale)
         s = self.round_point(s, "scores", place)
-        return mask_scores(s, problem.visible(place, self.batch, self.scalars)) if masked else s
+        if not masked:
+            return s
+        seen = problem.visible(place, self.batch, self.scalars)
+        if inputs.pairs is not None:
+            seen = seen & unhidden(inputs.pairs, keys=keys)
+        return problem.without_padding(mask_scores(s, seen), place)
 
     def keep_unvisited(
         self, new: SoftmaxState, old: SoftmaxState, step: softmax.Step
@@ -157,7 +166,7 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
         keys = pl.ds(within * size, size)
         k, v = inputs.k[keys, :], inputs.v[keys, :]
         step = program.step(number, keys=size, masked=masked)
-        s = program.scores(inputs.q[...], k, step.place, masked=masked)
+        s = program.scores(inputs, k, step.place, keys=keys, masked=masked)
         old = read(state_ref)
         new = softmax.softmax_step(old, s, v, step)
         _write(state_ref, program.keep_unvisited(new, old, step))
@@ -212,7 +221,7 @@ def take_part(
 
     def visit(*, masked: bool) -> None:
         step = program.step(number, start=tile * size, keys=size, masked=masked)
-        s = program.scores(inputs.q[...], inputs.k[...], step.place, masked=masked)
+        s = program.scores(inputs, inputs.k[...], step.place, masked=masked)
 
         @pl.when(~walk.sums(j))
         def compare() -> None:

@@ -93,6 +93,25 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jax.jit(lambda w: attend(local_window_size=w))(3),
         "local_window_size.* not traced, got .*int32",
     ),
+    "segments of the queries alone": (
+        lambda: attend(query_segment_ids=jnp.zeros((2, 6), jnp.int32)),
+        "key_value_segment_ids is missing beside query_segment_ids, with 6 queries and 5 keys",
+    ),
+    "segments of the keys alone": (
+        lambda: attend(key_value_segment_ids=jnp.zeros((2, 5), jnp.int32)),
+        "query_segment_ids is missing beside key_value_segment_ids",
+    ),
+    "segments of another shape": (
+        lambda: attend(
+            query_segment_ids=jnp.zeros((2, 6), jnp.int32),
+            key_value_segment_ids=jnp.zeros((5,), jnp.int32),
+        ),
+        r"key_value_segment_ids must be integers \[batch, length\] = \(2, 5\), got int32\(5,\)",
+    ),
+    "float segments": (
+        lambda: attend(query_segment_ids=x(2, 6), key_value_segment_ids=x(2, 5)),
+        "query_segment_ids must be integers.* got float32",
+    ),
     "scale": (lambda: attend(scale=float("nan")), "scale must be a finite number, got nan"),
     "name for numerics": (
         lambda: attend(numerics="flesh"),

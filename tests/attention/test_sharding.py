@@ -92,6 +92,7 @@ def test_masks_biases_and_lengths_are_split_too() -> None:
             "bias": rng.standard_normal((*bias, t, t)).astype(np.float32),
             "key_value_seq_lengths": np.array([20, 3, 11, 0], np.int32),
             "query_seq_lengths": np.array([20, 20, 5, 7], np.int32),
+            "query_segment_ids": rng.integers(0, 2, (b, t)),
         }
         whole = results(attention.dot_product_attention, EXACT, **options)
         harness.check_same(results(split, EXACT, **options), whole, CASE.keys)

@@ -68,6 +68,22 @@ def test_presets_with_other_rules_are_as_accurate_as_plain(
     assert "out" in closer(result, *plain)  # P̄ is rounded against the maximum of the rule
 
 
+WINDOWED = {
+    "gpu": dataclasses.replace(harness.CASES["causal_window"], values="repeated_maxima"),
+    "tpu": dataclasses.replace(
+        harness.LONG_CASES["tiles_causal_window"], batch=1, query_lengths=None, is_causal=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_steps_outside_the_window_do_not_exist(kernels: str) -> None:
+    """The published rule would move m there, and every step rounds Ō anew."""
+    case = WINDOWED[kernels]
+    call = kernel_call(kernels, case, numerics.PUBLISHED_EAGER, RULES["published"], backward=False)
+    check_accuracy(case, call)
+
+
 # A case, the tiles of `tiled`, and the share of roundings that another order of a sum may tip over.
 # On the TPU's longer rows one that is tipped over tips others over, with every point rounded.
 RANDOM = {
@@ -142,13 +158,18 @@ def test_a_step_that_does_not_exist_for_a_row_must_not_round_it(
 @pytest.mark.parametrize(
     ("kernels", "head_size"), [("gpu", 24), ("tpu", 16)], ids=["gpu, between powers of two", "tpu"]
 )
-def test_vmap_with_its_own_lengths(kernels: str, head_size: int) -> None:
-    case = Case(batch=3, heads=1, kv_heads=1, head_size=head_size, key_lengths=(20, 0, 7))
+def test_vmap_with_its_own_lengths_and_segments(kernels: str, head_size: int) -> None:
+    case = Case(
+        batch=3, heads=1, kv_heads=1, head_size=head_size, key_lengths=(20, 0, 7), segments=True
+    )
     call = kernel_call(kernels, case, EXACT, backward=False)
     arrays = {name: jnp.asarray(x)[:, None] for name, x in harness.inputs(case).items()}
-    mapped = jax.vmap(lambda x, lengths: call(x, Extras(key_lengths=lengths)), in_axes=(0, 0))(
-        arrays, jnp.array(case.key_lengths, jnp.int32)[:, None]
-    )
+
+    def mapped_call(x: dict[str, Any], lengths: jax.Array) -> dict[str, jax.Array]:
+        segments = (x[name] for name in ("query_segments", "key_segments"))
+        return call(x, Extras(None, None, None, lengths, None, None, *segments))
+
+    mapped = jax.vmap(mapped_call)(arrays, jnp.array(case.key_lengths, jnp.int32)[:, None])
     expected = harness.oracle(case, harness.inputs(case))
     for name, x in mapped.items():
         assert harness.error(np.asarray(x)[:, 0], expected[name]) < 1e-5, name

@@ -84,6 +84,15 @@ GROUPS = {
         Call(generation="v5e", length=1),
         Call(generation="v5e", length=100, keys=1100),
     ),
+    "hidden": (
+        *(
+            Call(generation=generation, length=2048, window=(300, 0), has_segments=True)
+            for generation in TOPOLOGIES
+        ),
+        Call(generation="v5e", length=1000, keys=3000, window=(100, 50), row_max="published"),
+        Call(generation="v6e", length=1000, keys=1100, has_segments=True, has_lengths=True),
+        large("v5e", preset="exact", has_segments=True, window=(2000, 0), head_size=256),
+    ),
     # Steps of several tiles: by default where one does not fit, or because the tile says so.
     "steps": tuple(
         Call(generation=generation, preset=preset, row_max="published", **changes)

@@ -110,6 +110,7 @@ class Case:
     scale: float | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
+    segments: bool = False
     mask: str | None = None
     bias: tuple[bool, bool, bool] | None = None  # which of B, N, T the bias spans
     values: str = "normal"
@@ -136,6 +137,7 @@ CASES = {
     "window": Case(window=(6, 2), values="repeated_maxima"),
     "causal_window": Case(rows=25, keys=40, heads=4, is_causal=True, window=9),
     "window_more_rows": Case(rows=40, keys=20, window=(7, 1), key_lengths=(20, 9)),
+    "segments": Case(rows=25, keys=21, heads=4, segments=True, key_lengths=(21, 12)),
     "mask_padding": Case(mask="padding"),
     "mask_empty_rows_and_blocks": Case(mask="empty", heads=4),
     "bias": Case(bias=(True, True, True), mask="random"),
@@ -160,14 +162,18 @@ LONG_CASES = {
     "tiles_causal_window": dataclasses.replace(
         LONG, batch=2, rows=400, keys=300, window=50, query_lengths=(400, 170)
     ),
+    "tiles_segments": dataclasses.replace(LONG, batch=2, rows=300, keys=300, segments=True),
     "tiles_head_192": dataclasses.replace(LONG, heads=1, kv_heads=1, head_size=192),
 }
 
 # Kernels take long to compile in the interpreter. A device runs every case.
 SLOW = {
-    "gpu": ("gqa_head_32", "one_row", "more_rows", "more_keys_head_64"),
+    "gpu": ("gqa_head_32", "one_row", "more_rows", "more_keys_head_64", "window"),
     # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
-    "tpu": ("gqa_head_32", "more_keys_head_64"),
+    "tpu": (
+        *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
+        *("segments", "tiles_window"),
+    ),
 }
 
 
@@ -219,7 +225,20 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         result["bias"][..., 0] += 100.0  # exp(bias) alone would overflow
     if case.mask is not None:
         result["mask"] = _mask(case, rng)
+    if case.segments:
+        result["query_segments"], result["key_segments"] = _segments(case)
     return result
+
+
+def _segments(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of packed sequences: others in each batch element; the last rows see no key."""
+    return tuple(
+        np.stack([np.arange(size) // (length // 3 + 1 + b) for b in range(case.batch)]) + extra
+        for size, length, extra in (
+            (case.rows, case.keys, (np.arange(case.rows) >= case.rows - 2) * 100),
+            (case.keys, case.keys, 0),
+        )
+    )
 
 
 def _mask(case: Case, rng: np.random.Generator) -> np.ndarray:
@@ -249,6 +268,8 @@ def masking(case: Case, arrays: Arrays) -> reference.Masking:
         bias=arrays.get("bias"),
         query_lengths=None if case.query_lengths is None else np.array(case.query_lengths),
         key_lengths=None if case.key_lengths is None else np.array(case.key_lengths),
+        query_segments=arrays.get("query_segments"),
+        key_segments=arrays.get("key_segments"),
     )
 
 
@@ -318,11 +339,15 @@ def plain_options(
         left, right = sides(case.window)
         within = within & (rows - left <= cols) & (cols <= rows + right)
     visited = within & (cols <= rows) if case.is_causal else within
+    seen = visited & arrays.get("mask", np.True_)
+    if case.segments:
+        of_rows, of_keys = arrays["query_segments"], arrays["key_segments"]
+        seen = seen & (of_rows[:, None, :, None] == of_keys[:, None, None])
     return plain.Options(
         numerics=numerics_,
         row_max=row_max,
         scale=case.scale or case.head_size**-0.5,
-        seen=visited & arrays.get("mask", np.True_),
+        seen=seen,
         visited=visited,
         within_lengths=within,
         bias=arrays.get("bias"),
@@ -370,6 +395,8 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
     rest: dict[str, Any] = {"mask": arrays.get("mask")}
     for name, lengths in (("query", case.query_lengths), ("key_value", case.key_lengths)):
         rest[f"{name}_seq_lengths"] = None if lengths is None else np.array(lengths, np.int32)
+    rest["query_segment_ids"] = arrays.get("query_segments")
+    rest["key_value_segment_ids"] = arrays.get("key_segments")
     differentiated = {name: arrays[name] for name in ("q", "k", "v", "bias") if name in arrays}
     return Operands(differentiated, rest, (arrays["do"], arrays["dlse"]))
 

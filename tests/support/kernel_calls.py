@@ -143,7 +143,13 @@ def extras_of(case: harness.Case) -> Extras:
         for x in (case.query_lengths, case.key_lengths)
     ]
     indices = [jnp.arange(n, dtype=jnp.int32) for n in (case.batch, case.heads)]
-    return Extras(None, None, *lengths, RandomStream(jnp.array(_SEED, jnp.uint32), *indices))
+    arrays = harness.inputs(case)
+    segments = (
+        jnp.asarray(arrays[name]) if case.segments else None
+        for name in ("query_segments", "key_segments")
+    )
+    stream = RandomStream(jnp.array(_SEED, jnp.uint32), *indices)
+    return Extras(None, None, *lengths, stream, None, *segments)
 
 
 def operands_of(case: harness.Case) -> tuple[dict[str, jax.Array], Extras]:
