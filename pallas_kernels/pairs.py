@@ -1,19 +1,32 @@
-"""What hides keys from rows beside their positions: segment ids."""
+"""What hides keys from rows beside their positions: segment ids and a dense mask."""
 
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras
 
 
 class Pairs(NamedTuple):
-    """Segment ids of rows [B, T] and of keys [B, S], or references to them or to parts of them."""
+    """Arrays, or references to them or to parts of them; None where absent.
 
-    query_segments: Any
-    key_segments: Any
+    Attributes:
+      query_segments, key_segments: segment ids [B, T] and [B, S].
+      mask: int8 [B|1, N|1, T, S], 0 where a row may not see a key.
+    """
+
+    query_segments: Any = None
+    key_segments: Any = None
+    mask: Any = None
 
     @classmethod
-    def of(cls, extras: Extras) -> "Pairs | None":
+    def of(cls, extras: Extras, rows: int, keys: int) -> "Pairs | None":
         """Those of a call; None where positions alone decide."""
-        if extras.query_segments is None:
+        if extras.query_segments is None and extras.mask is None:
             return None
-        return cls(extras.query_segments, extras.key_segments)
+        mask: Array | None = extras.mask
+        if mask is not None:
+            # Bytes: kernels load no bits. All rows and keys, so that every tile is there.
+            mask = jnp.broadcast_to(mask, (*mask.shape[:2], rows, keys)).astype(jnp.int8)
+        return cls(extras.query_segments, extras.key_segments, mask)

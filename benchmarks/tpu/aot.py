@@ -74,6 +74,7 @@ class Call:
     has_lengths: bool = False
     window: tuple[int, int] | None = None
     has_segments: bool = False
+    has_mask: bool = False
     tile: tuple[int, int] | None = None
 
     @property
@@ -151,6 +152,8 @@ def _compile(call: Call) -> None:
     if call.has_segments:
         segments = (shape((b, size), jnp.int32) for size in (t, s))
         extras = extras._replace(**dict(zip(_SEGMENTS, segments, strict=True)))
+    if call.has_mask:
+        extras = extras._replace(mask=shape((b, 1, t, s), jnp.bool_))
     attend = _ours(call) if call.kernel == "ours" else _peer(call)
 
     def step(q: Array, k: Array, v: Array, do: Array, extras: Extras) -> Any:

@@ -116,7 +116,7 @@ class Request:
     kv_shape: tuple[int, ...]
     dtype: np.dtype
     has_bias: bool = False
-    has_mask: bool = False
+    mask_shape: tuple[int, ...] | None = None
     has_lengths: bool = False
     has_traced_scale: bool = False
     checks_vma: bool = False
@@ -131,7 +131,7 @@ class Request:
             kv_shape=k.shape,
             dtype=jnp.dtype(q.dtype),
             has_bias=extras.bias is not None,
-            has_mask=extras.mask is not None,
+            mask_shape=None if extras.mask is None else extras.mask.shape,
             has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
             has_traced_scale=extras.scale is not None,
             checks_vma=checks_varying_types(),
@@ -165,8 +165,8 @@ def unsupported_by_kernels(request: Request) -> str | None:
             "jax.shard_map with check_vma=True "
             "(pass check_vma=False to it, and call attention.within_shard inside)"
         )
-    if request.has_bias or request.has_mask:
-        return "a dense bias" if request.has_bias else "a dense mask"
+    if request.has_bias:
+        return "a dense bias"
     if request.q_shape[-1] not in HEAD_SIZES:
         return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return None

@@ -1,6 +1,6 @@
 """Unfused attention with every numerics point: one softmax step over all keys, O(T S) memory.
 
-What `standard` needs, and what small studies and dense masks use; `tiled` is the same
+What `standard` needs, and what small studies use; `tiled` is the same
 arithmetic in tiles.
 """
 

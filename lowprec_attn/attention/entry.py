@@ -66,7 +66,7 @@ def dot_product_attention(
         number is too; the kernels decline it.
       is_causal: row t sees the keys s <= t; not traced.
       query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
-        as has every row that sees no key (where a dense mask hides all keys, `PublishedMax`
+        as has every row that sees no key (where a mask or segments hide all keys, `PublishedMax`
         gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element.
       local_window_size: (left, right), or one int for both: row t sees the keys

@@ -26,7 +26,7 @@ def attention_fn(
     Causality reaches the kernels without a mask: by `is_causal=True`, here or in the call of an NNX
     module, or by a causal mask whose values are known when the call is traced (NumPy, or made
     outside `jit`), which is taken as `is_causal=True`. Linen's modules pass a mask alone. Any other
-    mask, one made inside `jit` included, stays a dense mask, which `tiled` and `dense` serve.
+    mask, one made inside `jit` included, stays a dense mask: tiles that it hides are not skipped.
 
     Masks are boolean, or 0/1 as `make_causal_mask` gives them. A mask beside `is_causal=True`
     narrows it: a row sees the keys that both let it see, as in Flax.

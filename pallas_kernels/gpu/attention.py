@@ -2,8 +2,8 @@
 
 Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
 every row-max rule. Attention may be causal or not, in a local window, with grouped heads, with
-lengths and segments, of any sequence length. `unsupported` names what it declines; `tiled` serves
-that.
+lengths, segments and dense masks, of any sequence length. `unsupported` names what it declines;
+`tiled` serves that.
 
 The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB, at 4.3 TB/s
 and 790 TFLOP/s:
@@ -68,7 +68,18 @@ def unsupported(request: Request) -> str | None:
         return f"compute capability {capability} (it needs 8.0, Ampere)"
     if reason := unsupported_by_kernels(request):
         return reason
+    if reason := _unsupported_mask(request):
+        return reason
     return _unsupported_numerics(request)
+
+
+def _unsupported_mask(request: Request) -> str | None:
+    if request.mask_shape is None:
+        return None
+    entries = math.prod((*request.mask_shape[:2], request.q_shape[1], request.kv_shape[1]))
+    if entries < 2**31:
+        return None
+    return f"a dense mask of {entries} entries (it takes fewer than 2^31; use lengths or segments)"
 
 
 def _unsupported_numerics(request: Request) -> str | None:
@@ -146,7 +157,7 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     q, k, v = _separate(arrays)
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
-    out = forward(q, k, v, _scalars(extras, spec), problem)
+    out = forward(q, k, v, _scalars(extras, spec, q.shape[1], k.shape[1]), problem)
     saved = None
     if spec.numerics.delta != "dp_p":
         saved = out.o if out.saved is None else out.saved
@@ -159,7 +170,7 @@ def _backward(
     do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, lse = res
     q, k, v = _separate(arrays)
-    sizes, scalars = block_sizes(q, spec), _scalars(extras, spec)
+    sizes, scalars = block_sizes(q, spec), _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
         # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
@@ -187,8 +198,8 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _scalars(extras: Extras, spec: Spec) -> Scalars:
-    return Scalars.of(extras, spec)._replace(pairs=Pairs.of(extras))
+def _scalars(extras: Extras, spec: Spec, rows: int, keys: int) -> Scalars:
+    return Scalars.of(extras, spec)._replace(pairs=Pairs.of(extras, rows, keys))
 
 
 def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile:

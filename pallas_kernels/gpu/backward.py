@@ -22,7 +22,15 @@ from lowprec_attn.arithmetic.places import Place, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
-from pallas_kernels.gpu.problem import LANES, LOG2E, Problem, by_lane, call, whole
+from pallas_kernels.gpu.problem import (
+    LANES,
+    LOG2E,
+    Problem,
+    TileIndex,
+    by_lane,
+    call,
+    whole,
+)
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.problem import Range
 from pallas_kernels.scalars import Scalars
@@ -81,6 +89,7 @@ class Program(NamedTuple):
     problem: Problem
     scalars: Scalars
     batch: Array
+    head: Array
     round_point: Rounder
 
 
@@ -113,8 +122,8 @@ def _probs_and_dp(
     if masked:
         seen = problem.visible(place, program.batch, program.scalars)
         if (pairs := program.scalars.pairs) is not None:
-            i, j, _, keys_first = tile
-            seen = seen & problem.unhidden(i, j, program.batch, pairs, keys_first=keys_first)
+            index = TileIndex(program.batch, program.head, tile.i, tile.j)
+            seen = seen & problem.unhidden(index, pairs, keys_first=tile.keys_first)
         log2_p = mask_scores(log2_p, seen)
     probs = exp2(log2_p, interpret=problem.interpret)
     a, b = left.for_dp, right.for_dp
@@ -181,9 +190,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
 
     def add_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        program = Program(
-            problem, scalars, batch, problem.rounder(scalars, batch, kv_head * problem.group + g)
-        )
+        head = kv_head * problem.group + g
+        program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
 
         def add_tile(i: Array, sums: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
             dk, dv = sums
@@ -296,7 +304,7 @@ class _Walk(NamedTuple):
         start = i * problem.tile.query
         rows = Side(*(problem.load_rows(r, start, problem.tile.query) for r in (ref.q, ref.do)))
         offset = problem.load_statistics(ref.offset, start)[:, None]
-        program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head))
+        program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
         return cls(program, ref, i, start, rows, offset)
 
     def statistic(self, ref: Any) -> Array:
@@ -329,7 +337,7 @@ class _Walk(NamedTuple):
         return lax.fori_loop(start, lax.div(end + per_product - 1, per_product), add_product, zero)
 
     def _range(self) -> Range:
-        problem, scalars, batch, _ = self.program
+        problem, scalars, batch, *_ = self.program
         return problem.key_range(self.i, batch, scalars)
 
     def _sum(self, contribution: Callable[..., Any], zero: Any, visited: Range) -> Any:

@@ -66,7 +66,7 @@ def _forward(
     start = i * problem.tile.query
     q = problem.load_rows(q_ref, start, problem.tile.query)
     round_point = problem.rounder(scalars, batch, head)
-    walk = Walk(problem, scalars, batch, i, q, k_ref, v_ref, round_point)
+    walk = Walk(problem, scalars, batch, head, i, q, k_ref, v_ref, round_point)
     take_step = step_of_one_tile if problem.tiles_per_step == 1 else step_of_tiles
 
     def step(t: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:

@@ -1,10 +1,11 @@
 """One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,15 @@ LOG2E = math.log2(math.e)
 # A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
 # the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
 THREADS, LANES = 4, 8
+
+
+class TileIndex(NamedTuple):
+    """Batch element, query head, query tile, key tile."""
+
+    batch: Array
+    head: Array
+    i: Array
+    j: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +85,7 @@ class Problem(common.Problem):
             hopper=hopper,
             has_query_lengths=extras.query_lengths is not None,
             has_key_lengths=extras.key_lengths is not None,
-            has_pairs=Pairs.of(extras) is not None,
+            has_pairs=extras.query_segments is not None or extras.mask is not None,
         )
 
     @property
@@ -289,14 +299,34 @@ class Problem(common.Problem):
         assert seen is not None
         return seen
 
-    def unhidden(
-        self, i: Array, j: Array, batch: Array, pairs: Pairs, *, keys_first: bool = False
-    ) -> Array:
-        """True in tile (i, j), or its transpose, where only its position may hide a column."""
+    def unhidden(self, tile: TileIndex, pairs: Pairs, *, keys_first: bool = False) -> Array:
+        """True in a tile, or its transpose, where only its position may hide a column."""
+        batch, _, i, j = tile
         query, kv = self.tile.query, self.tile.kv
-        rows = self._load_segments(pairs.query_segments, batch, i * query, query, self.rows)
-        cols = self._load_segments(pairs.key_segments, batch, j * kv, kv, self.keys)
-        return rows[None] == cols[:, None] if keys_first else rows[:, None] == cols[None]
+        parts = []
+        if pairs.query_segments is not None:
+            rows = self._load_segments(pairs.query_segments, batch, i * query, query, self.rows)
+            cols = self._load_segments(pairs.key_segments, batch, j * kv, kv, self.keys)
+            same = rows[None] == cols[:, None] if keys_first else rows[:, None] == cols[None]
+            parts.append(same)
+        if pairs.mask is not None:
+            mask = self._load_mask(pairs.mask, tile)
+            parts.append((mask.T if keys_first else mask) != 0)
+        return functools.reduce(jnp.logical_and, parts)
+
+    def _load_mask(self, ref: Any, tile: TileIndex) -> Array:
+        """int8 [query, kv]; zeros outside."""
+        batch, head, i, j = tile
+        query, kv = self.tile.query, self.tile.kv
+        batches, heads = ref.shape[:2]
+        batch = batch if batches > 1 else jnp.int32(0)
+        head = head if heads > 1 else jnp.int32(0)
+        window = ref.at[batch, head, pl.ds(i * query, query), pl.ds(j * kv, kv)]
+        if self.rows % query == 0 and self.keys % kv == 0:
+            return window[...]
+        place = self.place(i, j)
+        inside = (place.rows < self.rows) & (place.cols < self.keys)
+        return plt.load(window, mask=inside, other=0)
 
     def _load_segments(self, ref: Any, batch: Array, start: Array, size: int, limit: int) -> Array:
         window = ref.at[batch, pl.ds(start, size)]

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
-from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.gpu.problem import Problem, TileIndex
 from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.scalars import Scalars
 
@@ -22,6 +22,7 @@ class Walk(NamedTuple):
     problem: Problem
     scalars: Scalars
     batch: Array
+    head: Array
     i: Array
     q: Array
     k_ref: Any
@@ -52,7 +53,8 @@ class Walk(NamedTuple):
         def mask(s: Array) -> Array:
             seen = problem.visible(place, self.batch, self.scalars)
             if self.scalars.pairs is not None:
-                seen = seen & problem.unhidden(self.i, j, self.batch, self.scalars.pairs)
+                tile = TileIndex(self.batch, self.head, self.i, j)
+                seen = seen & problem.unhidden(tile, self.scalars.pairs)
             return problem.without_padding(mask_scores(s, seen), place)
 
         return mask(s) if masked is True else lax.cond(masked, mask, lambda s: s, s), place

@@ -1,8 +1,9 @@
 """Attention on TPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves float32 and bfloat16 at every numerics point, to nearest or stochastically, and every
-row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths
-and segments, of any sequence length. `unsupported` names what it declines; `tiled` serves that.
+row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths,
+segments and dense masks, of any sequence length. `unsupported` names what it declines; `tiled`
+serves that.
 """
 
 from functools import partial
@@ -59,7 +60,9 @@ def unsupported(request: Request) -> str | None:
         return f"{request.dtype.name} q, k and v (it takes {' and '.join(FORMATS)})"
     if reason := _unsupported_numerics(request):
         return reason
-    return too_large(_sizes_for(request), request.q_shape[-1], request.dtype.itemsize)
+    has_mask = request.mask_shape is not None
+    sizes = _sizes_for(request)
+    return too_large(sizes, request.q_shape[-1], request.dtype.itemsize, has_mask=has_mask)
 
 
 def keys_per_step(request: Request) -> int:
@@ -72,7 +75,8 @@ def _sizes_for(request: Request) -> BlockSizes:
     given = request.spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
     numerics, itemsize = request.spec.numerics, request.dtype.itemsize
-    return block_sizes_of(given, numerics, rows, keys, head_size, itemsize)
+    has_mask = request.mask_shape is not None
+    return block_sizes_of(given, numerics, rows, keys, head_size, itemsize, has_mask=has_mask)
 
 
 def _unsupported_numerics(request: Request) -> str | None:
@@ -188,7 +192,7 @@ def _problem(inputs: Grouped, spec: Spec, tile: Tile) -> Problem:
         interpret=sizes.interpret,
         has_query_lengths=inputs.extras.query_lengths is not None,
         has_key_lengths=inputs.extras.key_lengths is not None,
-        has_pairs=Pairs.of(inputs.extras) is not None,
+        has_pairs=inputs.extras.query_segments is not None or inputs.extras.mask is not None,
     )
 
 
@@ -196,8 +200,8 @@ def _sizes_of(inputs: Grouped, spec: Spec) -> BlockSizes:
     (*_, rows, head_size), keys = inputs.q.shape, inputs.k.shape[-2]
     given = spec.block_sizes
     assert given is None or isinstance(given, BlockSizes)  # `unsupported` declines any other
-    itemsize = inputs.q.dtype.itemsize
-    return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize)
+    itemsize, has_mask = inputs.q.dtype.itemsize, inputs.extras.mask is not None
+    return block_sizes_of(given, spec.numerics, rows, keys, head_size, itemsize, has_mask=has_mask)
 
 
 def _scalars(extras: Extras, spec: Spec) -> Scalars:
@@ -223,16 +227,23 @@ def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Arr
 
 
 def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:
-    """Segments as [B, 1, T] and [B, 1, S], in whole tiles."""
-    pairs = Pairs.of(extras)
+    """Segments as [B, 1, T] and [B, 1, S], and the mask, in whole tiles."""
+    mask = extras.mask
+    if mask is not None:  # [B|1, K|1, G|1, T, S]
+        extras = extras._replace(mask=mask.reshape(len(mask), -1, *mask.shape[3:]))
+    pairs = Pairs.of(extras, problem.rows, problem.keys)
     if pairs is None:
         return None
-    sizes = (problem.padded_rows, problem.padded_keys)
+    more_rows, more_keys = problem.padded_rows - problem.rows, problem.padded_keys - problem.keys
+
+    def padded(segments: Array | None, more: int) -> Array | None:
+        return None if segments is None else jnp.pad(segments, ((0, 0), (0, more)))[:, None]
+
+    mask = pairs.mask
+    if mask is not None:
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, more_rows), (0, more_keys)))
     return Pairs(
-        *(
-            jnp.pad(x[:, None], ((0, 0), (0, 0), (0, size - x.shape[1])))
-            for x, size in zip(pairs, sizes, strict=True)
-        )
+        padded(pairs.query_segments, more_rows), padded(pairs.key_segments, more_keys), mask
     )
 
 

@@ -98,6 +98,8 @@ def block_sizes_of(
     keys: int,
     head_size: int,
     itemsize: int,
+    *,
+    has_mask: bool = False,
 ) -> BlockSizes:
     """The tiles of a call: those given or the default, cut to its size, in line with its steps.
 
@@ -107,6 +109,7 @@ def block_sizes_of(
       rows, keys: T and S.
       head_size: H.
       itemsize: bytes of an element of q, k, v.
+      has_mask: whether tiles of a dense mask are read.
     """
     sizes = given or _default_block_sizes(keys, head_size, itemsize)
     forward, by_key, by_query = (
@@ -118,7 +121,7 @@ def block_sizes_of(
     if given is None and forward.kv < step.keys:
         # In one tile S is formed once, but for few rows at a time; in several, twice.
         whole = dataclasses.replace(forward, kv=_multiple(step.keys, LANES))
-        whole = _fitting("forward", whole, head_size, itemsize)
+        whole = _fitting("forward", whole, head_size, itemsize, has_mask=has_mask)
     forward = whole or dataclasses.replace(forward, kv=_in_line(forward.kv, step.keys, keys))
     if not numerics.tile_grads.is_identity:
         by_query = dataclasses.replace(by_query, kv=_in_line(by_query.kv, step.keys, keys))
@@ -156,19 +159,22 @@ def _multiple(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def too_large(sizes: BlockSizes, head_size: int, itemsize: int) -> str | None:
+def too_large(
+    sizes: BlockSizes, head_size: int, itemsize: int, *, has_mask: bool = False
+) -> str | None:
     """Which tile does not fit VMEM, and one that does; None where all fit.
 
     Args:
       sizes: as `block_sizes_of` gives them.
       head_size: H.
       itemsize: bytes of an element of q, k, v.
+      has_mask: whether tiles of a dense mask are read.
     """
     for kernel in _WINDOWS:
         tile = getattr(sizes, kernel)
-        need = vmem_bytes(kernel, tile, head_size, itemsize)
+        need = vmem_bytes(kernel, tile, head_size, itemsize, has_mask=has_mask)
         if need > VMEM_LIMIT:
-            other = _fitting(kernel, tile, head_size, itemsize)
+            other = _fitting(kernel, tile, head_size, itemsize, has_mask=has_mask)
             advice = f"{other} fits" if other else "no tile with as many keys does"
             return (
                 f"{kernel}={tile}, which needs up to {need >> 20} MiB of VMEM "
@@ -177,16 +183,20 @@ def too_large(sizes: BlockSizes, head_size: int, itemsize: int) -> str | None:
     return None
 
 
-def _fitting(kernel: str, tile: Tile, head_size: int, itemsize: int) -> Tile | None:
+def _fitting(
+    kernel: str, tile: Tile, head_size: int, itemsize: int, *, has_mask: bool
+) -> Tile | None:
     """The largest tile of as many keys and at most as many rows that fits, or None."""
     for query in range(tile.query, 0, -LANES):
         smaller = dataclasses.replace(tile, query=query)
-        if vmem_bytes(kernel, smaller, head_size, itemsize) <= VMEM_LIMIT:
+        if vmem_bytes(kernel, smaller, head_size, itemsize, has_mask=has_mask) <= VMEM_LIMIT:
             return smaller
     return None
 
 
-def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
+def vmem_bytes(
+    kernel: str, tile: Tile, head_size: int, itemsize: int, *, has_mask: bool = False
+) -> int:
     """Bytes of VMEM that a kernel with this tile needs at most, whatever the numerics.
 
     Args:
@@ -194,6 +204,7 @@ def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
       tile: its tile.
       head_size: H.
       itemsize: bytes of an element of q, k, v.
+      has_mask: whether tiles of a dense mask are read.
     """
     columns = _multiple(head_size, LANES)
 
@@ -207,5 +218,6 @@ def vmem_bytes(kernel: str, tile: Tile, head_size: int, itemsize: int) -> int:
     owned = tile.kv if kernel == "key_gradients" else tile.query
     sums, statistics = _SUMS[kernel]
     scratch = sums * owned * columns + statistics * tile.query * LANES
-    # Scores, and what is formed from them, may spill.
-    return windows + terms + 4 * (scratch + _SCORE_ARRAYS * tile.query * tile.kv)
+    # Scores, and what is formed from them, may spill; so may a mask, read as bytes and widened.
+    scores = (4 * _SCORE_ARRAYS + (2 + 4) * has_mask) * tile.query * tile.kv
+    return windows + terms + 4 * scratch + scores

@@ -60,7 +60,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile_of_v(j), x))
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
-        return b, i, problem.key_range(i, b, scalars).clamp(walk.tile(j))
+        return b, h, i, problem.key_range(i, b, scalars).clamp(walk.tile(j))
 
     pairs = pair_specs(x.pairs, problem, tile)
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))

@@ -57,7 +57,7 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     )
 
     def tile(b: Array, h: Array, j: Array, g: Array, i: Array, scalars: Scalars) -> Any:
-        return b, visited(j, i, b, scalars), j
+        return b, h * problem.group + g, visited(j, i, b, scalars), j
 
     pairs = pair_specs(x.pairs, problem, tile)
     grid = Grid(

@@ -1,9 +1,9 @@
 """One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -114,23 +114,32 @@ class Problem(common.Problem):
 def pair_specs(pairs: Pairs | None, problem: Problem, index: Callable[..., Any]) -> Pairs | None:
     """Block specifications of `Pairs` whose segments are rows [B, 1, T] and [B, 1, S].
 
-    index: of a program and the scalars: batch element, query tile, key tile.
+    index: of a program and the scalars: batch element, query head, query tile, key tile.
     """
     if pairs is None:
         return None
+    query, kv = problem.tile.query, problem.tile.kv
+    specs = Pairs()
+    if pairs.query_segments is not None:
 
-    def rows(*program: Any) -> tuple[Any, ...]:
-        batch, i, _ = index(*program)
-        return batch, 0, i
+        def rows(*program: Any) -> tuple[Any, ...]:
+            batch, _, i, _ = index(*program)
+            return batch, 0, i
 
-    def keys(*program: Any) -> tuple[Any, ...]:
-        batch, _, j = index(*program)
-        return batch, 0, j
+        def keys(*program: Any) -> tuple[Any, ...]:
+            batch, _, _, j = index(*program)
+            return batch, 0, j
 
-    return Pairs(
-        pl.BlockSpec((None, 1, problem.tile.query), rows),
-        pl.BlockSpec((None, 1, problem.tile.kv), keys),
-    )
+        specs = Pairs(pl.BlockSpec((None, 1, query), rows), pl.BlockSpec((None, 1, kv), keys))
+    if pairs.mask is None:
+        return specs
+    batches, heads = pairs.mask.shape[:2]
+
+    def tile(*program: Any) -> tuple[Any, ...]:
+        batch, head, i, j = index(*program)
+        return batch if batches > 1 else 0, head if heads > 1 else 0, i, j
+
+    return specs._replace(mask=pl.BlockSpec((None, None, query, kv), tile))
 
 
 def unhidden(pairs: Pairs, *, keys: Any = slice(None), keys_first: bool = False) -> Array:
@@ -138,9 +147,15 @@ def unhidden(pairs: Pairs, *, keys: Any = slice(None), keys_first: bool = False)
 
     keys: a part of the tile.
     """
-    rows, cols = pairs.query_segments[...], pairs.key_segments[:, keys]
-    left, right = (cols, rows) if keys_first else (rows, cols)
-    return lanes(to_columns(left), right.shape[1]) == right
+    parts = []
+    if pairs.query_segments is not None:
+        rows, cols = pairs.query_segments[...], pairs.key_segments[:, keys]
+        left, right = (cols, rows) if keys_first else (rows, cols)
+        parts.append(lanes(to_columns(left), right.shape[1]) == right)
+    if pairs.mask is not None:
+        mask = pairs.mask[:, keys].astype(jnp.int32)  # wide enough to be transposed
+        parts.append((mask.T if keys_first else mask) != 0)
+    return functools.reduce(jnp.logical_and, parts)
 
 
 def indices(start: Array | int, size: int, axis: int) -> Array:
@@ -200,7 +215,7 @@ def call(body: Callable[..., None], problem: Problem, grid: Grid, out: Any) -> C
     """
     sequential = len(grid.sizes) - grid.parallel
     return pl.pallas_call(
-        partial(body, problem=problem),
+        functools.partial(body, problem=problem),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=grid.sizes,

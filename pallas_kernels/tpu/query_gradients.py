@@ -116,7 +116,7 @@ def _over_queries(
     )
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
-        return b, i, problem.key_range(i, b, scalars).clamp(j)
+        return b, h, i, problem.key_range(i, b, scalars).clamp(j)
 
     pairs = pair_specs(x.pairs, problem, tile)
     grid = Grid(

@@ -27,7 +27,7 @@ def test_the_fastest_implementation_of_each_platform_is_chosen():
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        (request(has_mask=True), "tiled"),
+        (request(has_bias=True), "tiled"),
         (request(numerics.FLASH.replace(pv="float8_e5m2")), "tiled"),
         (request(numerics.FLASH.replace(kv_block=8)), "tiled"),
         (request(numerics.STANDARD), "dense"),

@@ -51,6 +51,8 @@ LARGE = dataclasses.replace(harness.TPU_TILES, forward=tpu_sizes.Tile(query=2048
         ("gpu", request(sizes=harness.GPU_TILES, platform="cpu")),
         ("gpu", request(EXACT.replace(output="bf16_m5"))),
         ("gpu", request(BIASED)),
+        ("gpu", request(mask_shape=(1, 2, 8, 8))),
+        ("tpu", interpreted(mask_shape=(1, 1, 8, 8))),
         ("tpu", interpreted()),
         ("tpu", request(platform="tpu")),
         ("tpu", interpreted(EXACT.replace(kv_block=64), length=64)),
@@ -74,7 +76,12 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         ("gpu", request(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn", BY_BOTH),
         ("gpu", request(EXACT.replace(output="float8_e5m2")), "output=float8_e5m2", BY_BOTH),
         ("gpu", request(has_bias=True), "a dense bias", BY_BOTH),
-        ("gpu", request(has_mask=True), "a dense mask", BY_BOTH),
+        (
+            "gpu",
+            request(mask_shape=(1, 1, 1, 1), length=2**16),
+            "a dense mask of 4294967296 entries (it takes fewer than 2^31",
+            BY_BOTH,
+        ),
         ("gpu", request(head_size=8), "head size 8", BY_BOTH),
         ("gpu", request(head_size=320), "head size 320", BY_BOTH),
         ("gpu", request(numerics.STANDARD), "normalize_probs", BY_DENSE),
@@ -103,7 +110,6 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         ),
         ("tpu", interpreted(dtype="float16"), "float16 q, k and v", BY_NONE),
         ("tpu", interpreted(has_bias=True), "a dense bias", BY_NONE),
-        ("tpu", interpreted(has_mask=True), "a dense mask", BY_NONE),
         ("tpu", interpreted(head_size=8), "head size 8", BY_NONE),
         ("tpu", interpreted(head_size=320), "head size 320", BY_NONE),
     ],
@@ -132,8 +138,8 @@ def test_the_public_entry_raises_the_same_error() -> None:
         attention.dot_product_attention(
             q, q, q, numerics=EXACT.replace(pv="float8_e4m3fn"), **options
         )
-    with pytest.raises(NotImplementedError, match=r"'gpu' does not support a dense mask; "):
-        attention.dot_product_attention(q, q, q, mask=jnp.ones((1, 2, 16, 16), bool), **options)
+    with pytest.raises(NotImplementedError, match=r"'gpu' does not support a dense bias; "):
+        attention.dot_product_attention(q, q, q, bias=jnp.ones((1, 2, 16, 16)), **options)
 
 
 def test_a_long_step_takes_fewer_rows_or_several_tiles_by_default() -> None:

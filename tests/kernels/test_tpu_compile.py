@@ -91,6 +91,10 @@ GROUPS = {
         ),
         Call(generation="v5e", length=1000, keys=3000, window=(100, 50), row_max="published"),
         Call(generation="v6e", length=1000, keys=1100, has_segments=True, has_lengths=True),
+        *(Call(generation=generation, has_mask=True) for generation in TOPOLOGIES),
+        Call(generation="v5e", length=1000, keys=1100, heads=8, has_mask=True, preset="published"),
+        large("v5e", preset="exact", has_mask=True, head_size=256),
+        large("v5e", preset="exact", has_mask=True, length=8192),
         large("v5e", preset="exact", has_segments=True, window=(2000, 0), head_size=256),
     ),
     # Steps of several tiles: by default where one does not fit, or because the tile says so.
@@ -156,8 +160,9 @@ def memory_bound(call: Call, kernel: str) -> int:
     given: Any = call.spec.block_sizes
     size, itemsize = call.head_size, jnp.dtype(call.dtype).itemsize
     keys = call.keys or call.length
-    sizes = block_sizes_of(given, call.spec.numerics, call.length, keys, size, itemsize)
-    return vmem_bytes(kernel, getattr(sizes, kernel), size, itemsize)
+    masked = {"has_mask": call.has_mask}
+    sizes = block_sizes_of(given, call.spec.numerics, call.length, keys, size, itemsize, **masked)
+    return vmem_bytes(kernel, getattr(sizes, kernel), size, itemsize, **masked)
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,13 @@ IMPLEMENTATIONS = {
         name="tiled", kv_block=8, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4)
     ),
     "gpu": Implementation(
-        name="gpu", kv_block=16, block_sizes=GPU_TILES, declines=frozenset({"mask", "bias"})
+        name="gpu", kv_block=16, block_sizes=GPU_TILES, declines=frozenset({"bias"})
     ),
     "tpu": Implementation(
         name="tpu",
         kv_block=128,
         block_sizes=TPU_TILES,
-        declines=frozenset({"mask", "bias", "float16"}),
+        declines=frozenset({"bias", "float16"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -163,6 +163,7 @@ LONG_CASES = {
         LONG, batch=2, rows=400, keys=300, window=50, query_lengths=(400, 170)
     ),
     "tiles_segments": dataclasses.replace(LONG, batch=2, rows=300, keys=300, segments=True),
+    "tiles_mask": dataclasses.replace(LONG, batch=2, heads=4, mask="random"),
     "tiles_head_192": dataclasses.replace(LONG, heads=1, kv_heads=1, head_size=192),
 }
 
@@ -172,7 +173,7 @@ SLOW = {
     # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
     "tpu": (
         *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
-        *("segments", "tiles_window"),
+        *("segments", "tiles_window", "mask_padding"),
     ),
 }
 

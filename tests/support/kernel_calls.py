@@ -148,8 +148,9 @@ def extras_of(case: harness.Case) -> Extras:
         jnp.asarray(arrays[name]) if case.segments else None
         for name in ("query_segments", "key_segments")
     )
+    mask = jnp.asarray(arrays["mask"]) if case.mask is not None else None
     stream = RandomStream(jnp.array(_SEED, jnp.uint32), *indices)
-    return Extras(None, None, *lengths, stream, None, *segments)
+    return Extras(None, mask, *lengths, stream, None, *segments)
 
 
 def operands_of(case: harness.Case) -> tuple[dict[str, jax.Array], Extras]:
