@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
@@ -28,9 +29,33 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        raise DiskError(
-            f"cannot write {path}: {err.strerror or err}; free space there or give another place"
-        ) from err
+        mend = remedy(err, "free space there or give another place")
+        raise DiskError(f"cannot write {path}: {err.strerror or err}; {mend}") from err
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """What to do about an error of the disk.
+
+    Args:
+      error: as the system raised it.
+      otherwise: what helps, unless something of another kind stands in a file's place.
+    """
+    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+        return f"move away what stands in the place of {error.filename}, or give another place"
+    return otherwise
+
+
+def require_writable(path: Path) -> None:
+    """Makes the directory of a file that is written later, and sees that it can be.
+
+    Raises:
+      DiskError: it cannot.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        tempfile.TemporaryFile(dir=path.parent).close()
 
 
 # Whole files.

@@ -7,6 +7,7 @@ one process everything here is trivial.
 
 import functools
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -37,8 +38,13 @@ def connect(
         clusters that `jax.distributed` knows.
 
     Raises:
-      RunError: too late, or not known and not given.
+      RunError: too late, or not known and not given, or the address is none.
     """
+    if coordinator_address is not None and not _is_address(coordinator_address):
+        raise RunError(
+            "--coordinator_address must be HOST:PORT with a port from 1 to 65535, such as "
+            f"10.0.0.1:1234, got {coordinator_address!r}"
+        )
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -58,6 +64,11 @@ def connect(
             f"this cluster is not recognised ({error}); pass --coordinator_address=HOST:PORT, "
             "--num_processes and --process_id"
         ) from error
+
+
+def _is_address(text: str) -> bool:
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
+    return match is not None and 1 <= int(match[1]) <= 65535
 
 
 def is_first() -> bool:

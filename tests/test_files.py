@@ -60,3 +60,12 @@ def test_the_sum_of_a_file_is_that_of_its_bytes(tmp_path):
     assert files.sha256(tmp_path / "a") == (
         "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     )
+
+
+def test_a_place_is_tried_before_what_takes_long(tmp_path):
+    files.require_writable(tmp_path / "new" / "out.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").touch()
+    for path, place in (("new", "new"), ("file/out.json", "file"), ("file/a/out.json", "file/a")):
+        with pytest.raises(files.DiskError, match=rf"in the place of {tmp_path / place},"):
+            files.require_writable(tmp_path / path)

@@ -20,7 +20,7 @@ from lowprec_attn.diagnose import array_file
 from lowprec_attn.diagnose.array_file import DiagnoseError, Inputs
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step, measure, with_advice
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.files import writing
+from lowprec_attn.files import require_writable, writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -119,6 +119,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise DiagnoseError(f"--json {args.json}: there is no directory {args.json.parent}")
+    if args.json is not None:
+        require_writable(args.json)
 
 
 def _steps(args: argparse.Namespace) -> str:

@@ -28,6 +28,7 @@ from lowprec_attn.files import (
     LineFile,
     complete_lines,
     flatten,
+    remedy,
     write_atomically,
 )
 from lowprec_attn.runs.run_dir import RunDir
@@ -141,9 +142,9 @@ class MetricsWriter:
         try:
             yield
         except OSError as error:
+            mend = remedy(error, "make the disk writable and repeat the command to resume")
             raise MetricsError(
-                f"cannot write metrics to {self._where}: {error.strerror or error}; "
-                "make the disk writable and repeat the command to resume"
+                f"cannot write metrics to {self._where}: {error.strerror or error}; {mend}"
             ) from error
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lowprec_attn.files import append_line, writing
+from lowprec_attn.files import append_line, require_writable
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
@@ -43,6 +43,8 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
     Raises:
       UserError: slice, batch or attention cannot serve, or the record cannot be written.
     """
+    if record is not None:
+        require_writable(record)  # before what takes minutes
     target = Slice.of(topology)
     computed = arithmetic(settings, platform="tpu")
     settings = _released(settings)
@@ -65,8 +67,6 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
         lines += [("", advice) for advice in _advice(facts, settings)]
     print(columns(lines, "<<"))
     if record is not None:
-        with writing(record):
-            record.parent.mkdir(parents=True, exist_ok=True)
         append_line(record, json.dumps(facts))
     return 0 if facts["fits"] else EXIT_DOES_NOT_FIT
 

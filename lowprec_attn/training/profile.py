@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.data.batches import Batch
-from lowprec_attn.files import write_json, writing
+from lowprec_attn.files import require_writable, write_json, writing
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
@@ -120,12 +120,12 @@ def profile(settings: TrainSettings, out: Path) -> int:
     Raises:
       UserError: the settings do not fit this machine, or the disk refuses.
     """
+    path = out / "profile.json"
+    require_writable(path)  # before what takes minutes
     with explained_shortage():
         result = measure(settings)
     print(result)
-    path = out / "profile.json"
     with writing(path):
-        out.mkdir(parents=True, exist_ok=True)
         write_json(path, result.as_json(), indent=1)
     return 0
 

@@ -403,6 +403,13 @@ def test_a_disk_that_refuses_events_is_told_in_one_line(run_dir, monkeypatch):
         writer.write(1, {"loss": 1.0})
 
 
+def test_a_directory_in_the_place_of_a_file_is_named(run_dir):
+    run_dir.metrics.mkdir()
+    with pytest.raises(MetricsError, match=rf"in the place of {run_dir.metrics},") as error:
+        MetricsWriter(run_dir, 0)
+    one_line(error)
+
+
 def test_a_directory_that_cannot_be_written_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MetricsError, match="Not a directory") as error:

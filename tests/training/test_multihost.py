@@ -9,8 +9,11 @@ import time
 
 import command
 import numpy as np
+import pytest
 from command import wait_for_steps
 
+from lowprec_attn import hosts
+from lowprec_attn.errors import RunError
 from lowprec_attn.runs import metrics
 
 # Two parts, so that rows are dealt out to the processes within each micro-batch.
@@ -148,3 +151,12 @@ def test_a_config_that_looked_at_the_device_is_too_early(compilations):
     flags += ["--process_id=0", f"--coordinator_address=localhost:{free_port()}"]
     _, err = command.finish(launch(compilations, flags, devices=1), code=1)
     assert "name it: --config=FILE:full" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "nohost", "foo:bar", "localhost:", ":1234", "x:0", "x:99999", "a b:1", "http://x:1"],
+)
+def test_an_address_that_is_none_is_told_before_jax_waits_for_it(address):
+    with pytest.raises(RunError, match=rf"must be HOST:PORT .*, got '{address}'"):
+        hosts.connect(address, 2, 0)

@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_settings
 
 from configs import gpt2_bf16
+from lowprec_attn.files import DiskError
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training import profile
 from lowprec_attn.training.config import train_settings
@@ -70,3 +71,10 @@ def test_operations_are_told_apart_by_their_compiled_names():
     }
     for (name, target), kind in kinds.items():
         assert profile._kind(name, target) == kind
+
+
+def test_a_place_that_cannot_be_written_is_told_before_profiling(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "measure", lambda settings: pytest.fail("it was profiled first"))
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"cannot write .*: File exists; move away .*file,"):
+        profile.profile(tiny_settings(), tmp_path / "file")
