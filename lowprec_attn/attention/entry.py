@@ -65,10 +65,10 @@ def dot_product_attention(
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
         number is too; the kernels decline it.
       is_causal: row t sees the keys s <= t; not traced.
-      query_seq_lengths: valid queries per batch element. Rows beyond have O = 0 and lse = −inf,
-        as has every row that sees no key (where a mask or segments hide all keys, `PublishedMax`
-        gives lse = log(clamp) instead).
-      key_value_seq_lengths: valid keys per batch element.
+      query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
+        and lse = −inf, as has every row that sees no key (where a mask or segments hide all keys,
+        `PublishedMax` gives lse = log(clamp) instead).
+      key_value_seq_lengths: valid keys per batch element, from 0 to S.
       local_window_size: (left, right), or one int for both: row t sees the keys
         t − left <= s <= t + right; not traced. Tiles outside it are skipped.
       query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
@@ -158,8 +158,8 @@ def prepare(
     extras = Extras(
         validation.pairs("bias", bias, q, k),
         validation.pairs("mask", mask, q, k),
-        validation.lengths("query_seq_lengths", query_seq_lengths, batch),
-        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        validation.lengths("query_seq_lengths", query_seq_lengths, batch, q.shape[1]),
+        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
         None if rng_key is None else RandomStream.of(rng_key, batch, heads),
         validation.traced_scale(scale),
         *validation.segments(

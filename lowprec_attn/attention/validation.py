@@ -96,19 +96,26 @@ def pairs(name: str, x: ArrayLike | None, q: Array, k: Array) -> Array | None:
     return x
 
 
-def lengths(name: str, x: ArrayLike | None, batch: int) -> Array | None:
+def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Array | None:
     """Sequence lengths as int32 [B].
 
     Raises:
-      ValueError: not an integer array of shape [B].
+      ValueError: not an integer array of shape [B], or, where values are known now, one is not
+        from 0 to `longest`.
     """
-    if x is None:
+    if given is None:
         return None
-    x = jnp.asarray(x)
+    x = jnp.asarray(given)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(
             f"{name} must be {batch} integers (one per batch element), got {x.dtype}{x.shape}"
         )
+    # Traced values are not known, and of an array over several hosts no process has all.
+    if not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True):
+        known = np.asarray(given)
+        outside = known[(known < 0) | (known > longest)]
+        if outside.size:
+            raise ValueError(f"{name} must be from 0 to {longest}, got {outside[0]}")
     return x.astype(jnp.int32)
 
 
@@ -183,13 +190,15 @@ def causal(value: object) -> bool:
     """`is_causal`, which decides what is compiled.
 
     Raises:
-      ValueError: it is traced.
+      ValueError: it is traced, or no bool.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"is_causal must be a Python bool, got the traced {value.aval}; make it static, "
             "as in jax.jit(f, static_argnames='is_causal'), or pass a mask"
         )
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"is_causal must be True or False, got {value!r}")
     return bool(value)
 
 

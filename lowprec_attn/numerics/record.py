@@ -132,6 +132,8 @@ class Numerics:
         _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
         _check_choice("delta", self.delta, get_args(Delta))
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
+        if not isinstance(self.normalize_probs, bool):
+            raise ValueError(f"normalize_probs must be True or False, got {self.normalize_probs!r}")
         if self.kv_block not in (None, "all") and (
             isinstance(self.kv_block, bool)
             or not isinstance(self.kv_block, int)

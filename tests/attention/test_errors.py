@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lowprec_attn import numerics
@@ -79,6 +80,23 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths shape": (
         lambda: attend(key_value_seq_lengths=jnp.array([5])),
         r"key_value_seq_lengths must be 2 integers.*\(1,\)",
+    ),
+    "negative length": (
+        lambda: attend(key_value_seq_lengths=np.array([5, -1])),
+        "key_value_seq_lengths must be from 0 to 5, got -1",
+    ),
+    "length beyond the keys": (
+        lambda: jax.jit(lambda: attend(key_value_seq_lengths=[6, 5]))(),
+        "key_value_seq_lengths must be from 0 to 5, got 6",
+    ),
+    "length beyond the queries": (
+        lambda: attend(query_seq_lengths=jnp.array([0, 7])),
+        "query_seq_lengths must be from 0 to 6, got 7",
+    ),
+    "causal text": (lambda: attend(is_causal="x"), "is_causal must be True or False, got 'x'"),
+    "normalize_probs": (
+        lambda: numerics.FLASH.replace(normalize_probs="x"),
+        "normalize_probs must be True or False, got 'x'",
     ),
     "lengths dtype": (
         lambda: attend(query_seq_lengths=x(2)),
