@@ -123,6 +123,31 @@ def read_json(path: Path) -> Any:
         raise NotJsonError(f"{path} is not JSON ({error})") from error
 
 
+def read_record(path: Path, **fields: type) -> dict[str, Any]:
+    """The content of a JSON file that holds a mapping.
+
+    Args:
+      path: of the file.
+      **fields: that it must have, with their types; an int is a float as well.
+
+    Raises:
+      NotJsonError: it holds something else; the message says what to do.
+      OSError: it cannot be read.
+    """
+    mend = "restore it from a copy, or remove it and repeat the command that wrote it"
+    try:
+        record = read_json(path)
+    except NotJsonError as error:
+        raise NotJsonError(f"{error}; {mend}") from error
+    if not isinstance(record, dict):
+        raise NotJsonError(f"{path} holds {type(record).__name__}, no record; {mend}")
+    for name, kind in fields.items():
+        value = record.get(name)
+        if not isinstance(value, int | float if kind is float else kind):
+            raise NotJsonError(f"{path} is no record with a {name}: it has {value!r}; {mend}")
+    return record
+
+
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """The size of a file, or of its beginning, in bytes and its SHA-256 in hexadecimal."""

@@ -69,3 +69,22 @@ def test_a_place_is_tried_before_what_takes_long(tmp_path):
     for path, place in (("new", "new"), ("file/out.json", "file"), ("file/a/out.json", "file/a")):
         with pytest.raises(files.DiskError, match=rf"in the place of {tmp_path / place},"):
             files.require_writable(tmp_path / path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "holds list, no record"),
+        ("{}", "is no record with a loss: it has None"),
+        ('{"loss": "2"}', "is no record with a loss: it has '2'"),
+    ],
+)
+def test_a_record_has_its_fields(tmp_path, text, words):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(files.NotJsonError, match=rf"^{path} {words}.*; restore it from a copy, or"):
+        files.read_record(path, loss=float)
+    path.write_text('{"loss": 2}')
+    assert files.read_record(path, loss=float) == {"loss": 2}

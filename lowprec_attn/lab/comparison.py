@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from lowprec_attn.files import complete_lines, read_json
+from lowprec_attn.files import complete_lines
 from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -28,9 +28,7 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
         if not _same_batches(first.run_dir, run.run_dir):
             pair = f"{first.name} and {run.name}"
             found.append(f"{pair} were not given the same batches (data_order.txt)")
-    environments = [
-        (run.name, start) for run in runs for start in read_json(run.run_dir.environment)
-    ]
+    environments = [(run.name, start) for run in runs for start in run.run_dir.starts()]
     for name in _SAME:
         found += _environment_differences(name, environments)
     return found
@@ -58,6 +56,7 @@ def _environment_differences(name: str, starts: Sequence[tuple[str, dict[str, An
     """One sentence on the first process that differs from the first of all."""
     for arm, start in starts:
         first_arm, first = starts[0]
-        if start[name] != first[name]:
-            return [f"{name} differs: {first[name]} ({first_arm}), {start[name]} ({arm})"]
+        ours, theirs = start.get(name), first.get(name)
+        if ours != theirs:
+            return [f"{name} differs: {theirs} ({first_arm}), {ours} ({arm})"]
     return []

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import complete_lines, read_json, sha256, write_atomically, writing
+from lowprec_attn.files import read_record, sha256, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.workdir import ArmRun
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
 
 SIGNALS = (
@@ -59,13 +60,16 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
       signals: which of them to keep.
 
     Raises:
+      RunError: a file of the run is damaged.
       DiskError: the disk refuses.
     """
     run_dir, trial = run.run_dir, run.trial
-    lines = [json.loads(line) for line in complete_lines(run_dir.metrics)]
+    lines = list(metrics.read_encoded(run_dir.metrics)) if run_dir.metrics.exists() else []
     losses = {line["step"]: float(line["loss"]) for line in lines if "loss" in line}
+    if not losses:
+        raise RecordError(f"{run_dir.metrics} holds no step; restore it, or remove {run_dir.path}")
     runaway = first_runaway(_largest_scores(_by_step(lines)))
-    failure = read_json(run_dir.failure) if run_dir.failure.exists() else None
+    failure = run.failure
     header = {
         "arm": trial.arm.name,
         "control": trial.arm.control,
@@ -74,8 +78,8 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
         "steps": max(losses) + 1,
         "explosion": _explosion(losses, failure),
         "runaway": runaway and runaway._asdict(),
-        "config": read_json(run_dir.config),
-        "environment": read_json(run_dir.environment),
+        "config": read_record(run_dir.config),
+        "environment": run_dir.starts(),
         "data_order_sha256": sha256(run_dir.data_order),
         "failure": failure,
     }
@@ -173,7 +177,7 @@ class ArmRecord:
                 signals=signals,
                 failure=header["failure"],
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} is not the record of an arm ({error!r})") from error
 
     def largest(self, name: str, step: int, layer: int) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import lock, read_json, write_json, writing
+from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
@@ -60,7 +60,7 @@ class ArmRun:
     @property
     def trial(self) -> Trial:
         """Arm and seed as they were defined when it was first run."""
-        definition = read_json(self.definition)
+        definition = self._definition()
         arm = Arm(
             definition.get("arm", self.name), definition["overrides"], definition.get("control")
         )
@@ -78,15 +78,21 @@ class ArmRun:
         records = metrics.read(path) if path.exists() else []
         return records[-1]["step"] + 1 if records else 0
 
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """Where a loss was not finite, or that it exploded; None where neither happened."""
+        path = self.run_dir.failure
+        return read_record(path, step=int, message=str) if path.exists() else None
+
     def outcome(self) -> Outcome:
         """Done, not finite (a result as well), interrupted, or not started."""
         run_dir = self.run_dir
-        if run_dir.failure.exists():
-            failure = read_json(run_dir.failure)
+        failure = self.failure
+        if failure is not None:
             text = f"not finite at step {failure['step']}: {failure['message']}"
             return Outcome(True, failure["message"] if "explosion" in failure else text)
         if run_dir.summary.exists():
-            loss = read_json(run_dir.summary)["val_loss"]
+            loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
             return Outcome(True, f"done, validation loss {loss:.3f}")
         if self.started:
             return Outcome(False, f"interrupted after {self.steps_done} steps")
@@ -109,8 +115,7 @@ class ArmRun:
             "overrides": dict(trial.arm.overrides),
         }
         if self.run_dir.begun and self.definition.exists():
-            theirs = read_json(self.definition)
-            changed = _changes(theirs, wanted)
+            changed = _changes(self._definition(), wanted)
             if changed:
                 raise WorkdirError(
                     f"arm {self.name} in {self.workdir} was started with another definition "
@@ -118,6 +123,9 @@ class ArmRun:
                 )
         with writing(self.definition):
             write_json(self.definition, wanted)
+
+    def _definition(self) -> dict[str, Any]:
+        return read_record(self.definition, config=str, shared=dict, overrides=dict)
 
 
 def arm_runs(workdir: Path) -> list[ArmRun]:

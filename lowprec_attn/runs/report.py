@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lowprec_attn.files import read_json, write_atomically
+from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -92,7 +92,7 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
 
 def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: RunDir) -> None:
     if name == "loss":
-        _draw_loss(axis, records, _load(run_dir.summary))
+        _draw_loss(axis, records, _load_summary(run_dir))
     elif name == "grad_norm":
         _draw_series(axis, records, name, "gradient norm before clipping (log)")
         axis.set_yscale("log")
@@ -105,9 +105,8 @@ def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: R
 
 
 def _title(run_dir: RunDir) -> str:
-    config, summary, failure = (
-        _load(path) for path in (run_dir.config, run_dir.summary, run_dir.failure)
-    )
+    config, summary = _load(run_dir.config), _load_summary(run_dir)
+    failure = _load(run_dir.failure, step=int, message=str)
     attention = config.get("attention", {})
     lines = [
         f"{config.get('name')}:{config.get('variant')}   numerics {attention.get('numerics')}   "
@@ -167,8 +166,12 @@ def _draw_legend(figure: Figure, axes: Sequence[Axes]) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=12, fontsize=8)
 
 
-def _load(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+def _load(path: Path, **fields: type) -> dict[str, Any]:
+    return read_record(path, **fields) if path.exists() else {}
+
+
+def _load_summary(run_dir: RunDir) -> dict[str, Any]:
+    return _load(run_dir.summary, val_loss=float, unigram_loss=float)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -221,7 +221,7 @@ class RunDir:
     def _record_start(self, config: Mapping[str, Any]) -> None:
         if self.begun and self.config.exists():
             self._refuse_other_config(config)
-        starts = [] if self._taken_over(config) else self._read_starts()
+        starts = [] if self._taken_over(config) else self.starts()
         write_json(self.environment, [*starts, environment.describe()])
         if not self.config.exists():
             write_json(self.config, config)
@@ -240,11 +240,19 @@ class RunDir:
     def _read_config(self, remedy: str) -> Mapping[str, Any]:
         return _read_as(dict, self.config, remedy)
 
-    def _read_starts(self) -> list[Any]:
+    def starts(self) -> list[dict[str, Any]]:
+        """What `environment.json` says of every start; empty where there is none.
+
+        Raises:
+          RunDirError: it is damaged.
+        """
         if not self.environment.exists():
             return []
         remedy = "remove it, and the same command goes on (it tells where earlier starts ran)"
-        return _read_as(list, self.environment, remedy)
+        starts: list[Any] = _read_as(list, self.environment, remedy)
+        if not all(isinstance(start, dict) for start in starts):
+            raise RunDirError(f"{self.environment} holds more than starts; {remedy}")
+        return starts
 
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
         theirs = self._read_config(

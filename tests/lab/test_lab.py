@@ -15,7 +15,7 @@ import pytest
 from command import ROOT, TINY, environment
 from stand_in import rewrite, wait_until
 
-from lowprec_attn.commands.main import EXIT_BAD_INPUT
+from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import processes
 from lowprec_attn.lab.experiment import Arm, Trial
@@ -209,3 +209,18 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     for name in ("metrics.jsonl", "data_order.txt"):
         for arm in arms:
             assert (disturbed / arm / name).read_bytes() == (whole / arm / name).read_bytes()
+
+
+def test_damage_to_any_file_is_told(lab, capsys):
+    lab({"a": "finish", "b": "nan"}, "--jobs", "2")
+    names = ("a.json", "a/config.json", "a/environment.json", "a/summary.json", "b/failure.json")
+    for name in (*names, "a/metrics.jsonl", "a/throughput.jsonl"):
+        path = lab.out / name
+        whole = path.read_bytes()
+        for damage in (b"{}\n", b"[5]\n", b"5\n", b"\xff\n", b"[" * 9999 + b"\n"):
+            path.write_bytes(damage)
+            assert main(["lab", "collect", str(lab.out), str(lab.out / "results")]) == 1
+            told = capsys.readouterr().err
+            assert str(path) in told or "a and b differ in config" in told, (name, damage, told)
+        path.write_bytes(whole)
+    assert main(["lab", "collect", str(lab.out), str(lab.out / "results")]) == 0
