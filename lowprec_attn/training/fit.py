@@ -4,14 +4,18 @@
         --config.accumulation_steps=1
 
 The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Time is not
-measured. The time that is printed is that of the arithmetic at the chip's peak rate.
+measured. The time that is printed is that of the arithmetic at the chip's peak rate, the speed an
+estimate from it.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
 import json
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,10 @@ from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.tpu_slice import Slice
 
 _GIB = 2**30
+# Of GPT-2 124M with `flash`, bfloat16 logits: 579 thousand tokens/s of 808 M operations each
+# (docs/benchmarks.md), of 989 T/s. The compiler's own count of operations would not do: it leaves
+# kernels out and counts a loop once.
+_SHARE_OF_PEAK = 0.47
 EXIT_DOES_NOT_FIT = 1
 
 
@@ -52,7 +60,7 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
     start = time.perf_counter()
     footprint, refusal = None, None
     try:
-        footprint = step_footprint(settings, devices)
+        footprint = step_footprint(settings, devices, _stage)
     except OutOfMemoryError as error:
         refusal = str(error)
     facts = _facts(target, devices, settings, footprint) | {
@@ -69,6 +77,18 @@ def compile_for(topology: str, settings: TrainSettings, record: Path | None = No
     if record is not None:
         append_line(record, json.dumps(facts))
     return 0 if facts["fits"] else EXIT_DOES_NOT_FIT
+
+
+@contextlib.contextmanager
+def _stage(name: str) -> Iterator[None]:
+    """Says on stderr what is being done, and how long it took."""
+    hint = " (minutes)" if name == "compiling" else ""
+    print(f"{name}{hint} ... ", end="", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 def _released(settings: TrainSettings) -> TrainSettings:
@@ -113,6 +133,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     hbm = facts["hbm"] / _GIB
     per_device = facts["batch_size"] // facts["accumulation_steps"] // facts["devices"]
     optimizer = "split over the devices" if facts["shard_optimizer"] else "whole on every device"
+    at_peak = facts["batch_size"] * facts["context"] / facts["seconds_at_peak"]
     lines = [
         (
             "slice",
@@ -130,6 +151,12 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             "arithmetic",
             f"{facts['model_flops'] / 1e12:.2f} T model operations per device: "
             f"{1e3 * facts['seconds_at_peak']:.1f} ms at the peak rate",
+        ),
+        (
+            "speed",
+            f"at most {_rounded(at_peak)} tokens/s, if that is all; about "
+            f"{_rounded(_SHARE_OF_PEAK * at_peak)} at the {_SHARE_OF_PEAK:.0%} of the peak that an "
+            "H200 reaches: an estimate, nothing was run",
         ),
     ]
     if "bytes" in facts:
@@ -153,6 +180,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     versions = facts["versions"]
     by = f"libtpu {versions['libtpu']}, JAX {versions['jax']}, {facts['seconds']:.0f} s"
     return [*lines, ("verdict", f"{verdict}{reason} ({by})")]
+
+
+def _rounded(rate: float) -> str:
+    """A rate to two digits."""
+    return f"{float(f'{rate:.1e}'):,.0f}"
 
 
 def _advice(facts: dict[str, Any], settings: TrainSettings) -> list[str]:

@@ -3,6 +3,9 @@
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,27 +50,38 @@ class Footprint:
         return self.arguments + self.temporaries + self.results - self.aliased + self.code
 
 
-def step_footprint(settings: TrainSettings, devices: Devices) -> Footprint:
+# Makes the name of a stage of the compilation -> a context manager around it.
+Stage = Callable[[str], AbstractContextManager[Any]]
+
+
+def step_footprint(
+    settings: TrainSettings, devices: Devices, stage: Stage = nullcontext
+) -> Footprint:
     """Compiles the training step of a run.
 
     Args:
       settings: of the run.
       devices: what it is compiled for; they need not be there.
+      stage: is entered for every stage, of which compiling takes by far the longest.
 
     Raises:
       OutOfMemoryError: the compiler finds no room for it.
     """
     program = make_program(settings, devices)
+    with stage("tracing"):
+        traced = program.train.trace(program.state, program.batch, program.batch, program.root)
+    with stage("lowering"):
+        lowered = traced.lower()
     try:
-        compiled = program.train.lower(
-            program.state, program.batch, program.batch, program.root
-        ).compile()
+        with stage("compiling"):
+            compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         if not reason.startswith("RESOURCE_EXHAUSTED"):
             raise
         raise OutOfMemoryError(reason[max(reason.find("Ran out"), 0) :]) from error
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    with stage("reading the program"):
+        memory, text = compiled.memory_analysis(), compiled.as_text()
     return Footprint(
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,

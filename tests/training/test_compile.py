@@ -59,6 +59,43 @@ def test_the_footprint_of_a_step_on_simulated_devices():
     assert whole.total > whole.temporaries > parameters
 
 
+def test_stages_are_said_with_their_times_also_of_one_that_fails(capsys):
+    with fit._stage("tracing"):
+        pass
+    with pytest.raises(ZeroDivisionError), fit._stage("compiling"):
+        raise ZeroDivisionError
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"tracing \.\.\. 0\.\d s\ncompiling \(minutes\) \.\.\. 0\.\d s\n", err)
+
+
+def test_the_speed_at_the_peak_is_that_of_the_arithmetic_on_the_whole_slice():
+    facts = {
+        "topology": "v5e:2x2",
+        "devices": 4,
+        "device_kind": "TPU v5 lite",
+        "hosts": 1,
+        "hbm": 2.0**34,
+        "config": "gpt2_bf16:tiny",
+        "parameters": 2**20,
+        "batch_size": 64,
+        "context": 32,
+        "accumulation_steps": 8,
+        "shard_optimizer": False,
+        "attention": [],
+        "model_flops": 1e12,
+        "seconds_at_peak": 0.01,
+        "fits": True,
+        "refusal": None,
+        "versions": {"jax": "1", "libtpu": "2"},
+        "seconds": 1.0,
+    }
+    speed = dict(fit._lines(facts))["speed"]
+    assert "at most 200,000 tokens/s" in speed
+    assert "about 96,000 at the 47% of the peak" in speed
+    assert "estimate" in speed
+
+
 @pytest.mark.parametrize("name", ["v5e", "v9:2x2", "v5e:big", "v5e:16"])
 def test_an_unknown_slice_is_refused_with_an_example(name):
     with pytest.raises(SliceError, match=f"unknown topology '{name}'.*v5e:16x16.*tpu7x"):
