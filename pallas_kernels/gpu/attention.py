@@ -79,7 +79,7 @@ def _unsupported_mask(request: Request) -> str | None:
     entries = math.prod((*request.mask_shape[:2], request.q_shape[1], request.kv_shape[1]))
     if entries < 2**31:
         return None
-    return f"a dense mask of {entries} entries (it takes fewer than 2^31; use lengths or segments)"
+    return f"a dense mask of {entries} entries (it takes fewer than 2^31)"
 
 
 def _unsupported_numerics(request: Request) -> str | None:

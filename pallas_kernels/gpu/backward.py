@@ -74,15 +74,6 @@ class Side(NamedTuple):
     for_dp: Array
 
 
-class Tile(NamedTuple):
-    """A tile by its numbers, and where it lies, maybe transposed."""
-
-    i: Array
-    j: Array
-    place: Place
-    keys_first: bool
-
-
 class Program(NamedTuple):
     """What the tiles of one program share."""
 
@@ -91,6 +82,10 @@ class Program(NamedTuple):
     batch: Array
     head: Array
     round_point: Rounder
+
+    def tile(self, i: Array, j: Array) -> TileIndex:
+        """Its tile (i, j)."""
+        return TileIndex(self.batch, self.head, i, j)
 
 
 def exponent_offset(lse: Array, problem: Problem) -> Array:
@@ -105,10 +100,17 @@ def dp_offset(delta: Array, problem: Problem) -> Array:
 
 
 def _probs_and_dp(
-    program: Program, left: Side, right: Side, offset: Array, tile: Tile, *, masked: bool
+    program: Program,
+    left: Side,
+    right: Side,
+    offset: Array,
+    tile: TileIndex,
+    place: Place,
+    *,
+    masked: bool,
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
-    problem, round_point, place = program.problem, program.round_point, tile.place
+    problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
     s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.spec.scale)
@@ -122,8 +124,8 @@ def _probs_and_dp(
     if masked:
         seen = problem.visible(place, program.batch, program.scalars)
         if (pairs := program.scalars.pairs) is not None:
-            index = TileIndex(program.batch, program.head, tile.i, tile.j)
-            seen = seen & problem.unhidden(index, pairs, keys_first=tile.keys_first)
+            keys_first = place.rows.shape[0] == 1
+            seen = seen & problem.unhidden(tile, pairs, keys_first=keys_first)
         log2_p = mask_scores(log2_p, seen)
     probs = exp2(log2_p, interpret=problem.interpret)
     a, b = left.for_dp, right.for_dp
@@ -205,8 +207,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             place = problem.place(
                 i, j, keys_first=True
             )  # P and dS are then left operands as they are
-            tile = Tile(i, j, place, keys_first=True)
-            probs, dp = _probs_and_dp(program, keys, rows, offset, tile, masked=masked)
+            tile = program.tile(i, j)
+            probs, dp = _probs_and_dp(program, keys, rows, offset, tile, place, masked=masked)
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", place)
             dv = dv + program.round_point.dot(
@@ -347,9 +349,9 @@ class _Walk(NamedTuple):
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
             keys = Side(problem.load_keys(self.ref.k, j), problem.load_keys(self.ref.v, j))
             place = problem.place(self.i, j)
-            tile = Tile(self.i, j, place, keys_first=False)
+            tile = self.program.tile(self.i, j)
             probs, dp = _probs_and_dp(
-                self.program, self.rows, keys, self.offset, tile, masked=masked
+                self.program, self.rows, keys, self.offset, tile, place, masked=masked
             )
             new = contribution(probs, dp, keys.for_scores, place)
             return jax.tree.map(jnp.add, total, new)

@@ -49,6 +49,7 @@ def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, c
         harness.oracle(problem, arrays),
         noise=harness.score_noise(problem, arrays),
     )
+    harness.check_skips(how, problem, arrays)
 
 
 @pytest.mark.slow

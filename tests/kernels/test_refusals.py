@@ -79,7 +79,7 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         (
             "gpu",
             request(mask_shape=(1, 1, 1, 1), length=2**16),
-            "a dense mask of 4294967296 entries (it takes fewer than 2^31",
+            "a dense mask of 4294967296 entries (it takes fewer than 2^31)",
             BY_BOTH,
         ),
         ("gpu", request(head_size=8), "head size 8", BY_BOTH),

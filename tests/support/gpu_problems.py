@@ -131,4 +131,10 @@ def describe(case: Case) -> str:
         strict=True,
     )
     words = [*(f"{axis}{size}" for axis, size in sizes), case.dtype]
-    return " ".join([*words, "causal"] if case.is_causal else words)
+    seen = {
+        "causal": case.is_causal,
+        f"window {case.window}": case.window is not None,
+        "segments": case.segments,
+        f"mask {case.mask}": case.mask is not None,
+    }
+    return " ".join([*words, *(what for what, is_so in seen.items() if is_so)])
