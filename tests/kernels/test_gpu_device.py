@@ -27,6 +27,6 @@ def test_forcing_the_kernels_names_what_they_decline() -> None:
     chosen = numerics.EXACT.replace(pv="float8_e4m3fn")
     with pytest.raises(NotImplementedError, match=r"not support pv=float8_e4m3fn; use tiled or"):
         attention.dot_product_attention(q, q, q, numerics=chosen, implementation="gpu")
-    mask = jnp.ones((1, 2, 16, 16), bool)
-    with pytest.raises(NotImplementedError, match=r"not support a dense mask; use tiled or"):
-        attention.dot_product_attention(q, q, q, mask=mask, implementation="gpu")
+    bias = jnp.ones((1, 2, 16, 16))
+    with pytest.raises(NotImplementedError, match=r"not support a dense bias; use tiled or"):
+        attention.dot_product_attention(q, q, q, bias=bias, implementation="gpu")

@@ -27,6 +27,14 @@ LARGE = {
         query_lengths=(1000, 17, 640),
         key_lengths=(1531, 400, 0),
     ),
+    "window_2048": dataclasses.replace(LONG, rows=2048, keys=2048, window=(300, 0)),
+    "off_tile_window": dataclasses.replace(
+        LONG, rows=1000, keys=1531, is_causal=False, window=(200, 90)
+    ),
+    "segments_2048": dataclasses.replace(LONG, batch=2, rows=2048, keys=2048, segments=True),
+    "off_tile_mask": dataclasses.replace(
+        LONG, rows=1000, keys=1000, heads=4, kv_heads=2, is_causal=False, mask="random"
+    ),
     "float16_1024_head_128": dataclasses.replace(LONG, head_size=128, dtype="float16"),
     "float32_1024": dataclasses.replace(LONG, dtype="float32"),
     "head_80_1024": dataclasses.replace(LONG, head_size=80),
@@ -70,6 +78,7 @@ LONG_STEPS: dict[str, KvBlock] = {
     "off_tile_lengths": 512,
     "grouped_2048_head_128": 1024,
     "head_80_1024": "all",
+    "window_2048": 512,
     "grouped_lengths_repeated_maxima": 96,
     "both_lengths_repeated_maxima": 32,
 }
