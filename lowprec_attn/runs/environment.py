@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _PACKAGES = (
     "numpy",
     "ml_dtypes",
 )
+_BITS = ("backend", "device_kind", "device_count", "process_count", "jax", "jaxlib")
 
 
 def describe() -> dict[str, Any]:
@@ -54,6 +56,22 @@ def describe() -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": _commit(),
     }
+
+
+def moved(starts: Sequence[Mapping[str, Any]]) -> str | None:
+    """What of the last start differs from the one before, of what may change the last bits.
+
+    Args:
+      starts: as `describe` returns them, in their order.
+
+    Returns:
+      Text such as `device_count 1 -> 4, jax 0.10.2 -> 0.11.2`; None where nothing differs.
+    """
+    if len(starts) < 2:
+        return None
+    before, now = ({**s, **s.get("versions", {})} for s in starts[-2:])
+    changes = [f"{n} {before.get(n)} -> {now.get(n)}" for n in _BITS if before.get(n) != now.get(n)]
+    return ", ".join(changes) or None
 
 
 def _version(package: str) -> str | None:

@@ -19,6 +19,7 @@ from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
+from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.announcement import announce
@@ -113,9 +114,17 @@ def _restore(
         step, records = restored.step, restored.records
         hosts.from_first(lambda: run_dir.require_records(step, records))
         hosts.say(f"resuming at step {restored.step}")
+        _note_other_place(run_dir)
     elif settings.resume_from is not None:
         restored = _restore_other(settings, run_dir, target)
     return restored
+
+
+@hosts.first_only
+def _note_other_place(run_dir: RunDir) -> None:
+    changes = moved(run_dir.starts())
+    if changes is not None:
+        print(f"note: {changes} since its last start, so the last bits may differ")
 
 
 def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:

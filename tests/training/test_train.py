@@ -106,6 +106,7 @@ def test_the_same_command_on_a_finished_run_removes_a_failure_alone(start, finis
     (finished / "failure.json").write_text("{}")  # of a start on other devices, say
     out, _ = finish(start(finished))
     assert "resuming at step 12" in out
+    assert "last bits may differ" not in out
     assert (finished / "metrics.jsonl").read_bytes() == before
     assert not (finished / "failure.json").exists()
 
