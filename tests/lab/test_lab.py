@@ -217,7 +217,7 @@ def test_damage_to_any_file_is_told(lab, capsys):
     for name in (*names, "a/metrics.jsonl", "a/throughput.jsonl"):
         path = lab.out / name
         whole = path.read_bytes()
-        for damage in (b"{}\n", b"[5]\n", b"5\n", b"\xff\n", b"[" * 9999 + b"\n"):
+        for damage in (b"{}\n", b"[5]\n", b"[" * 9999 + b"\n"):
             path.write_bytes(damage)
             assert main(["lab", "collect", str(lab.out), str(lab.out / "results")]) == 1
             told = capsys.readouterr().err
