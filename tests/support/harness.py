@@ -166,18 +166,20 @@ LONG_CASES = {
     "tiles_causal_window": dataclasses.replace(
         ONE_HEAD, batch=2, rows=400, keys=300, window=50, query_lengths=(400, 170)
     ),
-    "tiles_segments": dataclasses.replace(ONE_HEAD, batch=2, rows=300, keys=300, segments=True),
-    "tiles_mask": dataclasses.replace(LONG, kv_heads=1, mask="random"),
+    "tiles_segments_mask": dataclasses.replace(LONG, kv_heads=1, segments=True, mask="random"),
     "tiles_head_192": dataclasses.replace(ONE_HEAD, head_size=192),
 }
 
 # Kernels take long to compile in the interpreter. A device runs every case.
 SLOW = {
-    "gpu": ("gqa_head_32", "one_row", "more_rows", "more_keys_head_64", "window"),
+    "gpu": (
+        *("gqa_head_32", "one_row", "more_rows", "more_keys_head_64"),
+        *("window", "window_more_rows", "mask_padding"),
+    ),
     # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
     "tpu": (
         *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
-        *("segments", "tiles_window", "mask_padding"),
+        *("segments", "tiles_window", "mask_padding", "mask_empty_rows_and_blocks"),
     ),
 }
 
