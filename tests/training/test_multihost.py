@@ -36,12 +36,13 @@ def start(cache, text, workdir, *, processes, devices, own=None, **changes):
     fields = {**RUN, "data.path": text, **changes}
     arguments = ["--config=configs/gpt2_bf16.py:tiny", f"--workdir={workdir}"]
     arguments += [f"--config.{name}={value}" for name, value in fields.items()]
-    if processes > 1:
-        arguments += [
-            "--distributed",
-            f"--coordinator_address=localhost:{free_port()}",
-            f"--num_processes={processes}",
-        ]
+    if processes == 1:
+        return [launch(cache, arguments, devices)]
+    arguments += [
+        "--distributed",
+        f"--coordinator_address=localhost:{free_port()}",
+        f"--num_processes={processes}",
+    ]
     return [
         launch(cache, [*arguments, f"--process_id={i}", *(own[i] if own else ())], devices)
         for i in range(processes)
