@@ -74,6 +74,7 @@ def check_figures(figures, count):
         assert np.sum(spread > 0.3) > 200
 
 
+@pytest.mark.notebooks
 def test_the_failure_in_one_row(tmp_path):
     length = 128
     figures, result = execute(
@@ -115,6 +116,7 @@ def test_what_the_row_does_to_training(tmp_path):
     assert scores["normalized"] < 2 * scores["exact"]
 
 
+@pytest.mark.notebooks
 def test_train_gpt2(tmp_path, text):
     steps = 6
     small = {"layers": 2, "heads": 2, "width": 32, "context": 32, "vocab_size": 257}
@@ -147,6 +149,7 @@ def test_train_gpt2(tmp_path, text):
         assert kept.read_bytes() == (tmp_path / "runs" / name / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.notebooks
 def test_own_flax_model(tmp_path):
     figures, result = execute(
         "own_flax_model.ipynb",

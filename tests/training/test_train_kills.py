@@ -16,7 +16,7 @@ def start(command, text):
     return functools.partial(command, data__path=text, **short)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 10))])
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
     # More than are taken before the last kill, were they a millisecond each.
