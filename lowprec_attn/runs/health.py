@@ -1,0 +1,203 @@
+"""Whether a run is healthy, in one sentence: its loss, and the rules of `diagnostics.rules`.
+
+The states, the worst first:
+
+  broken   the loss exploded, or a value was not finite
+  warned   a rule was met, scores ran away, or the loss is in excess and nobody knows for how long
+  unknown  nothing of this, but too little was recorded to see it
+  healthy  nothing of this in at least 100 steps, with signals of at least two of them
+
+One run has no control beside it. Experiments have, and call fewer runs healthy (docs/lab.md).
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, alarms
+from lowprec_attn.runs.explosion import (
+    EXCESS_NATS,
+    LASTING_STEPS,
+    SMOOTHED_STEPS,
+    LossWatch,
+    Runaway,
+    first_runaway,
+)
+from lowprec_attn.runs.history import History, Layer
+
+_LEAST_DIAGNOSTICS = 2
+
+State = Literal["broken", "warned", "unknown", "healthy"]
+
+
+class RuleMet(NamedTuple):
+    """A rule that a run meets, and where it did first.
+
+    Attributes:
+      step: of the first diagnostics at which a layer met it.
+      layer: the worst one there, from 0.
+      alarm: the rule, the worst head and its value there.
+      times: at how many of the diagnostics a layer met it.
+      at_last: whether one does at the last of them.
+    """
+
+    step: int
+    layer: int
+    alarm: Alarm
+    times: int
+    at_last: bool
+
+    def __str__(self) -> str:
+        return f"at step {self.step:,} in layer {self.layer}, {self.alarm}"
+
+
+class Health(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+      state: in a word.
+      sentence: the same with its reasons.
+      explosion: the step at which the loss exploded, None where it did not.
+      not_finite: the step at which a value was not finite, likewise.
+      met: the rules that were met, the earliest first.
+      runaway: the first layer whose scores ran away.
+    """
+
+    state: State
+    sentence: str
+    explosion: int | None
+    not_finite: int | None
+    met: tuple[RuleMet, ...]
+    runaway: Runaway | None
+
+
+def judge(history: History) -> Health:
+    """The health of a run, finished or not."""
+    watch = LossWatch(sorted(history.losses.items()))
+    stopped = history.failure.get("explosion")
+    explosion = stopped if watch.explosion is None else watch.explosion
+    not_finite = _not_finite(history)
+    met = tuple(_met(history.signals))
+    runaway = first_runaway(_largest_scores(history.signals))
+    broken = _breaks(history, watch, explosion, not_finite)
+    warnings = _warnings(watch, runaway)
+    state: State = "healthy"
+    if broken:
+        state, sentence = "broken", f"Not healthy: {', and '.join(broken)}; {_lead(met, history)}"
+    elif met or warnings:
+        state = "warned"
+        found = [*([_first(met)] if met else []), *warnings]
+        sentence = f"Warned: the loss has not exploded in {history.steps:,} steps, but "
+        sentence += ", and ".join(found)
+    elif missing := _missing(history):
+        state = "unknown"
+        sentence = f"Too little was recorded to tell: {', and '.join(missing)}"
+    else:
+        so_far = "" if history.ended else " so far"
+        sentence = (
+            f"Healthy{so_far}: the loss has not exploded in {history.steps:,} steps, and no rule "
+            f"was met at {len(history.signals)} diagnostics{_unmeasured(history.signals)}"
+        )
+    return Health(state, f"{sentence}.", explosion, not_finite, met, runaway)
+
+
+def _not_finite(history: History) -> int | None:
+    if history.failure and "explosion" not in history.failure:
+        return int(history.failure["step"])
+    return next((s for s, loss in sorted(history.losses.items()) if not math.isfinite(loss)), None)
+
+
+def _breaks(
+    history: History, watch: LossWatch, explosion: int | None, not_finite: int | None
+) -> list[str]:
+    found = []
+    if explosion is not None and explosion != not_finite:
+        found.append(
+            f"the loss exploded at step {explosion:,} (its mean of {SMOOTHED_STEPS} steps stayed "
+            f"more than {EXCESS_NATS} nats above its best)"
+        )
+        if not_finite is None and watch.explosion is not None and not watch.excess_steps:
+            found.append("has since come back")
+    if not_finite is not None:
+        message = history.failure.get("message") if "explosion" not in history.failure else None
+        found.append(f"step {not_finite:,} was not finite, {message or 'its loss was not'}")
+    return found
+
+
+def _lead(met: Sequence[RuleMet], history: History) -> str:
+    if met:
+        return f"rule {met[0].alarm.rule.name} was met first {met[0]}"
+    return "no rule was met" if history.signals else "there are no signals to apply rules to"
+
+
+def _first(met: Sequence[RuleMet]) -> str:
+    more = f" (and {len(met) - 1} more, below)" if len(met) > 1 else ""
+    return f"rule {met[0].alarm.rule.name} was met first {met[0]}{more}"
+
+
+def _warnings(watch: LossWatch, runaway: Runaway | None) -> list[str]:
+    found = []
+    if runaway is not None:
+        found.append(f"the scores of layer {runaway.layer} ran away at step {runaway.step:,}")
+    if watch.excess_steps:
+        found.append(
+            f"it has been more than {EXCESS_NATS} nats above its best for the last "
+            f"{watch.excess_steps} steps; an explosion takes {LASTING_STEPS}"
+        )
+    return found
+
+
+def _missing(history: History) -> list[str]:
+    """What a word on a run without an alarm lacks."""
+    found = []
+    if history.steps < LASTING_STEPS:
+        found.append(
+            f"{history.steps} steps were taken, and an explosion shows after {LASTING_STEPS}"
+        )
+    if not history.signals:
+        found.append("no signals were recorded (diagnostics_every=0), so no rule could be applied")
+    elif len(history.signals) < _LEAST_DIAGNOSTICS:
+        (step,) = history.signals
+        found.append(f"signals were recorded at one step only, {step:,}")
+    elif not any(_measures(rule, history.signals) for rule in RULES):
+        found.append("none of the signals that rules look at was recorded")
+    return found
+
+
+def _unmeasured(signals: Mapping[int, Sequence[Layer]]) -> str:
+    lacking = [rule.name for rule in RULES if not _measures(rule, signals)]
+    return f" (not applied, since not recorded: {', '.join(lacking)})" if lacking else ""
+
+
+def _measures(rule: Rule, signals: Mapping[int, Sequence[Layer]]) -> bool:
+    layers = (layer for layers in signals.values() for layer in layers)
+    return any(name in layer for layer in layers for name in rule.signals)
+
+
+def _met(signals: Mapping[int, Sequence[Layer]]) -> Iterator[RuleMet]:
+    """The earliest first."""
+    found: dict[str, dict[int, tuple[int, Alarm]]] = {}
+    for step, layers in sorted(signals.items()):
+        for i, layer in enumerate(layers):
+            for alarm in alarms(layer) if layer else ():
+                by_step = found.setdefault(alarm.rule.name, {})
+                if step not in by_step or alarm.value > by_step[step][1].value:
+                    by_step[step] = (i, alarm)
+    firsts = []
+    for by_step in found.values():
+        first = min(by_step)
+        layer_index, alarm = by_step[first]
+        at_last = max(by_step) == max(signals)
+        firsts.append(RuleMet(first, layer_index, alarm, len(by_step), at_last))
+    yield from sorted(firsts, key=lambda rule_met: rule_met.step)
+
+
+def _largest_scores(signals: Mapping[int, Sequence[Layer]]) -> dict[int, list[float]]:
+    """By step, the largest |score| of every layer; empty where it was not recorded."""
+    return {
+        step: [float(np.max(layer["score_maximum"])) for layer in layers]
+        for step, layers in signals.items()
+        if layers and all("score_maximum" in layer for layer in layers)
+    }

@@ -1,0 +1,102 @@
+"""What a run has recorded so far, read from its directory at once."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import read_record
+from lowprec_attn.runs import metrics
+from lowprec_attn.runs.run_dir import RunDir
+
+Layer = Mapping[str, Sequence[float]]
+"""Of `attention_signals`: by name, one number per head."""
+
+
+class HistoryError(RunError):
+    """A directory is not one of a run, or a record of it is damaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """The records of a run, finished or not; numbers that are not finite are floats.
+
+    Attributes:
+      path: of the run directory.
+      config: as `config.json` has it.
+      starts: one `environment.describe()` per start.
+      losses: of training by step, nats per token.
+      val_losses: of validation by step, likewise.
+      signals: by step: those of every layer.
+      rates: tokens per second by step.
+      summary: of a run that ended, with `val_loss` and `unigram_loss`; empty before.
+      failure: where a value was not finite, or that the run was stopped since it had exploded;
+        empty otherwise.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    starts: Sequence[Mapping[str, Any]]
+    losses: Mapping[int, float]
+    val_losses: Mapping[int, float]
+    signals: Mapping[int, Sequence[Layer]]
+    rates: Mapping[int, float]
+    summary: Mapping[str, Any]
+    failure: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Self:
+        """Reads a run directory, also of a run that is writing it.
+
+        Raises:
+          HistoryError: it is none, or its metrics are not those of a run.
+          RunError, OSError: another record of the run cannot be read.
+        """
+        if not run_dir.metrics.exists():
+            raise HistoryError(f"{run_dir.path} is not a run directory: it has no metrics.jsonl")
+        records = metrics.read(run_dir.metrics)
+        timings = metrics.read(run_dir.throughput) if run_dir.throughput.exists() else []
+        try:
+            return cls(
+                path=run_dir.path,
+                config=_load(run_dir.config),
+                starts=run_dir.starts(),
+                losses=_series(records, "loss"),
+                val_losses=_series(records, "val_loss"),
+                signals={r["step"]: _layers(r["signals"]) for r in records if "signals" in r},
+                rates=_series(timings, "tokens_per_second"),
+                summary=_load(run_dir.summary, val_loss=float, unigram_loss=float),
+                failure=_load(run_dir.failure, step=int, message=str),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HistoryError(
+                f"{run_dir.path} holds metrics that are none of a run ({error!r}); restore "
+                "metrics.jsonl and throughput.jsonl from a copy"
+            ) from error
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has taken."""
+        return max(self.losses, default=-1) + 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has come to its end, a good one or not."""
+        return bool(self.summary or self.failure)
+
+
+def _series(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
+    return {record["step"]: float(record[name]) for record in records if name in record}
+
+
+def _layers(signals: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Layer]:
+    """By number: `metrics.jsonl` has layer_10 before layer_2."""
+    return [
+        {name: [float(value) for value in values] for name, values in signals[key].items()}
+        for key in (f"layer_{i}" for i in range(len(signals)))
+    ]
+
+
+def _load(path: Path, **fields: type) -> dict[str, Any]:
+    return read_record(path, **fields) if path.exists() else {}
