@@ -21,7 +21,7 @@ _COMMANDS = {
     "diagnose": "what low precision does to your own q, k, v (and dO)",
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
-    "report": "redraw the report of a run directory",
+    "report": "redraw the report of a run directory, or compare several",
 }
 
 

@@ -1,25 +1,43 @@
-"""`lowprec-attn report`: redraw the report of a run directory."""
+"""`lowprec-attn report`: the report of a run directory, or a comparison of several."""
 
 import argparse
 from pathlib import Path
 
-from lowprec_attn.errors import RunError
+from lowprec_attn.runs.pages.comparison import write_comparison
+from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.report import write_report
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.efficiency import efficiency
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
-    parser.add_argument("run_dir", type=Path, help="a run directory, finished or not")
+    parser.add_argument(
+        "run_dirs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, finished or not; several are compared",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="where the page goes (default: report.html in the run directory; of several runs "
+        "comparison.html here)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Redraws `report.png` of a run directory.
+    """Redraws `report.png` and `report.html` of a run directory, or compares several.
 
     Raises:
-      RunError: it is not one, or its metrics cannot be read.
+      RunError: one is no run directory, or its records cannot be read.
     """
-    run_dir = RunDir(args.run_dir)
-    if not run_dir.metrics.exists():
-        raise RunError(f"{args.run_dir} is not a run directory: it has no metrics.jsonl")
-    print(write_report(run_dir))
+    run_dirs = [RunDir(path) for path in args.run_dirs]
+    if len(run_dirs) > 1:
+        print(write_comparison(run_dirs, args.html or Path("comparison.html")))
+        return
+    page = write_run_page(run_dirs[0], efficiency, args.html)  # refuses what is no run
+    print(write_report(run_dirs[0]))
+    print(page)

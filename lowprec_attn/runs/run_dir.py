@@ -36,6 +36,7 @@ _CREATED_BY_A_RUN = {
     "tensorboard",
     "checkpoints",
     "report.png",
+    "report.html",
     "summary.json",
     "failure.json",
     "resumed_from.json",
@@ -63,6 +64,7 @@ class RunDir:
       tensorboard: directory of TensorBoard events.
       checkpoints: directory of checkpoints.
       report: `report.png`.
+      page: `report.html`.
       summary: `summary.json`, losses at the end.
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
       origin: `resumed_from.json`, the run that this one continues with something changed.
@@ -78,6 +80,7 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.png"
+        self.page = self.path / "report.html"
         self.summary = self.path / "summary.json"
         self.failure = self.path / "failure.json"
         self.origin = self.path / "resumed_from.json"

@@ -25,10 +25,12 @@ from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
+from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.report import outcome, write_report
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.efficiency import efficiency
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
 from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
@@ -321,9 +323,10 @@ def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
 
 
 def _show(run_dir: RunDir) -> None:
-    """Draws the report, and says how to look at it and at the curves."""
+    """Writes the reports, and says how to look at them and at the curves."""
     events = shlex.quote(str(run_dir.tensorboard))
     lines = [
+        ("page", str(write_run_page(run_dir, efficiency))),
         ("report", str(write_report(run_dir))),
         ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
     ]

@@ -61,6 +61,7 @@ def stopped(run, tmp_path_factory):
 def no_report(monkeypatch):
     """No figure is drawn, which takes longer than the steps."""
     monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir.report)
+    monkeypatch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)
 
 
 def read(workdir, name):
@@ -80,6 +81,8 @@ def test_a_run_that_has_exploded_is_stopped_with_its_records(stopped):
     assert [r["step"] for r in records if "val_loss" in r] == [60, step]
     assert max(int(path.stem) for path in (stopped / "checkpoints").glob("*.json")) == step
     assert (stopped / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (stopped / "report.html").read_text()
+    assert f"Not healthy: the loss exploded at step {explosion:,} (" in page
     assert not (stopped / "summary.json").exists()
     title = draw(RunDir(stopped), ("loss", "grad_norm")).get_suptitle()
     assert title.splitlines()[-1] == f"EXPLODED: {failure['message']}"

@@ -1,0 +1,235 @@
+"""The figures of a page. Long series are thinned, so that a page stays small.
+
+A value that is not finite is a cross at the upper edge.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.health import Health
+from lowprec_attn.runs.history import History, Layer
+
+EXPLOSION, ALARM, THRESHOLD = "#d62728", "#e08214", "#8c8c8c"
+RAW, SMOOTHED, VALIDATION = "#8fb8de", "#1f77b4", "#2ca02c"
+RUNS = tuple(to_hex(f"C{i}") for i in range(10))
+
+_POINTS = 400  # of a series; a figure is some 500 pixels wide
+_MARKED = 40  # a line of so many points shows each of them
+
+Values = Mapping[int, float]
+"""By step."""
+
+
+def shades(count: int) -> list[str]:
+    """Colours of so many layers, from dark to light; both ends can be seen on black and white."""
+    return [to_hex(colormaps["plasma"](0.25 + 0.57 * (i + 0.5) / count)) for i in range(count)]
+
+
+def shade_of_run(i: int) -> str:
+    """The colour of the i-th run of a comparison."""
+    return RUNS[i % len(RUNS)]
+
+
+def loss(history: History, health: Health) -> Figure:
+    """Loss in nats per token: training (range and smoothed), validation, unigram; with marks."""
+    figure, axis = _axis()
+    raw = [
+        (chunk[0], min(values), max(values))
+        for chunk in _chunks(sorted(history.losses))
+        if (values := [v for s in chunk if math.isfinite(v := history.losses[s])])
+    ]
+    if raw:
+        steps, low, high = zip(*raw, strict=True)
+        axis.fill_between(steps, low, high, color=RAW, alpha=0.5, lw=0)
+        if len(raw) == len(history.losses):  # no step shares its place: the range is a line
+            axis.plot(steps, low, color=RAW, lw=0.7)
+    _draw(axis, smoothed(history.losses), SMOOTHED, lw=1.4)
+    _draw(axis, history.val_losses, VALIDATION, marker="o", ms=3)
+    if history.summary:
+        axis.axhline(history.summary["unigram_loss"], color=THRESHOLD, ls="--", lw=1)
+    _mark(axis, health)
+    for met in health.met:
+        axis.axvline(met.step, color=ALARM, ls=":", lw=1.2)
+        axis.annotate(
+            met.alarm.rule.name,
+            (met.step, 0.98),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=7,
+        )
+    return figure
+
+
+def by_layer(
+    history: History,
+    value: Callable[[Layer], np.ndarray],
+    health: Health,
+    threshold: float | None = None,
+    log: bool = True,
+) -> Figure:
+    """One line a layer, the largest of its heads; a threshold is a dashed line.
+
+    Args:
+      history: of the run.
+      value: one number a head, −inf where the signal was not recorded.
+      health: of the run, for the marks.
+      threshold: of the rule that looks at this signal.
+      log: whether the axis is logarithmic.
+    """
+    figure, axis = _axis()
+    lines = [largest(history, value, i) for i in range(layers(history))]
+    few = max(map(len, lines), default=0) <= _MARKED  # each marker takes as much as five points
+    for line, color in zip(lines, shades(len(lines)), strict=True):
+        _draw(axis, line, color, log=log, marker="o" if few else None)
+    _name_highest(axis, lines)
+    if threshold is not None:
+        axis.axhline(threshold, color=THRESHOLD, ls="--", lw=1.2)
+    _mark(axis, health)
+    _scale(axis, log)
+    return figure
+
+
+def series(
+    runs: Sequence[Values],
+    markers: Sequence[Values] = (),
+    log: bool = False,
+    threshold: float | None = None,
+) -> Figure:
+    """One line a run, in the colours of `shade_of_run`.
+
+    Args:
+      runs: the lines.
+      markers: points of each run in the same colour.
+      log: whether the axis is logarithmic.
+      threshold: a dashed line.
+    """
+    figure, axis = _axis()
+    for i, values in enumerate(runs):
+        _draw(axis, values, shade_of_run(i), log=log, lw=1.2)
+    for i, values in enumerate(markers):
+        _draw(axis, values, shade_of_run(i), marker="o", ms=3, lw=0)
+    if threshold is not None:
+        axis.axhline(threshold, color=THRESHOLD, ls="--", lw=1.2)
+    _scale(axis, log)
+    return figure
+
+
+def rates(values: Values) -> Figure:
+    """Tokens per second, from 0."""
+    figure, axis = _axis()
+    _draw(axis, values, SMOOTHED)
+    axis.set_ylim(bottom=0)
+    axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure
+
+
+def layers(history: History) -> int:
+    """How many layers have signals."""
+    return max((len(found) for found in history.signals.values()), default=0)
+
+
+def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) -> dict[int, float]:
+    """By step, the largest value of a layer's heads, NaN if one is; no step that has none."""
+    found = {}
+    for step, recorded in sorted(history.signals.items()):
+        if layer < len(recorded) and recorded[layer]:
+            highest = float(np.max(value(recorded[layer])))
+            if highest != -math.inf:
+                found[step] = highest
+    return found
+
+
+def smoothed(losses: Values) -> dict[int, float]:
+    """The loss as `runs.explosion` smoothes it, at every step whose own is finite."""
+    watch, result = LossWatch(), {}
+    for step, value in sorted(losses.items()):
+        watch.add(step, value)
+        if math.isfinite(value):
+            result[step] = watch.smoothed
+    return result
+
+
+def _axis() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, 2.7))
+    axis = figure.add_axes((0.1, 0.14, 0.88, 0.83))
+    axis.grid(alpha=0.6)
+    axis.tick_params(which="both", labelsize=8)
+    axis.set_xlabel("step", fontsize=8, labelpad=1)
+    return figure, axis
+
+
+def _draw(
+    axis: Axes,
+    values: Values,
+    color: str,
+    *,
+    log: bool = False,
+    lw: float = 1.0,
+    marker: str | None = None,
+    ms: float = 2.0,
+) -> None:
+    steps = [chunk[-1] for chunk in _chunks(sorted(values))]
+    shown = np.array([values[step] for step in steps])
+    drawn = np.isfinite(shown) & ((shown > 0) | (not log))
+    axis.plot(
+        steps, np.where(drawn, shown, np.nan), color=color, lw=lw, marker=marker, markersize=ms
+    )
+    lost = [step for step in sorted(values) if not math.isfinite(values[step])]
+    if lost:
+        transform = axis.get_xaxis_transform()
+        axis.plot(lost, [0.97] * len(lost), "x", color=color, ms=5, transform=transform)
+
+
+def _name_highest(axis: Axes, lines: Sequence[Values]) -> None:
+    """Writes the number of a layer at the highest value of all: neighbouring shades look alike."""
+    highest = [
+        (value, step, layer)
+        for layer, line in enumerate(lines)
+        for step, value in line.items()
+        if math.isfinite(value)
+    ]
+    if highest:
+        value, step, layer = max(highest)
+        axis.annotate(
+            f"layer {layer}",
+            (step, value),
+            xytext=(-3, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+        )
+        axis.margins(y=0.12)
+
+
+def _chunks(steps: Sequence[int]) -> Iterable[list[int]]:
+    """Neighbouring steps that share a place in a figure."""
+    size = -(-len(steps) // _POINTS) or 1
+    return (list(steps[i : i + size]) for i in range(0, len(steps), size))
+
+
+def _mark(axis: Axes, health: Health) -> None:
+    for step in {health.explosion, health.not_finite} - {None}:
+        axis.axvline(step, color=EXPLOSION, lw=1.2)  # type: ignore[arg-type]
+
+
+def _scale(axis: Axes, log: bool) -> None:
+    """Logarithmic only where there is something to show: matplotlib warns of an empty log axis."""
+    shown = (np.asarray(line.get_ydata(), float) for line in axis.get_lines())
+    if log and any(np.any(values > 0) for values in shown):
+        axis.set_yscale("log")
+        low, high = axis.get_ylim()
+        axis.yaxis.set_major_formatter("{x:g}")
+        if high < 10 * low:  # there may be no power of ten to label
+            axis.yaxis.set_minor_formatter("{x:g}")
+        else:
+            axis.minorticks_off()

@@ -1,0 +1,151 @@
+"""The elements of a page. Text is escaped by the serialiser, so no caller has to."""
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from lowprec_attn.files import write_atomically, writing
+
+Content = Element | str | None
+
+# Colours are variables, so that a page follows the reader's light or dark setting. The figures'
+# black and grid grey become --ink and --grid.
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1e23; --page: #ffffff; --soft: #f1f3f5;
+  --grid: #c9ced4; --link: #0b57a4; --broken: #b3261e; --warned: #8a5a00; --unknown: #50565e;
+  --healthy: #1d6b34; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --page: #15181c; --soft: #22272d;
+  --grid: #454c55; --link: #7db7f5; --broken: #ff8a80; --warned: #f2c14e; --unknown: #b3bac3;
+  --healthy: #7ddc97; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 1120px; margin: 1.5em auto; padding: 0 1em; }
+h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.8em; } a { color: var(--link); }
+.state { font-size: 1.1em; border-left: 5px solid; padding: .5em .9em; background: var(--soft); }
+.broken { border-color: var(--broken); } .warned { border-color: var(--warned); }
+.unknown { border-color: var(--unknown); } .healthy { border-color: var(--healthy); }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1em; }
+figure { margin: 0; } figcaption { font-size: .9em; } svg { max-width: 100%; height: auto; }
+svg text { fill: var(--ink); } .scroll { overflow-x: auto; }
+.key { display: inline-block; margin-right: 1em; white-space: nowrap; }
+.key i { display: inline-block; width: 1.1em; height: .3em; margin: 0 .3em .2em 0; }
+table { border-collapse: collapse; font-size: .87em; } td, th { padding: .15em .6em;
+  text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }
+td { font-variant-numeric: tabular-nums; } summary { cursor: pointer; margin: .3em 0; }
+.spark { width: 130px; min-width: 130px; height: 26px; }
+.spark path { fill: none; stroke: var(--link); stroke-width: .8; }
+code, pre { font: .9em ui-monospace, monospace; } pre { white-space: pre-wrap;
+  background: var(--soft); padding: .6em; }
+"""
+
+
+def element(tag: str, *content: Content, **attributes: str) -> Element:
+    """An element of HTML.
+
+    Args:
+      tag: its name.
+      content: text and elements in their order; None is left out.
+      attributes: by name; `class_` is `class`.
+    """
+    made = Element(tag, {name.rstrip("_"): value for name, value in attributes.items()})
+    last: Element | None = None
+    for part in content:
+        if isinstance(part, Element):
+            made.append(part)
+            last = part
+        elif part is not None and last is None:
+            made.text = (made.text or "") + part
+        elif part is not None and last is not None:
+            last.tail = (last.tail or "") + part
+    return made
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Content]]) -> Element:
+    """A table that scrolls by itself where it is wider than the page."""
+    head = element("thead", element("tr", *(element("th", name) for name in header)))
+    body = element(
+        "tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows)
+    )
+    return element("div", element("table", head, body), class_="scroll")
+
+
+def folded(summary: str, *content: Content) -> Element:
+    """Content that a click unfolds."""
+    return element("details", element("summary", summary), *content)
+
+
+def keys(entries: Iterable[tuple[str, str]]) -> Element:
+    """A legend: pairs of a CSS colour and what is drawn in it."""
+    swatches = (
+        element("span", element("i", style=f"background:{color}"), text, class_="key")
+        for color, text in entries
+    )
+    return element("p", *swatches)
+
+
+def drawing(figure: Figure, name: str, caption: str) -> Element:
+    """A figure as inline SVG under its caption.
+
+    Args:
+      figure: to draw.
+      name: unique on the page; ids inside the drawing are made from it.
+      caption: plain text, also for readers that show no pictures.
+    """
+    buffer = io.BytesIO()
+    # Text stays text: smaller, and it can be searched.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = _inline(ElementTree.fromstring(buffer.getvalue()))
+    svg.set("role", "img")
+    svg.set("aria-label", caption)
+    return element("figure", element("figcaption", caption), svg)
+
+
+_FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
+
+
+def _inline(root: Element) -> Element:
+    """matplotlib's SVG as HTML has it: no namespaces, metadata, size or repeated ids."""
+    for item in root.iter():
+        item.tag = item.tag.rpartition("}")[2]
+        item.text, item.tail = (text and text.strip() for text in (item.text, item.tail))
+        if item.tag == "g":
+            item.attrib.pop("id", None)
+        for name, value in list(item.attrib.items()):
+            del item.attrib[name]
+            value = value.replace("#000000", "var(--ink)").replace("#b0b0b0", "var(--grid)")
+            value = _FONTS.sub("sans-serif", value).replace("\n", "").strip()
+            item.set(name.rpartition("}")[2], value)
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag in ("metadata", "style"):
+                parent.remove(child)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    return root
+
+
+def write_page(path: Path, title: str, content: Iterable[Content]) -> None:
+    """Writes a page in one step.
+
+    Raises:
+      DiskError: the disk refuses.
+    """
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("title", title),
+        element("style", STYLE),
+    )
+    page = element("html", head, element("body", *content), lang="en")
+    text = ElementTree.tostring(page, encoding="unicode", method="html")
+    with writing(path):
+        # JSON may hold half of a surrogate pair, which UTF-8 cannot.
+        data = f"<!DOCTYPE html>\n{text}\n".encode(errors="backslashreplace")
+        write_atomically(path, data)

@@ -1,0 +1,196 @@
+"""The page of one run: is it healthy, its curves, all its signals, and how to repeat it."""
+
+import json
+import shlex
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from lowprec_attn.diagnostics.rules import RULES, Rule
+from lowprec_attn.files import flatten
+from lowprec_attn.runs.health import Health, judge
+from lowprec_attn.runs.history import History, Layer
+from lowprec_attn.runs.pages import figures, layers
+from lowprec_attn.runs.pages.markup import drawing, element, folded, keys, table, write_page
+from lowprec_attn.runs.run_dir import RunDir
+
+Efficiency = Callable[[History, float], str]
+"""(the run, tokens per second) -> a sentence on the share of the devices' peak."""
+
+
+def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = None) -> Path:
+    """Writes the page of a run, finished or not; returns its path.
+
+    Args:
+      run_dir: the run directory.
+      efficiency: what share of the devices' peak the run reached, or why that is not known.
+      path: where to, None for `report.html` in the run directory.
+
+    Raises:
+      RunError, OSError: a record of the run cannot be read.
+      DiskError: the disk refuses.
+    """
+    path = run_dir.page if path is None else path
+    history = History.read(run_dir)
+    health = judge(history)
+    write_page(
+        path,
+        title(history),
+        [
+            element("h1", title(history)),
+            element("p", health.sentence, class_=f"state {health.state}"),
+            *_rules_met(health),
+            *_curves(history, health),
+            *_signals(history),
+            *_speed(history, efficiency),
+            *_origin(history),
+        ],
+    )
+    return path
+
+
+def title(history: History) -> str:
+    """A run in a line: directory, config, arithmetic, seed."""
+    config, attention = history.config, history.config.get("attention", {})
+    return (
+        f"{history.path.name}: {config.get('name')}:{config.get('variant')}, numerics "
+        f"{attention.get('numerics')}, row max {attention.get('row_max')}, seed "
+        f"{config.get('seed')}"
+    )
+
+
+def _rules_met(health: Health) -> list[Element]:
+    if not health.met:
+        return []
+    rows = [
+        (
+            met.alarm.rule.name,
+            f"{met.step:,}",
+            f"{met.layer}",
+            f"{met.alarm.head}",
+            f"{met.alarm.value:.4g}",
+            f"{met.alarm.rule.threshold:g}",
+            f"{met.times}",
+            "yes" if met.at_last else "no",
+            met.alarm.rule.meaning.format(value=met.alarm.value),
+        )
+        for met in health.met
+    ]
+    header = (
+        *("rule", "first step", "layer", "head", "value", "threshold", "diagnostics that meet it"),
+        *("at the last", "meaning"),
+    )
+    return [element("h2", "Rules met"), table(header, rows)]
+
+
+def _curves(history: History, health: Health) -> list[Element]:
+    drawn = [drawing(figures.loss(history, health), "loss", "Loss, nats per token")]
+    if history.signals:
+        by_name = {rule.name: rule for rule in RULES}
+        for rule in (by_name.pop("scores"), *by_name.values()):
+            drawn.append(_rule_figure(history, health, rule))
+        norms = figures.by_layer(history, _query_weight_norms, health, log=False)
+        drawn.append(drawing(norms, "norms", "Largest spectral norm of a head's W_Q"))
+    legend = [
+        (figures.RAW, "training, each step"),
+        (figures.SMOOTHED, "training, mean of 50 steps"),
+        (figures.VALIDATION, "validation"),
+        (figures.THRESHOLD, "dashed: unigram model, threshold of a rule"),
+        (figures.EXPLOSION, "explosion, or not finite"),
+        (figures.ALARM, "dotted: a rule is met first"),
+    ]
+    shades = figures.shades(figures.layers(history)) if history.signals else []
+    return [
+        element("h2", "Curves"),
+        element("div", *drawn, class_="figures"),
+        keys(legend),
+        keys((shade, f"layer {i}") for i, shade in enumerate(shades)),
+    ]
+
+
+_RULE_TITLES = {
+    "scores": "Largest |score| of each layer",
+    "row_sums": "Σ_j P − 1 of the backward pass, RMS over rows, worst head of each layer",
+    "delta": "Errors of δ as a share of W_Q's gradient, worst head of each layer",
+}
+
+
+def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
+    figure = figures.by_layer(history, rule.value, health, rule.threshold)
+    caption = f"{_RULE_TITLES[rule.name]}; rule {rule.name}: ≥ {rule.threshold:g}"
+    return drawing(figure, rule.name, caption)
+
+
+def _query_weight_norms(layer: Layer) -> np.ndarray:
+    return np.asarray(layer.get("query_weight_norm", [-np.inf]), float)
+
+
+def _signals(history: History) -> list[Element]:
+    if not history.signals:
+        note = "none were recorded (diagnostics_every=0)"
+        return [element("h2", "Signals"), element("p", note)]
+    where = element("code", "lowprec_attn.diagnostics.attention_signals")
+    said = element("p", "The docstring of ", where, " says what each of them is.")
+    return [element("h2", "Signals of every layer and head"), said, *layers.details(history)]
+
+
+def _speed(history: History, efficiency: Efficiency) -> list[Element]:
+    heading = element("h2", "Speed")
+    if not history.rates:
+        return [heading, element("p", "no timing was recorded")]
+    rate = median_rate(history)
+    said = (
+        f"{rate:,.0f} tokens a second, the median of {len(history.rates):,} steps. The first step "
+        f"of a process compiles; diagnostics are in the step that waits for them. "
+        f"{efficiency(history, rate)}"
+    )
+    figure = drawing(figures.rates(history.rates), "speed", "Tokens per second")
+    return [heading, element("p", said), element("div", figure, class_="figures")]
+
+
+def median_rate(history: History) -> float:
+    """Tokens per second of the median step.
+
+    Raises:
+      statistics.StatisticsError: no step was timed.
+    """
+    return statistics.median(history.rates.values())
+
+
+def _origin(history: History) -> list[Element]:
+    """Config, machine, and the command that made the run."""
+    config = [(element("code", name), json.dumps(value)) for name, value in flatten(history.config)]
+    parts = [element("h2", "How to repeat it")]
+    if history.starts:
+        parts.append(element("pre", _command(history.starts[0])))
+        described = [dict(flatten(start)) for start in history.starts]
+        names = list(dict.fromkeys(name for start in described for name in start))
+        header = ("", *(f"start {i + 1}" for i in range(len(described))))
+        rows = [(name, *(_cell(start.get(name)) for start in described)) for name in names]
+        parts.append(folded("environment of every start", table(header, rows)))
+    else:
+        parts.append(element("p", "environment.json is missing, which holds the command"))
+    parts.append(folded("config", table(("field", "value"), config)))
+    return parts
+
+
+def _command(start: Mapping[str, Any]) -> str:
+    commit = start.get("commit")
+    words: Sequence[str] = start.get("command", [])
+    program = ["python"] if words and words[0].endswith(".py") else []
+    lines = [shlex.join([*program, *words])]
+    if commit is None:
+        lines.insert(0, "# the commit is not known: this was no checkout")
+    else:
+        clean = str(commit).removesuffix("-dirty")
+        changed = "   # with changes that are in no commit" if clean != commit else ""
+        lines.insert(0, f"git checkout {clean}{changed}")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,187 @@
+"""The pages of one run and of several: whole HTML that needs no network, with what was recorded."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from recorded_runs import HEADS, layers, record_run
+
+from lowprec_attn.commands.main import main
+from lowprec_attn.runs.pages.markup import element, write_page
+from lowprec_attn.runs.pages.run import write_run_page
+
+VOID = {"meta"}
+HOSTILE = "<script>alert('1')</script> & \"quoted\""
+FALLING = [5.0 - 0.01 * step for step in range(150)]
+LARGE = {"score_maximum": [600.0, 5.0]}
+SUMMARY = {"val_loss": 3.5, "unigram_loss": 4.0}
+FAILURE = {"step": 150, "message": f"first non-finite value: {HOSTILE}"}
+
+
+class Page(HTMLParser):
+    """A page that was read: its elements, which must all be closed, and its text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = path.read_text()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.extend(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+    def check(self):
+        """Nothing is loaded, no id is there twice, and every reference has its id."""
+        assert self.tags[:2] == ["html", "head"]
+        assert not {"script", "link", "img", "iframe"} & set(self.tags)
+        assert "http://" not in self.source
+        assert "https://" not in self.source
+        ids = [value for name, value in self.attributes if name == "id"]
+        assert len(ids) == len(set(ids))
+        used = [value for name, value in self.attributes if name in ("href", "src")]
+        used += re.findall(r"url\(([^)]*)\)", self.source)
+        assert all(reference.startswith("#") for reference in used)
+        assert {reference[1:] for reference in used} <= set(ids)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run directories by name: good, bad (exploding, its names hostile), short and empty."""
+    path = tmp_path_factory.mktemp("runs")
+    quiet = {s: layers({}, {}) for s in (0, 50, 100)}
+    return {
+        "good": record_run(path / "good", FALLING, quiet, {100: 4.0, 150: 3.5}, SUMMARY, steps=150),
+        "bad": record_run(
+            path / "bad",
+            [*FALLING, *[9.0] * 120, math.nan],
+            quiet | {150: layers({}, LARGE), 200: layers({}, {"score_maximum": [math.nan, 5.0]})},
+            failure=FAILURE,
+            name=HOSTILE,
+            steps=400,
+        ),
+        "short": record_run(path / "short", FALLING[:3], {}, steps=150),
+        "empty": record_run(path / "empty", [], {}, steps=150),
+    }
+
+
+WORDS = {
+    "good": ["Healthy: ", "layer 1", "score_maximum", "head 1", "No share", "512 tokens a second"],
+    "bad": ["Not healthy: ", HOSTILE, "exploded at step", "Rules met", "600", "head 0"],
+    "short": ["Too little was recorded to tell", "none were recorded"],
+    "empty": ["0 steps were taken", "no timing was recorded"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_path):
+    page = Page(write_run_page(runs[name], lambda *_: "No share.", tmp_path / "page.html"))
+    page.check()
+    for words in WORDS[name]:
+        assert words in page.text
+    # Config, environment and command are there in every case.
+    assert "optimizer.peak_lr" in page.text
+    assert "versions.jax" in page.text
+    assert json.loads(runs[name].environment.read_text())[0]["device_kind"] in page.text
+    # Loss; three rules and W_Q; tokens per second.
+    drawn = {"good": 6, "bad": 6, "short": 2, "empty": 1}[name]
+    assert page.tags.count("figure") == drawn
+    folded = {"good": 2, "bad": 2}.get(name, 0) + len(["environment", "config"])
+    assert page.tags.count("details") == folded
+
+
+def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_path):
+    page = Page(write_run_page(runs["bad"], lambda *_: "", tmp_path / "page.html"))
+    curves = [value for name, value in page.attributes if name == "d" and "M0 " in value]
+    row = re.compile(r"score_maximum</code></td><td><svg.*?</svg></td><td>nan</td><td>5</td>")
+    assert len(row.findall(page.source)) == 1
+    # A curve of each head: from the left edge on, with a gap where a value is not finite.
+    assert sum(value.startswith("M0 ") and value.count("M0 ") == HEADS for value in curves) >= 8
+
+
+def test_the_command_writes_both_reports_or_a_comparison(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good, bad, short = (str(runs[name].path) for name in ("good", "bad", "short"))
+    assert main(["report", good]) == 0
+    assert capsys.readouterr().out.split() == [f"{good}/report.png", f"{good}/report.html"]
+    Page(runs["good"].page).check()
+    assert main(["report", good, bad, short, "--html", "three.html"]) == 0
+    page = Page(tmp_path / "three.html")
+    page.check()
+    (differ, last) = re.findall(r"<table>.*?</table>", page.source)
+    # Of the config, what differs and nothing else.
+    assert re.findall("<code>(.*?)</code>", differ) == ["name", "steps"]
+    assert "<td>150</td><td>400</td><td>150</td>" in differ
+    assert "&lt;script&gt;" in differ
+    assert "<td>good</td><td>150</td><td>healthy</td><td>–</td><td>–</td>" in last
+    assert "<td>3.5000</td><td>3.5000</td><td>5</td><td>5</td><td>512</td>" in last
+    assert "<td>bad</td><td>271</td><td>broken</td>" in last
+    assert page.tags.count("figure") == 2
+    for words in ("Healthy: ", "Not healthy: ", "Too little was recorded to tell"):
+        assert words in page.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{good}", "{good}"], "is there twice; give every run once"),
+        (["{good}", "{nothing}"], "is not a run directory: it has no metrics.jsonl"),
+        (["{nothing}"], "is not a run directory: it has no metrics.jsonl"),
+        (["{good}", "{bad}", "--html", "{nothing}/a.html"], "cannot write"),
+        (["{damaged}"], "holds metrics that are none of a run"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_told_in_one_line(
+    runs, tmp_path, capsys, arguments, words
+):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "metrics.jsonl").write_text('{"step": 0, "signals": {"layer_0": 3}}\n')
+    places = {name: runs[name].path for name in ("good", "bad")}
+    places |= {name: tmp_path / name for name in ("nothing", "damaged")}
+    assert main(["report", *(word.format(**places) for word in arguments)]) == 1
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_text_and_attributes_are_escaped_and_half_a_surrogate_is_no_error(tmp_path):
+    made = element("p", HOSTILE, element("b", "x", title=HOSTILE), "after \ud800", None)
+    write_page(tmp_path / "page.html", HOSTILE, [made])
+    page = Page(tmp_path / "page.html")
+    assert page.tags == ["html", "head", "meta", "meta", "title", "style", "body", "p", "b"]
+    assert ("title", HOSTILE) in page.attributes
+    assert "after \\ud800" in page.text
+
+
+@pytest.mark.slow
+def test_the_page_of_gpt2_stays_below_two_megabytes(tmp_path):
+    rng = np.random.default_rng(0)
+    names = [f"signal_{i}_of_a_usual_length_error_rms" for i in range(40)]
+    names += ["score_maximum", "p_row_sum_error_rms", "query_weight_gradient_error_relative"]
+    signals = {
+        step: {
+            f"layer_{i}": {name: rng.normal(size=12).tolist() for name in names} for i in range(12)
+        }
+        for step in range(0, 5000, 50)
+    }
+    losses = rng.normal(3.0, 0.1, 5000).tolist()
+    run_dir = record_run(tmp_path / "run", losses, signals)
+    page = write_run_page(run_dir, lambda *_: "")
+    assert 500_000 < page.stat().st_size < 2_000_000

@@ -1,0 +1,49 @@
+"""The share of its devices' peak that a run reached."""
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config, tiny_settings
+
+from lowprec_attn.runs.history import History
+from lowprec_attn.training.efficiency import efficiency
+from lowprec_attn.training.profile import step_flops
+from lowprec_attn.training.tpu_slice import GENERATIONS
+
+
+def history(*devices, **changes):
+    starts = [{"device_kind": kind, "device_count": count} for kind, count in devices]
+    return History(Path("run"), tiny_config(**changes), starts, {}, {}, {}, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H100 PCIe", 756.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("TPU v5 lite", GENERATIONS["v5e"].peak),
+        ("TPU v6 lite", GENERATIONS["v6e"].peak),
+    ],
+)
+@pytest.mark.parametrize(("devices", "used"), [(None, 4), (2, 2)])
+def test_the_share_is_that_of_the_devices_that_are_used(kind, peak, devices, used):
+    rate = used * 0.25 * peak / step_flops(tiny_settings().model, 1)
+    said = efficiency(history((kind, 4), (kind, 4), devices=devices), rate)
+    assert said.startswith("That is 25.0% of the peak (MFU): ")
+    assert f"on {used} {kind} of " in said
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (history(("cpu", 1)), "device 'cpu' is not known"),
+        (history(("NVIDIA H200", 1), ("NVIDIA H200", 2)), "the run ran on different devices"),
+        (history(), "the run has no environment.json"),
+        (history(("NVIDIA H200", 1), model__activation_dtype="float32"), "are float32"),
+        (history(("NVIDIA H200", 1), model__layer_count=2), "not of this version"),
+    ],
+)
+def test_without_a_share_it_says_why(run, why):
+    assert why in efficiency(run, 1e5)
