@@ -3,7 +3,7 @@
 The states, the worst first:
 
   broken   the loss exploded, or a value was not finite
-  warned   a rule was met, scores ran away, or the loss is in excess and nobody knows for how long
+  warned   a rule was met, scores ran away, or the loss has been in excess for too few steps to tell
   unknown  nothing of this, but too little was recorded to see it
   healthy  nothing of this in at least 100 steps, with signals of at least two of them
 

@@ -29,7 +29,8 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.8em; } a { color: 
 .state { font-size: 1.1em; border-left: 5px solid; padding: .5em .9em; background: var(--soft); }
 .broken { border-color: var(--broken); } .warned { border-color: var(--warned); }
 .unknown { border-color: var(--unknown); } .healthy { border-color: var(--healthy); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1em; }
+.figures { display: grid; gap: 1em;
+  grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
 figure { margin: 0; } figcaption { font-size: .9em; } svg { max-width: 100%; height: auto; }
 svg text { fill: var(--ink); } .scroll { overflow-x: auto; }
 .key { display: inline-block; margin-right: 1em; white-space: nowrap; }

@@ -10,6 +10,8 @@ import pytest
 from recorded_runs import HEADS, layers, record_run
 
 from lowprec_attn.commands.main import main
+from lowprec_attn.diagnostics.rules import RULES
+from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.markup import element, write_page
 from lowprec_attn.runs.pages.run import write_run_page
 
@@ -105,6 +107,27 @@ def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_p
     assert page.tags.count("figure") == drawn
     folded = {"good": 2, "bad": 2}.get(name, 0) + len(["environment", "config"])
     assert page.tags.count("details") == folded
+
+
+@pytest.mark.parametrize(
+    ("name", "explosions", "alarms"), [("good", 0, []), ("bad", 10, ["scores"]), ("short", 0, [])]
+)
+def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions, alarms, tmp_path):
+    page = Page(write_run_page(runs[name], lambda *_: "", tmp_path / "page.html"))
+    drawn = re.findall(r"<figure>.*?</figure>", page.source)
+    # Five figures, each with the step of the explosion and that of the value that is not finite.
+    assert sum(figure.count(f"stroke: {figures.EXPLOSION}") for figure in drawn) == explosions
+    loss, *rules = drawn[:4]
+    assert re.findall(r">(row_sums|delta|scores)</text>", loss) == alarms
+    assert loss.count(f"stroke: {figures.ALARM}") == len(alarms)
+    if name != "short":
+        dashed = [figure.count(f"stroke: {figures.THRESHOLD}") for figure in rules]
+        assert dashed == [1] * len(RULES)
+        assert [
+            f"rule {rule}: ≥" in figure
+            for rule, figure in zip(("scores", "row_sums", "delta"), rules, strict=True)
+        ] == [True] * len(RULES)
+    assert "DejaVu" not in page.source  # the reader's own fonts
 
 
 def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_path):
