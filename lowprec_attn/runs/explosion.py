@@ -29,15 +29,17 @@ class LossWatch:
     Attributes:
       explosion: first step of the first excess that lasted, or whose loss was not finite; None so
         far.
+      excess_since: first step of the excess that lasts now; None where there is none.
       smoothed: mean of the finite losses recorded in the last 50 steps; infinite before the first.
+      best: the smallest `smoothed` so far.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]] = ()) -> None:
         self.explosion: int | None = None
         self.smoothed = math.inf
         self._window: collections.deque[tuple[int, float]] = collections.deque()
-        self._best = math.inf
-        self._excess_since: int | None = None
+        self.best = math.inf
+        self.excess_since: int | None = None
         self._step = -1
         for step, loss in losses:
             self.add(step, loss)
@@ -46,25 +48,25 @@ class LossWatch:
         """Takes the loss of a step, in nats per token."""
         self._step = step
         if not math.isfinite(loss):
-            self._excess_since = step if self._excess_since is None else self._excess_since
-            self.explosion = self._excess_since if self.explosion is None else self.explosion
+            self.excess_since = step if self.excess_since is None else self.excess_since
+            self.explosion = self.excess_since if self.explosion is None else self.explosion
             return
         self._window.append((step, loss))
         while self._window[0][0] <= step - SMOOTHED_STEPS:
             self._window.popleft()
         self.smoothed = sum(value for _, value in self._window) / len(self._window)
-        self._best = min(self._best, self.smoothed)
-        if self.smoothed <= self._best + EXCESS_NATS:
-            self._excess_since = None
-        elif self._excess_since is None:
-            self._excess_since = step
+        self.best = min(self.best, self.smoothed)
+        if self.smoothed <= self.best + EXCESS_NATS:
+            self.excess_since = None
+        elif self.excess_since is None:
+            self.excess_since = step
         if self.explosion is None and self.excess_steps >= LASTING_STEPS:
-            self.explosion = self._excess_since
+            self.explosion = self.excess_since
 
     @property
     def excess_steps(self) -> int:
         """For how many steps the loss has now been in excess; 0 where it is not."""
-        return 0 if self._excess_since is None else self._step - self._excess_since + 1
+        return 0 if self.excess_since is None else self._step - self.excess_since + 1
 
 
 class Runaway(NamedTuple):

@@ -1,0 +1,215 @@
+"""Spikes of a training loss, divergence without a spike, and a jump where a run was resumed.
+
+The words are those of "Understanding Training Loss Patterns" in Bekman's *Machine Learning
+Engineering* (github.com/stas00/ml-engineering): a spike recovers fast, or slowly, or not fully; a
+loss may also diverge without one. The numbers are choices of this project, none of the book:
+
+  spike       a loss ≥ 6 spreads above the level of the last 100 losses. The level is their median,
+              the spread 1.4826 times their median absolute deviation, which for normal noise is its
+              standard deviation; at least 0.02 nats.
+  recovery    the median of the last 5 losses is within 3 spreads of the level before the spike.
+              It is fast within 50 steps and slow within 500. Beyond, it counts as none, and the
+              losses since then make a new level.
+  divergence  an excess (`runs.explosion`) that begins while no spike lasts.
+  jump        the median of the first 10 losses after a resume is ≥ 3 spreads above the level
+              before it.
+
+Everything is a function of the losses in the order of their steps. So a resumed run that adds its
+recorded losses again goes on as if it had not been interrupted.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from lowprec_attn.runs.explosion import LossWatch
+
+WINDOW = 100
+LEAST_LOSSES = 20
+SPIKE_SPREADS = 6.0
+RECOVERED_SPREADS = 3.0
+LEAST_SPREAD_NATS = 0.02
+FAST_STEPS = 50
+SLOW_STEPS = 500
+RESUMED_LOSSES = 10
+_RECOVERED_LOSSES = 5
+_MAD_OF_NORMAL = 1.4826  # standard deviations over median absolute deviations
+
+Recovery = Literal["fast", "slow", "none"]
+
+
+class Level(NamedTuple):
+    """Median and spread of some losses, in nats per token."""
+
+    median: float
+    spread: float
+
+    def score(self, loss: float) -> float:
+        """How many spreads a loss lies above the median; infinite if it is not finite."""
+        return (loss - self.median) / self.spread if math.isfinite(loss) else math.inf
+
+
+def level(losses: Iterable[float]) -> Level | None:
+    """Of the last 100 finite losses; None if there are fewer than 20."""
+    finite = [loss for loss in losses if math.isfinite(loss)][-WINDOW:]
+    if len(finite) < LEAST_LOSSES:
+        return None
+    median = statistics.median(finite)
+    deviation = statistics.median(abs(loss - median) for loss in finite)
+    return Level(median, max(_MAD_OF_NORMAL * deviation, LEAST_SPREAD_NATS))
+
+
+class Spike(NamedTuple):
+    """A loss far above those before it."""
+
+    step: int
+    loss: float
+    level: Level
+
+    def record(self) -> dict[str, Any]:
+        """For `metrics.jsonl`."""
+        score = self.level.score(self.loss)
+        return {"spike": {"loss": self.loss, **self.level._asdict(), "score": score}}
+
+    def __str__(self) -> str:
+        return (
+            f"the loss {self.loss:.3f} is a spike, {self.level.score(self.loss):.1f} spreads of "
+            f"{self.level.spread:.3f} above {self.level.median:.3f}; its batch is line "
+            f"{self.step + 1:,} of data_order.txt"
+        )
+
+
+class SpikeEnd(NamedTuple):
+    """A spike is over: the loss has come back, or stays above for so long that it is given up."""
+
+    step: int
+    begin: int
+    recovery: Recovery
+
+    def record(self) -> dict[str, Any]:
+        """For `metrics.jsonl`."""
+        return {"spike_end": {"begin": self.begin, "recovery": self.recovery}}
+
+    def __str__(self) -> str:
+        after = f"{self.step - self.begin} steps after the spike of step {self.begin:,}"
+        if self.recovery == "none":
+            return f"the loss has not recovered {after}"
+        return f"the loss has recovered {after} ({self.recovery})"
+
+
+class Divergence(NamedTuple):
+    """The smoothed loss rises without a spike."""
+
+    step: int
+    smoothed: float
+    best: float
+
+    def record(self) -> dict[str, Any]:
+        """For `metrics.jsonl`."""
+        return {"divergence": {"smoothed": self.smoothed, "best": self.best}}
+
+    def __str__(self) -> str:
+        return (
+            f"the loss diverges without a spike: smoothed {self.smoothed:.3f}, "
+            f"{self.smoothed - self.best:.3f} above its best"
+        )
+
+
+class Jump(NamedTuple):
+    """The losses after a resume are higher than those before."""
+
+    step: int
+    resumed: int
+    median: float
+    level: Level
+
+    def record(self) -> dict[str, Any]:
+        """For `metrics.jsonl`."""
+        return {"resume_jump": {"resumed": self.resumed, "median": self.median}}
+
+    def __str__(self) -> str:
+        return (
+            f"the first {RESUMED_LOSSES} losses since the run was resumed at step "
+            f"{self.resumed:,} have the median {self.median:.3f}, "
+            f"{self.level.score(self.median):.1f} spreads of {self.level.spread:.3f} above "
+            f"{self.level.median:.3f} before"
+        )
+
+
+Event = Spike | SpikeEnd | Divergence | Jump
+
+
+class Spikes:
+    """Follows a training loss; `add` every recorded loss in the order of the steps.
+
+    Attributes:
+      watch: what `runs.explosion` says of the same losses.
+    """
+
+    def __init__(self) -> None:
+        self.watch = LossWatch()
+        self._window: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._spike: Spike | None = None
+        self._since: collections.deque[float] = collections.deque(maxlen=WINDOW)
+
+    def add(self, step: int, loss: float) -> list[Event]:
+        """What the loss of a step, in nats per token, begins or ends."""
+        lasted, in_excess = self._spike is not None, self.watch.excess_steps > 0
+        self.watch.add(step, loss)
+        loss = loss if math.isfinite(loss) else math.inf
+        events: list[Event] = [*(self._follow(step, loss) if lasted else self._look(step, loss))]
+        if self.watch.excess_steps and not in_excess and not lasted and self._spike is None:
+            events.append(Divergence(step, self.watch.smoothed, self.watch.best))
+        return events
+
+    def _look(self, step: int, loss: float) -> list[Spike]:
+        before = level(self._window)
+        if before is None or before.score(loss) < SPIKE_SPREADS:
+            self._window.append(loss)
+            return []
+        # The losses of a spike do not enter the level, or a long one would become normal.
+        self._spike = Spike(step, loss, before)
+        self._since.append(loss)
+        return [self._spike]
+
+    def _follow(self, step: int, loss: float) -> list[SpikeEnd]:
+        assert self._spike is not None
+        spike, steps = self._spike, step - self._spike.step
+        self._since.append(loss)
+        last = statistics.median(list(self._since)[-_RECOVERED_LOSSES:])
+        recovery: Recovery = "fast" if steps <= FAST_STEPS else "slow"
+        if spike.level.score(last) > RECOVERED_SPREADS:
+            if steps < SLOW_STEPS:
+                return []
+            recovery = "none"
+            self._window = self._since.copy()
+        self._spike = None
+        self._since.clear()
+        return [SpikeEnd(step, spike.step, recovery)]
+
+
+class ResumeWatch:
+    """Compares the first losses after a resume with those before.
+
+    Args:
+      resumed: the first step after it.
+      before: the level of the losses before it, None if that is not known.
+    """
+
+    def __init__(self, resumed: int, before: Level | None) -> None:
+        self._resumed, self._before = resumed, before
+        self._losses: list[float] = []
+
+    def add(self, step: int, loss: float) -> list[Jump]:
+        """The jump, if with the loss of this step there have been enough to tell."""
+        if self._before is None or len(self._losses) == RESUMED_LOSSES or step < self._resumed:
+            return []
+        self._losses.append(loss if math.isfinite(loss) else math.inf)
+        if len(self._losses) < RESUMED_LOSSES:
+            return []
+        median = statistics.median(self._losses)
+        if self._before.score(median) < RECOVERED_SPREADS:
+            return []
+        return [Jump(step, self._resumed, median, self._before)]
