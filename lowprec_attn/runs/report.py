@@ -1,6 +1,8 @@
 """The report of a run: one PNG page drawn from its run directory."""
 
+import functools
 import io
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 
 from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.incidents import Incident, incidents
 from lowprec_attn.runs.run_dir import RunDir
 
 
@@ -55,6 +58,8 @@ _SIGNALS = {
     "output_error_mean": _Signal("output error: signed mean", _largest),
     "query_weight_norm": _Signal("largest spectral norm of a head's W_Q", np.max),
 }
+_INCIDENTS_SHOWN = 4
+_TITLE_COLUMNS = 110
 PANELS: tuple[str, ...] = ("loss", "grad_norm", *_SIGNALS)
 
 
@@ -62,7 +67,8 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
     """The metrics written so far, also of a run that is writing them, as panels in two columns.
 
     `loss` has the unigram model's as a line, `grad_norm` is that before clipping; the others are
-    signals of `diagnostics.attention_signals`, one line per layer, over the steps.
+    signals of `diagnostics.attention_signals`, one line per layer, over the steps. Warnings are
+    dotted lines in every panel, spikes are crosses in that of the loss; the title names the first.
 
     Args:
       run_dir: a run directory.
@@ -75,10 +81,12 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
     records = metrics.read(run_dir.metrics) if run_dir.metrics.exists() else []
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
-    figure.suptitle(_title(run_dir), fontsize=11, family="monospace")
+    happened = incidents(records, run_dir.data_order)
+    figure.suptitle(_title(run_dir, happened), fontsize=11, family="monospace")
     axes = dict(zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=False))
     for name, axis in axes.items():
         _draw_panel(axis, name, records, run_dir)
+        _draw_incidents(axis, name, happened)
         if axis.get_yscale() == "log":
             axis.yaxis.set_major_formatter("{x:g}")
             low, high = axis.get_ylim()  # within a decade there may be no power of ten to label
@@ -104,7 +112,17 @@ def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: R
         axis.set_yscale(signal.scale)
 
 
-def _title(run_dir: RunDir) -> str:
+def _draw_incidents(axis: Axes, panel: str, happened: Sequence[Incident]) -> None:
+    spikes = [incident for incident in happened if incident.loss is not None]
+    for step in sorted({incident.step for incident in happened if incident.loss is None}):
+        axis.axvline(step, ls=":", lw=1, color="C3")
+    if panel == "loss" and spikes:
+        steps, losses = zip(*((spike.step, spike.loss) for spike in spikes), strict=True)
+        axis.plot(steps, losses, "x", color="C3", label="spike")
+        axis.legend(fontsize=8)
+
+
+def _title(run_dir: RunDir, happened: Sequence[Incident]) -> str:
     config, summary = _load(run_dir.config), _load_summary(run_dir)
     failure = _load(run_dir.failure, step=int, message=str)
     attention = config.get("attention", {})
@@ -112,6 +130,9 @@ def _title(run_dir: RunDir) -> str:
         f"{config.get('name')}:{config.get('variant')}   numerics {attention.get('numerics')}   "
         f"row max {attention.get('row_max')}   seed {config.get('seed')}"
     ]
+    lines += [str(incident) for incident in happened[:_INCIDENTS_SHOWN]]
+    if len(happened) > _INCIDENTS_SHOWN:
+        lines.append(f"and {len(happened) - _INCIDENTS_SHOWN} more in {run_dir.metrics.name}")
     if summary:
         lines.append(outcome(summary["val_loss"], summary["unigram_loss"]))
     if failure:
@@ -119,7 +140,8 @@ def _title(run_dir: RunDir) -> str:
         exploded = "explosion" in failure
         word = "EXPLODED" if exploded else f"NOT FINITE at step {failure['step']}"
         lines.append(f"{word}: {failure['message']}")
-    return "\n".join(lines)
+    wrap = functools.partial(textwrap.wrap, width=_TITLE_COLUMNS, subsequent_indent="  ")
+    return "\n".join(part for line in lines for part in wrap(line))
 
 
 def _draw_loss(axis: Axes, records: list[dict[str, Any]], summary: dict[str, Any]) -> None:
@@ -146,7 +168,10 @@ def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
 def _draw_layers(axis: Axes, signals: list[dict[str, Any]], name: str, over_heads: Any) -> None:
     """One line per layer, from dark to light; heads reduced by `over_heads`."""
     if not signals:
-        axis.text(0.5, 0.5, "no signals: diagnostics_every=0", ha="center", va="center")
+        middle = axis.annotate(
+            "no signals: diagnostics_every=0", (0.5, 0.5), xycoords=axis.transAxes
+        )
+        middle.set(ha="center", va="center")
         return
     steps = [record["step"] for record in signals]
     # By number: the records' keys are sorted as text, layer_10 before layer_2.

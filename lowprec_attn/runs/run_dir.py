@@ -67,7 +67,8 @@ class RunDir:
       page: `report.html`.
       summary: `summary.json`, losses at the end.
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
-      origin: `resumed_from.json`, the run that this one continues with something changed.
+      origin: `resumed_from.json`, the run that this one continues with something changed, and the
+        level of its losses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -21,6 +21,7 @@ from lowprec_attn import hosts
 from lowprec_attn.data import tokens
 from lowprec_attn.data.batches import Batch, validation_batches
 from lowprec_attn.data.order import OrderRecord
+from lowprec_attn.files import read_json
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.explosion import LossWatch
@@ -28,6 +29,7 @@ from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.report import outcome, write_report
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.efficiency import efficiency
@@ -37,6 +39,7 @@ from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Signals, make_signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
+from lowprec_attn.training.watch import Watch
 
 EXIT_DONE = 0
 EXIT_BROKEN = 3  # a loss was not finite, or exploded and the config says to stop
@@ -95,10 +98,15 @@ class Loop:
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
         self.saved_step = saved_step
-        self.losses = LossWatch()
-        self.end: int | None = None  # the step before which an exploded run stops
-        for step, loss in self._recorded_losses():
-            self._follow(step, loss)
+        self.progress: Progress | None = None
+        self.watch = Watch(
+            _kept_records(run.run_dir),
+            int(state.step),
+            _origin(run.run_dir),
+            run.settings.stop_exploded_after,
+            run.metrics.write,
+            self._say,
+        )
 
     def run(self) -> int:
         """All remaining steps; returns the exit code."""
@@ -106,7 +114,7 @@ class Loop:
         with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
             try:
                 for step in range(start, settings.steps):
-                    if self.end is not None and step >= self.end:
+                    if self._exploded_before(step):
                         return self._stop_exploded(step)
                     self._before(step)
                     self._dispatch(step)
@@ -162,31 +170,19 @@ class Loop:
         if not metrics.applied:
             raise _NotFiniteError(pending)
         loss = float(metrics.loss)
-        self._follow(step, loss)
+        self.watch.add_loss(step, loss)
+        assert self.progress is not None
         seconds, tokens_done = self.progress.advance(loss)
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
 
-    def _recorded_losses(self) -> list[tuple[int, float]]:
-        """Of the steps that this run took before it was interrupted."""
-        if self.fixed.settings.stop_exploded_after is None:
-            return []
-        losses: list[tuple[int, float]] = hosts.from_first(
-            lambda: [
-                (record["step"], record["loss"])
-                for record in records.read(self.fixed.run_dir.metrics)
-                if "loss" in record
-            ]
-        )
-        return losses
+    def _exploded_before(self, step: int) -> bool:
+        """Whether the loss has exploded for as long as the config allows."""
+        # The next step is under way when the loss of a step is fetched. A resumed run knows that
+        # loss earlier and takes that step all the same, so that both have the same records.
+        return self.watch.enough is not None and step >= self.watch.enough + 2
 
-    def _follow(self, step: int, loss: float) -> None:
-        """Notices that the loss has exploded for as long as the config allows."""
-        self.losses.add(step, loss)
-        limit = self.fixed.settings.stop_exploded_after
-        if limit is not None and self.end is None and self.losses.excess_steps >= limit:
-            # Step + 1 is under way when the loss of this one is fetched. A resumed run knows it
-            # earlier and takes that step all the same, so that both have the same records.
-            self.end = step + 2
+    def _say(self, text: str) -> None:
+        (hosts.say if self.progress is None else self.progress.say)(text)
 
     def _signals(self, step: int, inputs: Array, targets: Array) -> Signals:
         """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
@@ -195,7 +191,9 @@ class Loop:
         return self.signals(self.state.params, inputs, targets, key)
 
     def _write_signals(self, step: int, signals: Signals) -> None:
-        self.fixed.metrics.write(step, {"signals": jax.device_get(signals)})
+        values = jax.device_get(signals)
+        self.fixed.metrics.write(step, {"signals": values})
+        self.watch.add_signals(step, values)
 
     def _write_validation(self, step: int) -> float:
         settings, run = self.fixed.settings, self.fixed
@@ -261,7 +259,7 @@ class Loop:
         self._fetch()
         self._save(step)
         self._write_validation(step)
-        _report_explosion(self.fixed.run_dir, step, self.losses)
+        _report_explosion(self.fixed.run_dir, step, self.watch.losses)
         return EXIT_BROKEN
 
     def _finish(self) -> int:
@@ -293,6 +291,29 @@ def _due(every: int, step: int) -> bool:
 def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
     """[1, T] of a batch [A, B/A, T]."""
     return inputs[0, :1], targets[0, :1]
+
+
+def _kept_records(run_dir: RunDir) -> list[dict[str, Any]]:
+    """All losses, and the last signals, of the steps before this process's first."""
+
+    def read() -> list[dict[str, Any]]:
+        kept = records.read(run_dir.metrics)
+        losses = [{k: r[k] for k in ("step", "loss")} for r in kept if "loss" in r]
+        return losses + [r for r in kept if "signals" in r][-1:]
+
+    found: list[dict[str, Any]] = hosts.from_first(read)
+    return found
+
+
+def _origin(run_dir: RunDir) -> tuple[int, Level | None] | None:
+    """Where the run was resumed from another one; see `Watch`."""
+    origin = hosts.from_first(
+        lambda: read_json(run_dir.origin) if run_dir.origin.exists() else None
+    )
+    if origin is None:
+        return None
+    before = origin.get("loss_before")  # runs of earlier versions have none
+    return origin["step"], None if before is None else Level(**before)
 
 
 @hosts.first_only

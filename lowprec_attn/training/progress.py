@@ -52,6 +52,11 @@ class Progress:
             self._estimate()
         return self._finished[-1] - last, self._tokens_per_step
 
+    def say(self, text: str) -> None:
+        """Prints a line above the bar, at once, also into a pipe."""
+        with self._bar.external_write_mode():
+            hosts.say(text)
+
     def _estimate(self) -> None:
         """Says how long the rest will take, if enough steps have been timed."""
         finished = list(self._finished)[1:]  # the first is the start, the second compiled

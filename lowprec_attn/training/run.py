@@ -18,10 +18,12 @@ from lowprec_attn.data.batches import train_iterator
 from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
+from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.runs.spikes import level
 from lowprec_attn.training.announcement import announce
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.loop import Loop, Run
@@ -164,9 +166,20 @@ def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
         ) from error
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
-    run_dir.write_json(run_dir.origin, {"run": str(source.path), "step": step, "changed": changed})
+    before = _loss_before(source, step)
+    origin = {"run": str(source.path), "step": step, "changed": changed, "loss_before": before}
+    run_dir.write_json(run_dir.origin, origin)
     listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
     print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
+
+
+def _loss_before(source: RunDir, step: int) -> dict[str, float] | None:
+    """The level of the losses before a step, None where too few are recorded."""
+    if not source.metrics.exists():
+        return None
+    before = records.read(source.metrics)
+    found = level(r["loss"] for r in before if "loss" in r and r["step"] < step)
+    return None if found is None else found._asdict()
 
 
 def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:

@@ -1,0 +1,55 @@
+"""Which rules a run's layers meet anew: a warning is given once, not at every measurement."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lowprec_attn.diagnostics.rules import Alarm, Signals, alarms
+
+
+class LayerAlarm(NamedTuple):
+    """An alarm of a layer, counted from 0."""
+
+    layer: int
+    alarm: Alarm
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}, {self.alarm}"
+
+
+class Onsets:
+    """Follows the rules that each layer meets, from one measurement to the next.
+
+    A rule that a layer goes on meeting is reported once, and again only after a measurement at
+    which the layer did not meet it. Which head is the worst does not matter.
+
+    Args:
+      signals: of the measurement before the first that will be added, None where there is none.
+    """
+
+    def __init__(self, signals: Mapping[str, Signals] | None = None) -> None:
+        self._met: set[tuple[int, str]] = set()
+        if signals is not None:
+            self.add(signals)
+
+    def add(self, signals: Mapping[str, Signals]) -> list[LayerAlarm]:
+        """The alarms that begin with this measurement, by layer.
+
+        Args:
+          signals: `{layer_0: {name: one number per head}, …}` of every layer.
+        """
+        found = [
+            LayerAlarm(layer, alarm)
+            for layer in range(len(signals))
+            for alarm in alarms(signals[f"layer_{layer}"])
+        ]
+        before, self._met = self._met, {(a.layer, a.alarm.rule.name) for a in found}
+        return [a for a in found if (a.layer, a.alarm.rule.name) not in before]
+
+
+def as_record(found: list[LayerAlarm]) -> dict[str, Any]:
+    """`{layer_3: {scores: {head, value}}}`, for `metrics.jsonl`."""
+    record: dict[str, Any] = {}
+    for layer, alarm in found:
+        of_layer = record.setdefault(f"layer_{layer}", {})
+        of_layer[alarm.rule.name] = {"head": alarm.head, "value": alarm.value}
+    return record

@@ -1,0 +1,85 @@
+"""What a run notices about itself while it trains: warnings of its signals and of its losses.
+
+Each is one line of output and one record of `metrics.jsonl`. All of it follows from what the run
+has recorded, so a resumed run goes on as if it had not been interrupted, and repeats no warning.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lowprec_attn.diagnostics import onset
+from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.spikes import Event, Level, ResumeWatch, SpikeEnd, Spikes, level
+
+Write = Callable[[int, Mapping[str, Any]], None]
+Say = Callable[[str], None]
+
+
+class Watch:
+    """Follows the losses and signals of a run.
+
+    Args:
+      recorded: the records of `metrics.jsonl` of the steps before `start`; of the signals the last
+        ones suffice.
+      start: the first step that this process takes.
+      origin: where the run was resumed from another one: the first step, and the level of the
+        losses before it (None if that is not known).
+      excess_limit: how many steps in excess are enough, None for any number.
+      write: records something about a step.
+      say: prints a line.
+
+    Attributes:
+      enough: the first step at which the loss had been in excess for `excess_limit` steps.
+    """
+
+    def __init__(
+        self,
+        recorded: Iterable[Mapping[str, Any]],
+        start: int,
+        origin: tuple[int, Level | None] | None,
+        excess_limit: int | None,
+        write: Write,
+        say: Say,
+    ) -> None:
+        recorded = list(recorded)
+        self._write, self._say = write, say
+        self._excess_limit = excess_limit
+        self.enough: int | None = None
+        self._spikes = Spikes()
+        self._from_other = ResumeWatch(*(origin or (0, None)))
+        losses = [(record["step"], record["loss"]) for record in recorded if "loss" in record]
+        for step, loss in losses:
+            self._follow(step, loss)
+        self._resumed = ResumeWatch(start, level(loss for _, loss in losses))
+        signals = [record["signals"] for record in recorded if "signals" in record]
+        self._onsets = onset.Onsets(signals[-1] if signals else None)
+
+    @property
+    def losses(self) -> LossWatch:
+        """Whether the loss is in excess, or has exploded."""
+        return self._spikes.watch
+
+    def add_loss(self, step: int, loss: float) -> None:
+        """Takes the training loss of a step, in nats per token."""
+        for event in self._follow(step, loss):
+            self._write(step, event.record())
+            kind = "note" if isinstance(event, SpikeEnd) else "warning"
+            self._say(f"{kind}: step {step:,}: {event}")
+        # An undisturbed run would not have this jump, so it is no record.
+        for jump in self._resumed.add(step, loss):
+            self._say(f"warning: step {step:,}: {jump}")
+
+    def _follow(self, step: int, loss: float) -> list[Event]:
+        events = [*self._spikes.add(step, loss), *self._from_other.add(step, loss)]
+        limit = self._excess_limit
+        if limit is not None and self.enough is None and self.losses.excess_steps >= limit:
+            self.enough = step
+        return events
+
+    def add_signals(self, step: int, signals: Mapping[str, Any]) -> None:
+        """Takes the signals of a step, by layer."""
+        found = self._onsets.add(signals)
+        if found:
+            self._write(step, {"warnings": onset.as_record(found)})
+        for alarm in found:
+            self._say(f"warning: step {step:,}, {alarm}")

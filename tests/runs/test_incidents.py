@@ -1,0 +1,76 @@
+"""What a report says has happened in a run."""
+
+import json
+
+import pytest
+
+from lowprec_attn.runs import report
+from lowprec_attn.runs.incidents import incidents
+from lowprec_attn.runs.run_dir import RunDir
+
+SPIKE = {"spike": {"loss": 6.5, "median": 3.0, "spread": 0.25, "score": 14.0}}
+ALARM = {"head": 1, "value": 1500.0}
+
+CASES = {
+    "warnings": (
+        [{"step": 1200, "warnings": {"layer_10": {"delta": ALARM}, "layer_2": {"scores": ALARM}}}],
+        [
+            "step 1,200: layer 2, head 1: scores 1.5e+03",
+            "step 1,200: layer 10, head 1: delta 1.5e+03",
+        ],
+    ),
+    "spike": (
+        [{"step": 2, **SPIKE}],
+        [
+            "step 2: spike to 6.500, 14.0 spreads above 3.000, not over yet; "
+            "windows 7, 8, 9, … (line 3 of data_order.txt)"
+        ],
+    ),
+    "recovered": (
+        [
+            {"step": 1, **SPIKE},
+            {"step": 5, "spike_end": {"begin": 1, "recovery": "fast"}},
+        ],
+        [
+            "step 1: spike to 6.500, 14.0 spreads above 3.000, recovered in 4 steps (fast); "
+            "windows 3, 4, 5, … (line 2 of data_order.txt)"
+        ],
+    ),
+    "divergence": (
+        [{"step": 9, "divergence": {"smoothed": 3.75, "best": 3.0}}],
+        ["step 9: divergence without a spike, smoothed loss 0.75 above its best"],
+    ),
+    "jump": (
+        [{"step": 19, "resume_jump": {"resumed": 10, "median": 4.0}}],
+        [
+            "step 19: the 10 losses from step 10, where the run was resumed, have the median "
+            "4.000, far above those before"
+        ],
+    ),
+    "nothing": ([{"step": 0, "loss": 3.0}], []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_record_is_told_in_a_line(tmp_path, case):
+    records, lines = CASES[case]
+    order = tmp_path / "data_order.txt"
+    order.write_text("0,1,2,2\n3,4,5,5\n7,8,9,9\n")
+    assert [str(incident) for incident in incidents(records, order)] == lines
+
+
+def test_the_report_marks_them(tmp_path):
+    run_dir = RunDir(tmp_path)
+    run_dir.config.write_text(json.dumps({"name": "n", "variant": "v", "seed": 1}))
+    records = [{"step": s, "loss": 3.0} for s in range(9)] + CASES["warnings"][0]
+    records += [{"step": s, **SPIKE} for s in range(3, 7)]
+    run_dir.metrics.write_text("".join(f"{json.dumps(r)}\n" for r in records))
+    figure = report.draw(run_dir, ("loss", "grad_norm"))
+    *_, last = lines = figure.get_suptitle().splitlines()
+    assert "layer 2, head 1: scores" in lines[1]
+    assert last == "and 2 more in metrics.jsonl"
+    loss, grad_norm = figure.axes
+    (spikes,) = [line for line in loss.lines if line.get_label() == "spike"]
+    assert list(spikes.get_xdata()) == [3, 4, 5, 6]
+    for axis in (loss, grad_norm):
+        assert [1200, 1200] in [list(line.get_xdata()) for line in axis.lines]
