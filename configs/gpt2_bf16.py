@@ -12,6 +12,8 @@ Result:    tiny ends 0.6 below the unigram loss of its text, short about 0.7, if
            full model and some 7,000 steps; it has not been reproduced here.
 """
 
+import copy
+
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
@@ -38,6 +40,11 @@ def get_config(variant: str = "") -> ConfigDict:
     config.resume_from = placeholder(str)
     config.resume_step = placeholder(int)
     config.stop_exploded_after = placeholder(int)  # steps in excess; None: goes on
+    config.on_spike = placeholder(str)  # rollback: to a checkpoint, leaving out batches
+    config.rollback_steps = placeholder(int)  # before the onset; 100
+    config.rollback_after = placeholder(int)  # steps in excess; 100
+    config.rollback_tries = placeholder(int)  # 3
+    config.rollback_numerics = placeholder(str)  # after a rollback; as attention.numerics
     config.devices = placeholder(int)  # all
     config.shard_optimizer = False  # saves memory on several devices
 
@@ -52,6 +59,7 @@ def get_config(variant: str = "") -> ConfigDict:
     points = set(Numerics.__dataclass_fields__) - {"kv_block", "normalize_probs"}
     config.attention.points = ConfigDict({point: placeholder(str) for point in sorted(points)})
     config.attention.points.normalize_probs = placeholder(bool)
+    config.rollback_points = copy.deepcopy(config.attention.points)
     config.attention.kv_block = placeholder(int)
     config.attention.row_max = "standard"  # or dynamic_max, published
     config.attention.row_max_beta = placeholder(float)

@@ -41,6 +41,11 @@ def starts(
     return (words % np.uint64(token_count - context)).astype(np.int64)
 
 
+def skipping(order: Order, count: int) -> Order:
+    """The order without its first `count` batches."""
+    return lambda step: order(step + count)
+
+
 @dataclasses.dataclass(frozen=True)
 class SeededOrder:
     """The order drawn from a seed; arguments as in `starts`."""
@@ -171,6 +176,7 @@ class OrderRecord:
           DiskError: the disk refuses.
         """
         with writing(self._path):
+            self._path.touch()  # before the first step there may be none
             sync(self._path)
             sync(self._path.parent)
 

@@ -102,6 +102,7 @@ class Checkpoints:
         state: Any,
         data_state: Mapping[str, Any],
         records: Mapping[str, Fingerprint] = MappingProxyType({}),
+        keep_from: int | None = None,
     ) -> None:
         """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
 
@@ -114,6 +115,7 @@ class Checkpoints:
           state: a pytree of JAX or NumPy arrays and numbers, none of them empty.
           data_state: the data iterator's state, JSON-able.
           records: fingerprints, by name, of the files that the run wrote before this step.
+          keep_from: checkpoints of this step and later ones stay as well, beside the newest `keep`.
 
         Raises:
           CheckpointError: this checkpoint or the one before could not be written. The checkpoints
@@ -127,7 +129,7 @@ class Checkpoints:
         begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy)
         # Several processes can agree in their main threads alone; one begins in the worker thread.
         write = begin() if jax.process_count() > 1 else lambda: begin()()
-        self._pending = self._worker.submit(self._complete, step, write, dict(records))
+        self._pending = self._worker.submit(self._complete, step, write, dict(records), keep_from)
 
     def restore(self, target_state: Any, last_step: int | None = None) -> Restored | None:
         """Loads the newest checkpoint that is intact.
@@ -157,6 +159,34 @@ class Checkpoints:
             state, data_state = self._load(step, self._directory / content, target_state)
             fingerprints = {name: Fingerprint(**fields) for name, fields in records.items()}
             return Restored(step, state, data_state, fingerprints)
+
+    def newest(self, last_step: int) -> int | None:
+        """The newest step up to `last_step` that has a checkpoint; its files are not read."""
+        self.wait()
+        found = hosts.from_first(lambda: [step for step, _ in self._entries(_MANIFEST)])
+        return max((step for step in found if step <= last_step), default=None)
+
+    def discard(self, unwanted: Callable[[int, Mapping[str, Fingerprint]], bool]) -> None:
+        """Removes the checkpoints for which `unwanted(step, records)` holds, newest first.
+
+        A kill between leaves the older ones, and the next call removes them. A checkpoint whose
+        manifest is damaged stays: `restore` skips it.
+
+        Raises:
+          CheckpointError: one cannot be removed.
+        """
+        self.wait()
+
+        def remove() -> None:
+            for step, path in sorted(self._entries(_MANIFEST), reverse=True):
+                with contextlib.suppress(DamagedError):
+                    if unwanted(step, Manifest.read(path).records):
+                        _remove(path)
+            if self._directory.exists():
+                self._remove_leftovers()  # content without a manifest, which `restore` would name
+
+        with self._explain_errors("remove checkpoints in"):
+            hosts.from_first(remove)
 
     def _newest_intact(self, last_step: int | None) -> tuple[int, str, dict[str, Any]] | None:
         """Step, content directory and records of the checkpoint to restore, JSON-able."""
@@ -226,7 +256,11 @@ class Checkpoints:
         return next(path for path in paths if not path.exists())
 
     def _complete(
-        self, step: int, write: Callable[[], Path], records: dict[str, Fingerprint]
+        self,
+        step: int,
+        write: Callable[[], Path],
+        records: dict[str, Fingerprint],
+        keep_from: int | None,
     ) -> None:
         """In the worker thread: content, then manifest, with which the checkpoint exists."""
         with self._explain_errors(f"write checkpoint {step} to"):
@@ -242,19 +276,20 @@ class Checkpoints:
                     self._remove_leftovers()
                 raise
             self._damaged.discard(step)
-            self._delete_older(step)
+            self._delete_older(step, keep_from)
 
     @hosts.first_only
-    def _delete_older(self, step: int) -> None:
+    def _delete_older(self, step: int, keep_from: int | None) -> None:
         """Deletes all but the newest `keep` up to `step`; those known to be damaged do not count.
 
-        Newer ones stay: they are damaged, for otherwise this run had started from them.
+        Those from `keep_from` on stay. Newer ones stay: they are damaged, for otherwise this run
+        had started from them.
         """
         older = sorted((other, path) for other, path in self._entries(_MANIFEST) if other < step)
         intact = [other for other, _ in older if other not in self._damaged]
         kept = intact[max(0, len(intact) - self._keep + 1) :]
         for other, manifest in older:
-            if other not in kept:
+            if other not in kept and (keep_from is None or other < keep_from):
                 _remove(manifest)
         self._remove_leftovers()
 

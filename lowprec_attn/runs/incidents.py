@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_attn.runs.rollbacks import Rollback
 from lowprec_attn.runs.spikes import RESUMED_LOSSES
 
 _INDICES_SHOWN = 3
@@ -27,15 +28,20 @@ class Incident(NamedTuple):
         return f"step {self.step:,}: {self.text}"
 
 
-def incidents(records: Sequence[Mapping[str, Any]], data_order: Path) -> list[Incident]:
-    """All of a run, in the order of its records.
+def incidents(
+    records: Sequence[Mapping[str, Any]],
+    data_order: Path,
+    rollbacks: Sequence[Rollback] = (),
+) -> list[Incident]:
+    """All of a run, in the order of their steps.
 
     Args:
       records: of `metrics.jsonl`.
       data_order: the run's record of its batches, which names the windows of a spike's batch.
+      rollbacks: of the run.
     """
     ends = {r["spike_end"]["begin"]: r for r in records if "spike_end" in r}
-    found = []
+    found = [Incident(rollback.to, f"rollback: {rollback}") for rollback in rollbacks]
     for record in records:
         step = record["step"]
         if "warnings" in record:
@@ -58,7 +64,7 @@ def incidents(records: Sequence[Mapping[str, Any]], data_order: Path) -> list[In
                 f"resumed, have the median {jump['median']:.3f}, far above those before"
             )
             found.append(Incident(step, text))
-    return found
+    return sorted(found, key=lambda incident: incident.step)
 
 
 def _warnings(layers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

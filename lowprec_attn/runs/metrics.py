@@ -166,6 +166,11 @@ def read_encoded(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in _records(path))
 
 
+def lines_from(path: Path, step: int) -> bytes:
+    """The lines of `metrics.jsonl` about a step and later ones; raises as `read`."""
+    return b"".join(line for line, record in _records(path) if record["step"] >= step)
+
+
 class _EventFile:
     """A TensorBoard event file, written in this thread.
 

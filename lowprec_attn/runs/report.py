@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lowprec_attn.files import read_record, write_atomically
-from lowprec_attn.runs import metrics
+from lowprec_attn.runs import metrics, rollbacks
 from lowprec_attn.runs.incidents import Incident, incidents
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -68,7 +68,8 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
 
     `loss` has the unigram model's as a line, `grad_norm` is that before clipping; the others are
     signals of `diagnostics.attention_signals`, one line per layer, over the steps. Warnings are
-    dotted lines in every panel, spikes are crosses in that of the loss; the title names the first.
+    dotted lines in every panel, and so are rollbacks; spikes are crosses in that of the loss, where
+    what rollbacks have undone is grey. The title names the first of them.
 
     Args:
       run_dir: a run directory.
@@ -81,7 +82,7 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
     records = metrics.read(run_dir.metrics) if run_dir.metrics.exists() else []
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
-    happened = incidents(records, run_dir.data_order)
+    happened = incidents(records, run_dir.data_order, rollbacks.read(run_dir.rollbacks))
     figure.suptitle(_title(run_dir, happened), fontsize=11, family="monospace")
     axes = dict(zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=False))
     for name, axis in axes.items():
@@ -100,6 +101,9 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
 
 def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: RunDir) -> None:
     if name == "loss":
+        for path in run_dir.abandoned.glob("*.jsonl"):
+            steps, losses = _series(metrics.read(path), "loss")
+            axis.plot(steps, losses, lw=1, color="lightgray", label="abandoned")
         _draw_loss(axis, records, _load_summary(run_dir))
     elif name == "grad_norm":
         _draw_series(axis, records, name, "gradient norm before clipping (log)")

@@ -40,6 +40,8 @@ _CREATED_BY_A_RUN = {
     "summary.json",
     "failure.json",
     "resumed_from.json",
+    "rollbacks.jsonl",
+    "abandoned",
 }
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
@@ -69,6 +71,8 @@ class RunDir:
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
       origin: `resumed_from.json`, the run that this one continues with something changed, and the
         level of its losses.
+      rollbacks: `rollbacks.jsonl`, where the run went back to an earlier step.
+      abandoned: directory of the metrics that rollbacks have undone, `1.jsonl` of the first.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,6 +89,8 @@ class RunDir:
         self.summary = self.path / "summary.json"
         self.failure = self.path / "failure.json"
         self.origin = self.path / "resumed_from.json"
+        self.rollbacks = self.path / "rollbacks.jsonl"
+        self.abandoned = self.path / "abandoned"
         self._lock: IO[bytes] | None = None
 
     @classmethod

@@ -164,6 +164,15 @@ class Spikes:
             events.append(Divergence(step, self.watch.smoothed, self.watch.best))
         return events
 
+    @property
+    def onset(self) -> int | None:
+        """Where the spike or the excess that lasts now began, the earlier one; None for none.
+
+        An excess is one of a mean, so it begins later than the spike that makes it.
+        """
+        begun = [self.watch.excess_since, None if self._spike is None else self._spike.step]
+        return min((step for step in begun if step is not None), default=None)
+
     def _look(self, step: int, loss: float) -> list[Spike]:
         before = level(self._window)
         if before is None or before.score(loss) < SPIKE_SPREADS:

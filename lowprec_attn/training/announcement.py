@@ -1,5 +1,6 @@
 """The first lines of a run: what was chosen and why."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -55,6 +56,9 @@ def _lines(
         ),
     ]
     lines += [("attention", text) for text in arithmetic(settings)]
+    if settings.rollback is not None and settings.rollback.attention is not None:
+        after = dataclasses.replace(settings, attention=settings.rollback.attention)
+        lines += [("rolled back", text) for text in arithmetic(after)]
     split = f" in {settings.accumulation_steps} parts" if settings.accumulation_steps > 1 else ""
     lines += [
         (

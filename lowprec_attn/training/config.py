@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lowprec_attn.arithmetic.heads import group_heads
@@ -20,6 +21,7 @@ from lowprec_attn.training.settings import (
     SEEDS,
     DataSettings,
     OptimizerSettings,
+    RollbackSettings,
     TrainSettings,
 )
 
@@ -41,10 +43,62 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
     }
     top = dict(config)
     built = {name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()}
-    attention = attention_settings(top.pop("attention", None), built["model"])
-    settings = _record(TrainSettings, top, "", given={**built, "attention": attention})
+    arithmetic = top.pop("attention", None)
+    given = {
+        **built,
+        "attention": attention_settings(arithmetic, built["model"]),
+        "rollback": _rollback(top, arithmetic, built["model"]),
+    }
+    settings = _record(TrainSettings, top, "", given=given)
     _check(settings)
     return settings
+
+
+_ROLLBACK_STEPS = 100
+_ROLLBACK_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RollbackFields:
+    """What `RollbackSettings` are made of, as it stands in a config."""
+
+    on_spike: str | None
+    rollback_steps: int | None
+    rollback_after: int | None
+    rollback_tries: int | None
+    rollback_numerics: str | None
+
+
+def _rollback(
+    top: dict[str, Any], arithmetic: Any, model: ModelSettings
+) -> RollbackSettings | None:
+    """Takes the fields of a rollback out of a config; None if it does not ask for one."""
+    names = [field.name for field in dataclasses.fields(_RollbackFields)]
+    values = {name: top.pop(name) for name in names if name in top}
+    points = _mapping(top.pop("rollback_points", None) or {}, "rollback_points")
+    points = {name: value for name, value in points.items() if value is not None}
+    fields = _record(_RollbackFields, values, "")
+    choices = fields.on_spike in (None, "rollback")
+    _require(choices, "", "on_spike", fields, "rollback or None")
+    for name in names[1:]:
+        alone = fields.on_spike is None and getattr(fields, name) is not None
+        _require(not alone, "", name, fields, "None without on_spike")
+    if fields.on_spike is None:
+        if points:
+            raise ConfigError(
+                f"config.rollback_points must be None without on_spike, got {points!r}"
+            )
+        return None
+    for name, least in (("rollback_steps", 0), ("rollback_after", 1), ("rollback_tries", 1)):
+        value = getattr(fields, name)
+        _require(value is None or value >= least, "", name, fields, f"{least} or more, or None")
+    change = {"numerics": fields.rollback_numerics, "points": points}
+    changed = attention_settings(arithmetic, model, {k: v for k, v in change.items() if v})
+    given = (fields.rollback_steps, fields.rollback_after, fields.rollback_tries)
+    defaults = (_ROLLBACK_STEPS, LASTING_STEPS, _ROLLBACK_TRIES)
+    steps, after, tries = (d if g is None else g for g, d in zip(given, defaults, strict=True))
+    attention = changed if points or fields.rollback_numerics else None
+    return RollbackSettings(steps=steps, after=after, tries=tries, attention=attention)
 
 
 def _record(cls: type, values: Any, section: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -91,6 +145,16 @@ def _check_type(value: Any, annotation: Any, path: str) -> None:
 def _check(settings: TrainSettings) -> None:
     """Ranges of all numbers."""
     model, optimizer = settings.model, settings.optimizer
+    if settings.rollback is not None:  # it stops a run itself, after the last try
+        alone = settings.stop_exploded_after is None
+        _require(alone, "", "stop_exploded_after", settings, "None beside on_spike")
+        _require(
+            settings.checkpoint_every >= 1,
+            "",
+            "checkpoint_every",
+            settings,
+            "1 or more beside on_spike",
+        )
     if settings.stop_exploded_after is not None:
         long_enough = settings.stop_exploded_after >= LASTING_STEPS
         least = f"at least {LASTING_STEPS}, or None"
@@ -160,13 +224,16 @@ _ARITHMETIC = (
 )
 
 
-def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
+def attention_settings(
+    config: Any, model: ModelSettings, rollback: Mapping[str, Any] = MappingProxyType({})
+) -> AttentionSettings:
     """The arithmetic of every head from `config.attention`.
 
     The most specific setting wins: the section itself, then `heads[n]` (in every layer), then
     `layers[i]`, then `layers[i].heads[n]`, counted from 0. An override that names `numerics`
     starts from that preset and drops inherited `points`; one that names `row_max` drops
-    inherited `row_max_*` options. Otherwise it changes what it names.
+    inherited `row_max_*` options. Otherwise it changes what it names. `rollback` comes last, as an
+    override of every head.
 
     Raises:
       ConfigError: unknown field or name, index or value out of range.
@@ -181,6 +248,7 @@ def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
         )
     base = {name: section.get(name) for name in _ARITHMETIC}
     _head(base, "attention")  # its errors name the section itself, not its first layer
+    _head(_overridden(base, rollback), "rollback_numerics and rollback_points")
     all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
     layers = _indexed(section.get("layers"), model.layers, "attention.layers")
     result = []
@@ -192,7 +260,7 @@ def attention_settings(config: Any, model: ModelSettings) -> AttentionSettings:
         heads = []
         for n in range(model.heads):
             options = base
-            for change in (all_heads.get(n, {}), layer, own_heads.get(n, {})):
+            for change in (all_heads.get(n, {}), layer, own_heads.get(n, {}), rollback):
                 _known(change, _ARITHMETIC, f"{path}.heads[{n}]")
                 options = _overridden(options, change)
             heads.append(_head(options, path))

@@ -9,6 +9,7 @@ writes exactly what is missing.
 """
 
 import shlex
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
@@ -24,10 +25,10 @@ from lowprec_attn.data.order import OrderRecord
 from lowprec_attn.files import read_json
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.runs.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.report import outcome, write_report
+from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
@@ -36,6 +37,7 @@ from lowprec_attn.training.efficiency import efficiency
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
 from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
+from lowprec_attn.training.rescue import Rescue
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Signals, make_signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
@@ -56,6 +58,7 @@ class Run(NamedTuple):
     checkpoints: Checkpoints
     metrics: MetricsWriter
     order: OrderRecord
+    rescue: Rescue
 
 
 class _Pending(NamedTuple):
@@ -103,14 +106,19 @@ class Loop:
             _kept_records(run.run_dir),
             int(state.step),
             _origin(run.run_dir),
-            run.settings.stop_exploded_after,
+            run.rescue.excess_limit,
             run.metrics.write,
             self._say,
         )
 
-    def run(self) -> int:
-        """All remaining steps; returns the exit code."""
+    def run(self) -> int | None:
+        """All remaining steps; returns the exit code.
+
+        None: the run goes back to a checkpoint, from which another loop takes it on.
+        """
         settings, start = self.fixed.settings, int(self.state.step)
+        if self.fixed.rescue.wanted and self.saved_step is None:
+            self._save(start)  # to go back to
         with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
             try:
                 for step in range(start, settings.steps):
@@ -123,6 +131,8 @@ class Loop:
                 self._fetch()
             except _NotFiniteError as stopped:
                 return self._stop_not_finite(stopped.pending)
+            except _UndoneError as undone:
+                return self._roll_back(undone, stop_after)
         self._save(settings.steps)
         return self._finish()
 
@@ -157,6 +167,7 @@ class Loop:
 
         Raises:
           _NotFiniteError: its update was withheld.
+          _UndoneError: that, or the loss has left, and the run goes back.
         """
         if self.pending is None:
             return
@@ -167,10 +178,13 @@ class Loop:
         metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
         self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
+        possible = self.fixed.rescue.possible
         if not metrics.applied:
-            raise _NotFiniteError(pending)
+            raise _UndoneError(step, "not finite") if possible else _NotFiniteError(pending)
         loss = float(metrics.loss)
         self.watch.add_loss(step, loss)
+        if possible and self.watch.enough is not None:
+            raise _UndoneError(step, "excess")
         assert self.progress is not None
         seconds, tokens_done = self.progress.advance(loss)
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
@@ -223,8 +237,21 @@ class Loop:
                     run.run_dir.metrics.name: run.metrics.written_before(step),
                     run.run_dir.data_order.name: run.order.written_before(step),
                 }
-            run.checkpoints.save(step, self.state, self.data_state, written)
+                if run.rescue.record.rollbacks:
+                    written[run.run_dir.rollbacks.name] = run.rescue.record.fingerprint
+            keep_from = run.rescue.keep_from(step, self.watch.onset)
+            run.checkpoints.save(step, self.state, self.data_state, written, keep_from)
             self.saved_step = step
+
+    def _roll_back(self, undone: "_UndoneError", stop_after: Callable[[int], bool]) -> int | None:
+        """Records that the run goes back; the next loop, in whichever process, does it."""
+        onset = undone.step if self.watch.onset is None else self.watch.onset
+        self.fixed.metrics.flush()
+        self.fixed.rescue.roll_back(onset, undone.step, undone.reason)
+        if not stop_after(undone.step):  # asked last: the next loop would not know of a request
+            return None
+        hosts.say("stopped by a signal; the same command continues from there")
+        return EXIT_DONE
 
     def _stop_early(self, step: int) -> int:
         """Saves the state after the steps taken so far."""
@@ -259,7 +286,7 @@ class Loop:
         self._fetch()
         self._save(step)
         self._write_validation(step)
-        _report_explosion(self.fixed.run_dir, step, self.watch.losses)
+        _report_explosion(self.fixed.run_dir, step, self.watch.explosion)
         return EXIT_BROKEN
 
     def _finish(self) -> int:
@@ -274,6 +301,14 @@ class Loop:
 
 
 _RECORDED = ("loss", "grad_norm", "lr")
+
+
+class _UndoneError(Exception):
+    """A step after which the run goes back to a checkpoint."""
+
+    def __init__(self, step: int, reason: Reason) -> None:
+        super().__init__()
+        self.step, self.reason = step, reason
 
 
 class _NotFiniteError(Exception):
@@ -325,9 +360,9 @@ def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
 
 
 @hosts.first_only
-def _report_explosion(run_dir: RunDir, step: int, losses: LossWatch) -> None:
-    message = f"the loss exploded at step {losses.explosion}; stopped after {step} steps"
-    failure = {"step": step, "explosion": losses.explosion, "message": message}
+def _report_explosion(run_dir: RunDir, step: int, explosion: int | None) -> None:
+    message = f"the loss exploded at step {explosion}; stopped after {step} steps"
+    failure = {"step": step, "explosion": explosion, "message": message}
     run_dir.write_json(run_dir.failure, failure)
     _show(run_dir)
     print(f"{message}; the last state is in {run_dir.path}")

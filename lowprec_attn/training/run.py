@@ -3,10 +3,11 @@
 A run directory holds config, environment, data order, metrics, checkpoints and the report.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,25 @@ import jax
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, tokens
 from lowprec_attn.data.batches import train_iterator
-from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
+from lowprec_attn.data.order import Order, OrderRecord, Replay, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.metrics import MetricsWriter
+from lowprec_attn.runs.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import level
-from lowprec_attn.training.announcement import announce
-from lowprec_attn.training.devices import run_devices
+from lowprec_attn.tables import columns
+from lowprec_attn.training.announcement import announce, arithmetic
+from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.loop import Loop, Run
 from lowprec_attn.training.memory import explained_shortage, require_memory
 from lowprec_attn.training.program import make_program
+from lowprec_attn.training.rescue import Rescue
 from lowprec_attn.training.settings import DataSettings, TrainSettings
-from lowprec_attn.training.step import TrainState, root_key
+from lowprec_attn.training.step import root_key
 
 
 def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> int:
@@ -69,25 +73,60 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
                 f"note: warmup_steps {settings.optimizer.warmup_steps} is not below steps "
                 f"{settings.steps}: the learning rate never reaches its peak"
             )
-        program = make_program(settings, devices)
-        data = train_iterator(
-            corpus.train,
-            settings.model.context,
-            draw,
-            shard=devices.shard,
-            parts=settings.accumulation_steps,
-        )
-        restored = _restore(settings, program.state, run_dir, checkpoints)
-        if restored is None:
-            state, start = program.init(root_key(settings)), 0
-        else:
-            state, start = restored.state, restored.step
-            data.set_state(restored.data_state)
-        order = OrderRecord(run_dir.data_order)
-        order.truncate(start)
-        with MetricsWriter(run_dir, start) as metrics:
-            run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order)
-            return Loop(run, state, data, None if restored is None else start).run()
+        code = None
+        while code is None:
+            code = _run_once(settings, devices, corpus, draw, run_dir, checkpoints)
+        return code
+
+
+def _run_once(
+    settings: TrainSettings,
+    devices: Devices,
+    corpus: tokens.Corpus,
+    draw: Order,
+    run_dir: RunDir,
+    checkpoints: Checkpoints,
+) -> int | None:
+    """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
+    record = RollbackRecord(run_dir)
+    checkpoints.discard(record.abandoned)
+    restored, is_own = _restore(settings, devices, run_dir, checkpoints)
+    start = 0 if restored is None else restored.step
+    record.keep_until(start)
+    settings = _after(record.rollbacks, settings)
+    draw = skipping(draw, skipped(record.rollbacks))
+    draw(settings.steps - 1)  # a record that is too short is told now
+    data = train_iterator(
+        corpus.train,
+        settings.model.context,
+        draw,
+        shard=devices.shard,
+        parts=settings.accumulation_steps,
+    )
+    program = make_program(settings, devices)
+    if restored is None:
+        state = program.init(root_key(settings))
+    else:
+        state = restored.state
+        data.set_state(restored.data_state)
+    order = OrderRecord(run_dir.data_order)
+    order.truncate(start)
+    rescue = Rescue(settings, run_dir, checkpoints, record)
+    with MetricsWriter(run_dir, start) as metrics:
+        run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order, rescue)
+        return Loop(run, state, data, start if is_own else None).run()
+
+
+def _after(rollbacks: Sequence[Rollback], settings: TrainSettings) -> TrainSettings:
+    """The settings of a run that has gone back so often; says so."""
+    if not rollbacks:
+        return settings
+    hosts.say(f"rollback {len(rollbacks)}: {rollbacks[-1]}")
+    if settings.rollback is None or settings.rollback.attention is None:
+        return settings
+    settings = dataclasses.replace(settings, attention=settings.rollback.attention)
+    hosts.say(columns([("attention", line) for line in arithmetic(settings)], "<<"))
+    return settings
 
 
 def open_corpus(settings: DataSettings) -> tokens.Corpus:
@@ -106,20 +145,22 @@ def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder 
 
 def _restore(
     settings: TrainSettings,
-    target: TrainState,
+    devices: Devices,
     run_dir: RunDir,
     checkpoints: Checkpoints,
-) -> Restored | None:
-    """The newest intact checkpoint of this run, else of `resume_from`, else None."""
+) -> tuple[Restored | None, bool]:
+    """The newest intact checkpoint, of this run (then True) or else of `resume_from`, or None."""
+    target = make_program(settings, devices).state
     restored = checkpoints.restore(target)
     if restored is not None:
         step, records = restored.step, restored.records
         hosts.from_first(lambda: run_dir.require_records(step, records))
         hosts.say(f"resuming at step {restored.step}")
         _note_other_place(run_dir)
-    elif settings.resume_from is not None:
-        restored = _restore_other(settings, run_dir, target)
-    return restored
+        return restored, True
+    if settings.resume_from is not None:
+        return _restore_other(settings, run_dir, target), False
+    return None, False
 
 
 @hosts.first_only

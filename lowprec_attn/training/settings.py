@@ -50,6 +50,27 @@ class OptimizerSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RollbackSettings:
+    """When a run goes back to a checkpoint by itself, and what it does otherwise then.
+
+    Going back some 100 steps before a spike and leaving out 200 to 500 batches is how PaLM was
+    trained (Chowdhery et al., arXiv 2204.02311, section 5.1).
+
+    Attributes:
+      steps: how many steps before the onset the checkpoint has to be, ≥ 0.
+      after: steps in excess (`runs.explosion`) that are enough, ≥ 1. A loss, gradient or update
+        that is not finite is enough by itself.
+      tries: how many rollbacks there may be, ≥ 1; after the last the run stops as it would have.
+      attention: the arithmetic after a rollback, None to keep it.
+    """
+
+    steps: int
+    after: int
+    tries: int
+    attention: AttentionSettings | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One training run.
 
@@ -62,7 +83,10 @@ class TrainSettings:
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       stop_exploded_after: end the run once its loss has been in excess for so many steps
         (`runs.explosion` says what that is), None to go on.
-      checkpoints_kept: how many of the newest checkpoints stay on disk.
+      rollback: what to do when the loss is in excess or not finite (`config.on_spike`), None to go
+        on, or stop.
+      checkpoints_kept: how many of the newest checkpoints stay on disk, beside those that a
+        rollback may need.
       devices: how many devices to use, None for all.
       shard_optimizer: split the optimizer's state over the devices.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
@@ -86,6 +110,7 @@ class TrainSettings:
     eval_every: int
     eval_batches: int
     stop_exploded_after: int | None
+    rollback: RollbackSettings | None
     resume_from: str | None
     resume_step: int | None
     devices: int | None

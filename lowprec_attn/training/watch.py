@@ -59,6 +59,18 @@ class Watch:
         """Whether the loss is in excess, or has exploded."""
         return self._spikes.watch
 
+    @property
+    def onset(self) -> int | None:
+        """See `Spikes.onset`."""
+        return self._spikes.onset
+
+    @property
+    def explosion(self) -> int | None:
+        """The step since which the loss was in excess for long enough; None where it was not."""
+        if self.enough is None or self._excess_limit is None:
+            return self.losses.explosion
+        return self.enough + 1 - self._excess_limit
+
     def add_loss(self, step: int, loss: float) -> None:
         """Takes the training loss of a step, in nats per token."""
         for event in self._follow(step, loss):

@@ -1,0 +1,86 @@
+"""A run that goes back to a checkpoint by itself: when, where to, and what it must keep for that.
+
+Everything depends on the recorded losses and on earlier rollbacks alone, so a run that was killed
+at any instant goes back at the same step, to the same step, as an undisturbed one.
+"""
+
+from lowprec_attn import hosts
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import read_json
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.rollbacks import Reason, Rollback, RollbackRecord, target
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.settings import TrainSettings
+
+
+class Rescue:
+    """The rollbacks of a run, past and to come.
+
+    Args:
+      settings: of the run.
+      run_dir: its directory, opened.
+      checkpoints: in it.
+      record: of the rollbacks so far.
+
+    Attributes:
+      record: as given.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        run_dir: RunDir,
+        checkpoints: Checkpoints,
+        record: RollbackRecord,
+    ) -> None:
+        self._settings, self._every = settings.rollback, settings.checkpoint_every
+        self._stop_exploded_after = settings.stop_exploded_after
+        self._run_dir, self._checkpoints, self.record = run_dir, checkpoints, record
+        self._first_step = hosts.from_first(
+            lambda: read_json(run_dir.origin)["step"] if run_dir.origin.exists() else 0
+        )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the config asks for rollbacks."""
+        return self._settings is not None
+
+    @property
+    def possible(self) -> bool:
+        """Whether the config allows another rollback."""
+        return self._settings is not None and len(self.record.rollbacks) < self._settings.tries
+
+    @property
+    def excess_limit(self) -> int | None:
+        """After how many steps in excess the run goes back or, with no try left, stops."""
+        return self._stop_exploded_after if self._settings is None else self._settings.after
+
+    def keep_from(self, step: int, onset: int | None) -> int | None:
+        """The earliest step to which the run may yet go back; None if it never does.
+
+        Args:
+          step: the next one.
+          onset: of what is wrong now, None if nothing is.
+        """
+        return self._target(step if onset is None else onset) if self.possible else None
+
+    def roll_back(self, onset: int, detected: int, reason: Reason) -> None:
+        """Records a rollback, with which it has happened; see `runs.rollbacks`.
+
+        Raises:
+          RunError: there is no checkpoint to go back to.
+        """
+        wanted = self._target(onset)
+        to = self._checkpoints.newest(wanted)
+        if to is None:
+            raise RunError(
+                f"the loss left at step {onset}, and {self._run_dir.checkpoints} has no checkpoint "
+                f"at or before step {wanted} to go back to; resume_from a copy of the run that has"
+            )
+        self.record.add(Rollback(to, onset, detected, detected + 1 - to, reason))
+
+    def _target(self, onset: int) -> int:
+        assert self._settings is not None
+        done = self.record.rollbacks
+        first = done[-1].to if done else self._first_step
+        return target(onset, self._settings.steps, self._every, first)

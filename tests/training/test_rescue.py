@@ -1,0 +1,284 @@
+"""Runs that go back to a checkpoint by themselves, disturbed and undisturbed."""
+
+import json
+import os
+import signal
+
+import jax
+import pytest
+from tiny import tiny_config
+
+from lowprec_attn.data.order import OrderRecord, starts
+from lowprec_attn.errors import UserError
+from lowprec_attn.runs import metrics
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.report import draw
+from lowprec_attn.runs.rollbacks import RollbackRecord
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training import loop
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.loop import EXIT_BROKEN, EXIT_DONE, Loop
+from lowprec_attn.training.run import train
+
+RECORDS = ("metrics.jsonl", "data_order.txt", "rollbacks.jsonl", "abandoned/1.jsonl")
+
+
+class KilledError(Exception):
+    """Stands for kill -9: nothing is saved."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(compilations):
+    """Runs of this file share their compiled programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_report", lambda run_dir: run_dir.report)  # takes seconds
+        jax.config.update("jax_compilation_cache_dir", str(compilations))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        yield
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="module")
+def run(text):
+    """`run(workdir, **changes)` trains until float8 scores overflow, then in bfloat16."""
+
+    def run(workdir, **changes):
+        fields = {
+            "optimizer__peak_lr": 0.5,
+            "optimizer__warmup_steps": 40,
+            "attention__points": {"scores": "float8_e4m3fn"},
+            "attention__implementation": "tiled",
+            "data__path": str(text),
+            "model__layers": 1,
+            "devices": 1,
+            "steps": 48,
+            "diagnostics_every": 12,
+            "checkpoint_every": 4,
+            "checkpoints_kept": 1,
+            "eval_every": 0,
+            "on_spike": "rollback",
+            "rollback_steps": 6,
+            "rollback_after": 1000,
+            "rollback_points": {"scores": "bfloat16"},
+        }
+        config = tiny_config(**(fields | changes))
+        return train(train_settings(config), config, workdir)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    """The directory of a run that was not disturbed."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    assert run(workdir) == EXIT_DONE
+    return workdir
+
+
+def rollbacks(workdir):
+    return [json.loads(line) for line in (workdir / "rollbacks.jsonl").read_text().splitlines()]
+
+
+def losses(path):
+    return {r["step"]: r["loss"] for r in metrics.read(path) if "loss" in r}
+
+
+def test_a_run_goes_back_leaves_out_batches_and_ends(whole):
+    (rollback,) = rollbacks(whole)
+    to, detected = rollback["to"], rollback["detected"]
+    assert rollback["reason"] == "not finite"
+    assert to == (rollback["onset"] - 6) // 4 * 4 > 0
+    assert rollback["skipped"] == detected + 1 - to
+    kept, abandoned = losses(whole / "metrics.jsonl"), losses(whole / "abandoned" / "1.jsonl")
+    assert list(kept) == list(range(48))
+    assert list(abandoned) == list(range(to, detected + 1))
+    assert all(abs(loss) < float("inf") for loss in kept.values())
+    assert not abs(abandoned[detected]) < float("inf")
+    lines = (whole / "data_order.txt").read_text().splitlines()
+    assert len(lines) == 48
+    assert not (whole / "failure.json").exists()
+
+
+def test_the_order_says_which_batch_each_step_saw(whole, text):
+    (rollback,) = rollbacks(whole)
+    count = json.loads((text / "meta.json").read_text())["splits"]["train"]["tokens"]
+    lines = (whole / "data_order.txt").read_text().splitlines()
+    for step, line in enumerate(lines):
+        batch = step if step < rollback["to"] else step + rollback["skipped"]
+        expected = starts(42, batch, 8, count, 32)
+        assert line == ",".join(map(str, expected.tolist()))
+
+
+def test_the_report_shows_what_was_abandoned(whole):
+    figure = draw(RunDir(whole), ("loss", "grad_norm"))
+    assert "rollback: the loss was not finite" in figure.get_suptitle()
+    assert "abandoned" in [line.get_label() for line in figure.axes[0].lines]
+
+
+def kill_in(patch, owner, name, when=lambda *args: True, after=False):
+    """The process ends in a function: before it does anything, or after it has done all."""
+    original = getattr(owner, name)
+
+    def killed(self, *args):
+        if not when(*args):
+            return original(self, *args)
+        if after:
+            original(self, *args)
+        raise KilledError
+
+    patch.setattr(owner, name, killed)
+
+
+def test_a_run_that_is_killed_at_any_instant_comes_to_the_same_end(run, whole, tmp_path):
+    (rollback,) = rollbacks(whole)
+    workdir = tmp_path / "run"
+    discards = []
+
+    def some_are_abandoned(unwanted):
+        discards.append(unwanted)
+        return (workdir / "rollbacks.jsonl").exists()
+
+    kills = [
+        (Loop, "_before", lambda step: step == rollback["detected"], False),
+        (RollbackRecord, "add", lambda _: True, False),
+        (RollbackRecord, "_write", lambda _: True, False),  # the metrics are kept already
+        (RollbackRecord, "add", lambda _: True, True),
+        (Checkpoints, "discard", some_are_abandoned, True),
+        (OrderRecord, "truncate", lambda _: True, True),
+        (Loop, "_before", lambda step: step == rollback["to"] + 2, False),
+        (Loop, "_before", lambda step: step == rollback["to"] + 7, False),
+    ]
+    for owner, name, when, after in kills:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+            kill_in(patch, owner, name, when, after)
+            run(workdir)
+    assert run(workdir) == EXIT_DONE
+    for name in RECORDS:
+        assert (workdir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_checkpoints_are_removed_one_by_one(run, whole, tmp_path):
+    """A kill between leaves some that the rollback has undone; the next start removes them."""
+    from lowprec_attn.runs import checkpoint
+
+    workdir = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        kill_in(patch, RollbackRecord, "add", after=True)
+        run(workdir)
+    (rollback,) = rollbacks(workdir)
+    saved = sorted(int(path.stem) for path in (workdir / "checkpoints").glob("*.json"))
+    undone = [step for step in saved if step > rollback["to"]]
+    assert undone
+    assert rollback["to"] in saved
+    removed, remove = [], checkpoint._remove
+
+    def once(path):
+        if removed:
+            raise KilledError
+        removed.append(path)
+        remove(path)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(checkpoint, "_remove", once)
+        run(workdir)
+    assert run(workdir) == EXIT_DONE
+    for name in RECORDS:
+        assert (workdir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_at_the_rollback_is_kept(run, whole, tmp_path, capfd):
+    workdir = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        add = RollbackRecord.add
+
+        def stop(self, rollback):
+            os.kill(os.getpid(), signal.SIGTERM)
+            add(self, rollback)
+
+        patch.setattr(RollbackRecord, "add", stop)
+        assert run(workdir) == EXIT_DONE
+    assert "stopped by a signal" in capfd.readouterr().out
+    assert not (workdir / "summary.json").exists()
+    assert run(workdir) == EXIT_DONE
+    for name in RECORDS:
+        assert (workdir / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_after_the_last_try_it_stops(run, tmp_path):
+    """Without a change of arithmetic the scores overflow again."""
+    workdir = tmp_path / "run"
+    unchanged = {"rollback_points": {}, "rollback_tries": 2, "steps": 400}
+    assert run(workdir, **unchanged) == EXIT_BROKEN
+    first, second = rollbacks(workdir)
+    assert first["to"] <= second["to"]
+    failure = json.loads((workdir / "failure.json").read_text())
+    assert failure["what"] == "the attention output"
+    assert run(workdir, **unchanged) == EXIT_BROKEN
+    assert json.loads((workdir / "failure.json").read_text()) == failure
+
+
+def test_a_loss_in_excess_is_rolled_back_too(run, tmp_path):
+    wild = {
+        "optimizer__peak_lr": 1.0,
+        "optimizer__end_lr": 1.0,
+        "optimizer__warmup_steps": 2,
+        "attention__points": {},
+        "rollback_points": {},
+        "rollback_steps": 0,
+        "rollback_after": 8,
+        "rollback_tries": 1,
+    }
+    assert run(tmp_path / "run", **wild) == EXIT_BROKEN
+    (rollback,) = rollbacks(tmp_path / "run")
+    assert rollback["reason"] == "excess"
+    assert rollback["detected"] == rollback["onset"] + 7
+    failure = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert "the loss exploded at step" in failure["message"]
+    assert failure["step"] == failure["explosion"] + 9
+
+
+BAD = {
+    "on_spike": ({"on_spike": "stop"}, "rollback or None, got 'stop'"),
+    "rollback_steps": ({"rollback_steps": -1}, "0 or more, or None, got -1"),
+    "rollback_after": ({"rollback_after": 0}, "1 or more, or None, got 0"),
+    "rollback_tries": ({"rollback_tries": 0}, "1 or more, or None, got 0"),
+    "rollback_numerics": ({"rollback_numerics": "flahs"}, "unknown numerics 'flahs'"),
+    "rollback_points": ({"rollback_points": {"scors": "float32"}}, "scors"),
+    "checkpoint_every": ({"checkpoint_every": 0}, "1 or more beside on_spike, got 0"),
+    "stop_exploded_after": ({"stop_exploded_after": 100}, "None beside on_spike, got 100"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_fields_are_named(name):
+    changes, words = BAD[name]
+    with pytest.raises(UserError, match=name) as error:
+        train_settings(tiny_config(**({"on_spike": "rollback"} | changes)))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rollback_steps", "rollback_tries", "rollback_points"])
+def test_fields_of_a_rollback_need_on_spike(name):
+    value = {"scores": "float32"} if name == "rollback_points" else 5
+    with pytest.raises(UserError, match=f"{name} must be None without on_spike"):
+        train_settings(tiny_config(**{name: value}))
+
+
+def test_the_arithmetic_after_a_rollback_is_that_of_every_head():
+    settings = train_settings(
+        tiny_config(
+            on_spike="rollback",
+            attention__layers={1: {"points": {"scores": "float16"}}},
+            rollback_points={"saved_output": "float32"},
+        )
+    )
+    for before, after in zip(
+        settings.attention.layers, settings.rollback.attention.layers, strict=True
+    ):
+        (before,), (after,) = before, after
+        assert after.numerics == before.numerics.replace(saved_output="float32")
+    preset = train_settings(tiny_config(on_spike="rollback", rollback_numerics="exact"))
+    assert {len(layer) for layer in preset.rollback.attention.layers} == {1}
