@@ -1,7 +1,6 @@
 """Output that ends, and Ctrl-C: the command goes on to its results, with one line at most."""
 
 import errno
-import functools
 import io
 import os
 import signal
@@ -98,7 +97,14 @@ def test_the_pipe_of_a_process_may_be_closed(monkeypatch):
 
 def test_an_interrupt_is_an_exit_code(monkeypatch):
     err = io.StringIO()
-    interrupt = functools.partial(signal.raise_signal, signal.SIGINT)
+
+    def interrupt():  # also where the tests were started with SIGINT ignored, as by nohup
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     assert run_with(monkeypatch, interrupt, io.StringIO(), err) == 130
     assert err.getvalue() == ""
 

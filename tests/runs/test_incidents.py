@@ -67,7 +67,7 @@ def test_the_report_marks_them(tmp_path):
     run_dir.metrics.write_text("".join(f"{json.dumps(r)}\n" for r in records))
     figure = report.draw(run_dir, ("loss", "grad_norm"))
     *_, last = lines = figure.get_suptitle().splitlines()
-    assert "layer 2, head 1: scores" in lines[1]
+    assert lines[1].startswith("step 3: spike to 6.500")
     assert last == "and 2 more in metrics.jsonl"
     loss, grad_norm = figure.axes
     (spikes,) = [line for line in loss.lines if line.get_label() == "spike"]

@@ -16,6 +16,40 @@ def start(command, text):
     return functools.partial(command, data__path=text, **short)
 
 
+def wait_for_changes(process, path, count):
+    """Waits until the file's size has changed so often; a rollback makes it shorter."""
+    size = None
+    while count > 0 and process.poll() is None:
+        now = path.stat().st_size if path.exists() else None
+        count, size = count - (now != size), now
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_kills_around_a_rollback_change_nothing(start, tmp_path):
+    """kill -9 at random times of a run that goes back several times."""
+    wild = {"optimizer__peak_lr": 1.0, "optimizer__warmup_steps": 4000, "steps": 5000}
+    wild |= {"attention__points__scores": "float8_e4m3fn", "checkpoint_every": 5}
+    wild |= {"on_spike": "rollback", "rollback_steps": 10, "rollback_tries": 2}
+    finish(start(tmp_path / "whole", **wild), code=3)
+    assert (tmp_path / "whole" / "rollbacks.jsonl").read_bytes().count(b"\n") == 2
+    killed, rng, kills = tmp_path / "killed", random.Random(7), 0
+    while True:
+        process = start(killed, **wild)
+        wait_for_changes(process, killed / "throughput.jsonl", rng.randrange(1, 60))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if process.returncode != -signal.SIGKILL:
+            break
+        kills += 1
+        assert kills < 60, "the run does not get on"
+    assert process.returncode == 3
+    assert kills >= 3
+    names = ("metrics.jsonl", "data_order.txt", "rollbacks.jsonl", "failure.json")
+    for name in (*names, "abandoned/1.jsonl", "abandoned/2.jsonl"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize("kills", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 10))])
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
