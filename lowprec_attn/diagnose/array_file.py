@@ -1,15 +1,15 @@
-"""Reads q, k, v and optionally dO from a user's npz or safetensors file; never unpickles."""
+"""Reads the layers of a user's npz or safetensors file; never unpickles."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float
 
 from lowprec_attn import installation
 from lowprec_attn.attention import validation
+from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.errors import UserError
 
 Layout = Literal["BTNH", "BNTH"]
@@ -21,62 +21,89 @@ _NAMES = {
     "k": ("k", "key"),
     "v": ("v", "value"),
     "do": ("do", "dout"),
+    "o": ("o", "out"),
+    "lse": ("lse", "logsumexp"),
+    "x": ("x",),
 }
+_FACTS = ("is_causal", "scale", "ignored")
+_SPELLINGS = _NAMES | {fact: (fact,) for fact in _FACTS}
+_NEEDED = ("q", "k", "v")
+_WITH_HEADS = ("q", "k", "v", "do")
 
 
 class DiagnoseError(UserError, ValueError):
     """Something about the request or the file is wrong; the message is one line for the user."""
 
 
-class Inputs(NamedTuple):
-    """One layer's arrays in one float dtype (dO in one of its own), all finite."""
+def load(path: Path, layout: Layout = "BTNH") -> list[Layer]:
+    """The layers of a file, in the order of their names.
 
-    q: Float[np.ndarray, "B T N H"]
-    k: Float[np.ndarray, "B S K H"]
-    v: Float[np.ndarray, "B S K H"]
-    do: Float[np.ndarray, "B T N H"] | None
-    notes: tuple[str, ...]
-
-
-def load(path: Path, layout: Layout = "BTNH") -> Inputs:
-    """The arrays q (or query), k (key), v (value) and do (dout) of a file, case aside.
+    A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
+    (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
+    [B, T, D], o (out) and lse (logsumexp), case aside; also what `diagnostics.capture` adds:
+    is_causal, scale, and ignored, names of arguments that `diagnose` leaves out.
 
     Args:
       path: .npz, read without pickle, or .safetensors.
-      layout: order of the axes in the file; the batch axis may be left out of all of them.
+      layout: order of the axes of q, k, v and do in the file; the batch axis may be left out of
+        all arrays of a layer.
 
     Returns:
-      The arrays as [B, T, N, H], and what was assumed or converted, as one-line notes.
+      Layers with arrays [B, T, N, H], which may hold NaN and infinity, and what was assumed or
+      converted, as one-line notes.
 
     Raises:
-      DiagnoseError: the file cannot be read, an array is missing, ambiguous, of another dtype,
-        not finite, or the shapes do not fit.
+      DiagnoseError: the file cannot be read, an array is missing, ambiguous or of another dtype,
+        or the shapes do not fit.
     """
-    found = _read(path)
-    arrays = {name: _as_floats(name, array) for name, array in found.items()}
+    return [_layer(path, name, found, layout) for name, found in _read(path).items()]
+
+
+def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) -> Layer:
+    where = f"{path}: {name}" if name else str(path)
+    facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
+    arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
     notes = _conversions(found)
-    ranks = {array.ndim for array in arrays.values()}
+    ranks = {arrays[which].ndim for which in _WITH_HEADS if which in arrays}
     if len(ranks) > 1 or not ranks <= {3, 4}:
-        listed = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        listed = ", ".join(f"{w} {arrays[w].shape}" for w in _WITH_HEADS if w in arrays)
         raise DiagnoseError(
-            f"{path}: arrays must all be {layout} or all {layout[1:]}, got shapes {listed}"
+            f"{where}: arrays must all be {layout} or all {layout[1:]}, got shapes {listed}"
         )
-    for name, array in arrays.items():
-        array = array if array.ndim == 4 else array[None]
-        arrays[name] = array.swapaxes(1, 2) if layout == "BNTH" else array
-    _check_shapes(path, arrays)
-    for name, array in arrays.items():
-        _check_finite(path, name, array)
+    if ranks == {3}:
+        arrays = {which: array[None] for which, array in arrays.items()}
+    if layout == "BNTH":
+        arrays |= {w: arrays[w].swapaxes(1, 2) for w in _WITH_HEADS if w in arrays}
+    _check_shapes(where, arrays)
     _, length, heads, _ = arrays["q"].shape
     if heads > length and layout == "BTNH":
         notes.append(
             f"read as {length} rows of {heads} heads; if the heads come first, as in torch, "
             "use --layout BNTH"
         )
-    return Inputs(arrays["q"], arrays["k"], arrays["v"], arrays.get("do"), tuple(notes))
+    ignored = facts.get("ignored")
+    if ignored is not None and ignored.size:
+        notes.append(
+            f"its {', '.join(map(str, ignored))} is left out here: rows are judged as if there "
+            "were none"
+        )
+    return Layer(
+        str(path),
+        name,
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        do=arrays.get("do"),
+        x=arrays.get("x"),
+        o=arrays.get("o"),
+        lse=arrays.get("lse"),
+        is_causal=bool(facts["is_causal"]) if "is_causal" in facts else None,
+        scale=float(facts["scale"]) if "scale" in facts else None,
+        notes=tuple(notes),
+    )
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(path: Path) -> dict[str, dict[str, np.ndarray]]:
     if not path.exists():
         raise DiagnoseError(f"{path}: no such file")
     if not path.is_file():
@@ -91,7 +118,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     )
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
     try:
         with path.open("rb") as stream:
             file = np.load(stream, allow_pickle=False)
@@ -112,7 +139,7 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         raise DiagnoseError(f"{path}: not a readable npz file ({_one_line(error)})") from error
 
 
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+def _read_safetensors(path: Path) -> dict[str, dict[str, np.ndarray]]:
     try:
         import safetensors
     except ImportError as error:
@@ -132,35 +159,59 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _pick(
-    path: Path, names: Iterable[str], read: Callable[[str], np.ndarray]
-) -> dict[str, np.ndarray]:
+    path: Path, names: Iterable[str], read: Callable[[str], Any]
+) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of each layer by the names of this module; layers by name, '' for the only one."""
+    by_layer: dict[str, dict[str, list[str]]] = {}
     names = sorted(names)
+    for name in names:
+        layer, _, own = name.rpartition("/")
+        spelled = (w for w, spellings in _SPELLINGS.items() if own.lower() in spellings)
+        for which in spelled:
+            by_layer.setdefault(layer, {}).setdefault(which, []).append(name)
+    # An x or a scale alone is another array of the user's.
+    layers = {n: found for n, found in by_layer.items() if not found.keys().isdisjoint(_NEEDED)}
+    if not layers:
+        layers = {"": {}}
+    return {layer: _pick_layer(path, layer, found, names, read) for layer, found in layers.items()}
+
+
+def _pick_layer(
+    path: Path,
+    layer: str,
+    found: dict[str, list[str]],
+    names: list[str],
+    read: Callable[[str], Any],
+) -> dict[str, np.ndarray]:
     result = {}
-    for name, spellings in _NAMES.items():
-        matches = [n for n in names if n.lower() in spellings]
+    for which, spellings in _SPELLINGS.items():
+        matches = found.get(which, [])
         if len(matches) > 1:
-            raise DiagnoseError(f"{path}: {' and '.join(matches)} both mean {name}; keep one")
+            raise DiagnoseError(f"{path}: {' and '.join(matches)} both mean {which}; keep one")
         if matches:
             array = read(matches[0])
             if not isinstance(array, np.ndarray):  # of a zip archive that is no npz
                 raise DiagnoseError(f"{path}: {matches[0]} is no array; save with numpy.savez")
-            result[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-        elif name != "do":
+            result[which] = array.astype(array.dtype.newbyteorder("="), copy=False)
+        elif which in _NEEDED:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            of_layer = f" of {layer}" if layer else ""
             raise DiagnoseError(
-                f"{path}: no array named {' or '.join(spellings)}; it holds {shown or 'nothing'}"
+                f"{path}: no array named {' or '.join(spellings)}{of_layer}; it holds "
+                f"{shown or 'nothing'}"
             )
     return result
 
 
-def _as_floats(name: str, array: np.ndarray) -> np.ndarray:
+def _as_floats(where: str, name: str, array: np.ndarray) -> np.ndarray:
     if _is_unnamed_bfloat16(array):
         return array.view(ml_dtypes.bfloat16)
     if array.dtype == np.float64:
         return array.astype(np.float32)
     if array.dtype.name not in validation.INPUT_DTYPES:
         raise DiagnoseError(
-            f"{name} must be one of {', '.join(validation.INPUT_DTYPES)}, got {array.dtype}"
+            f"{where}: {name} must be one of {', '.join(validation.INPUT_DTYPES)}, "
+            f"got {array.dtype}"
         )
     return array
 
@@ -183,22 +234,23 @@ def _is_unnamed_bfloat16(array: np.ndarray) -> bool:
     return array.dtype == np.dtype("V2")
 
 
-def _check_shapes(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    q, do = arrays["q"], arrays.get("do")
+def _check_shapes(where: str, arrays: dict[str, np.ndarray]) -> None:
+    q, do, x = arrays["q"], arrays.get("do"), arrays.get("x")
     try:
         validation.check_inputs(q, arrays["k"], arrays["v"])  # type: ignore[arg-type]
     except ValueError as error:
-        raise DiagnoseError(f"{path}: {error}") from error
+        raise DiagnoseError(f"{where}: {error}") from error
     if do is not None and do.shape != q.shape:
-        raise DiagnoseError(f"{path}: do must have the shape of q, got {do.shape} and {q.shape}")
-
-
-def _check_finite(path: Path, name: str, array: np.ndarray) -> None:
-    bad = int(np.sum(~np.isfinite(array.astype(np.float32))))
-    if bad:
+        swapped = do.ndim == 4 and do.swapaxes(1, 2).shape == q.shape
+        why = "; its lengths and heads are swapped: save do with axes 1 and 2 swapped"
         raise DiagnoseError(
-            f"{path}: {bad} of {array.size} entries of {name} are NaN or infinite; "
-            "save the arrays of an earlier step"
+            f"{where}: do must have the shape of q, got {do.shape} and {q.shape}"
+            f"{why if swapped else ''}"
+        )
+    if x is not None and (x.ndim != 3 or x.shape[:2] != q.shape[:2]):
+        raise DiagnoseError(
+            f"{where}: x, the input of W_Q, must be [B, T, D] with the B and T of q, got "
+            f"{x.shape} and {q.shape}"
         )
 
 

@@ -1,6 +1,5 @@
-"""Measures the signals of a user's arrays, and the share of an error that each cure leaves."""
+"""Measures the signals of a layer, and the share of an error that each cure leaves."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,75 +7,98 @@ import jax
 import numpy as np
 
 from lowprec_attn import diagnostics
+from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.attention import tiled
-from lowprec_attn.diagnose.array_file import Inputs
+from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.numerics import KvBlock, Numerics, RowMax, get_preset, get_row_max
+from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax, get_preset, get_row_max
 
-USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of the mean error
+USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of the error
+CURED = {"delta": "query_gradient_error_relative", "coherence": "delta_error_mean"}
+
+# One program for all layers of a shape, and not one for each.
+_signals = jax.jit(
+    diagnostics.attention_signals, static_argnames=("numerics", "row_max", "scale", "is_causal")
+)
 
 
 class Arithmetic(NamedTuple):
-    """One way to compute attention, and what the output calls it."""
+    """One way to compute attention, and what the output calls it.
+
+    Attributes:
+      label: of the output.
+      numerics: of all heads; or groups of heads, which name their row-max rules as well.
+      row_max: beside the former.
+    """
 
     label: str
-    numerics: Numerics
-    row_max: RowMax
+    numerics: Numerics | tuple[HeadGroup, ...]
+    row_max: RowMax = StandardMax()
+
+    @property
+    def needs_bits(self) -> bool:
+        """Whether a point rounds stochastically."""
+        if isinstance(self.numerics, Numerics):
+            return self.numerics.needs_bits
+        return any(group.numerics.needs_bits for group in self.numerics)
 
 
-Measure = Callable[[Arithmetic], verdict.Signals]
+def measure(layer: Layer, arithmetic: Arithmetic) -> verdict.Signals:
+    """The signals of `diagnostics.attention_signals`, by name, one number per head.
 
-
-def measure(
-    inputs: Inputs, arithmetic: Arithmetic, *, scale: float | None, is_causal: bool
-) -> verdict.Signals:
-    """The signals of `diagnostics.attention_signals`, by name, one number per head."""
-    numerics = arithmetic.numerics
-    signals = jax.jit(
-        functools.partial(
-            diagnostics.attention_signals,
-            numerics=numerics,
-            row_max=arithmetic.row_max,
-            scale=scale,
-            is_causal=is_causal,
-            rng_key=jax.random.key(0) if numerics.needs_bits else None,
-        )
+    A dO that is zero everywhere counts as none.
+    """
+    do = layer.do if layer.do is not None and np.any(layer.do) else None
+    signals = _signals(
+        layer.q,
+        layer.k,
+        layer.v,
+        do,
+        numerics=arithmetic.numerics,
+        row_max=arithmetic.row_max,
+        scale=layer.scale,
+        is_causal=bool(layer.is_causal),
+        x=None if do is None else layer.x,
+        rng_key=jax.random.key(0) if arithmetic.needs_bits else None,
     )
-    return jax.tree.map(np.asarray, signals(inputs.q, inputs.k, inputs.v, inputs.do))
+    return jax.tree.map(np.asarray, signals)
 
 
 def keys_per_step(arithmetic: Arithmetic) -> KvBlock:
     """Keys of an online-softmax step; those of `tiled` where the arithmetic names none."""
-    return arithmetic.numerics.kv_block or tiled.DEFAULT_KV_BLOCK
+    numerics = arithmetic.numerics
+    groups = [numerics] if isinstance(numerics, Numerics) else [g.numerics for g in numerics]
+    return groups[0].kv_block or tiled.DEFAULT_KV_BLOCK
 
 
-def with_advice(
-    finding: verdict.Finding, found: Arithmetic, error: float, measure: Measure
-) -> verdict.Finding:
-    """Adds to a finding the share of the mean δ error that each cure leaves, measured.
+def advice(
+    finding: verdict.Finding,
+    found: Arithmetic,
+    error: float,
+    measured_as: Callable[[Arithmetic], verdict.Signals],
+) -> str:
+    """The share of an error that each cure leaves, measured.
 
     Args:
-      finding: of kind `delta`; its first head is looked at.
-      found: the arithmetic it was found under.
-      error: the mean error of δ of that head.
-      measure: computes signals of the same arrays.
+      finding: of a kind of `CURED`; its first head is looked at.
+      found: the arithmetic it was found under, a `Numerics`.
+      error: that head's signal `CURED[kind]`.
+      measured_as: computes signals of the same arrays.
     """
-    head = finding.heads[0]
+    head, signal = finding.heads[0], CURED[finding.kind]
     left = {
-        cure.label: abs(float(measure(cure)["delta_error_mean"][head]) / error)
-        for cure in _cures(found)
+        cure.label: abs(float(measured_as(cure)[signal][head]) / error) for cure in _cures(found)
     }
     best, *others = sorted(left, key=left.__getitem__)
     rest = ", ".join(f"{label} {left[label]:.1%}" for label in others)
     if left[best] > USEFUL_CURE:
-        advice = f"no cure tried halves the mean error ({best} leaves {left[best]:.1%}, {rest})"
-    else:
-        advice = f"try {best}, which leaves {left[best]:.1%} of the mean error ({rest})"
-    return finding._replace(sentence=f"{finding.sentence}; {advice}")
+        return f"no cure tried halves the error ({best} leaves {left[best]:.1%}, {rest})"
+    mean = "mean " if finding.kind == "coherence" else ""
+    return f"{best} would leave {left[best]:.1%} of the {mean}error ({rest})"
 
 
 def _cures(found: Arithmetic) -> list[Arithmetic]:
-    """Arithmetic that is known to help: the one found, with one change each."""
+    """Arithmetic that is known to make the errors of δ smaller: one change each."""
     cures = [
         found._replace(label=f"numerics={name}", numerics=_like(found, name))
         for name in ("flash", "float32_output")
@@ -87,4 +109,5 @@ def _cures(found: Arithmetic) -> list[Arithmetic]:
 
 
 def _like(found: Arithmetic, name: str) -> Numerics:
+    assert isinstance(found.numerics, Numerics)
     return get_preset(name).replace(kv_block=found.numerics.kv_block)

@@ -34,12 +34,14 @@ class Rule(NamedTuple):
       signals: of `attention_signals`, the best first.
       threshold: a NaN meets it too.
       meaning: what it says, with {value} for the signal.
+      worth: what it was worth in runs that exploded and in those that did not (docs/failure.md).
     """
 
     name: Name
     signals: tuple[str, ...]
     threshold: float
     meaning: str
+    worth: str
 
     def value(self, signals: Signals) -> np.ndarray:
         """The signal of each head [N]; −inf where none of them was measured."""
@@ -63,6 +65,8 @@ RULES: tuple[Rule, ...] = (
         0.1,
         "rows of the backward pass's P miss a sum of 1 by {value:.2g} (RMS): a row statistic (m, l "
         "or lse) is rounded; keep them in float32",
+        "where lse was rounded it came before 31 of 31 explosions, by a median of 337 steps, and "
+        "in 19 of 29 runs that held; elsewhere in 0 of 107 that held",
     ),
     Rule(
         "delta",
@@ -70,6 +74,8 @@ RULES: tuple[Rule, ...] = (
         0.3,
         "errors of δ are {value:.0%} of the gradient that reaches W_Q: give δ an O that is not "
         'rounded, saved_output="float32" or delta="normalized"',
+        "where rounding of O broke training it came before 20 of 20 explosions, by a median of 685 "
+        "steps, and in 0 of 20 runs that held; of errors nearly as large, in 16 of 33 that held",
     ),
     Rule(
         "scores",
@@ -77,6 +83,8 @@ RULES: tuple[Rule, ...] = (
         512.0,
         "the largest |score| is {value:.0f}, where neighbouring bfloat16 numbers lie 4 apart or "
         "more; in runs that rounding of O broke, scores grew before the loss did",
+        "where rounding of O broke training it came before 20 of 20 explosions, by a median of 222 "
+        "steps, and in 0 of 20 runs that held; at a rate too high, in 3 of 3 without any rounding",
     ),
 )
 

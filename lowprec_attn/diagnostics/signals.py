@@ -174,8 +174,9 @@ def _output_signals(rows: OutputRows) -> dict[str, Array]:
 def _gradient_signals(rows: GradientRows, scale: float) -> dict[str, Array]:
     signals = _error("delta", rows.delta, rows.delta_exact)
     dq_error = jnp.float32(scale) * (rows.delta - rows.delta_exact) * rows.pk
-    relative = signed_errors.root_mean_square(dq_error) / signed_errors.root_mean_square(rows.dq)
-    signals["query_gradient_error_relative"] = relative
+    signals["query_gradient_error_relative"] = _share(
+        signed_errors.root_mean_square(dq_error), signed_errors.root_mean_square(rows.dq)
+    )
     for name in ("ds_row_sum", "rounded_ds_row_sum", "p_row_sum_error"):
         x = getattr(rows, name)
         signals |= _named(name, signed_errors.signed_error(x, jnp.zeros_like(x)))
@@ -190,10 +191,15 @@ def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[st
     gradient = weights.frobenius_norm(weights.query_weight_gradient(rows.dq, x))
     return {
         "query_weight_gradient_error": error,
-        "query_weight_gradient_error_relative": error / gradient,
+        "query_weight_gradient_error_relative": _share(error, gradient),
         "query_weight_gradient_error_first_share": weights.first_share(difference),
         "outer_product_similarity": weights.outer_product_similarity(rows.pk, x),
     }
+
+
+def _share(error: Array, whole: Array) -> Array:
+    """error / whole; 0 where there is no error, as in a head whose dO is zero."""
+    return error / jnp.where(error == 0, jnp.float32(1), whole)
 
 
 def _error(name: str, low: Array, high: Array) -> dict[str, Array]:

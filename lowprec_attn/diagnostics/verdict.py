@@ -1,16 +1,24 @@
-"""Rules that say in one sentence whether one layer shows the published failure.
+"""What the signals and arrays of one layer say: findings in the order in which to believe them.
 
-The first rule that any head meets, under any of the arithmetics measured, decides:
+Three of the kinds are the rules of `diagnostics.rules`, with thresholds from runs that exploded:
 
+  row_sums    the backward pass's P does not sum to 1.
+  delta       the errors of δ are a large share of W_Q's gradient (of dQ where W_Q's input is not
+              known).
+  scores      a score is 512 or more.
+
+Others look like a failure of low precision and are none, or are one of another kind:
+
+  rate        a score is 512 or more while row sums and δ are as good as exact: below a third of
+              their thresholds, a convention. In the lab scores grew so without any rounding where
+              the learning rate was too high.
   non_finite  an error is NaN or infinite: the arithmetic broke down on this input.
-  delta       the errors of δ are coherent (below): the mechanism of arXiv 2510.04212.
-  output      no dO given, and the errors of Ō or O are coherent: the first half of it.
-  scores      the largest |S| is at least 128, where neighbouring bfloat16 numbers are 1 apart:
-              rounding S may change P by a factor exp(0.5) = 1.6. The published failure comes
-              with growing spectral norms of W_Q and W_K, hence with growing scores.
-  ties        at least 10 % of the rows repeat their maximum: a convention, well above the few
-              per cent that random normal scores have in bfloat16.
-  none        nothing of the above.
+  and those of `diagnostics.lookalikes`, which need no arithmetic, only the arrays.
+
+The last is a statement about a mechanism, not a warning:
+
+  coherence   the errors of δ (of Ō or O, where no dO is given) have a persistent sign: the
+              mechanism of arXiv 2510.04212. None of the runs that exploded in the lab met it.
 
 Errors over n rows are coherent if all of these hold:
 
@@ -19,63 +27,75 @@ Errors over n rows are coherent if all of these hold:
                       never be coherent.
   coherence ≥ √n / 20 A convention: a mean below a twentieth of the RMS is not called persistent.
   RMS ≥ 1e-5          of the RMS of the exact values. This leaves out the rounding of float32.
-
-`delta` is wrong if the coherence stays when the signs of the rows of dO are drawn at random. It is
-also wrong if the coherence stays with exact O in δ: then a rounding elsewhere is to blame.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-Kind = Literal["non_finite", "delta", "output", "scores", "ties", "none"]
+from lowprec_attn.diagnostics.rules import RULES, Name, Rule
+
+Kind = Literal[
+    "non_finite_input",
+    "non_finite_output",
+    "float16",
+    "lse",
+    "zero_gradient",
+    "non_finite",
+    "row_sums",
+    "delta",
+    "scores",
+    "rate",
+    "coherence",
+    "none",
+]
 Signals = Mapping[str, np.ndarray]
 
 COHERENCE = 5.0
 COHERENT_SHARE = 0.05
 ERROR_FLOOR = 1e-5
-LARGE_SCORE = 128.0
-MANY_TIES = 0.1
+SMALL = 1 / 3  # of a rule's threshold: its signal is then as good as exact
+NOT_MET_IN_THE_LAB = "no run that exploded met it, so that it warned of none"
 
 
 class Finding(NamedTuple):
-    """The outcome of the rules.
+    """One thing that a layer shows.
 
     Attributes:
-      kind: the rule that decided.
+      kind: see the module.
       sentence: for the user, without a full stop.
-      arithmetic: label of the arithmetic under which it was found, None for `none`.
-      heads: heads that meet the rule, worst first.
+      arithmetic: label of the arithmetic under which it was found, None where none plays a part.
+      heads: heads that meet it, worst first.
+      worth: what the rule was worth in runs of the lab; empty for what is no rule.
     """
 
     kind: Kind
     sentence: str
     arithmetic: str | None = None
     heads: tuple[int, ...] = ()
+    worth: str = ""
 
 
-def judge(measured: Mapping[str, Signals], rows: int) -> Finding:
-    """Applies the rules of this module.
+def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
+    """What the signals of one layer show, first what to look at first.
 
     Args:
       measured: results of `attention_signals` by a label of the arithmetic, all of them with δ or
         all without.
       rows: n = B·T, the number of rows behind each signal.
+
+    Returns:
+      At least one finding; a single one of kind `none` where nothing is met.
     """
-    for kind, rule in _RULES.items():
-        worst, worst_label = -math.inf, None
-        for label, signals in measured.items():
-            severity = rule.severity(signals, rows)
-            if np.max(severity) > worst:
-                worst, worst_label, heads = np.max(severity), label, _worst_first(severity)
-        if worst_label is not None:
-            claim = rule.claim.format(
-                label=worst_label, value=worst, bound=math.sqrt(rows), chance=COHERENCE
-            )
-            return Finding(kind, f"{_name(heads)}: {claim}", worst_label, heads)
-    return Finding("none", _nothing(measured, rows))
+    found = [
+        _worst("non_finite", measured, _non_finite, "{label} gives NaN or infinite values here"),
+        *(_rule(rule, measured) for rule in RULES),
+        _coherence(measured, rows),
+    ]
+    findings = _told_apart([finding for finding in found if finding], measured)
+    return tuple(findings) or (Finding("none", _nothing(measured, rows)),)
 
 
 def coherence_of(signals: Signals, error: str, reference: str, rows: int) -> np.ndarray:
@@ -89,91 +109,116 @@ def coherence_of(signals: Signals, error: str, reference: str, rows: int) -> np.
     return np.where(is_coherent, coherence, -np.inf)
 
 
-def delta_coherence(signals: Signals, rows: int) -> np.ndarray:
-    """`coherence_of` δ's error; −inf where δ was not measured."""
-    if "delta_error_rms" not in signals:
-        return np.full_like(signals["score_maximum"], -np.inf)
-    return coherence_of(signals, "delta_error", "delta_rms", rows)
+def _worst(
+    kind: Kind,
+    measured: Mapping[str, Signals],
+    severity_of: Callable[[Signals], np.ndarray],
+    claim: str,
+    worth: str = "",
+) -> Finding | None:
+    """The finding under the arithmetic with the worst head; None where no head has any.
+
+    Args:
+      kind: of the finding.
+      measured: signals by label.
+      severity_of: severity per head [N], −inf where there is nothing.
+      claim: with {label} and {value}.
+      worth: of the finding.
+    """
+    severities = {label: severity_of(signals) for label, signals in measured.items()}
+    label = max(severities, key=lambda label: float(np.max(severities[label])))
+    heads = _worst_first(severities[label])
+    if not heads:
+        return None
+    sentence = f"{_name(heads)}: {claim.format(label=label, value=severities[label][heads[0]])}"
+    return Finding(kind, sentence, label, heads, worth)
 
 
-def _output_coherence(signals: Signals, rows: int) -> np.ndarray:
-    if "delta_error_rms" in signals:  # then δ itself has been judged
-        return np.full_like(signals["score_maximum"], -np.inf)
-    return np.maximum(
-        coherence_of(signals, "unnormalized_error", "unnormalized_rms", rows),
-        coherence_of(signals, "output_error", "output_rms", rows),
+def _rule(rule: Rule, measured: Mapping[str, Signals]) -> Finding | None:
+    return _worst(rule.name, measured, rule.severity, f"under {{label}} {rule.meaning}", rule.worth)
+
+
+def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:
+    what = "δ" if _has_delta(measured) else "the output"
+    without = "" if _has_delta(measured) else "; whether they reach δ takes dO to tell"
+    claim = (
+        f"under {{label}} the errors of {what} have a persistent sign (coherence {{value:.1f}} of "
+        f"at most {math.sqrt(rows):.1f}; random signs stay below {COHERENCE:g}), as in the "
+        f"mechanism of arXiv 2510.04212{without}; this alone is no warning"
     )
 
+    def severity(signals: Signals) -> np.ndarray:
+        if "delta_error_rms" in signals:
+            return coherence_of(signals, "delta_error", "delta_rms", rows)
+        return np.maximum(
+            coherence_of(signals, "unnormalized_error", "unnormalized_rms", rows),
+            coherence_of(signals, "output_error", "output_rms", rows),
+        )
 
-def _non_finite(signals: Signals, rows: int) -> np.ndarray:
-    del rows
+    return _worst("coherence", measured, severity, claim, NOT_MET_IN_THE_LAB)
+
+
+def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
+    """Large scores, by what stands beside them: a rate too high, or a rounding."""
+    kinds = {finding.kind for finding in findings}
+    if not _has_delta(measured) or kinds & {"row_sums", "delta", "non_finite"}:
+        return findings
+    shares = {name: _largest(name, measured) for name in ("row_sums", "delta")}
+    if any(shares[rule.name] >= SMALL * rule.threshold for rule in RULES if rule.name in shares):
+        return findings
+    return [
+        finding._replace(
+            kind="rate",
+            sentence=f"{_name(finding.heads)}: the largest |score| is "
+            f"{_largest('scores', measured):.0f}, but rounding is not the cause found here: Σ_j P "
+            f"is off by {shares['row_sums']:.1g} and errors of δ are {shares['delta']:.1%} of the "
+            "gradient that reaches W_Q; try a lower learning rate, or norms on q and k",
+        )
+        if finding.kind == "scores"
+        else finding
+        for finding in findings
+    ]
+
+
+def _largest(name: Name, measured: Mapping[str, Signals]) -> float:
+    """The signal of a rule, in the worst head under the worst arithmetic."""
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    return max(float(np.max(rule.value(signals))) for signals in measured.values())
+
+
+def _non_finite(signals: Signals) -> np.ndarray:
     errors = [value for name, value in signals.items() if name.endswith("_rms")]
     is_finite = np.all(np.isfinite([*errors, signals["score_maximum"]]), axis=0)
     return np.where(is_finite, -np.inf, 1.0)
 
 
-def _at_least(signal: str, threshold: float) -> Callable[[Signals, int], np.ndarray]:
-    def severity(signals: Signals, rows: int) -> np.ndarray:
-        del rows
-        return np.where(signals[signal] >= threshold, signals[signal], -np.inf)
-
-    return severity
-
-
-class _Rule(NamedTuple):
-    """`severity` per head [N], −inf where the rule is not met; what it means if any head does."""
-
-    severity: Callable[[Signals, int], np.ndarray]
-    claim: str
-
-
-_PERSISTENT = (
-    "add up with a persistent sign (coherence {value:.1f} of at most {bound:.1f}; random signs "
-    "stay below {chance:g})"
-)
-
-_RULES: dict[Kind, _Rule] = {
-    "non_finite": _Rule(_non_finite, "{label} gives NaN or infinite values on this input"),
-    "delta": _Rule(delta_coherence, "under {label} the errors of δ " + _PERSISTENT),
-    "output": _Rule(
-        _output_coherence,
-        "under {label} the errors of the output "
-        + _PERSISTENT
-        + "; whether they reach δ takes dO to tell",
-    ),
-    "scores": _Rule(
-        _at_least("score_maximum", LARGE_SCORE),
-        "the largest |score| is {value:.0f}; from 128 on, rounding a score to bfloat16 may "
-        "change its probability by a factor 1.6, and scores grow in the published failure",
-    ),
-    "ties": _Rule(
-        _at_least("repeated_maxima", MANY_TIES),
-        "under {label} {value:.0%} of the rows repeat their maximum, a precondition of the "
-        "published failure, but no error has a persistent sign",
-    ),
-}
-
-
 def _nothing(measured: Mapping[str, Signals], rows: int) -> str:
-    has_delta = any("delta_error_rms" in signals for signals in measured.values())
+    has_delta = _has_delta(measured)
     error = "delta_error" if has_delta else "unnormalized_error"
     largest = max(float(np.max(signals[f"{error}_coherence"])) for signals in measured.values())
     if math.sqrt(rows) < COHERENCE:
         return (
-            f"no rule applies, but {rows} rows are too few to tell a persistent sign from chance "
+            f"no rule is met, but {rows} rows are too few to tell a persistent sign from chance "
             f"(at least {math.ceil(COHERENCE**2)} are needed)"
         )
+    sentence = f"nothing found: the largest |score| is {_largest('scores', measured):.4g}"
+    if has_delta:
+        sentence += (
+            f", Σ_j P is off by {_largest('row_sums', measured):.1g}, errors of δ are "
+            f"{_largest('delta', measured):.1%} of the gradient that reaches W_Q"
+        )
     judged = "δ" if has_delta else "Ō"
-    sentence = (
-        f"nothing here looks like the published failure: errors of {judged} have no persistent "
-        f"sign (largest coherence {largest:.1f}), scores are moderate and ties are few"
-    )
-    return sentence if has_delta else f"{sentence}; without dO, δ was not judged"
+    sentence += f", errors of {judged} have no persistent sign (largest coherence {largest:.1f})"
+    return sentence if has_delta else f"{sentence}; without dO, neither δ nor Σ_j P was judged"
+
+
+def _has_delta(measured: Mapping[str, Signals]) -> bool:
+    return any("delta_error_rms" in signals for signals in measured.values())
 
 
 def _worst_first(severity: np.ndarray) -> tuple[int, ...]:
-    order = np.argsort(-severity, kind="stable")
-    return tuple(int(head) for head in order if severity[head] > -np.inf)
+    order: Sequence[int] = np.argsort(-severity, kind="stable").tolist()
+    return tuple(head for head in order if severity[head] > -np.inf)
 
 
 def _name(heads: tuple[int, ...]) -> str:

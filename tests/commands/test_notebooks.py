@@ -169,10 +169,10 @@ def test_own_flax_model(tmp_path):
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("healthy", "ill")
     )
     assert healthy["verdict"]["kind"] == "none"
-    assert (ill["verdict"]["kind"], ill["verdict"]["heads"]) == ("delta", [2])
-    assert "try numerics=float32_output" in ill["verdict"]["sentence"]
-    assert (result["before"][0], result["before"][3]) == ("delta", [2])
-    assert result["after"][0] != "delta"
+    assert (ill["verdict"]["kind"], ill["verdict"]["heads"]) == ("coherence", [2])
+    assert "numerics=float32_output would leave" in ill["verdict"]["sentence"]
+    assert (result["before"][0], result["before"][3]) == ("coherence", [2])
+    assert result["after"][0] == "none"
 
 
 def is_logic(statement):

@@ -1,0 +1,136 @@
+"""Examines layers: measures each under every arithmetic asked for, and judges what it shows."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from lowprec_attn.diagnose.layer import Layer
+from lowprec_attn.diagnose.measurement import CURED, Arithmetic, advice, measure
+from lowprec_attn.diagnostics import verdict
+from lowprec_attn.diagnostics.lookalikes import lookalikes
+from lowprec_attn.diagnostics.rules import RULES
+from lowprec_attn.numerics import Numerics
+
+_ORDER: tuple[str, ...] = get_args(verdict.Kind)
+
+
+class Examination(NamedTuple):
+    """What was found in one layer.
+
+    Attributes:
+      layer: the layer.
+      measured: signals by the label of the arithmetic; empty where its arrays are not finite.
+      findings: at least one, first what to look at first; of kind `none` where nothing is met.
+    """
+
+    layer: Layer
+    measured: dict[str, verdict.Signals]
+    findings: tuple[verdict.Finding, ...]
+
+    @property
+    def found(self) -> bool:
+        """Whether there is anything."""
+        return self.findings[0].kind != "none"
+
+
+class Head(NamedTuple):
+    """One head under one arithmetic, a row of a table.
+
+    Attributes:
+      layer: its layer.
+      head: its number.
+      label: of the arithmetic.
+      values: every signal by name.
+      met: names of the rules that it meets, and `coherence`.
+      severity: the largest ratio of a rule's signal to its threshold.
+    """
+
+    layer: Layer
+    head: int
+    label: str
+    values: dict[str, float]
+    met: tuple[str, ...]
+    severity: float
+
+
+def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
+    """Measures and judges one layer.
+
+    A layer that knows its own arithmetic is measured under that one, before those of the call.
+
+    Args:
+      layer: with `is_causal` given.
+      arithmetics: to measure under; at least one, unless the layer has its own.
+    """
+    own = [] if layer.own is None else [Arithmetic("as trained", layer.own)]
+    chosen = [*own, *arithmetics]
+    arrays = {name: getattr(layer, name) for name in ("q", "k", "v", "do", "o", "lse")}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    if any(
+        not np.all(np.isfinite(arrays[n].astype(np.float32))) for n in {*"qkv", "do"} & {*arrays}
+    ):
+        return Examination(layer, {}, tuple(lookalikes(arrays)))
+    measured_as = functools.partial(measure, layer)
+    measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in chosen}
+    findings = lookalikes(arrays, _largest_product(layer, measured.values()))
+    judged = verdict.judge(measured, layer.rows)
+    if not findings or judged[0].kind != "none":
+        findings += judged
+    return Examination(layer, measured, tuple(findings))
+
+
+def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Examination:
+    """Adds to the findings about δ what each cure leaves of the error, measured."""
+    findings = []
+    for finding in examined.findings:
+        found = next((a for a in arithmetics if a.label == finding.arithmetic), None)
+        if finding.kind in CURED and found is not None and isinstance(found.numerics, Numerics):
+            signals = examined.measured[found.label]
+            if CURED[finding.kind] in signals:
+                error = float(signals[CURED[finding.kind]][finding.heads[0]])
+                measured_as = functools.partial(measure, examined.layer)
+                told = advice(finding, found, error, measured_as)
+                finding = finding._replace(sentence=f"{finding.sentence}; {told}")
+        findings.append(finding)
+    return examined._replace(findings=tuple(findings))
+
+
+def worst_first(examined: Iterable[Examination]) -> list[Examination]:
+    """By the kind of the first finding, then by how far a rule is exceeded."""
+
+    def key(one: Examination) -> tuple[int, float]:
+        severity = max((head.severity for head in heads([one])), default=np.inf)
+        return _ORDER.index(one.findings[0].kind), -severity
+
+    return sorted(examined, key=key)
+
+
+def heads(examined: Iterable[Examination]) -> list[Head]:
+    """Every head of every layer under every arithmetic, worst first."""
+    rows = [
+        _head(one.layer, head, label, signals)
+        for one in examined
+        for label, signals in one.measured.items()
+        for head in range(len(signals["score_maximum"]))
+    ]
+    return sorted(rows, key=lambda row: (not row.met, row.met == ("coherence",), -row.severity))
+
+
+def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head:
+    met = [rule.name for rule in RULES if rule.severity(signals)[head] > -np.inf]
+    ratios = [float(rule.value(signals)[head]) / rule.threshold for rule in RULES]
+    coherent = "delta" if "delta_error_rms" in signals else "output"
+    coherence = verdict.coherence_of(signals, f"{coherent}_error", f"{coherent}_rms", layer.rows)
+    named = (*met, "coherence") if coherence[head] > -np.inf else tuple(met)
+    severity = max(np.inf if np.isnan(ratio) else ratio for ratio in ratios)
+    values = {name: float(value[head]) for name, value in signals.items()}
+    return Head(layer, head, label, values, named, severity)
+
+
+def _largest_product(layer: Layer, measured: Iterable[verdict.Signals]) -> float:
+    """The largest |q·k|; 0 where the scale hides it."""
+    if not layer.factor:
+        return 0.0
+    return max(float(np.max(s["score_maximum"])) for s in measured) / abs(layer.factor)

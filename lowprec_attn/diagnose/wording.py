@@ -1,0 +1,142 @@
+"""What `diagnose` says: the words and rows that its text and its page share."""
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+
+from lowprec_attn.diagnose.examination import Examination, Head
+from lowprec_attn.diagnose.layer import Layer
+from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
+
+LEGEND = (
+    "ΣP−1: how far rows of the backward pass's P miss a sum of 1 (RMS). δ share: the errors of δ",
+    "as a part of the gradient that reaches W_Q. repeat: rows whose largest score repeats; ones:",
+    "rows with two or more P̄ that round to 1; one key: rows where one key holds all weight;",
+    "cohere: about 1 if errors have random signs; met: rules that this head meets.",
+)
+
+
+def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> list[str]:
+    """What was read, in which steps it is computed, and what to know about it."""
+    lines = []
+    for source, of_source in itertools.groupby(layers, key=lambda layer: layer.source):
+        alike = collections.Counter(_shape(layer) for layer in of_source)
+        for shape, count in alike.items():
+            many = f"{count} layers, each " if count > 1 else ""
+            lines.append(f"{source}: {many}{shape}")
+    if arithmetics:
+        lines.append(_steps(arithmetics))
+    notes: dict[str, list[str]] = {}
+    for layer in layers:
+        for note in _notes(layer):
+            notes.setdefault(note, []).append(title(layer, layers))
+    for note, names in notes.items():
+        some = f"{', '.join(names)}: " if len(names) < len(layers) else ""
+        lines.append(f"note: {some}{note}")
+    return lines
+
+
+def title(layer: Layer, layers: Sequence[Layer]) -> str:
+    """What to call a layer; empty where it is the only one and has no name."""
+    if len({other.source for other in layers}) == 1:
+        return layer.name
+    return f"{layer.source}:{layer.name}" if layer.name else layer.source
+
+
+def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
+    """By the title of each layer, its findings as sentences with a full stop."""
+    layers = [one.layer for one in examined]
+    return [
+        (title(one.layer, layers), [f"{finding.sentence}." for finding in one.findings])
+        for one in examined
+    ]
+
+
+def worths(examined: Iterable[Examination]) -> list[tuple[str, str]]:
+    """What each rule that was met was worth in the lab, by its name."""
+    findings = (finding for one in examined for finding in one.findings)
+    return list(dict.fromkeys((f.kind, f"{f.worth}.") for f in findings if f.worth))
+
+
+def rows(heads: Sequence[Head], layers: Sequence[Layer]) -> tuple[list[list[str]], str]:
+    """The table, its heading first, and the alignment of its columns; bars stand between groups."""
+    has_delta = any("delta_error_rms" in head.values for head in heads)
+    named = any(title(layer, layers) for layer in layers)
+    heading = [
+        *(["layer"] if named else []),
+        *("head", "numerics", "|score|"),
+        *(["ΣP−1", "δ share"] if has_delta else []),
+        *("repeat", "ones", "one key", "|", "O: RMS", "cohere"),
+        *(["|", "δ: mean", "RMS", "cohere"] if has_delta else ["|", "Ō: RMS", "cohere"]),
+        *("|", "met"),
+    ]
+    left = {"layer", "numerics", "met"}
+    align = "".join("<" if name in left else ">" for name in heading)
+    table = [heading]
+    for head in heads:
+        value = head.values
+        shares = (value[name] for name in ("repeated_maxima", "rounded_to_one", "dominated_rows"))
+        row = [title(head.layer, layers)] if named else []
+        row += [str(head.head), head.label, f"{value['score_maximum']:.4g}"]
+        if has_delta:
+            row += _backward(value)
+        row += [*(f"{share:.1%}" for share in shares), "|", *_error(value, "output")]
+        if has_delta:
+            row += ["|", _mean(value), *_error(value, "delta")]
+        else:
+            row += ["|", *_error(value, "unnormalized")]
+        table.append([*row, "|", ", ".join(head.met) or "–"])
+    return table, align
+
+
+def _backward(value: dict[str, float]) -> list[str]:
+    """Σ P − 1 and the share of δ's errors."""
+    if "delta_error_rms" not in value:
+        return ["–", "–"]
+    weight = "query_weight_gradient_error_relative"
+    share = value.get(weight, value["query_gradient_error_relative"])
+    return [f"{value['p_row_sum_error_rms']:.0e}", f"{share:.1%}"]
+
+
+def _mean(value: dict[str, float]) -> str:
+    return f"{value['delta_error_mean']:+.1e}" if "delta_error_mean" in value else "–"
+
+
+def _error(value: dict[str, float], name: str) -> list[str]:
+    """RMS and coherence."""
+    if f"{name}_error_rms" not in value:
+        return ["–", "–"]
+    return [f"{value[f'{name}_error_rms']:.1e}", f"{value[f'{name}_error_coherence']:.1f}"]
+
+
+def _shape(layer: Layer) -> str:
+    return (
+        f"q {list(layer.q.shape)}, k and v {list(layer.k.shape)} [B,T,N,H], {layer.q.dtype}, "
+        f"{'causal' if layer.is_causal else 'all keys'}, scale {layer.factor:.6g}"
+    )
+
+
+def _steps(arithmetics: Sequence[Arithmetic]) -> str:
+    """`steps of 256 keys`, or `steps of 256 (flash), 512 (published) keys`."""
+    labels = {a.label: str(keys_per_step(a)) for a in arithmetics}
+    if len(set(labels.values())) > 1:
+        return f"steps of {', '.join(f'{step} ({label})' for label, step in labels.items())} keys"
+    return f"steps of {next(iter(labels.values()))} keys"
+
+
+def _notes(layer: Layer) -> list[str]:
+    notes = list(layer.notes)
+    length, keys = layer.q.shape[1], layer.k.shape[1]
+    if layer.is_causal and length != keys:
+        notes.append(
+            f"causal with {length} queries and {keys} keys: query t sees the keys 0 to t; "
+            "use --full if that is not meant"
+        )
+    if layer.do is None:
+        notes.append("there is no do (the gradient of the loss by O), so δ and Σ_j P are skipped")
+    elif layer.x is None:
+        notes.append(
+            "δ share is of dQ: without x, the input of W_Q, its gradient is not known; the rule "
+            "was counted on that of W_Q"
+        )
+    return notes
