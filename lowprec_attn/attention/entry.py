@@ -17,6 +17,7 @@ from lowprec_attn.attention.dispatch import (
     compute,
     resolve_by_platform,
 )
+from lowprec_attn.attention.tap import tapped
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 
 
@@ -118,6 +119,7 @@ def dot_product_attention(
         block_sizes=block_sizes,
     )
     out, lse = compute(call)
+    out = tapped(call, out)
     if unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.request import Extras, RandomStream, planes
 from lowprec_attn.attention.dispatch import Call, compute
 from lowprec_attn.attention.entry import prepare
+from lowprec_attn.attention.tap import tapped
 
 
 def sharded(
@@ -64,6 +65,7 @@ def sharded(
             shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
             arrays = jax.sharding.reshard(arrays, shardings)
         out, lse = run(*arrays)
+        out = tapped(call, out)
         return (out, lse) if return_residual else out
 
     return attend
@@ -101,6 +103,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
             stream = stream._replace(batch=stream.batch + start)
             call = call._replace(extras=call.extras._replace(stream=stream))
         out, lse = compute(call)
+        out = tapped(call, out)
         return (out, lse) if return_residual else out
 
     return attend

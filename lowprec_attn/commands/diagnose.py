@@ -63,7 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H] of a layer; of several "
         "layers as layer_00/q and so on, as diagnostics.capture saves them",
     )
-    add("--full", action="store_true", help="every row sees every key (default: causal)")
+    seen = parser.add_mutually_exclusive_group()
+    seen.add_argument(
+        "--full",
+        action="store_false",
+        dest="is_causal",
+        default=None,
+        help="every row sees every key (default: as the source says, else causal)",
+    )
+    seen.add_argument("--causal", action="store_true", dest="is_causal", default=None)
     add("--scale", type=float, help="factor of q kᵀ (default: that of the source, else 1/√H)")
     add("--kv-block", type=int, metavar="KEYS", help=_KV_BLOCK_HELP)
     add(
@@ -109,9 +117,10 @@ def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
 
 def _as_asked(layer: Layer, args: argparse.Namespace) -> Layer:
     """The layer with the options of the call, which go before what its source says."""
-    is_causal = not args.full and layer.is_causal is not False
+    given = (args.is_causal, layer.is_causal, True)
     return layer._replace(
-        is_causal=is_causal, scale=layer.scale if args.scale is None else args.scale
+        is_causal=next(value for value in given if value is not None),
+        scale=layer.scale if args.scale is None else args.scale,
     )
 
 

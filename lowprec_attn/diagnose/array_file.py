@@ -84,8 +84,8 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
     ignored = facts.get("ignored")
     if ignored is not None and ignored.size:
         notes.append(
-            f"its {', '.join(map(str, ignored))} is left out here: rows are judged as if there "
-            "were none"
+            f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
+            "there were none; --causal, if that is what a mask does"
         )
     return Layer(
         str(path),

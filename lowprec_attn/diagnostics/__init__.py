@@ -1,9 +1,11 @@
 """What to watch in low-precision attention: ties, signed errors, δ, weight norms.
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
-everything for one layer; the rest are its parts, each with its definition.
+everything for one layer; the rest are its parts, each with its definition. `capture` takes the
+arrays of every layer from a backward pass of your own model.
 """
 
+from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture
 from lowprec_attn.diagnostics.rows import (
     DOMINATED,
     dominated_rows,
@@ -23,7 +25,10 @@ from lowprec_attn.diagnostics.weights import (
 
 __all__ = [
     "DOMINATED",
+    "Capture",
+    "CaptureError",
     "attention_signals",
+    "capture",
     "dominated_rows",
     "outer_product_similarity",
     "query_weight_gradient",

@@ -1,0 +1,124 @@
+"""Where `diagnostics.capture` reads q, k, v and dO of a call: an identity around O.
+
+Outside of a capture nothing is added to a program.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from lowprec_attn.arithmetic.request import planes
+from lowprec_attn.attention.dispatch import Call
+
+
+class Place(NamedTuple):
+    """A call of attention in a program, and what it knows of itself.
+
+    Attributes:
+      number: grows from call to call in the order in which they are traced.
+      is_causal: row t sees the keys s <= t.
+      scale: of the scores; None for one that is not known before the call is run.
+      ignored: names of arguments that hide keys or change scores, and are not recorded.
+    """
+
+    number: int
+    is_causal: bool
+    scale: float | None
+    ignored: tuple[str, ...]
+
+
+# (place, q, k, v, dO), called by the running program.
+Receiver = Callable[[Place, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+
+# How many sequences of a batch are recorded (0: all), None outside of a capture. `jax.jit` keeps a
+# program for each value, so that neither kind of program is taken for the other.
+_sequences = jax.make_user_context(default_value=None)
+_receivers: list[Receiver] = []  # at most one
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
+    """Hands q, k, v and dO of every backward pass of attention within the block to a function.
+
+    Args:
+      receiver: called from a thread of the runtime.
+      sequences: how many of each batch; 0 for all.
+
+    Raises:
+      RuntimeError: another block is open.
+    """
+    if _receivers:
+        raise RuntimeError("a capture is open already; captures cannot be nested")
+    _receivers.append(receiver)
+    try:
+        with _sequences(sequences):
+            yield
+        jax.effects_barrier()  # what was dispatched in the block may still run
+    finally:
+        _receivers.clear()
+
+
+def tapped(call: Call, out: Array) -> Array:
+    """`out`; where a block of `receiving` is open, the backward pass through it is handed over."""
+    if _sequences.value is None:
+        return out
+    spec, extras = call.parts[0].spec, call.extras
+    present = {
+        "bias": extras.bias,
+        "mask": extras.mask,
+        "query_seq_lengths": extras.query_lengths,
+        "key_value_seq_lengths": extras.key_lengths,
+        "query_segment_ids": extras.query_segments,
+        "local_window_size": spec.window,
+        "scale": extras.scale,
+    }
+    place = Place(
+        next(_numbers),
+        spec.is_causal,
+        None if extras.scale is not None else spec.scale,
+        tuple(name for name, value in present.items() if value is not None),
+    )
+    return _tap(place, _sequences.value, *planes(*call.arrays), out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tap(
+    place: Place,
+    sequences: int,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    out: Float[Array, "B T N H"],
+) -> Float[Array, "B T N H"]:
+    """`out` itself."""
+    return out
+
+
+def _forward(
+    place: Place, sequences: int, q: Array, k: Array, v: Array, out: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    return out, tuple(x[: sequences or None] for x in (q, k, v))
+
+
+def _backward(
+    place: Place, sequences: int, kept: tuple[Array, ...], do: Array
+) -> tuple[None, None, None, Array]:
+    # One call with all four: nothing else would say which dO belongs to which q. It runs where the
+    # backward pass does, once, also under `jax.checkpoint`, which runs the forward pass twice.
+    jax.debug.callback(functools.partial(_hand_over, place), *kept, do[: sequences or None])
+    return None, None, None, do
+
+
+_tap.defvjp(_forward, _backward)
+
+
+def _hand_over(place: Place, *arrays: np.ndarray) -> None:
+    for receiver in _receivers:
+        receiver(place, *map(np.asarray, arrays))

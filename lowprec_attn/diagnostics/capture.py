@@ -1,0 +1,109 @@
+"""q, k, v and dO of every attention layer of a model, from one backward pass."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_attn.attention import tap
+from lowprec_attn.errors import UserError
+from lowprec_attn.files import writing
+
+
+class CaptureError(UserError, RuntimeError):
+    """Nothing was captured, or nowhere to; the message says what to do."""
+
+
+class Capture:
+    """What a block of `capture` has taken.
+
+    Attributes:
+      layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
+        k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes; is_causal; scale, where it was
+        a number; and ignored, the names of other arguments that hide keys or change scores (bias,
+        mask, lengths, segments, window), which are not kept. Filled when the block ends.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, dict[str, Any]] = {}
+
+    def save(self, path: str | Path) -> None:
+        """Writes an npz with names such as `layer_00/q`, for `lowprec-attn diagnose`.
+
+        Args:
+          path: with its suffix, .npz.
+
+        Raises:
+          CaptureError: the suffix is another one.
+          DiskError: it cannot be written.
+        """
+        path = Path(path)
+        if path.suffix != ".npz":
+            raise CaptureError(f"a capture is saved as .npz, got {path}")
+        named = {
+            f"{layer}/{name}": np.asarray(value)
+            for layer, values in self.layers.items()
+            for name, value in values.items()
+        }
+        with writing(path), path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **named)
+
+
+@contextlib.contextmanager
+def capture(sequences: int | None = 1) -> Iterator[Capture]:
+    """Takes q, k, v and dO of every attention layer that is differentiated within the block.
+
+    For models whose attention is `attention.attention_fn` (Flax Linen and NNX) or
+    `attention.dot_product_attention`. It changes no value. Under `jax.jit` a function is compiled
+    once more for the first block and keeps that program for later blocks; its usual program stays
+    as it is, and is the one that runs outside.
+
+    The block is for one backward pass: it copies arrays to the host and waits for them, which is
+    too slow for a training loop, and a second pass would be taken for more layers. A call that runs
+    several times in a pass (a scan over layers, micro-batches, `vmap`, devices of a `shard_map`) is
+    there as often: `layer_00`, `layer_00.1`, … in the order of the backward pass, which begins with
+    the last layer.
+
+    Args:
+      sequences: how many of each batch to take, None for all. One is what the signals of a training
+        run look at; GPT-2 124M takes 72 MiB for one sequence of 1,024 in bfloat16.
+
+    Raises:
+      CaptureError: nothing was differentiated in the block.
+      RuntimeError: within another block.
+      ValueError: sequences is below 1.
+
+    Example:
+      >>> loss = lambda q: attention.dot_product_attention(q, q, q, is_causal=True).sum()
+      >>> with capture() as taken:
+      ...     gradient = jax.jit(jax.grad(loss))(jax.numpy.ones((1, 8, 2, 32)))
+      >>> taken.layers["layer_00"]["do"].shape
+      (1, 8, 2, 32)
+    """
+    if sequences is not None and sequences < 1:
+        raise ValueError(f"sequences must be at least 1, or None for all, got {sequences}")
+    taken = Capture()
+    calls: dict[tap.Place, list[dict[str, Any]]] = {}
+
+    def receive(place: tap.Place, *arrays: np.ndarray) -> None:
+        values: dict[str, Any] = dict(zip(("q", "k", "v", "do"), arrays, strict=True))
+        values["is_causal"] = place.is_causal
+        if place.scale is not None:
+            values["scale"] = place.scale
+        if place.ignored:
+            values["ignored"] = np.array(place.ignored)
+        calls.setdefault(place, []).append(values)
+
+    with tap.receiving(receive, sequences or 0):
+        yield taken
+    if not calls:
+        raise CaptureError(
+            "nothing was captured: no attention of lowprec_attn was differentiated in the block; "
+            "run jax.grad of the loss there, on a model that calls attention.attention_fn(...) or "
+            "attention.dot_product_attention"
+        )
+    for i, place in enumerate(sorted(calls)):
+        for time, values in enumerate(calls[place]):
+            taken.layers[f"layer_{i:02d}" + (f".{time}" if time else "")] = values
