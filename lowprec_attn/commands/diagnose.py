@@ -1,9 +1,10 @@
 """`lowprec-attn diagnose FILE ...`: is low-precision attention the problem of these layers?
 
-It reads q, k, v and, if they are there, dO of one layer or of many. It computes attention in each
-arithmetic asked for and in exact arithmetic, and prints one table of all heads, worst first, and a
-verdict for each layer. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the
-worst layer it tries cures on the same arrays and says what each leaves of the error.
+It reads q, k, v and, if they are there, dO of one layer or of many, from files or from the newest
+checkpoint of a run directory. It computes attention in each arithmetic asked for (that of a run in
+its own) and in exact arithmetic, and prints one table of all heads, worst first, and a verdict for
+each layer. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer
+it tries cures on the same arrays and says what each leaves of the error.
 
 Exit codes: 0 nothing found; 3 something found; 1 a file or option that cannot serve.
 """
@@ -28,6 +29,7 @@ from lowprec_attn.diagnose.examination import (
 )
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnose.page import page
 from lowprec_attn.files import require_writable, writing
 from lowprec_attn.numerics import (
     PRESETS,
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H] of a layer; of several "
-        "layers as layer_00/q and so on, as diagnostics.capture saves them",
+        "layers as layer_00/q and so on, as diagnostics.capture saves them; or a run directory",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(
@@ -78,12 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--numerics",
         action="append",
         metavar="NAME",
-        help=f"arithmetic, repeatable (default: flash, published): {', '.join(PRESETS)}",
+        help="arithmetic, repeatable (default: flash, published; of a run, its own alone): "
+        f"{', '.join(PRESETS)}",
     )
     add("--row-max", default="standard", metavar="RULE", help=", ".join(ROW_MAX_RULES))
     add("--layout", choices=array_file.LAYOUTS, default="BTNH", help="BNTH: as torch has it")
     add("--rows", type=int, default=DEFAULT_ROWS, help="of the table (default: 16; 0: all)")
     add("--json", type=Path, metavar="OUT", help="also write everything measured to this file")
+    add("--html", type=Path, metavar="OUT", help="also write what is printed, as one page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,22 +100,36 @@ def run(args: argparse.Namespace) -> int:
     arithmetics = _arithmetics(args)
     _check_options(args)
     layers = [_as_asked(layer, args) for path in args.source for layer in _load(path, args)]
+    of_runs = [layer for layer in layers if layer.own is not None]
+    if args.numerics is None and of_runs:
+        if args.row_max != "standard" or args.kv_block is not None:
+            raise DiagnoseError(
+                f"{of_runs[0].source} is measured in its own arithmetic; --row-max and --kv-block "
+                "go with --numerics NAME"
+            )
+        arithmetics = [] if len(of_runs) == len(layers) else arithmetics
     print("\n".join(wording.preface(layers, arithmetics)))
-    examined = worst_first(examine(layer, arithmetics) for layer in layers)
+    examined = worst_first(
+        examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
+        for layer in layers
+    )
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
     print(f"\n{_table(examined, layers, args.rows)}")
-    for name, (first, *others) in wording.verdicts(examined):
-        print(f"\nVerdict{f' for {name}' if name else ''}: {first}")
-        for other in others:
-            print(f"  also: {other}")
-    for kind, worth in wording.worths(examined):
-        print(f"\nIn the lab, {kind}: {worth}")
+    print("\n" + "\n".join(_verdicts(examined)))
     if args.json is not None:
         _write_json(args, examined, arithmetics)
+    if args.html is not None:
+        with writing(args.html):
+            args.html.write_text(page(examined, arithmetics), encoding="utf-8")
     return EXIT_FOUND if any(one.found for one in examined) else 0
 
 
 def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
+    if path.is_dir():
+        # The trainer's packages, which files do without.
+        from lowprec_attn.diagnose import run_layers
+
+        return run_layers.load(path)
     return array_file.load(path, args.layout)
 
 
@@ -151,10 +169,11 @@ def _check_options(args: argparse.Namespace) -> None:
         raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise DiagnoseError(f"--json {args.json}: there is no directory {args.json.parent}")
-    if args.json is not None:
-        require_writable(args.json)
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise DiagnoseError(f"{option} {path}: there is no directory {path.parent}")
+        if path is not None:
+            require_writable(path)
 
 
 def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int) -> str:
@@ -166,6 +185,19 @@ def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int)
     if len(shown) < len(rows):
         lines.append(f"({len(rows) - len(shown)} rows more, none worse; --rows 0 shows all)")
     return "\n".join([*lines, "", *wording.LEGEND] if shown else ["no layer could be measured"])
+
+
+def _verdicts(examined: Sequence[Examination]) -> list[str]:
+    lines = []
+    for name, (first, *others) in wording.verdicts(examined):
+        lines.append(f"Verdict{f' for {name}' if name else ''}: {first}")
+        lines += [f"  also: {other}" for other in others]
+    worths = wording.worths(examined)
+    return [
+        *lines,
+        *([""] if worths else []),
+        *(f"In the lab, {k}: {worth}" for k, worth in worths),
+    ]
 
 
 def _write_json(

@@ -1,1 +1,1 @@
-"""Reads a user's own files for `diagnostics`, which takes arrays, and measures cures."""
+"""Reads a user's own files and runs for `diagnostics`, measures them and words it."""

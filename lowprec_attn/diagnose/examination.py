@@ -64,7 +64,7 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
       layer: with `is_causal` given.
       arithmetics: to measure under; at least one, unless the layer has its own.
     """
-    own = [] if layer.own is None else [Arithmetic("as trained", layer.own)]
+    own = [] if layer.own is None else [Arithmetic("own numerics", layer.own)]
     chosen = [*own, *arithmetics]
     arrays = {name: getattr(layer, name) for name in ("q", "k", "v", "do", "o", "lse")}
     arrays = {name: array for name, array in arrays.items() if array is not None}

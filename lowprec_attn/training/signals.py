@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,49 +12,79 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.gpt2.model import LayerRecord, zero_taps
-from lowprec_attn.gpt2.settings import AttentionSettings
+from lowprec_attn.gpt2.model import zero_taps
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
 Signals = dict[str, dict[str, Array]]
 
 
+class LayerArrays(NamedTuple):
+    """What `attention_signals` takes of one layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
+
+    dO lacks the factor by which the loss of these sequences enters the mean over a batch.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    do: Array
+    x: Array
+    w_q: Array
+    w_k: Array
+
+
+def make_layers(settings: TrainSettings, steps: Steps) -> Callable[..., list[LayerArrays]]:
+    """A jit-able function (params, inputs, targets [B, T], key) -> the arrays of every layer.
+
+    It runs the model forward and backward once.
+    """
+    model = settings.model
+    shape = (model.width, model.heads, model.width // model.heads)
+
+    def layers(
+        params: Any, inputs: Array, targets: Array, key: Key[Array, ""]
+    ) -> list[LayerArrays]:
+        d_outputs, records = jax.grad(
+            lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
+        )(zero_taps(model, *inputs.shape))
+        result = []
+        for i, (record, do) in enumerate(zip(records, d_outputs, strict=True)):
+            weights = params["blocks"][i]["attention"]
+            w_q, w_k = (weights[name]["kernel"][...].reshape(shape) for name in ("query", "key"))
+            do = do.astype(record.o.dtype)
+            result.append(LayerArrays(record.q, record.k, record.v, do, record.x, w_q, w_k))
+        return result
+
+    return layers
+
+
+def score_scale(model: ModelSettings) -> tuple[float, float]:
+    """The factor of q·k in a score, and that of X W_Q in q."""
+    head_size = model.width // model.heads
+    if model.scale_placement == "qk":  # q carries the scale already
+        return 1.0, float(head_size**-0.25)
+    return float(head_size**-0.5), 1.0
+
+
 def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals]:
     """A jit-able function (params, inputs, targets [B, T], key) -> {layer_0: {name: [N]}, ...}.
 
     It runs the model forward and backward once, and compares each layer's attention with exact
-    arithmetic. q, k, v and dO are those of training on these sequences; dO lacks the factor by
-    which their loss enters the mean over a batch.
+    arithmetic. q, k, v and dO are those of training on these sequences; see `LayerArrays`.
     """
-    model = settings.model
-    head_size = model.width // model.heads
-    scale, factor = head_size**-0.5, 1.0
-    if model.scale_placement == "qk":  # q is factor · X W_Q, and carries the scale already
-        scale, factor = 1.0, head_size**-0.25
+    layers_of = make_layers(settings, steps)
+    scale, factor = score_scale(settings.model)
 
     def signals(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Signals:
-        d_outputs, records = jax.grad(
-            lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
-        )(zero_taps(model, *inputs.shape))
         result = {}
-        for i, (groups, record) in enumerate(zip(settings.attention.layers, records, strict=True)):
-            weights = params["blocks"][i]["attention"]
-            w_q, w_k = (
-                weights[name]["kernel"][...].reshape(model.width, model.heads, head_size)
-                for name in ("query", "key")
-            )
+        for i, arrays in enumerate(layers_of(params, inputs, targets, key)):
             layer = attention_signals(
-                record.q,
-                record.k,
-                record.v,
-                d_outputs[i].astype(record.o.dtype),
-                numerics=[_as_computed(group, record, settings.attention) for group in groups],
+                **arrays._asdict(),
+                numerics=as_computed(settings.attention, i, arrays),
                 scale=scale,
                 is_causal=True,
-                x=record.x,
-                w_q=w_q,
-                w_k=w_k,
                 rng_key=jax.random.fold_in(key, i),
             )
             layer["query_weight_gradient_error"] *= jnp.float32(factor)
@@ -64,9 +94,15 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
     return signals
 
 
-def _as_computed(group: HeadGroup, record: LayerRecord, attention: AttentionSettings) -> HeadGroup:
-    """The group, in the softmax steps of the implementation that computes it."""
-    spec = Spec(numerics=group.numerics, row_max=group.row_max, scale=1.0, is_causal=True)
-    request = Request.of(record.q, record.k, Extras(), spec)
-    step = keys_per_step(request, attention.implementation)
-    return dataclasses.replace(group, numerics=group.numerics.replace(kv_block=step))
+def as_computed(
+    attention: AttentionSettings, layer: int, arrays: LayerArrays
+) -> tuple[HeadGroup, ...]:
+    """The groups of heads of a layer, in the softmax steps of what computes them."""
+    groups = []
+    for group in attention.layers[layer]:
+        spec = Spec(numerics=group.numerics, row_max=group.row_max, scale=1.0, is_causal=True)
+        request = Request.of(arrays.q, arrays.k, Extras(), spec)
+        step = keys_per_step(request, attention.implementation)
+        numerics = group.numerics.replace(kv_block=step)
+        groups.append(dataclasses.replace(group, numerics=numerics))
+    return tuple(groups)

@@ -16,6 +16,7 @@ import runpy
 import struct
 import sys
 import zipfile
+from html import escape
 from pathlib import Path
 
 import ml_dtypes
@@ -289,12 +290,69 @@ def test_arrays_of_another_byte_order_read_the_same(tmp_path, dtype):
 
 
 def test_a_directory_and_a_single_array_are_refused(tmp_path):
-    with pytest.raises(DiagnoseError, match="not a file"):
+    with pytest.raises(DiagnoseError, match="neither a file nor a run directory"):
         run(tmp_path)
     np.save(tmp_path / "a.npy", np.ones(3))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")
     with pytest.raises(DiagnoseError, match="holds a single array"):
         run(tmp_path / "a.npz")
+
+
+def several(path):
+    """Three layers: two of them quiet, one with a mark in its name that HTML would take."""
+    layers = [{n: x[:, :32] for n, x in healthy_arrays(seed).items()} for seed in range(3)]
+    layers[1]["q"] = layers[1]["q"] * 200
+    names = ("a/layer_00", "a/layer_<b>", "a/layer_02")
+    save(path, {f"{name}/{n}": x for name, of in zip(names, layers, strict=True)
+                for n, x in of.items()})  # fmt: skip
+    return path
+
+
+def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
+    page, record = tmp_path / "out.html", tmp_path / "out.json"
+    options = ("--numerics", "exact", "--rows", "3", "--html", page, "--json", record)
+    assert run(several(tmp_path / "a.npz"), *options) == diagnose.EXIT_FOUND
+    text = capsys.readouterr().out
+    assert "3 layers, each q [1, 32, 2, 32]" in text
+    heading, *rows = [line for line in text.splitlines() if " | " in line]
+    assert heading.split()[:2] == ["layer", "head"]
+    assert [row.split()[0] for row in rows[:2]] == ["a/layer_<b>"] * 2
+    assert all(row.endswith("scores") for row in rows[:2])
+    assert "(3 rows more, none worse; --rows 0 shows all)" in text
+    verdicts = [line for line in text.splitlines() if line.startswith("Verdict")]
+    assert verdicts[0].startswith("Verdict for a/layer_<b>: head ")
+    assert "rounding is not the cause found here" in verdicts[0]
+    assert all("nothing found" in line for line in verdicts[1:])
+    assert "In the lab, rate: " in text
+
+    layers = json.loads(record.read_text())["layers"]
+    assert [layer["findings"][0]["kind"] for layer in layers] == ["rate", "none", "none"]
+    assert {layer["layer"] for layer in layers} == {"a/layer_00", "a/layer_<b>", "a/layer_02"}
+    assert all(np.shape(layer["signals"]["exact"]["delta_error_rms"]) == (2,) for layer in layers)
+
+    html = page.read_text()
+    assert "<b>" not in html
+    assert html.count("<tr>") == 1 + 6
+    assert html.count("a/layer_&lt;b&gt;") >= 3
+    for sentence in (line.partition(": ")[2] for line in verdicts):
+        assert escape(sentence) in html
+    assert not re.search("src=|href=|url\\(|@import", html)
+
+
+def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):
+    arrays = {n: x[:, :32] for n, x in healthy_arrays().items()}
+    own = arrays | {"scale": np.array(2.0), "is_causal": np.array(False)}
+    np.savez(tmp_path / "own.npz", **own)
+    np.savez(tmp_path / "plain.npz", **arrays)
+    both = (tmp_path / "plain.npz", tmp_path / "own.npz", "--numerics", "flash")
+    run(*both, "--json", tmp_path / "out.json")
+    found = {Path(layer["source"]).name: layer
+             for layer in json.loads((tmp_path / "out.json").read_text())["layers"]}  # fmt: skip
+    assert (found["own.npz"]["is_causal"], found["own.npz"]["scale"]) == (False, 2.0)
+    assert (found["plain.npz"]["is_causal"], found["plain.npz"]["scale"]) == (True, 32**-0.5)
+    assert "own.npz: q [1, 32, 2, 32]" in capsys.readouterr().out
+    run(*both, "--causal", "--scale", "2")
+    assert capsys.readouterr().out.count("causal, scale 2\n") == 2
 
 
 class Payload:
@@ -330,6 +388,8 @@ def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
         (("--kv-block", "0"), "kv_block must be a positive number"),
         (("--scale", "nan"), "--scale must be a finite number, got nan"),
         (("--json", "no/such/out.json"), "there is no directory no/such"),
+        (("--html", "no/such/out.html"), "--html .* there is no directory no/such"),
+        (("--rows", "-1"), "--rows must be 0 \\(all\\) or more, got -1"),
         (("--numerics", "standard", "--kv-block", "8"), "standard takes one step over all keys"),
     ],
 )

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from command import ROOT, TINY
 
-from lowprec_attn.commands import config, lab, prepare, train
+from lowprec_attn.commands import config, diagnose, lab, prepare, train
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import experiment
 from lowprec_attn.training.config import train_settings
@@ -27,7 +27,7 @@ def parsed(monkeypatch):
 
     def parse(words):
         found = []
-        for module in (train, prepare, lab):
+        for module in (train, prepare, lab, diagnose):
             monkeypatch.setattr(module, "run", lambda args: found.append(args))
         assert main(words) == 0, words
         return found[0]
@@ -61,6 +61,14 @@ def test_every_experiment_is_one_that_can_start(parsed):
             experiment.load(config.config_file(args.experiment, ".toml"))
     run, collect, report = found
     assert (collect.workdir, report.results) == (run.workdir, collect.results)
+
+
+def test_every_diagnosis_is_one_that_can_start(parsed):
+    """A run that it looks at is one that an earlier command has made."""
+    made = {word.partition("=")[2] for words in TRAIN for word in words if "workdir=" in word}
+    sources = [p for words in OTHER if words[0] == "diagnose" for p in parsed(words).source]
+    assert {str(path) for path in sources if path.suffix != ".npz"} == {"runs/mine"} <= made
+    assert sources[0].suffix == ".npz"
 
 
 @pytest.mark.slow

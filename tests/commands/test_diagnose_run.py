@@ -1,0 +1,88 @@
+"""`lowprec-attn diagnose` on a run directory: its checkpoint, its text, its own arithmetic."""
+
+import argparse
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from lowprec_attn import attention
+from lowprec_attn.commands import diagnose
+from lowprec_attn.diagnose import run_layers
+from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.program import make_program
+from lowprec_attn.training.run import open_corpus
+from lowprec_attn.training.signals import make_signals
+from lowprec_attn.training.step import make_steps, root_key, step_key
+
+pytestmark = pytest.mark.usefixtures("text_read_once")
+
+STEP = 7
+CHANGES = {"model__layers": 1, "attention__numerics": "published", "devices": 1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, text):
+    """A run directory with a checkpoint of its initial parameters, and those."""
+    config = tiny_config(data__path=str(text), **CHANGES)
+    settings = train_settings(config)
+    program = make_program(settings, run_devices(settings))
+    state = program.init(root_key(settings))
+    path = tmp_path_factory.mktemp("run")
+    recorded = config | {"text_sha256": {"train": "", "val": "another"}}
+    with RunDir.open(path, recorded) as run_dir, Checkpoints(run_dir.checkpoints) as checkpoints:
+        checkpoints.save(STEP, state, {})
+    return path, settings, state
+
+
+def run(*argv):
+    parser = argparse.ArgumentParser()
+    diagnose.add_arguments(parser)
+    return diagnose.run(parser.parse_args([str(arg) for arg in argv]))
+
+
+def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
+    path, settings, state = made
+    assert run(path, "--json", tmp_path / "out.json") == 0
+    printed = capsys.readouterr().out
+    assert f"note: parameters of step {STEP}, the first sequence of the held-out text" in printed
+    assert "note: the text is not that of the run" in printed
+    assert "δ share is of dQ" not in printed  # X is known
+    (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
+    ids = open_corpus(settings.data).val.ids[: settings.model.context + 1].astype(np.int32)[None]
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
+    key = step_key(root_key(settings), jnp.int32(STEP))
+    signals = jax.jit(make_signals(settings, steps))(state.params, ids[:, :-1], ids[:, 1:], key)
+    measured = layer["signals"]["own numerics"]
+    for name in ("score_maximum", "query_weight_gradient_error_relative", "p_row_sum_error_rms"):
+        np.testing.assert_allclose(measured[name], signals["layer_0"][name], rtol=1e-3)
+
+
+def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
+    path, *_ = made
+    with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block go with"):
+        run(path, "--row-max", "dynamic_max")
+    copy = RunDir(tmp_path / "run")
+    shutil.copytree(path, copy.path)
+    forced = json.loads(copy.config.read_text())
+    forced["attention"]["implementation"] = "gpu"
+    forced["attention"]["points"] = {"probs": "float8_e4m3fn"}
+    copy.config.write_text(json.dumps(forced))
+    with pytest.raises(DiagnoseError, match="names the implementation gpu: diagnose it where"):
+        run_layers.load(copy.path)
+    for manifest in copy.checkpoints.glob("*.json"):
+        manifest.unlink()
+    with pytest.raises(DiagnoseError, match="holds no complete checkpoint"):
+        run_layers.load(copy.path)
+    copy.config.write_text("[1]")
+    with pytest.raises(DiagnoseError, match="holds list, not a config"):
+        run_layers.load(copy.path)
