@@ -84,7 +84,7 @@ def eager() -> Iterator[None]:
 
 def eager_result(implementation: str, numerics_: Numerics) -> harness.Arrays:
     how = harness.IMPLEMENTATIONS[implementation]
-    call = harness.Call(how, numerics_, StandardMax(), None, CASE.is_causal)
+    call = harness.Call(how, numerics_, StandardMax(), None, CASE.is_causal, CASE.window)
     operands = harness.call_arrays(CASE, harness.inputs(CASE))
     return harness.as_float32(call.forward_and_backward(*operands, jax.random.key(0)))
 
