@@ -49,8 +49,9 @@ def loss(history: History, health: Health) -> Figure:
     if raw:
         steps, low, high = zip(*raw, strict=True)
         axis.fill_between(steps, low, high, color=RAW, alpha=0.5, lw=0)
-        if len(raw) == len(history.losses):  # no step shares its place: the range is a line
+        if len(history.losses) <= _POINTS:  # no step shares its place: the range is a line
             axis.plot(steps, low, color=RAW, lw=0.7)
+    _cross(axis, history.losses, RAW)
     _draw(axis, smoothed(history.losses), SMOOTHED, lw=1.4)
     _draw(axis, history.val_losses, VALIDATION, marker="o", ms=3)
     if history.summary:
@@ -184,6 +185,11 @@ def _draw(
     axis.plot(
         steps, np.where(drawn, shown, np.nan), color=color, lw=lw, marker=marker, markersize=ms
     )
+    _cross(axis, values, color)
+
+
+def _cross(axis: Axes, values: Values, color: str) -> None:
+    """Marks what is not finite at the upper edge."""
     lost = [step for step in sorted(values) if not math.isfinite(values[step])]
     if lost:
         transform = axis.get_xaxis_transform()

@@ -30,7 +30,7 @@ h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.8em; } a { color: 
 .broken { border-color: var(--broken); } .warned { border-color: var(--warned); }
 .unknown { border-color: var(--unknown); } .healthy { border-color: var(--healthy); }
 .figures { display: grid; gap: 1em;
-  grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); }
 figure { margin: 0; } figcaption { font-size: .9em; } svg { max-width: 100%; height: auto; }
 svg text { fill: var(--ink); } .scroll { overflow-x: auto; }
 .key { display: inline-block; margin-right: 1em; white-space: nowrap; }

@@ -100,7 +100,7 @@ def _curves(history: History, health: Health) -> list[Element]:
         (figures.SMOOTHED, "training, mean of 50 steps"),
         (figures.VALIDATION, "validation"),
         (figures.THRESHOLD, "dashed: unigram model, threshold of a rule"),
-        (figures.EXPLOSION, "explosion, or not finite"),
+        (figures.EXPLOSION, "explosion, or not finite (a value: a cross)"),
         (figures.ALARM, "dotted: a rule is met first"),
     ]
     shades = figures.shades(figures.layers(history)) if history.signals else []

@@ -120,6 +120,8 @@ def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions
     loss, *rules = drawn[:4]
     assert re.findall(r">(row_sums|delta|scores)</text>", loss) == alarms
     assert loss.count(f"stroke: {figures.ALARM}") == len(alarms)
+    # The losses of all steps; of the bad run also a cross, as a shape and where it is used.
+    assert loss.count(f"stroke: {figures.RAW}") == (3 if name == "bad" else 1)
     if name != "short":
         dashed = [figure.count(f"stroke: {figures.THRESHOLD}") for figure in rules]
         assert dashed == [1] * len(RULES)
