@@ -3,7 +3,8 @@
 The states, the worst first:
 
   broken   the loss exploded, or a value was not finite
-  warned   a rule was met, scores ran away, or the loss has been in excess for too few steps to tell
+  warned   a rule was met, scores ran away, the run went back to an earlier step, or the loss has
+           been in excess for too few steps to tell
   unknown  nothing of this, but too little was recorded to see it
   healthy  nothing of this in at least 100 steps, with signals of at least two of them
 
@@ -26,6 +27,7 @@ from lowprec_attn.runs.explosion import (
     first_runaway,
 )
 from lowprec_attn.runs.history import History, Layer
+from lowprec_attn.runs.rollbacks import Rollback
 
 _LEAST_DIAGNOSTICS = 2
 
@@ -82,7 +84,7 @@ def judge(history: History) -> Health:
     met = tuple(_met(history.signals))
     runaway = first_runaway(_largest_scores(history.signals))
     broken = _breaks(history, watch, explosion, not_finite)
-    warnings = _warnings(watch, runaway)
+    warnings = _warnings(watch, runaway, history.rollbacks)
     state: State = "healthy"
     if broken:
         state, sentence = "broken", f"Not healthy: {', and '.join(broken)}; {_lead(met, history)}"
@@ -137,8 +139,13 @@ def _first(met: Sequence[RuleMet]) -> str:
     return f"rule {met[0].alarm.rule.name} was met first {met[0]}{more}"
 
 
-def _warnings(watch: LossWatch, runaway: Runaway | None) -> list[str]:
+def _warnings(
+    watch: LossWatch, runaway: Runaway | None, rollbacks: Sequence[Rollback]
+) -> list[str]:
     found = []
+    if rollbacks:
+        times = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
+        found.append(f"only since the run went back {times}, first to step {rollbacks[0].to:,}")
     if runaway is not None:
         found.append(f"the scores of layer {runaway.layer} ran away at step {runaway.step:,}")
     if watch.excess_steps:

@@ -7,7 +7,9 @@ from typing import Any, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record
-from lowprec_attn.runs import metrics
+from lowprec_attn.runs import metrics, rollbacks
+from lowprec_attn.runs.incidents import Incident, incidents
+from lowprec_attn.runs.rollbacks import Rollback
 from lowprec_attn.runs.run_dir import RunDir
 
 Layer = Mapping[str, Sequence[float]]
@@ -33,6 +35,9 @@ class History:
       summary: of a run that ended, with `val_loss` and `unigram_loss`; empty before.
       failure: where a value was not finite, or that the run was stopped since it had exploded;
         empty otherwise.
+      incidents: warnings, spikes, rollbacks and the like, in the order of their steps.
+      rollbacks: where the run went back to an earlier step.
+      abandoned: losses by step that a rollback has undone, those of each by itself.
     """
 
     path: Path
@@ -44,6 +49,9 @@ class History:
     rates: Mapping[int, float]
     summary: Mapping[str, Any]
     failure: Mapping[str, Any]
+    incidents: Sequence[Incident] = ()
+    rollbacks: Sequence[Rollback] = ()
+    abandoned: Sequence[Mapping[int, float]] = ()
 
     @classmethod
     def read(cls, run_dir: RunDir) -> Self:
@@ -56,6 +64,8 @@ class History:
         if not run_dir.metrics.exists():
             raise HistoryError(f"{run_dir.path} is not a run directory: it has no metrics.jsonl")
         records = metrics.read(run_dir.metrics)
+        undone = [metrics.read(path) for path in sorted(run_dir.abandoned.glob("*.jsonl"))]
+        went_back = rollbacks.read(run_dir.rollbacks)
         timings = metrics.read(run_dir.throughput) if run_dir.throughput.exists() else []
         try:
             return cls(
@@ -68,6 +78,9 @@ class History:
                 rates=_series(timings, "tokens_per_second"),
                 summary=_load(run_dir.summary, val_loss=float, unigram_loss=float),
                 failure=_load(run_dir.failure, step=int, message=str),
+                incidents=incidents(records, run_dir.data_order, went_back),
+                rollbacks=went_back,
+                abandoned=[_series(losses, "loss") for losses in undone],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HistoryError(

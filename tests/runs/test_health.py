@@ -1,5 +1,6 @@
 """The sentence that says whether a run is healthy."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from recorded_runs import QUIET
 
 from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
+from lowprec_attn.runs.rollbacks import Rollback
 
 FALLING = [5.0 - 0.01 * step for step in range(200)]
 EXPLODED = [*FALLING, *[9.0] * 120]  # the mean of 50 steps needs 7 of them to rise by 0.7
@@ -120,6 +122,11 @@ CASES = {
         ),
         "warned",
         "but the scores of layer 0 ran away at step 1,100.",
+    ),
+    "went back": (
+        dataclasses.replace(history(), rollbacks=[Rollback(100, 150, 160, 61, "excess")]),
+        "warned",
+        "in 200 steps, but only since the run went back once, first to step 100.",
     ),
     "no signals": (
         history(signals={}),

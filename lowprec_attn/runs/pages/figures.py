@@ -39,8 +39,13 @@ def shade_of_run(i: int) -> str:
 
 
 def loss(history: History, health: Health) -> Figure:
-    """Loss in nats per token: training (range and smoothed), validation, unigram; with marks."""
+    """Loss in nats per token: training (range and smoothed), validation, unigram; with marks.
+
+    What rollbacks have undone is grey; spikes are crosses where they are.
+    """
     figure, axis = _axis()
+    for undone in history.abandoned:
+        _draw(axis, undone, THRESHOLD, lw=0.7)
     raw = [
         (chunk[0], min(values), max(values))
         for chunk in _chunks(sorted(history.losses))
@@ -56,12 +61,16 @@ def loss(history: History, health: Health) -> Figure:
     _draw(axis, history.val_losses, VALIDATION, marker="o", ms=3)
     if history.summary:
         axis.axhline(history.summary["unigram_loss"], color=THRESHOLD, ls="--", lw=1)
+    spikes = [(i.step, i.loss) for i in history.incidents if i.loss and math.isfinite(i.loss)]
+    if spikes:
+        axis.plot(*zip(*spikes, strict=True), "x", color=ALARM, ms=5)
     _mark(axis, health)
-    for met in health.met:
-        axis.axvline(met.step, color=ALARM, ls=":", lw=1.2)
+    noted = [(met.step, met.alarm.rule.name) for met in health.met]
+    for step, name in [*noted, *((back.to, "rollback") for back in history.rollbacks)]:
+        axis.axvline(step, color=ALARM, ls=":", lw=1.2)
         axis.annotate(
-            met.alarm.rule.name,
-            (met.step, 0.98),
+            name,
+            (step, 0.98),
             xycoords=("data", "axes fraction"),
             rotation=90,
             ha="right",

@@ -18,6 +18,8 @@ from lowprec_attn.runs.pages import figures, layers
 from lowprec_attn.runs.pages.markup import drawing, element, folded, keys, table, write_page
 from lowprec_attn.runs.run_dir import RunDir
 
+_INCIDENTS_SHOWN = 8
+
 Efficiency = Callable[[History, float], str]
 """(the run, tokens per second) -> a sentence on the share of the devices' peak."""
 
@@ -44,6 +46,7 @@ def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = 
             element("h1", title(history)),
             element("p", health.sentence, class_=f"state {health.state}"),
             *_rules_met(health),
+            *_incidents(history),
             *_curves(history, health),
             *_signals(history),
             *_speed(history, efficiency),
@@ -87,6 +90,16 @@ def _rules_met(health: Health) -> list[Element]:
     return [element("h2", "Rules met"), table(header, rows)]
 
 
+def _incidents(history: History) -> list[Element]:
+    if not history.incidents:
+        return []
+    rows = [(f"{incident.step:,}", incident.text) for incident in history.incidents]
+    listed = table(("step", "what happened"), rows)
+    if len(rows) > _INCIDENTS_SHOWN:
+        listed = folded(f"{len(rows)}, from step {rows[0][0]} on", listed)
+    return [element("h2", "Warnings, spikes, rollbacks"), listed]
+
+
 def _curves(history: History, health: Health) -> list[Element]:
     drawn = [drawing(figures.loss(history, health), "loss", "Loss, nats per token")]
     if history.signals:
@@ -99,9 +112,12 @@ def _curves(history: History, health: Health) -> list[Element]:
         (figures.RAW, "training, each step"),
         (figures.SMOOTHED, "training, mean of 50 steps"),
         (figures.VALIDATION, "validation"),
-        (figures.THRESHOLD, "dashed: unigram model, threshold of a rule"),
+        (
+            figures.THRESHOLD,
+            "dashed: unigram model, threshold of a rule; grey line: undone by a rollback",
+        ),
         (figures.EXPLOSION, "explosion, or not finite (a value: a cross)"),
-        (figures.ALARM, "dotted: a rule is met first"),
+        (figures.ALARM, "dotted: a rule is met first, a rollback; cross: a spike"),
     ]
     shades = figures.shades(figures.layers(history)) if history.signals else []
     return [

@@ -132,6 +132,28 @@ def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions
     assert "DejaVu" not in page.source  # the reader's own fonts
 
 
+def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
+    run_dir = record_run(tmp_path / "run", FALLING, {})
+    spike = {"loss": 9.0, "median": 4.0, "spread": 0.1, "score": 50.0}
+    with run_dir.metrics.open("a") as file:
+        file.writelines(json.dumps({"step": 149, "spike": spike}) + "\n" for _ in range(9))
+    back = {"to": 100, "onset": 120, "detected": 130, "skipped": 31, "reason": "excess"}
+    run_dir.rollbacks.write_text(json.dumps(back) + "\n")
+    run_dir.abandoned.mkdir()
+    undone = [{"step": step, "loss": 8.0} for step in range(100, 131)]
+    (run_dir.abandoned / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in undone))
+    page = Page(write_run_page(run_dir, lambda *_: ""))
+    page.check()
+    for words in ("10, from step 100 on", "rollback: the loss was in excess", "spike to 9.000"):
+        assert words in page.text
+    assert "but only since the run went back once, first to step 100" in page.text
+    loss = re.findall(r"<figure>.*?</figure>", page.source)[0]
+    assert ">rollback</text>" in loss
+    assert f"stroke: {figures.THRESHOLD}" in loss  # no summary, so no unigram model: the undone
+    # A line at step 100, and nine crosses: their shape and where it is used.
+    assert loss.count(f"stroke: {figures.ALARM}") == 1 + 1 + 9
+
+
 def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_path):
     page = Page(write_run_page(runs["bad"], lambda *_: "", tmp_path / "page.html"))
     curves = [value for name, value in page.attributes if name == "d" and "M0 " in value]
