@@ -32,6 +32,7 @@ def compiled_once(compilations):
     """Runs of this file share their compiled programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "write_report", lambda run_dir: run_dir.report)  # takes seconds
+        patch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)
         jax.config.update("jax_compilation_cache_dir", str(compilations))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         yield
