@@ -32,6 +32,7 @@ from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
+from lowprec_attn.training.adam_signals import AdamSignals, make_adam_signals
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.efficiency import efficiency
 from lowprec_attn.training.nonfinite import Culprit, find_culprit
@@ -69,6 +70,7 @@ class _Pending(NamedTuple):
     data_state: dict[str, Any]  # before the batch was drawn
     metrics: StepMetrics
     signals: Signals | None
+    adam: AdamSignals | None
 
 
 class Loop:
@@ -97,6 +99,10 @@ class Loop:
         whole = make_steps(run.settings, run.devices.attend_whole)
         signals = make_signals(run.settings, whole)
         self.signals = run.devices.jit(signals, out_shardings=everywhere)
+        adam = make_adam_signals(
+            run.settings.optimizer, run.settings.steps, run.settings.model.layers
+        )
+        self.adam = run.devices.jit(adam, out_shardings=everywhere)
         self.root = root_key(run.settings)
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
@@ -151,14 +157,16 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        signals = None
+        signals = adam = None
         if _due(self.fixed.settings.diagnostics_every, step):
             signals = self._signals(step, *self.first_sequence(*arrays))
+            if step > 0:  # of the last update
+                adam = self.adam(self.state.params, self.state.opt_state)
         self.state, metrics = self.train_step(self.state, *arrays, self.root)
         # Asked for later, the copies would queue behind the next step.
-        for array in jax.tree.leaves((metrics, signals)):
+        for array in jax.tree.leaves((metrics, signals, adam)):
             array.copy_to_host_async()
-        dispatched = _Pending(batch, arrays, data_state, metrics, signals)
+        dispatched = _Pending(batch, arrays, data_state, metrics, signals, adam)
         self._fetch()
         self.pending = dispatched
 
@@ -175,6 +183,8 @@ class Loop:
         step = int(pending.batch["step"])
         if pending.signals is not None:
             self._write_signals(step, pending.signals)
+        if pending.adam is not None:
+            self.fixed.metrics.write(step, {"adam": jax.device_get(pending.adam)})
         metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
         self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
