@@ -161,3 +161,23 @@ def test_a_config_that_looked_at_the_device_is_too_early(compilations):
 def test_an_address_that_is_none_is_told_before_jax_waits_for_it(address):
     with pytest.raises(RunError, match=rf"must be HOST:PORT .*, got '{address}'"):
         hosts.connect(address, 2, 0)
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_as_one_does(compilations, text, tmp_path):
+    """Scores of float8 overflow; after the rollback those of bfloat16 do not."""
+    wild = {
+        "optimizer.peak_lr": 0.5,
+        "optimizer.warmup_steps": 40,
+        "attention.points.scores": "float8_e4m3fn",
+        "steps": 40,
+        "on_spike": "rollback",
+        "rollback_steps": 6,
+        "rollback_points.scores": "bfloat16",
+    }
+    for name, processes in (("one", 1), ("two", 2)):
+        split = {"processes": processes, "devices": 2 // processes}
+        finish(start(compilations, text, tmp_path / name, **split, **wild))
+    assert records(tmp_path / "two") == records(tmp_path / "one")
+    for name in ("rollbacks.jsonl", "abandoned/1.jsonl"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
