@@ -87,6 +87,12 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
             f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
             "there were none; --causal, if that is what a mask does"
         )
+    for fact in ("is_causal", "scale"):
+        if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
+            raise DiagnoseError(
+                f"{where}: {fact} must be one number or truth value, got shape "
+                f"{facts[fact].shape} of {facts[fact].dtype}"
+            )
     return Layer(
         str(path),
         name,
@@ -97,8 +103,8 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
         x=arrays.get("x"),
         o=arrays.get("o"),
         lse=arrays.get("lse"),
-        is_causal=bool(facts["is_causal"]) if "is_causal" in facts else None,
-        scale=float(facts["scale"]) if "scale" in facts else None,
+        is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
+        scale=float(facts["scale"].item()) if "scale" in facts else None,
         notes=tuple(notes),
     )
 

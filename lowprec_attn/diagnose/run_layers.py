@@ -35,6 +35,11 @@ def load(path: Path) -> list[Layer]:
         implementation that it names does not run here.
     """
     run_dir = RunDir(path)
+    if any(path.glob("*.safetensors")) and not run_dir.checkpoints.is_dir():
+        raise DiagnoseError(
+            f"{path}: weights alone hold no q, k and v; docs/diagnose.md has ten lines that save "
+            "them from one step of a Hugging Face model"
+        )
     if not run_dir.config.is_file() or not run_dir.checkpoints.is_dir():
         raise DiagnoseError(
             f"{path}: neither a file nor a run directory: it has no config.json and checkpoints"

@@ -194,6 +194,8 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
         (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "all be BTNH"),
         (changed(do=ONES[:, 1:]), r"do must have the shape of q, got \(1, 255, 2, 32\) .* 32\)$"),
         (changed(do=ONES.swapaxes(1, 2)), "do .* its lengths and heads are swapped: save do with"),
+        (changed(scale=np.ones(2)), r"scale must be one number .* got shape \(2,\) of float64"),
+        (changed(is_causal=np.array("yes")), "is_causal must be one number or truth value"),
         (changed(x=ONES[0]), "x, the input of W_Q, must be \\[B, T, D\\]"),
         (changed(q=ONES[:, :0], do=None), "q has an empty axis"),
         ({}, "no array named q or query; it holds nothing"),
@@ -291,6 +293,9 @@ def test_arrays_of_another_byte_order_read_the_same(tmp_path, dtype):
 
 def test_a_directory_and_a_single_array_are_refused(tmp_path):
     with pytest.raises(DiagnoseError, match="neither a file nor a run directory"):
+        run(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(DiagnoseError, match="weights alone hold no q, k and v; docs/"):
         run(tmp_path)
     np.save(tmp_path / "a.npy", np.ones(3))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")
