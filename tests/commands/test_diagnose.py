@@ -551,6 +551,19 @@ def test_arrays_that_are_not_finite_are_a_finding_and_not_measured(tmp_path, cap
     assert "1 of 2048 entries of q are NaN or infinite" in verdict_in(text)
 
 
+def test_lookalikes_are_found_in_files(tmp_path):
+    arrays = {n: x[:, :32].astype(np.float16) for n, x in healthy_arrays().items()}
+    arrays |= {n: 50 * arrays[n] for n in "qk"}  # σ of q·k is 2500 √32
+    arrays |= {"lse": np.full((1, 2, 32), -90.0), "out": np.zeros((1, 32, 64), np.float16)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    run(tmp_path / "a.npz", "--numerics", "exact", "--json", tmp_path / "out.json")
+    (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
+    found = {finding["kind"]: finding["sentence"] for finding in layer["findings"]}
+    assert list(found)[:2] == ["float16", "lse"]
+    assert "q·k before it is scaled reaches" in found["float16"]
+    assert "64 of 64 rows" in found["lse"]
+
+
 def test_a_gradient_of_zeros_is_not_taken_for_an_error(tmp_path, capsys):
     arrays = {name: x[:, :32] for name, x in healthy_arrays().items()}
     one_head = arrays["do"].copy()
