@@ -37,7 +37,7 @@ def load(path: Path) -> list[Layer]:
     run_dir = RunDir(path)
     if any(path.glob("*.safetensors")) and not run_dir.checkpoints.is_dir():
         raise DiagnoseError(
-            f"{path}: weights alone hold no q, k and v; docs/diagnose.md has ten lines that save "
+            f"{path}: weights alone hold no q, k and v; docs/diagnose.md has a recipe that saves "
             "them from one step of a Hugging Face model"
         )
     if not run_dir.config.is_file() or not run_dir.checkpoints.is_dir():
