@@ -258,8 +258,8 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     ]
     assert "no arm is the positive control" in report(collected)
     # The signals are 2 in all layers from step 0 on, the losses explode at step 230.
-    (delta,) = [line for line in text.splitlines() if line.startswith("| delta")]
-    assert "2 of 2" in delta and "230, from 230 on" in delta and "good 2" in delta
+    (sums,) = [line for line in text.splitlines() if line.startswith("| row_sums")]
+    assert "2 of 2" in sums and "230, from 230 on" in sums and "good 2" in sums
     assert not [
         line for line in text.splitlines() if line.startswith("| scores") and "2 of 2" in line
     ]

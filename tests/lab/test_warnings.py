@@ -64,3 +64,12 @@ def test_a_layer_is_named_by_its_worst_head_and_the_best_signal_that_was_measure
     assert [alarm.rule.name for alarm in alarms({"p_row_sum_error_rms": np.array([np.nan])})] == [
         "row_sums"
     ]
+
+
+def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
+    signals = {"query_weight_gradient_error_relative": [0.9, 0.4], "score_maximum": [31.0, 32.0]}
+    (alarm,) = alarms(signals)
+    assert (alarm.head, round(alarm.value, 6)) == (1, 0.4)
+    assert alarms({**signals, "score_maximum": [31.0, 31.0]}) == []
+    broken = alarms({**signals, "score_maximum": [float("nan"), 1.0]})
+    assert [alarm.rule.name for alarm in broken] == ["delta", "scores"]
