@@ -12,7 +12,7 @@ loss may also diverge without one. The numbers are choices of this project, none
               losses since then make a new level.
   divergence  an excess (`runs.explosion`) that begins while no spike lasts.
   jump        the median of the first 10 losses after a resume is ≥ 3 spreads above the level
-              before it.
+              before it. While a spike or an excess lasts there is no such level.
 
 Everything is a function of the losses in the order of their steps. So a resumed run that adds its
 recorded losses again goes on as if it had not been interrupted.
@@ -59,6 +59,21 @@ def level(losses: Iterable[float]) -> Level | None:
     median = statistics.median(finite)
     deviation = statistics.median(abs(loss - median) for loss in finite)
     return Level(median, max(_MAD_OF_NORMAL * deviation, LEAST_SPREAD_NATS))
+
+
+def level_before(losses: Iterable[tuple[int, float]]) -> Level | None:
+    """The level with which the losses after a resume can be compared.
+
+    Args:
+      losses: by step, before it.
+
+    Returns:
+      Of the last of them; None if there are too few, or a spike or an excess lasts.
+    """
+    losses, spikes = list(losses), Spikes()
+    for step, loss in losses:
+        spikes.add(step, loss)
+    return level(loss for _, loss in losses) if spikes.onset is None else None
 
 
 class Spike(NamedTuple):

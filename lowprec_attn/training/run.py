@@ -25,7 +25,7 @@ from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.spikes import level
+from lowprec_attn.runs.spikes import level_before
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
@@ -219,7 +219,7 @@ def _loss_before(source: RunDir, step: int) -> dict[str, float] | None:
     if not source.metrics.exists():
         return None
     before = records.read(source.metrics)
-    found = level(r["loss"] for r in before if "loss" in r and r["step"] < step)
+    found = level_before((r["step"], r["loss"]) for r in before if "loss" in r and r["step"] < step)
     return None if found is None else found._asdict()
 
 

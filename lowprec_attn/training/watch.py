@@ -9,7 +9,7 @@ from typing import Any
 
 from lowprec_attn.diagnostics import onset
 from lowprec_attn.runs.explosion import LossWatch
-from lowprec_attn.runs.spikes import Event, Level, ResumeWatch, SpikeEnd, Spikes, level
+from lowprec_attn.runs.spikes import Event, Level, ResumeWatch, SpikeEnd, Spikes, level_before
 
 Write = Callable[[int, Mapping[str, Any]], None]
 Say = Callable[[str], None]
@@ -50,7 +50,7 @@ class Watch:
         losses = [(record["step"], record["loss"]) for record in recorded if "loss" in record]
         for step, loss in losses:
             self._follow(step, loss)
-        self._resumed = ResumeWatch(start, level(loss for _, loss in losses))
+        self._resumed = ResumeWatch(start, level_before(losses))
         signals = [record["signals"] for record in recorded if "signals" in record]
         self._onsets = onset.Onsets(signals[-1] if signals else None)
 
