@@ -54,7 +54,7 @@ def test_kills_around_a_rollback_change_nothing(start, tmp_path):
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
     # More than are taken before the last kill, were they a millisecond each.
-    steps = {"steps": 200 + 40 * kills, "checkpoint_every": 5}
+    steps = {"steps": 200 + 40 * kills, "checkpoint_every": 10}
     steps |= {"diagnostics_every": 50, "eval_every": 100}
     finish(start(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
