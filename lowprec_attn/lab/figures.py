@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import colormaps
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.explosion import smoothed_losses
 
 _COLUMNS = 4
 _TITLE_WIDTH = 30
@@ -65,7 +65,7 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
 def _mark_explosions(loss: Axes, outcome: ArmOutcome) -> None:
     """Nothing where no loss was finite up to there."""
     for record in outcome.records.values():
-        smoothed = _smoothed(record.losses)
+        smoothed = smoothed_losses(record.losses)
         until = [s for s in smoothed if record.explosion is not None and s <= record.explosion]
         if until:
             loss.plot([until[-1]], [smoothed[until[-1]]], **_EXPLOSION, zorder=3)
@@ -73,22 +73,12 @@ def _mark_explosions(loss: Axes, outcome: ArmOutcome) -> None:
 
 def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> None:
     for record in outcome.records.values():
-        smoothed = _smoothed(record.losses)
+        smoothed = smoothed_losses(record.losses)
         loss.plot(list(smoothed), list(smoothed.values()), color=color, lw=1, alpha=0.7)
         steps = sorted(record.signals)
         layers = range(len(record.signals[steps[0]]))
         largest = [max(record.largest("score_maximum", s, i) for i in layers) for s in steps]
         score.plot(steps, largest, color=color, lw=1, alpha=0.7)
-
-
-def _smoothed(losses: Mapping[int, float]) -> dict[int, float]:
-    """The smoothed loss at every step whose own is finite."""
-    watch, result = LossWatch(), {}
-    for step, loss in sorted(losses.items()):
-        watch.add(step, loss)
-        if math.isfinite(loss):
-            result[step] = watch.smoothed
-    return result
 
 
 def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:

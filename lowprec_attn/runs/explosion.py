@@ -7,6 +7,7 @@ loss is not finite. Smoothed is the mean of what was recorded in the last 50 ste
 still is 500 steps later.
 """
 
+import bisect
 import collections
 import math
 from collections.abc import Iterable, Mapping
@@ -69,6 +70,20 @@ class LossWatch:
         return 0 if self.excess_since is None else self._step - self.excess_since + 1
 
 
+def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
+    """The smoothed loss at every step whose own is finite.
+
+    Args:
+      losses: by step, in any order.
+    """
+    watch, result = LossWatch(), {}
+    for step, loss in sorted(losses.items()):
+        watch.add(step, loss)
+        if math.isfinite(loss):
+            result[step] = watch.smoothed
+    return result
+
+
 class Runaway(NamedTuple):
     """The first layer whose scores ran away, counted from 0, and the step at which they did."""
 
@@ -85,13 +100,13 @@ def first_runaway(scores: Mapping[int, list[float]]) -> Runaway | None:
       scores: by recorded step: the largest |score| of every layer.
     """
     steps = sorted(scores)
-    for step in steps:
-        before = [s for s in steps if step - RUNAWAY_BEFORE_STEPS <= s < step]
-        after = next((s for s in steps if s >= step + RUNAWAY_AFTER_STEPS), None)
-        if not before or step - steps[0] < RUNAWAY_BEFORE_STEPS or after is None:
+    for i, step in enumerate(steps):
+        before = steps[bisect.bisect_left(steps, step - RUNAWAY_BEFORE_STEPS) : i]
+        j = bisect.bisect_left(steps, step + RUNAWAY_AFTER_STEPS)
+        if not before or step - steps[0] < RUNAWAY_BEFORE_STEPS or j == len(steps):
             continue
         limits = RUNAWAY_FACTOR * np.median([scores[s] for s in before], axis=0)
-        both = (np.array(scores[step]) > limits) & (np.array(scores[after]) > limits)
+        both = (np.array(scores[step]) > limits) & (np.array(scores[steps[j]]) > limits)
         if both.any():
             return Runaway(step, int(np.argmax(both)))
     return None

@@ -10,6 +10,7 @@ import numpy as np
 
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.files import flatten
+from lowprec_attn.runs.explosion import smoothed_losses
 from lowprec_attn.runs.health import Health, judge
 from lowprec_attn.runs.history import History, HistoryError
 from lowprec_attn.runs.pages import figures
@@ -36,7 +37,7 @@ def write_comparison(run_dirs: Sequence[RunDir], path: Path) -> Path:
     names = _names([history.path for history in histories])
     healths = [judge(history) for history in histories]
     scores = [_largest_scores(history) for history in histories]
-    losses = [figures.smoothed(history.losses) for history in histories]
+    losses = [smoothed_losses(history.losses) for history in histories]
     drawn = [
         drawing(
             figures.series(losses, [history.val_losses for history in histories]),
@@ -119,7 +120,7 @@ def _ends(
 ) -> Element:
     rows = []
     for name, history, health, score in zip(names, histories, healths, scores, strict=True):
-        smoothed = figures.smoothed(history.losses)
+        smoothed = smoothed_losses(history.losses)
         rows.append(
             (
                 name,

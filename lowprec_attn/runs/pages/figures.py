@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.explosion import smoothed_losses
 from lowprec_attn.runs.health import Health
 from lowprec_attn.runs.history import History, Layer
 
@@ -57,7 +57,7 @@ def loss(history: History, health: Health) -> Figure:
         if len(history.losses) <= _POINTS:  # no step shares its place: the range is a line
             axis.plot(steps, low, color=RAW, lw=0.7)
     _cross(axis, history.losses, RAW)
-    _draw(axis, smoothed(history.losses), SMOOTHED, lw=1.4)
+    _draw(axis, smoothed_losses(history.losses), SMOOTHED, lw=1.4)
     _draw(axis, history.val_losses, VALIDATION, marker="o", ms=3)
     if history.summary:
         axis.axhline(history.summary["unigram_loss"], color=THRESHOLD, ls="--", lw=1)
@@ -157,16 +157,6 @@ def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) 
             if highest != -math.inf:
                 found[step] = highest
     return found
-
-
-def smoothed(losses: Values) -> dict[int, float]:
-    """The loss as `runs.explosion` smoothes it, at every step whose own is finite."""
-    watch, result = LossWatch(), {}
-    for step, value in sorted(losses.items()):
-        watch.add(step, value)
-        if math.isfinite(value):
-            result[step] = watch.smoothed
-    return result
 
 
 def _axis() -> tuple[Figure, Axes]:
