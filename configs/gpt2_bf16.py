@@ -53,6 +53,8 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.scale_placement = "scores"  # or qk
     config.model.activation_dtype = "bfloat16"
     config.model.logits_dtype = "float32"  # bfloat16 is faster, and what PyTorch's autocast does
+    config.model.qk_norm = False  # q and k over their RMS, times a learned scale
+    config.model.z_loss = 0.0  # times log²Z of the output softmax; PaLM has 1e-4
 
     config.attention = ConfigDict()
     config.attention.numerics = "published"
@@ -83,6 +85,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.weight_decay = 0.0
     config.optimizer.clip_norm = placeholder(float)
     config.optimizer.clip_norm = 1.0
+    config.optimizer.qk_clip = placeholder(float)  # largest |score| a head keeps; Kimi K2 has 100
 
     config.checkpoints_kept = 2
     config.eval_batches = 8

@@ -12,6 +12,7 @@ from lowprec_attn.data.tokens import Tokens
 from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.files import read_json
+from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
@@ -19,7 +20,7 @@ from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.run import open_corpus
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.signals import as_computed, make_layers, score_scale
+from lowprec_attn.training.signals import as_computed, make_layers
 from lowprec_attn.training.step import make_steps, root_key, step_key
 
 

@@ -17,12 +17,13 @@ _BYTES_PER_CHUNK = 2**31
 _UNROLLED = 8
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def cross_entropy(
     hidden: Float[Array, "B T d"],
     embedding: Float[Array, "V d"],
     targets: Int[Array, "B T"],
     logits_dtype: str = "float32",
+    z_loss: float = 0.0,
 ) -> Float[Array, ""]:
     """Mean cross-entropy in nats of logits = hidden · embeddingᵀ.
 
@@ -33,11 +34,16 @@ def cross_entropy(
     formed twice. Their products take softmax − onehot in hidden's dtype. Where the computation is
     lowered for CUDA, one kernel turns logits into losses and softmax − onehot.
 
+    With z_loss = c > 0 the gradients are those of cross-entropy + c · mean log²Z, log Z the
+    log-sum-exp of a row's logits (PaLM, arXiv 2204.02311, section 5: c = 1e-4). The value stays the
+    cross-entropy alone, so that losses of runs with and without it compare.
+
     Args:
       hidden: last hidden state.
       embedding: the table.
       targets: ids below V.
       logits_dtype: `float32`; or `bfloat16`, if hidden is bfloat16 and V even.
+      z_loss: c ≥ 0.
     """
     table = embedding.astype(hidden.dtype)
 
@@ -50,11 +56,12 @@ def cross_entropy(
 
 
 def _forward(
-    hidden: Array, embedding: Array, targets: Array, logits_dtype: str
+    hidden: Array, embedding: Array, targets: Array, logits_dtype: str, z_loss: float
 ) -> tuple[Array, tuple[Array, Array]]:
     """The mean loss, and the gradients of the summed loss."""
     table = embedding.astype(hidden.dtype)
-    of_rows = kernel_or(*(partial(f, dtype=table.dtype) for f in (cross_entropy_rows, _plain_rows)))
+    options = {"dtype": table.dtype, "z_loss": z_loss}
+    of_rows = kernel_or(*(partial(f, **options) for f in (cross_entropy_rows, _plain_rows)))
 
     def chunk_loss(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, Array]:
         logits = _logits(chunk, sums.table, logits_dtype)
@@ -74,7 +81,7 @@ def _forward(
 
 
 def _backward(
-    logits_dtype: str, residuals: tuple[Array, Array], d_loss: Array
+    logits_dtype: str, z_loss: float, residuals: tuple[Array, Array], d_loss: Array
 ) -> tuple[Array, Array, None]:
     d_hidden, d_table = residuals
     # The mean's 1/n comes last, in float32: softmax − onehot keeps its range in any format.
@@ -130,9 +137,12 @@ def _plain_losses(logits: Array, targets: Array) -> tuple[Array, Array]:
     return lse - picked, lse
 
 
-def _plain_rows(logits: Array, targets: Array, *, dtype: Any) -> tuple[Array, Array]:
+def _plain_rows(logits: Array, targets: Array, *, dtype: Any, z_loss: float) -> tuple[Array, Array]:
     """`cross_entropy_rows` in plain JAX."""
     losses, lse = _plain_losses(logits, targets)
     columns = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     onehot = (columns[None] == targets[:, None]).astype(jnp.float32)
-    return losses, (jnp.exp(logits.astype(jnp.float32) - lse[:, None]) - onehot).astype(dtype)
+    softmax = jnp.exp(logits.astype(jnp.float32) - lse[:, None])
+    if z_loss:
+        softmax *= 1 + jnp.float32(2 * z_loss) * lse[:, None]
+    return losses, (softmax - onehot).astype(dtype)

@@ -42,7 +42,7 @@ class LayerRecord(NamedTuple):
 
     Attributes:
       x: normalised input of the attention, [B, T, d] (the X of arXiv 2510.04212).
-      q, k, v: its projections, [B, T, N, H].
+      q, k, v: its projections as attention takes them, [B, T, N, H].
       o: attention output as handed to the projection, [B, T, N, H].
       residual: the residual stream after the layer, [B, T, d].
     """
@@ -96,6 +96,32 @@ def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[A
 _three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
 
 
+class HeadNorm(nnx.Module):
+    """x / √(mean x² + 1e-6) · g over the H channels of a head, g one learned scale for all heads.
+
+    Of queries and keys it bounds the scores. The place, before the scale 1/√H, and the shape of g
+    are those of Dehghani et al. (arXiv 2302.05442), who subtract the mean as well. Henry et al.
+    (arXiv 2010.04245) divide by the norm, with one learned number for 1/√H. It is computed in
+    float32 and rounded once, to `dtype`.
+
+    Args:
+      head_size: H.
+      dtype: of the result.
+      rngs: as every layer takes it; g starts at 1.
+    """
+
+    def __init__(self, head_size: int, dtype: Any, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(
+            head_size, epsilon=1e-6, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs
+        )
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """x of every head and token normalised."""
+        with jax.numpy_rank_promotion("allow"):  # Flax leaves out the leading axes of g
+            return self.norm(x.astype(jnp.float32)).astype(self.dtype)
+
+
 class CausalSelfAttention(nnx.Module):
     """Multi-head causal attention; each group of heads has an arithmetic of its own."""
 
@@ -108,6 +134,10 @@ class CausalSelfAttention(nnx.Module):
         self.key = _linear(d, d, std, dtype, rngs)
         self.value = _linear(d, d, std, dtype, rngs)
         self.out = _linear(d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
+        self.qk_norm = settings.qk_norm
+        if self.qk_norm:
+            self.query_norm = HeadNorm(d // settings.heads, dtype, rngs)
+            self.key_norm = HeadNorm(d // settings.heads, dtype, rngs)
         self.num_heads = settings.heads
         self.scale_placement = settings.scale_placement
         self.arithmetic = arithmetic
@@ -121,6 +151,8 @@ class CausalSelfAttention(nnx.Module):
         with jax.named_scope("projections"):
             project = self._packed_projection if attend.packed else self._projections
             qkv: tuple[Array, ...] = project(x)
+            if self.qk_norm:
+                qkv = self._normalized(qkv)
             if self.scale_placement == "qk":
                 qkv, scale = _scaled_qk(qkv, math.sqrt(scale)), 1.0
         with jax.named_scope("attention"):
@@ -155,6 +187,12 @@ class CausalSelfAttention(nnx.Module):
         weights = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
         qkv = jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
         return (qkv.reshape(*x.shape[:2], 3, self.num_heads, -1),)
+
+    def _normalized(self, qkv: tuple[Array, ...]) -> tuple[Array, ...]:
+        """q and k after their norms, and v; packed if they were."""
+        q, k, v = planes(*qkv)
+        normalized = (self.query_norm(q), self.key_norm(k), v)
+        return (jnp.stack(normalized, axis=2),) if len(qkv) == 1 else normalized
 
 
 def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
@@ -278,8 +316,17 @@ def zero_taps(
     return tuple(jnp.zeros(shape, jnp.float32) for _ in range(settings.layers))
 
 
+def score_scale(settings: ModelSettings) -> tuple[float, float]:
+    """The factor of q·k in a score, and that of X W_Q in q."""
+    head_size = settings.width // settings.heads
+    if settings.scale_placement == "qk":  # q carries the scale already
+        return 1.0, float(head_size**-0.25)
+    return float(head_size**-0.5), 1.0
+
+
 def parameter_count(settings: ModelSettings) -> int:
-    """Number of weights: embeddings, 12 d² per block, and the scales of 2 L + 1 norms."""
+    """Number of weights: embeddings, 12 d² per block, scales of 2 L + 1 norms, of q and of k."""
     d, layers = settings.width, settings.layers
     embeddings = (settings.vocab_size + settings.context) * d
-    return embeddings + layers * 12 * d * d + (2 * layers + 1) * d
+    of_heads = 2 * layers * (d // settings.heads) if settings.qk_norm else 0
+    return embeddings + layers * 12 * d * d + (2 * layers + 1) * d + of_heads

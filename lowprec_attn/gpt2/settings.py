@@ -25,6 +25,10 @@ class ModelSettings:
         parameters stay float32).
       logits_dtype: format of the logits: float32; or bfloat16, as PyTorch's autocast has them,
         which spares memory traffic (with bfloat16 activations and an even vocab_size).
+      qk_norm: q and k of every head are divided by their RMS and multiplied by a learned scale,
+        so that no score exceeds √H · max|g_q| · max|g_k|; see `model.HeadNorm`.
+      z_loss: c ≥ 0; gradients are those of the loss + c · log²Z, Z the normaliser of the output
+        softmax (0: off); see `loss.cross_entropy`.
     """
 
     layers: int
@@ -36,6 +40,8 @@ class ModelSettings:
     scale_placement: Literal["scores", "qk"]
     activation_dtype: Literal["bfloat16", "float32", "float16"]
     logits_dtype: Literal["float32", "bfloat16"]
+    qk_norm: bool
+    z_loss: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowprec_attn.files import complete_lines
 from lowprec_attn.lab.workdir import ArmRun
+from lowprec_attn.runs import rollbacks
 from lowprec_attn.runs.run_dir import RunDir
 
 _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
@@ -16,7 +17,8 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
 
     Compared with the first arm: every field of the config (the text's SHA-256 is one of them),
     and package versions, source commit and kind of device of every process that took part.
-    Compared with the first arm of the same seed: the batches of the steps that both have taken.
+    Compared with the first arm of the same seed: the batches of the steps that both have taken, up
+    to where one went back (`runs.rollbacks`) and began to leave batches out.
     """
     found = []
     for first, run in itertools.product(runs[:1], runs[1:]):
@@ -47,8 +49,9 @@ def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
 
 def _same_batches(a: RunDir, b: RunDir) -> bool:
     """True where the shorter record begins the longer one; a half-written line does not count."""
+    end = min((r.to for run in (a, b) for r in rollbacks.read(run.rollbacks)), default=None)
     records = (complete_lines(run.data_order) if run.data_order.exists() else [] for run in (a, b))
-    shorter, longer = sorted(records, key=len)
+    shorter, longer = sorted((lines[:end] for lines in records), key=len)
     return longer[: len(shorter)] == shorter
 
 

@@ -17,8 +17,9 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, sha256, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.workdir import ArmRun
-from lowprec_attn.runs import metrics
+from lowprec_attn.runs import metrics, rollbacks
 from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
+from lowprec_attn.runs.rollbacks import Rollback
 
 SIGNALS = (
     "score_maximum",
@@ -82,6 +83,7 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
         "environment": run_dir.starts(),
         "data_order_sha256": sha256(run_dir.data_order),
         "failure": failure,
+        "rollbacks": [rollback._asdict() for rollback in rollbacks.read(run_dir.rollbacks)],
     }
     path = directory / f"{run.name}.jsonl"
     kept = [header, *_compact(lines, signals)]
@@ -138,6 +140,7 @@ class ArmRecord:
       val_losses: by step.
       signals: by step: of each layer, each name of `SIGNALS`, one value per head.
       failure: where a loss was not finite, or the run stopped because it had exploded, or None.
+      rollbacks: of the run; all else is of the steps that counted in the end.
     """
 
     arm: Arm
@@ -149,6 +152,7 @@ class ArmRecord:
     val_losses: Mapping[int, float]
     signals: Mapping[int, list[Mapping[str, list[float]]]]
     failure: Mapping[str, Any] | None
+    rollbacks: Sequence[Rollback] = ()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -176,6 +180,7 @@ class ArmRecord:
                 val_losses={r["step"]: float(r["val_loss"]) for r in records if "val_loss" in r},
                 signals=signals,
                 failure=header["failure"],
+                rollbacks=[Rollback(**fields) for fields in header.get("rollbacks", ())],
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} is not the record of an arm ({error!r})") from error

@@ -29,7 +29,11 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         "runaway (step, layer)",
         "loss above the control",
     ]
-    table = markdown(header, [_outcome_row(outcome, seeds) for outcome in found])
+    rows = [_outcome_row(outcome, seeds) for outcome in found]
+    if any(record.rollbacks for outcome in found for record in outcome.records.values()):
+        header.append("rollbacks")
+        rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
+    table = markdown(header, rows)
     reasons = undecided(found)
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
@@ -76,6 +80,16 @@ def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
         return _by_seed(texts, seeds)
     steps = [runaway.step for runaway in found.values() if runaway]
     return f"{len(steps)} of {len(found)}, from {min(steps):,} on" if steps else "–"
+
+
+def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
+    """How often each run went back."""
+    counts = {seed: len(record.rollbacks) for seed, record in outcome.records.items()}
+    if not any(counts.values()):
+        return "–"
+    if len(seeds) <= _SEEDS_LISTED:
+        return _by_seed({seed: str(count) for seed, count in counts.items()}, seeds)
+    return f"{min(counts.values())} to {max(counts.values())}"
 
 
 def _excesses(outcome: ArmOutcome, seeds: Sequence[int]) -> str:

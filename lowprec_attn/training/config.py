@@ -197,6 +197,13 @@ def _check(settings: TrainSettings) -> None:
         _require(0 <= getattr(optimizer, name) < 1, "optimizer", name, optimizer, "in [0, 1)")
     clip = optimizer.clip_norm
     _require(clip is None or clip > 0, "optimizer", "clip_norm", optimizer, "positive or None")
+    _require(0 <= model.z_loss < math.inf, "model", "z_loss", model, "0 or more and finite")
+    threshold = optimizer.qk_clip
+    bounds = threshold is None or 0 < threshold < math.inf
+    _require(bounds, "optimizer", "qk_clip", optimizer, "positive and finite, or None")
+    # The norm takes the factors of W_Q and W_K out again.
+    alone = threshold is None or not model.qk_norm
+    _require(alone, "optimizer", "qk_clip", optimizer, "None beside model.qk_norm")
     _require(
         settings.batch_size % settings.accumulation_steps == 0,
         "",

@@ -16,7 +16,7 @@ from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.step import TrainState
+from lowprec_attn.training.step import Gathered, TrainState
 
 _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
@@ -77,16 +77,22 @@ class Devices(NamedTuple):
         return jax.jit(function, compiler_options=self.compiler_options, **options)
 
     def over_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The mean over the devices of function(params, inputs, targets [A, M, T], key).
+        """function(params, inputs, targets [A, M, T], key) -> Gathered, over all devices.
 
-        Each device computes it for its own sequences; one all-reduce at the end takes the mean.
+        Each device computes it for its own sequences; one all-reduce at the end takes the mean, and
+        one the largest where there is such a thing.
         """
         if self.mesh.devices.size == 1:
             return function
+
+        def gathered(*args: Any) -> Gathered:
+            mean, largest = function(*args)
+            return Gathered(lax.pmean(mean, _AXIS), lax.pmax(largest, _AXIS))
+
         whole, part = PartitionSpec(), PartitionSpec(None, _AXIS)
         # Left to itself, XLA reduces the gradients of every micro-batch.
         return jax.shard_map(
-            lambda *args: lax.pmean(function(*args), _AXIS),
+            gathered,
             mesh=self.mesh,
             in_specs=(whole, part, part, whole),
             out_specs=whole,

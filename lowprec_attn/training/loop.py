@@ -187,7 +187,8 @@ class Loop:
             self.fixed.metrics.write(step, {"adam": jax.device_get(pending.adam)})
         metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
-        self.fixed.metrics.write(step, {name: getattr(metrics, name) for name in _RECORDED})
+        recorded = {name: getattr(metrics, name) for name in _RECORDED}
+        self.fixed.metrics.write(step, {k: v for k, v in recorded.items() if v is not None})
         possible = self.fixed.rescue.possible
         if not metrics.applied:
             raise _UndoneError(step, "not finite") if possible else _NotFiniteError(pending)
@@ -310,7 +311,7 @@ class Loop:
         return EXIT_DONE
 
 
-_RECORDED = ("loss", "grad_norm", "lr")
+_RECORDED = ("loss", "grad_norm", "lr", "heads_clipped")
 
 
 class _UndoneError(Exception):

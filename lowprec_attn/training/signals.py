@@ -12,8 +12,8 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.gpt2.model import zero_taps
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.gpt2.model import score_scale, zero_taps
+from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
@@ -23,14 +23,15 @@ Signals = dict[str, dict[str, Array]]
 class LayerArrays(NamedTuple):
     """What `attention_signals` takes of one layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
 
-    dO lacks the factor by which the loss of these sequences enters the mean over a batch.
+    dO lacks the factor by which the loss of these sequences enters the mean over a batch. X is None
+    where q is no linear function of it (`qk_norm`): W_Q's gradient does not follow from dQ then.
     """
 
     q: Array
     k: Array
     v: Array
     do: Array
-    x: Array
+    x: Array | None
     w_q: Array
     w_k: Array
 
@@ -54,18 +55,11 @@ def make_layers(settings: TrainSettings, steps: Steps) -> Callable[..., list[Lay
             weights = params["blocks"][i]["attention"]
             w_q, w_k = (weights[name]["kernel"][...].reshape(shape) for name in ("query", "key"))
             do = do.astype(record.o.dtype)
-            result.append(LayerArrays(record.q, record.k, record.v, do, record.x, w_q, w_k))
+            x = None if model.qk_norm else record.x
+            result.append(LayerArrays(record.q, record.k, record.v, do, x, w_q, w_k))
         return result
 
     return layers
-
-
-def score_scale(model: ModelSettings) -> tuple[float, float]:
-    """The factor of q·k in a score, and that of X W_Q in q."""
-    head_size = model.width // model.heads
-    if model.scale_placement == "qk":  # q carries the scale already
-        return 1.0, float(head_size**-0.25)
-    return float(head_size**-0.5), 1.0
 
 
 def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals]:
@@ -87,7 +81,8 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
                 is_causal=True,
                 rng_key=jax.random.fold_in(key, i),
             )
-            layer["query_weight_gradient_error"] *= jnp.float32(factor)
+            if arrays.x is not None:
+                layer["query_weight_gradient_error"] *= jnp.float32(factor)
             result[f"layer_{i}"] = layer
         return result
 

@@ -1,7 +1,6 @@
 """One optimizer step and one evaluation, as pure functions of the training state."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from lowprec_attn.gpt2.loss import cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
+from lowprec_attn.training.qk_clip import clipped, largest_scores
 from lowprec_attn.training.settings import TrainSettings
 
 
@@ -35,12 +35,27 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step; `applied` is False if the update was withheld."""
+    """Scalars of one step.
+
+    Attributes:
+      loss: mean cross-entropy in nats.
+      grad_norm, lr: before clipping; of the update.
+      applied: False if the update was withheld.
+      heads_clipped: heads whose W_Q and W_K were scaled, None without `qk_clip`.
+    """
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
     lr: Float[Array, ""]
     applied: Bool[Array, ""]
+    heads_clipped: Int[Array, ""] | None = None
+
+
+class Gathered(NamedTuple):
+    """Results over micro-batches and devices: of `mean` the mean, of `largest` the largest."""
+
+    mean: Any
+    largest: Any = None
 
 
 class Steps(NamedTuple):
@@ -62,7 +77,8 @@ class Steps(NamedTuple):
     loss: Callable[..., tuple[Array, Any]]
 
 
-# Makes (params, inputs, targets [A, M, T], key) -> mean over micro-batches run on several devices.
+# Makes (params, inputs, targets [A, M, T], key) -> Gathered over micro-batches run on several
+# devices.
 OverDevices = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -79,6 +95,11 @@ def make_steps(
     optimizer = adamw(settings.optimizer, settings.steps)
     update = _make_update(settings, optimizer)
     loss_fn = _make_loss(settings, attend)
+    clips = settings.optimizer.qk_clip is not None
+
+    def loss_and_scores(*args: Any) -> tuple[Array, Array | None]:
+        loss, records = loss_fn(*args)
+        return loss, largest_scores(settings.model, records) if clips else None
 
     def init(root: Key[Array, ""]) -> TrainState:
         params = nnx.state(_model(settings, root), nnx.Param)
@@ -86,24 +107,30 @@ def make_steps(
         return TrainState(params, opt_state, jnp.int32(0), jnp.bool_(False))
 
     @over_devices
-    def gradients(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
-        value_and_grad = jax.value_and_grad(lambda *args: loss_fn(*args)[0])
-        return _mean(partial(value_and_grad, params), inputs, targets, key)
+    def gradients(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Gathered:
+        value_and_grad = jax.value_and_grad(loss_and_scores, has_aux=True)
+
+        def part(*args: Any) -> Gathered:
+            (loss, scores), grads = value_and_grad(params, *args)
+            return Gathered((loss, grads), scores)
+
+        return _gathered(part, inputs, targets, key)
 
     @over_devices
-    def losses(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Array:
-        return _mean(lambda *args: loss_fn(params, *args)[0], inputs, targets, key)
+    def losses(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Gathered:
+        return _gathered(lambda *args: Gathered(loss_fn(params, *args)[0]), inputs, targets, key)
 
     def train(
         state: TrainState, inputs: Array, targets: Array, root: Key[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
         key = step_key(root, state.step)
-        loss, grads = gradients(state.params, inputs, targets, key)
+        (loss, grads), scores = gradients(state.params, inputs, targets, key)
         with jax.named_scope("optimizer"):
-            return update(state, loss, grads)
+            return update(state, loss, grads, scores)
 
     def evaluate(params: Any, inputs: Array, targets: Array, root: Key[Array, ""]) -> Array:
-        return losses(params, inputs, targets, root)
+        loss: Array = losses(params, inputs, targets, root).mean
+        return loss
 
     return Steps(init, train, evaluate, loss_fn)
 
@@ -125,19 +152,22 @@ def _make_loss(settings: TrainSettings, attend: Attend) -> Callable[..., tuple[A
         model = nnx.merge(graph, params)
         hidden, records = model(inputs, attend, key if needs_key else None, taps)
         with jax.named_scope("loss"):
-            table, dtype = model.tokens.embedding[...], settings.model.logits_dtype
-            return cross_entropy(hidden, table, targets, dtype), records
+            table, of = model.tokens.embedding[...], settings.model
+            return cross_entropy(hidden, table, targets, of.logits_dtype, of.z_loss), records
 
     return loss_fn
 
 
 def _make_update(
     settings: TrainSettings, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Array, Any], tuple[TrainState, StepMetrics]]:
-    """(state, loss, gradients) -> the state after the update, if all of it is finite."""
+) -> Callable[[TrainState, Array, Any, Array | None], tuple[TrainState, StepMetrics]]:
+    """(state, loss, gradients, scores) -> the state after the update, if all of it is finite."""
     schedule = learning_rate(settings.optimizer, settings.steps)
+    threshold = settings.optimizer.qk_clip
 
-    def update(state: TrainState, loss: Array, grads: Any) -> tuple[TrainState, StepMetrics]:
+    def update(
+        state: TrainState, loss: Array, grads: Any, scores: Array | None
+    ) -> tuple[TrainState, StepMetrics]:
         grad_norm = optax.tree.norm(grads)
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -145,11 +175,16 @@ def _make_update(
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if can_overflow(settings.optimizer):  # the check takes two passes over the state
             finite &= jnp.isfinite(optax.tree.norm(updates))
+        heads_clipped = None
+        if threshold is not None:
+            finite &= jnp.all(jnp.isfinite(scores))
+            params, heads_clipped = clipped(params, scores, threshold)
         applied = finite & ~state.failed
         new = TrainState(params, opt_state, state.step + 1, state.failed)
         old = state._replace(failed=jnp.bool_(True))
         kept = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
-        return kept, StepMetrics(loss, grad_norm, schedule(state.step), applied)
+        lr = schedule(state.step)
+        return kept, StepMetrics(loss, grad_norm, lr, applied, heads_clipped)
 
     return update
 
@@ -168,15 +203,24 @@ def _model(settings: TrainSettings, key: Key[Array, ""]) -> GPT2:
     return GPT2(settings.model, settings.attention, nnx.Rngs(key))
 
 
-def _mean(function: Callable[..., Any], inputs: Array, targets: Array, key: Key[Array, ""]) -> Any:
-    """Mean of function(inputs, targets, key) over the micro-batches, summed in float32."""
+def _gathered(
+    function: Callable[..., Gathered], inputs: Array, targets: Array, key: Key[Array, ""]
+) -> Gathered:
+    """function(inputs, targets, key) over the micro-batches; means are summed in float32."""
     count = inputs.shape[0]
 
-    def part(i: Array | int) -> Any:
+    def part(i: Array | int) -> Gathered:
         return function(inputs[i], targets[i], jax.random.fold_in(key, i))
 
     if count == 1:
         return part(0)
+
+    def joined(i: Array | int, before: Gathered) -> Gathered:
+        new = part(i)
+        largest = jax.tree.map(jnp.maximum, before.largest, new.largest)
+        return Gathered(jax.tree.map(jnp.add, before.mean, new.mean), largest)
+
+    # What is to be the largest is never negative.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
-    total = lax.fori_loop(0, count, lambda i, sums: jax.tree.map(jnp.add, sums, part(i)), zeros)
-    return jax.tree.map(lambda x: x / jnp.float32(count), total)
+    total = lax.fori_loop(0, count, joined, zeros)
+    return total._replace(mean=jax.tree.map(lambda x: x / jnp.float32(count), total.mean))

@@ -57,17 +57,20 @@ def cross_entropy_rows(
     targets: Int[Array, "n"],
     dtype: Any,
     *,
+    z_loss: float = 0.0,
     columns: Columns | None = None,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "n"], Float[Array, "n V"]]:
     """lse − logit of the target, and softmax − onehot rounded once, to `dtype`.
 
+    With z_loss = c > 0, softmax · (1 + 2 c lse) − onehot: the gradient of that loss + c · lse².
     A row with a NaN or +inf has a loss that is not finite.
 
     Args:
       logits: any number of rows and columns, float32; or bfloat16, an even number of columns.
       targets: columns, below V.
       dtype: of the gradient; bfloat16 if the logits are.
+      z_loss: c ≥ 0.
       columns: the schedule, None for the tuned one.
       interpret: run in the interpreter.
 
@@ -91,7 +94,7 @@ def cross_entropy_rows(
     # Blocks may reach beyond the array; what lies there is masked.
     row = pl.BlockSpec((None, width + columns.tile), lambda i: (i, 0))
     losses, gradient = pl.pallas_call(
-        partial(_row, width=width, columns=columns, interpret=interpret),
+        partial(_row, width=width, z_loss=z_loss, columns=columns, interpret=interpret),
         grid=(n,),
         in_specs=(row, pl.BlockSpec((1,), lambda i: (i,))),
         out_specs=(pl.BlockSpec((1,), lambda i: (i,)), row),
@@ -115,6 +118,7 @@ def _row(
     gradient_ref: Any,
     *,
     width: int,
+    z_loss: float,
     columns: Columns,
     interpret: bool,
 ) -> None:
@@ -146,7 +150,10 @@ def _row(
         logits = values(words, lse)
         place = len(logits) * span(start, words.size)
         onehot = [(place + i == target).astype(jnp.float32) for i in range(len(logits))]
-        gradients = [power(x - lse) - y for x, y in zip(logits, onehot, strict=True)]
+        softmax = [power(x - lse) for x in logits]
+        if z_loss:
+            softmax = [p * (1 + jnp.float32(2 * z_loss) * lse) for p in softmax]
+        gradients = [p - y for p, y in zip(softmax, onehot, strict=True)]
         if packed:
             out = to_bfloat16_pairs(*gradients, interpret=interpret)
         else:
