@@ -60,8 +60,8 @@ def _forward(
 ) -> tuple[Array, tuple[Array, Array]]:
     """The mean loss, and the gradients of the summed loss."""
     table = embedding.astype(hidden.dtype)
-    options = {"dtype": table.dtype, "z_loss": z_loss}
-    of_rows = kernel_or(*(partial(f, **options) for f in (cross_entropy_rows, _plain_rows)))
+    both = cross_entropy_rows, _plain_rows
+    of_rows = kernel_or(*(partial(f, dtype=table.dtype, z_loss=z_loss) for f in both))
 
     def chunk_loss(sums: _Sums, chunk: _Chunk) -> tuple[_Sums, Array]:
         logits = _logits(chunk, sums.table, logits_dtype)

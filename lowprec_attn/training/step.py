@@ -176,7 +176,7 @@ def _make_update(
         if can_overflow(settings.optimizer):  # the check takes two passes over the state
             finite &= jnp.isfinite(optax.tree.norm(updates))
         heads_clipped = None
-        if threshold is not None:
+        if threshold is not None and scores is not None:
             finite &= jnp.all(jnp.isfinite(scores))
             params, heads_clipped = clipped(params, scores, threshold)
         applied = finite & ~state.failed

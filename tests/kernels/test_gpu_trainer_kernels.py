@@ -46,9 +46,11 @@ def exact_cross_entropy(logits, targets):
     return (lse - logits)[rows, targets], gradient
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "columns"))
-def interpreted_cross_entropy(logits, targets, dtype, columns=COLUMNS):
-    return cross_entropy_rows(logits, targets, dtype, columns=columns, interpret=True)
+@functools.partial(jax.jit, static_argnames=("dtype", "columns", "z_loss"))
+def interpreted_cross_entropy(logits, targets, dtype, columns=COLUMNS, z_loss=0.0):
+    return cross_entropy_rows(
+        logits, targets, dtype, z_loss=z_loss, columns=columns, interpret=True
+    )
 
 
 # Formats of logits and gradient; bfloat16 logits come as words of two columns.
@@ -66,6 +68,23 @@ def test_cross_entropy_is_that_of_float64(width, logits_dtype, dtype):
     # lse is of the size of the logits, up to 520: half an ulp there is 2**-15, and each of lse,
     # its logarithm and the difference rounds once; p errs as the exponent does.
     np.testing.assert_allclose(loss, exact_loss, atol=3 * 2.0**-15)
+    relative = BFLOAT16 if dtype == "bfloat16" else 0
+    atol = 3 * 2.0**-15 * np.abs(exact).max()
+    np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=relative, atol=atol)
+
+
+@pytest.mark.parametrize(("logits_dtype", "dtype"), FORMATS)
+def test_the_gradient_with_z_loss_is_that_of_float64(logits_dtype, dtype):
+    c = 0.01
+    logits, targets = logits_and_targets(514, dtype=logits_dtype)
+    loss, gradient = interpreted_cross_entropy(logits, targets, dtype, z_loss=c)
+    alone, _ = interpreted_cross_entropy(logits, targets, dtype)
+    np.testing.assert_array_equal(loss, alone)
+    _, exact = exact_cross_entropy(logits, targets)
+    onehot = np.eye(514)[np.asarray(targets)]
+    lse = np.logaddexp.reduce(np.asarray(logits, np.float64), axis=-1)[:, None]
+    exact += 2 * c * lse * (exact + onehot)
+    # As without: lse errs by 3 · 2**-15 at most, and softmax · (1 + 2 c lse) as much relatively.
     relative = BFLOAT16 if dtype == "bfloat16" else 0
     atol = 3 * 2.0**-15 * np.abs(exact).max()
     np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=relative, atol=atol)

@@ -158,6 +158,28 @@ def test_a_run_that_is_killed_at_any_instant_comes_to_the_same_end(run, whole, t
         assert (workdir / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer__qk_clip": 0.1, "model__z_loss": 0.01},
+        pytest.param({"model__qk_norm": True}, marks=pytest.mark.slow),
+    ],
+    ids=["qk_clip and z_loss", "qk_norm"],
+)
+def test_a_killed_run_with_bounded_scores_comes_to_the_same_end(run, tmp_path, options):
+    fields = {"on_spike": None, "rollback_steps": None, "rollback_after": None}
+    fields |= {"rollback_points": None, "steps": 10, "attention__points": {}}
+    assert run(tmp_path / "whole", **fields, **options) == EXIT_DONE
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        kill_in(patch, Loop, "_before", lambda step: step == 6)
+        run(tmp_path / "killed", **fields, **options)
+    assert run(tmp_path / "killed", **fields, **options) == EXIT_DONE
+    whole, killed = (tmp_path / name / "metrics.jsonl" for name in ("whole", "killed"))
+    assert killed.read_bytes() == whole.read_bytes()
+    counts = [r.get("heads_clipped") for r in metrics.read(whole) if "loss" in r]
+    assert max(counts) > 0 if "optimizer__qk_clip" in options else counts == [None] * 10
+
+
 @pytest.mark.slow
 def test_checkpoints_are_removed_one_by_one(run, whole, tmp_path):
     """A kill between leaves some that the rollback has undone; the next start removes them."""

@@ -334,6 +334,28 @@ def test_the_chunked_loss_is_optax_cross_entropy(rows, monkeypatch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [24, 6], ids=["one chunk", "four chunks"])
+def test_z_loss_is_in_the_gradient_and_not_in_the_value(rows, monkeypatch):
+    monkeypatch.setattr(loss_module, "_BYTES_PER_CHUNK", rows * 4 * 40)
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((3, 8, 16)), jnp.float32)
+    table = jnp.asarray(rng.standard_normal((40, 16)), jnp.float32)
+    targets = jnp.asarray(rng.integers(0, 40, (3, 8)), jnp.int32)
+
+    def plain(hidden, table):
+        logits = jnp.einsum("btd,vd->btv", hidden, table, precision="highest")
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+        return loss + 0.1 * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+    def ours(hidden, table):
+        return cross_entropy(hidden, table, targets, "float32", 0.1)
+
+    loss, grads = jax.value_and_grad(ours, (0, 1))(hidden, table)
+    np.testing.assert_allclose(loss, cross_entropy(hidden, table, targets), rtol=1e-6)
+    for a, b in zip(grads, jax.grad(plain, (0, 1))(hidden, table), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_bfloat16_logits_are_rounded_once_and_nothing_else_is():
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(4 * rng.standard_normal((3, 8, 16)), jnp.bfloat16)

@@ -135,13 +135,22 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(start, finished, tmp_pat
     assert [r["step"] for r in records if "loss" in r] == [8, 9, 10]
 
 
+@pytest.mark.parametrize(
+    ("changes", "text_of_error"),
+    [
+        ({}, "at step 12 and this run ends at step 12: set --config.steps above 12"),
+        ({"model__qk_norm": True}, "attention/key_norm/norm/scale"),
+    ],
+    ids=["no step left", "parameters that were not trained"],
+)
 @pytest.mark.usefixtures("text_read_once")
-def test_a_checkpoint_without_a_step_left_is_refused(finished, text, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_cannot_serve_is_refused(
+    finished, text, tmp_path, monkeypatch, capsys, changes, text_of_error
+):
     monkeypatch.chdir(ROOT)
-    changes = {"resume_from": finished, "data__path": text, "attention__implementation": "tiled"}
+    changes |= {"resume_from": finished, "data__path": text, "attention__implementation": "tiled"}
     assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(devices=1, **changes)]) == 1
-    line = error_line(capsys.readouterr().err)
-    assert "at step 12 and this run ends at step 12: set --config.steps above 12" in line
+    assert text_of_error in error_line(capsys.readouterr().err)
 
 
 def test_a_recorded_order_is_replayed(start, finished, tmp_path):

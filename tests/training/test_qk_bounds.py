@@ -1,0 +1,166 @@
+"""What bounds the scores of attention from the start: `qk_norm` and `qk_clip`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import tiny_settings
+
+from lowprec_attn import attention
+from lowprec_attn.gpt2.model import Attend, HeadNorm, LayerRecord, parameter_count, score_scale
+from lowprec_attn.training import step
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.qk_clip import clipped, largest_scores
+from lowprec_attn.training.step import make_steps, root_key
+
+TILED = functools.partial(attention.dot_product_attention, implementation="tiled")
+EXACT = {"model__activation_dtype": "float32", "attention__numerics": "exact"}
+
+
+def tokens(settings):
+    """Inputs and targets [A, B/A, T]."""
+    shape = (settings.batch_size, settings.model.context + 1)
+    ids = np.random.default_rng(0).integers(0, settings.model.vocab_size, shape)
+    parts = (settings.accumulation_steps, -1, settings.model.context)
+    return tuple(jnp.asarray(x.reshape(parts), jnp.int32) for x in (ids[:, :-1], ids[:, 1:]))
+
+
+def begin(settings, packed=False):
+    steps = make_steps(settings, Attend(TILED, packed))
+    return steps, jax.jit(steps.init)(root_key(settings))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_norm_is_that_of_float64_rounded_once(dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(3 * rng.standard_normal((2, 5, 3, 16)), dtype)
+    scale = 1 + 0.3 * rng.standard_normal(16)
+    norm = HeadNorm(16, dtype, nnx.Rngs(0))
+    norm.norm.scale[...] = jnp.asarray(scale, jnp.float32)
+    wide = np.asarray(x, np.float64)
+    exact = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-6) * scale
+    # Six float32 operations, or the half ulp of one rounding to bfloat16 beside them.
+    np.testing.assert_allclose(
+        np.asarray(norm(x), np.float64), exact, rtol={"float32": 1e-6, "bfloat16": 2.0**-8}[dtype]
+    )
+    assert norm(x).dtype == dtype
+
+
+def test_with_qk_norm_the_size_of_q_and_k_does_not_count():
+    """The norm stands before the products, so weights ten times as large give the same loss."""
+    settings = tiny_settings(model__qk_norm=True, model__layers=1, devices=1, **EXACT)
+    inputs, targets = (x[0] for x in tokens(settings))
+    found = []
+    for packed in (False, True):
+        steps, state = begin(settings, packed)
+        loss = jax.jit(jax.value_and_grad(lambda p, s=steps: s.loss(p, inputs, targets)[0]))
+        found.append(loss(state.params))
+        assert parameter_count(settings.model) == sum(x.size for x in jax.tree.leaves(state.params))
+    (value, grads), (packed_value, packed_grads) = found
+    np.testing.assert_allclose(packed_value, value, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(packed_grads), strict=True):
+        np.testing.assert_allclose(y, x, atol=1e-5 * np.abs(x).max())
+    kernel = state.params["blocks"][0]["attention"]["query"]["kernel"]
+    kernel[...] = 10 * kernel[...]
+    # ε = 1e-6 beside mean squares of 0.01.
+    np.testing.assert_allclose(loss(state.params)[0], value, rtol=1e-5)
+    assert np.abs(grads["blocks"][0]["attention"]["key_norm"]["norm"]["scale"][...]).max() > 0
+
+
+def test_without_qk_norm_there_are_no_such_parameters():
+    state = jax.eval_shape(begin(tiny_settings(devices=1))[0].init, jax.random.key(0))
+    assert "query_norm" not in state.params["blocks"][0]["attention"]
+
+
+@pytest.mark.parametrize("placement", ["scores", "qk"])
+def test_the_largest_score_is_that_of_keys_a_row_sees(placement):
+    model = tiny_settings(model__scale_placement=placement).model
+    q, k = np.random.default_rng(1).standard_normal((2, 2, 3, 7, 2, 16)).astype(np.float32)
+    q[1, 0, 0, 0] *= 100
+    k[:, 1, -1, 1] *= -1000  # the last key: only the last row sees it
+    records = [
+        LayerRecord(x=None, q=jnp.asarray(a), k=jnp.asarray(b), v=None, o=None, residual=None)
+        for a, b in zip(q, k, strict=True)
+    ]
+    scores = np.einsum("lbtnh,lbsnh->lbnts", *(x.astype(np.float64) for x in (q, k)))
+    seen = np.tril(np.ones((7, 7))) * score_scale(model)[0]
+    expected = np.abs(scores * seen).max(axis=(1, 3, 4))
+    np.testing.assert_allclose(largest_scores(model, records), expected, rtol=1e-6)
+    assert (np.abs(scores).max(axis=(1, 3, 4)) * seen.max() > expected).any()
+
+
+def clip_settings(threshold, **changes):
+    """A step that changes nothing but by the clip: its learning rate is 0."""
+    still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0, "model__layers": 1, "devices": 1}
+    return tiny_settings(**{**EXACT, **still, "optimizer__qk_clip": threshold, **changes})
+
+
+def scores_of(settings, steps, params):
+    records = [
+        steps.loss(params, inputs, targets)[1]
+        for inputs, targets in zip(*tokens(settings), strict=True)
+    ]
+    return np.max([largest_scores(settings.model, r) for r in records], axis=0)
+
+
+def test_after_the_clip_no_score_on_the_same_inputs_is_above_the_threshold():
+    settings = clip_settings(None)
+    steps, state = begin(settings)
+    before = scores_of(settings, steps, state.params)[0]
+    threshold = float(before.mean())  # one of two heads is above it
+    settings = clip_settings(threshold)
+    steps, state = begin(settings)
+    root = root_key(settings)
+    new, metrics = jax.jit(steps.train)(state, *tokens(settings), root)
+    after = scores_of(settings, steps, new.params)[0]
+    # Three float32 roundings, and those of the products.
+    np.testing.assert_allclose(after, np.minimum(before, threshold), rtol=1e-5)
+    assert int(metrics.heads_clipped) == 1
+    kept = int(np.argmin(before))
+    old, changed = (
+        p["blocks"][0]["attention"]["query"]["kernel"][...].reshape(32, 2, 16)
+        for p in (state.params, new.params)
+    )
+    np.testing.assert_array_equal(old[:, kept], changed[:, kept])
+    assert (np.abs(changed[:, 1 - kept]) < np.abs(old[:, 1 - kept])).all()
+    # All else is as it was.
+    for name in ("value", "out"):
+        np.testing.assert_array_equal(
+            *(p["blocks"][0]["attention"][name]["kernel"][...] for p in (state.params, new.params))
+        )
+
+
+def test_the_score_is_the_largest_of_all_micro_batches_and_devices():
+    whole = clip_settings(1e-3)
+    steps, state = begin(whole)
+    one, _ = jax.jit(steps.train)(state, *tokens(whole), root_key(whole))
+    split = clip_settings(1e-3, accumulation_steps=2, devices=2)
+    devices = run_devices(split)
+    steps = make_steps(split, devices.attend_part, devices.over_devices)
+    state = jax.jit(steps.init, out_shardings=devices.replicated)(root_key(split))
+    other, metrics = devices.jit(steps.train)(state, *tokens(split), root_key(split))
+    assert int(metrics.heads_clipped) == 2
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5)
+
+
+def test_a_score_that_is_not_finite_withholds_the_update(monkeypatch):
+    monkeypatch.setattr(step, "largest_scores", lambda *_: jnp.full((1, 2), jnp.inf))
+    settings = clip_settings(10.0, optimizer__peak_lr=0.1)
+    steps, state = begin(settings)
+    new, metrics = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
+    assert np.isfinite(metrics.loss)
+    assert not metrics.applied
+    for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_threshold_that_no_head_exceeds_leaves_every_bit():
+    _, state = begin(clip_settings(1.0))
+    params, count = clipped(state.params, jnp.full((1, 2), 1.0), 1.0)
+    assert int(count) == 0
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(a, b)
