@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from lowprec_attn.lab.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.lab.warnings import warning_table
+from lowprec_attn.lab.warnings import loss_table, warning_table
 from lowprec_attn.tables import markdown
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """Markdown: a row an arm of every experiment, then `warning_table`.
+    """Markdown: a row an arm of every experiment, then `warning_table` and `loss_table`.
 
     Args:
       experiments: runs by the name of their experiment.
@@ -25,7 +25,7 @@ def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
         parts.append("Where a control fails or is missing, nothing is decided:\n")
         parts.append("\n".join(reasons) + "\n")
     warnings = warning_table(experiments)
-    return "\n".join([*parts, *([warnings] if warnings else [])])
+    return "\n".join([*parts, *([warnings] if warnings else []), loss_table(experiments)])
 
 
 def _row(outcome: ArmOutcome) -> list[str]:

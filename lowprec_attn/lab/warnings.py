@@ -1,4 +1,4 @@
-"""What the rules of `diagnostics.rules` were worth: hits, misses, false alarms, lead time."""
+"""What warnings were worth: those of `diagnostics.rules`, and those of losses (`runs.spikes`)."""
 
 import collections
 import statistics
@@ -10,6 +10,7 @@ import numpy as np
 
 from lowprec_attn.diagnostics.rules import RULES, Rule
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.runs.spikes import Divergence, Spike, Spikes
 from lowprec_attn.tables import markdown
 
 
@@ -109,4 +110,66 @@ def _cells(records: Sequence[ArmRecord], rule: Rule) -> list[str]:
         lead,
         f"{counts.false_alarms} of {len(healthy)}",
         ", ".join(f"{arm} {count}" for arm, count in sorted(arms.items())) or "–",
+    ]
+
+
+class LossEvents(NamedTuple):
+    """The first steps at which a record's losses spike, diverge and explode; None for never."""
+
+    spike: int | None
+    divergence: int | None
+    explosion: int | None
+
+    @property
+    def first(self) -> int | None:
+        """Of spike and divergence the earlier one."""
+        return min((step for step in self[:2] if step is not None), default=None)
+
+
+def loss_events(record: ArmRecord) -> LossEvents:
+    """What `runs.spikes` says of the losses that a record keeps.
+
+    The explosion is that of the same losses; where every tenth does not show it, that of all.
+    """
+    found: dict[type, int] = {}
+    spikes = Spikes()
+    for step, loss in sorted(record.losses.items()):
+        for event in spikes.add(step, loss):
+            found.setdefault(type(event), step)
+    explosion = record.explosion if spikes.watch.explosion is None else spikes.watch.explosion
+    return LossEvents(found.get(Spike), found.get(Divergence), explosion)
+
+
+def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
+    """One row an experiment, and one of all, as Markdown.
+
+    Args:
+      experiments: runs by the name of their experiment.
+    """
+    rows = [[name, *_loss_cells(records)] for name, records in experiments.items()]
+    rows.append(["all", *_loss_cells([r for records in experiments.values() for r in records])])
+    legend = (
+        "Spike and divergence are those of `lowprec_attn.runs.spikes`, of the losses that records "
+        "keep, every tenth. Before: at the step of the explosion or earlier. A run that ended in "
+        "an update that was not finite, with a finite loss, may have neither."
+    )
+    header = ["experiment", "exploded, spike before", "spike or divergence before"]
+    header += ["held, spike", "held, divergence"]
+    return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
+
+
+def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:
+    exploded: list[LossEvents] = []
+    held: list[LossEvents] = []
+    for record in records:
+        (held if record.explosion is None else exploded).append(loss_events(record))
+
+    def before(step: int | None, events: LossEvents) -> bool:
+        return step is not None and events.explosion is not None and step <= events.explosion
+
+    return [
+        f"{sum(before(events.spike, events) for events in exploded)} of {len(exploded)}",
+        f"{sum(before(events.first, events) for events in exploded)} of {len(exploded)}",
+        f"{sum(events.spike is not None for events in held)} of {len(held)}",
+        f"{sum(events.divergence is not None for events in held)} of {len(held)}",
     ]

@@ -1,5 +1,7 @@
 """Arms that differ in more than their overrides."""
 
+import json
+
 import pytest
 from stand_in import rewrite
 
@@ -39,6 +41,18 @@ def test_an_arm_that_ended_earlier_has_seen_the_same_batches(lab):
     assert lab(acts)[0] == 0
     (lab.out / "b" / "data_order.txt").write_text("42,2\n3")  # the second line is half written
     assert lab(acts)[0] == 0
+
+
+def test_batches_are_compared_up_to_where_a_run_went_back(lab):
+    acts = {"a": "finish", "b": "slow"}
+    assert lab(acts)[0] == 0
+    lines = (lab.out / "a" / "data_order.txt").read_text().splitlines()
+    rollback = {"to": 1, "onset": 1, "detected": 1, "skipped": 1, "reason": "excess"}
+    (lab.out / "b" / "rollbacks.jsonl").write_text(json.dumps(rollback) + "\n")
+    (lab.out / "b" / "data_order.txt").write_text(f"{lines[0]}\n7,7\n")
+    assert lab(acts)[0] == 0
+    (lab.out / "b" / "data_order.txt").write_text(f"7,7\n{lines[1]}\n")
+    assert lab(acts)[0] == 1
 
 
 def test_batches_are_compared_within_a_seed_alone(lab):

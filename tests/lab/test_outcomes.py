@@ -1,5 +1,6 @@
 """What an experiment with seeds and controls says: words, intervals, excess, table and figure."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -10,6 +11,7 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.lab import figures, outcomes, records, tables
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.runs.explosion import Runaway
+from lowprec_attn.runs.rollbacks import Rollback
 
 CONTROLS = {"bad": "positive", "good": "negative"}
 
@@ -151,6 +153,18 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
     assert found["x=good (negative control)"][-1] == "–"
     assert text.startswith("Seeds 1, 2, 3, in this order")
     assert "Nothing is decided" not in text
+
+
+def test_the_table_says_how_often_runs_went_back():
+    back = Rollback(to=400, onset=510, detected=600, skipped=201, reason="excess")
+    runs = [
+        dataclasses.replace(record("x", seed, 1300), rollbacks=[back] * n)
+        for seed, n in ((1, 0), (2, 3))
+    ]
+    table = tables.outcome_table(list(decided(*runs, seeds=(1, 2)).values()))
+    rows = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert rows == ["rollbacks", "–", "–", "0 / 3"]
+    assert "rollbacks" not in tables.outcome_table(list(decided().values()))
 
 
 def test_the_table_of_many_seeds_counts_them():
@@ -310,11 +324,17 @@ def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected):
     path = collected / "bad-seed2.jsonl"
     header, *rest = path.read_text().splitlines()
     header = json.loads(header)
+    assert header["rollbacks"] == []
+    back = Rollback(to=100, onset=200, detected=300, skipped=201, reason="excess")
+    given = {**header, "rollbacks": [back._asdict()]}
+    path.write_text("\n".join([json.dumps(given), *rest]) + "\n")
+    assert records.ArmRecord.read(path).rollbacks == [back]
+    path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
     assert (header["arm"], header["seed"], header["control"]) == ("bad", 2, None)
     assert (header["steps"], header["explosion"], header["runaway"]) == (391, 230, None)
     whole = records.ArmRecord.read(path)
     assert (whole.seed, whole.steps, whole.explosion) == (2, 391, 230)
-    for name in ("seed", "control", "steps", "explosion", "runaway"):
+    for name in ("seed", "control", "steps", "explosion", "runaway", "rollbacks"):
         del header[name]
     path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
     assert records.ArmRecord.read(path) == whole

@@ -1,5 +1,7 @@
 """What a rule was worth over runs: alarms before an explosion, misses, false alarms."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -73,3 +75,43 @@ def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
     assert alarms({**signals, "score_maximum": [31.0, 31.0]}) == []
     broken = alarms({**signals, "score_maximum": [float("nan"), 1.0]})
     assert [alarm.rule.name for alarm in broken] == ["delta", "scores"]
+
+
+def losses(spike_at=None, rise_at=None):
+    """About 3 every tenth step; 5 at one step, 5 from another on."""
+    return {
+        step: 3.0
+        + 0.01 * (step // 10 % 3)
+        + (2.0 if step == spike_at or (rise_at is not None and step >= rise_at) else 0.0)
+        for step in range(0, 1000, 10)
+    }
+
+
+def slow_rise():
+    """Divergence without a spike: the loss rises no faster than it scatters."""
+    return {s: 3.0 + 0.3 * (-1) ** (s // 10) + max(0, s - 300) * 0.002 for s in range(0, 1000, 10)}
+
+
+def test_events_of_losses_are_counted_before_explosions_and_in_runs_that_held():
+    runs = [
+        (losses(rise_at=500), 512),  # the spike at 500 begins it
+        (losses(spike_at=800), 700),  # a spike after an explosion that every tenth does not show
+        (slow_rise(), 555),
+        (losses(), 900),
+        (losses(spike_at=300), None),
+        (losses(), None),
+    ]
+    found = [
+        dataclasses.replace(record(explosion, [1.0]), losses=values) for values, explosion in runs
+    ]
+    first, *_ = found
+    events = warnings.loss_events(first)
+    assert (events.spike, events.divergence) == (500, None)
+    assert 500 < events.explosion <= 520
+    text = warnings.loss_table({"one": found, "two": found[:1]})
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()[-3:]]
+    assert rows == [
+        ["one", "1 of 4", "2 of 4", "1 of 2", "0 of 2"],
+        ["two", "1 of 1", "1 of 1", "0 of 0", "0 of 0"],
+        ["all", "2 of 5", "3 of 5", "1 of 2", "0 of 2"],
+    ]
