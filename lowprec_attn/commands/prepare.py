@@ -79,6 +79,8 @@ def _least_pieces(val_fraction: float) -> int:
 def _check(args: argparse.Namespace) -> None:
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction} is not between 0 and 1: give 0.05")
+    if args.seed < 0:  # Python would take it for the same without its sign
+        raise DataError(f"--seed {args.seed} is negative: give 0 or more")
     for option, needed, given in (
         ("--separator", "--text", args.separator is None or args.text),
         ("--data-files", "--dataset", args.data_files is None or args.dataset),
