@@ -3,7 +3,9 @@
 import argparse
 import errno
 import importlib
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from lowprec_attn import __version__, installation
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code of the command; 1 for a `UserError`, for a file that the system refuses and for
-      output that a full disk refuses, which are printed as one line; 130 after Ctrl-C.
+      output that a full disk refuses, which are printed as one line; 130 after Ctrl-C. From then on
+      Ctrl-C ends the process at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -44,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 raise
             code = EXIT_INTERRUPTED
+            # Another Ctrl-C, while Python waits for its threads, would show where they were.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
         output.flush()
         refused = output.failure
         # A reader that has seen enough (`| head -1`) is no failure.

@@ -1,6 +1,7 @@
 """Output that ends, and Ctrl-C: the command goes on to its results, with one line at most."""
 
 import errno
+import functools
 import io
 import os
 import signal
@@ -98,14 +99,15 @@ def test_the_pipe_of_a_process_may_be_closed(monkeypatch):
 def test_an_interrupt_is_an_exit_code(monkeypatch):
     err = io.StringIO()
 
-    def interrupt():  # also where the tests were started with SIGINT ignored, as by nohup
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            signal.raise_signal(signal.SIGINT)
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    assert run_with(monkeypatch, interrupt, io.StringIO(), err) == 130
+    # Also where the tests were started with SIGINT ignored, as by nohup.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        act = functools.partial(signal.raise_signal, signal.SIGINT)
+        assert run_with(monkeypatch, act, io.StringIO(), err) == 130
+        # The next one ends the process at once: Python would show where its threads were.
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert err.getvalue() == ""
 
 
