@@ -9,7 +9,9 @@ import functools
 import json
 import re
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec
@@ -22,6 +24,9 @@ from lowprec_attn.errors import RunError
 
 # A process that fails waits so long for the others to end as well, then ends them.
 _SHUTDOWN_SECONDS = 20
+# So long a process waits for the first one to listen, as JAX does, which then aborts.
+_COORDINATOR_SECONDS = 300.0
+_CONNECT_SECONDS = 5.0  # for one attempt
 
 _Args = ParamSpec("_Args")
 
@@ -38,13 +43,16 @@ def connect(
         clusters that `jax.distributed` knows.
 
     Raises:
-      RunError: too late, or not known and not given, or the address is none.
+      RunError: too late, or not known and not given, or the address is none, or nobody has listened
+        there for five minutes.
     """
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise RunError(
             "--coordinator_address must be HOST:PORT with a port from 1 to 65535, such as "
             f"10.0.0.1:1234, got {coordinator_address!r}"
         )
+    if coordinator_address is not None and process_id:
+        _wait_for(coordinator_address)
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -69,6 +77,27 @@ def connect(
 def _is_address(text: str) -> bool:
     match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text)
     return match is not None and 1 <= int(match[1]) <= 65535
+
+
+def _wait_for(address: str) -> None:
+    """Returns once somebody listens at HOST:PORT.
+
+    JAX would end the process with a stack trace where nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _COORDINATOR_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"nobody listened at --coordinator_address {address} for "
+                    f"{_COORDINATOR_SECONDS:g} seconds ({error}); start process 0 there, and check "
+                    "the address and the firewall"
+                ) from error
+            time.sleep(min(1.0, _COORDINATOR_SECONDS))
 
 
 def is_first() -> bool:

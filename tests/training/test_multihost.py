@@ -163,6 +163,14 @@ def test_an_address_that_is_none_is_told_before_jax_waits_for_it(address):
         hosts.connect(address, 2, 0)
 
 
+def test_a_coordinator_that_does_not_listen_is_named_after_a_while(monkeypatch):
+    monkeypatch.setattr(hosts, "_COORDINATOR_SECONDS", 0.1)
+    address = f"localhost:{free_port()}"
+    words = f"nobody listened at --coordinator_address {address} for 0.1 seconds .*refused"
+    with pytest.raises(RunError, match=words):
+        hosts.connect(address, 2, 1)
+
+
 @pytest.mark.slow
 def test_two_processes_go_back_as_one_does(compilations, text, tmp_path):
     """Scores of float8 overflow; after the rollback those of bfloat16 do not."""
