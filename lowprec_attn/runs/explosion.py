@@ -1,7 +1,8 @@
 """When a run has exploded, and when a layer's scores have run away: the words, as code.
 
 *Explosion*: the smoothed training loss lies more than 0.7 nats above its best for 100 steps, or a
-loss is not finite. Smoothed is the mean of what was recorded in the last 50 steps.
+loss is not finite. Smoothed is the mean of what was recorded in the last 50 steps. The best of them
+counts from the 10th step on: the first loss of a run resumed from another one is only noise.
 
 *Runaway*: a layer's largest |score| is above 5 times its median of the 1,000 steps before, and
 still is 500 steps later.
@@ -18,6 +19,7 @@ import numpy as np
 EXCESS_NATS = 0.7
 LASTING_STEPS = 100
 SMOOTHED_STEPS = 50
+BEST_STEPS = 10
 
 RUNAWAY_FACTOR = 5.0
 RUNAWAY_BEFORE_STEPS = 1000
@@ -32,7 +34,7 @@ class LossWatch:
         far.
       excess_since: first step of the excess that lasts now; None where there is none.
       smoothed: mean of the finite losses recorded in the last 50 steps; infinite before the first.
-      best: the smallest `smoothed` so far.
+      best: the smallest `smoothed` from the 10th step on; infinite before.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]] = ()) -> None:
@@ -42,12 +44,14 @@ class LossWatch:
         self.best = math.inf
         self.excess_since: int | None = None
         self._step = -1
+        self._first: int | None = None
         for step, loss in losses:
             self.add(step, loss)
 
     def add(self, step: int, loss: float) -> None:
         """Takes the loss of a step, in nats per token."""
         self._step = step
+        self._first = step if self._first is None else self._first
         if not math.isfinite(loss):
             self.excess_since = step if self.excess_since is None else self.excess_since
             self.explosion = self.excess_since if self.explosion is None else self.explosion
@@ -56,7 +60,8 @@ class LossWatch:
         while self._window[0][0] <= step - SMOOTHED_STEPS:
             self._window.popleft()
         self.smoothed = sum(value for _, value in self._window) / len(self._window)
-        self.best = min(self.best, self.smoothed)
+        if step - self._first + 1 >= BEST_STEPS:
+            self.best = min(self.best, self.smoothed)
         if self.smoothed <= self.best + EXCESS_NATS:
             self.excess_since = None
         elif self.excess_since is None:

@@ -54,6 +54,21 @@ def test_one_low_loss_is_not_the_best():
     assert LossWatch([*risen(0, 0.0, 300), (300, 1.0), *risen(0, 0.0, 900)[301:]]).explosion is None
 
 
+def test_the_first_losses_of_a_resumed_run_are_not_its_best():
+    """One of 2, by chance, and then 3: no excess of 0.7 over a best of 2."""
+    losses = [(1000, 2.0), *((s, 3.0) for s in range(1001, 1300))]
+    assert LossWatch(losses).explosion is None
+    assert LossWatch(losses).best == pytest.approx(2.9)  # of the first ten
+    assert LossWatch(losses[:9]).best == math.inf
+    risen_later = [(s, x + (0.9 if s >= 1200 else 0.0)) for s, x in losses[1:]]
+    assert LossWatch([*risen_later, *((s, 3.9) for s in range(1300, 1400))]).explosion is not None
+
+
+@pytest.mark.parametrize("every", [10, 100])
+def test_sparse_losses_have_a_best_too(every):
+    assert LossWatch([(s, 3.0) for s in range(0, 500, every)]).best == 3.0
+
+
 def test_the_steps_in_excess_are_counted_and_forgotten():
     watch = LossWatch()
     counts = []
