@@ -1,10 +1,11 @@
 """`lowprec-attn diagnose FILE ...`: is low-precision attention the problem of these layers?
 
-It reads q, k, v and, if they are there, dO of one layer or of many, from files or from the newest
-checkpoint of a run directory. It computes attention in each arithmetic asked for (that of a run in
-its own) and in exact arithmetic, and prints one table of all heads, worst first, and a verdict for
-each layer. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer
-it tries cures on the same arrays and says what each leaves of the error.
+It reads q, k, v and, if they are there, dO of one layer or of many, from files. Or it forms them
+by one step of a model: the newest checkpoint of a run directory, or a Hugging Face GPT-2 on a text.
+It computes attention in each arithmetic asked for (that of a run in its own) and in exact
+arithmetic, and prints one table of all heads, worst first, and a verdict for each layer.
+The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer it tries
+cures on the same arrays and says what each leaves of the error.
 
 Exit codes: 0 nothing found; 3 something found; 1 a file or option that cannot serve.
 """
@@ -63,7 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H] of a layer; of several "
-        "layers as layer_00/q and so on, as diagnostics.capture saves them; or a run directory",
+        "layers as layer_00/q and so on, as diagnostics.capture saves them; or a run directory; "
+        "or, with --text, the folder of a Hugging Face GPT-2",
+    )
+    add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="what the model of a folder runs on: text, or token ids as .npy or .bin (default: of "
+        "a run, its held-out text)",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(
@@ -127,9 +136,16 @@ def run(args: argparse.Namespace) -> int:
 def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
     if path.is_dir():
         # The trainer's packages, which files do without.
-        from lowprec_attn.diagnose import run_layers
+        from lowprec_attn.diagnose import folder_layers, run_layers
 
-        return run_layers.load(path)
+        if folder_layers.is_one(path):
+            return folder_layers.load(path, args.text)
+        return run_layers.load(path, args.text)
+    if args.text is not None:
+        raise DiagnoseError(
+            f"--text goes with a run directory or a model's folder, and {path} is neither; leave "
+            "it out"
+        )
     return array_file.load(path, args.layout)
 
 

@@ -124,6 +124,15 @@ def _read(path: Path) -> dict[str, dict[str, np.ndarray]]:
     )
 
 
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a safetensors file, by its name.
+
+    Raises:
+      DiagnoseError: the file cannot be read, or the package safetensors is not installed.
+    """
+    return _open_safetensors(path, lambda names, read: {name: read(name) for name in names})
+
+
 def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
     try:
         with path.open("rb") as stream:
@@ -146,6 +155,13 @@ def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _read_safetensors(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    return _open_safetensors(path, lambda names, read: _pick(path, names, read))
+
+
+def _open_safetensors(
+    path: Path, use: Callable[[Iterable[str], Callable[[str], Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `use` makes of the names in a file and of the function that reads one."""
     try:
         import safetensors
     except ImportError as error:
@@ -154,7 +170,7 @@ def _read_safetensors(path: Path) -> dict[str, dict[str, np.ndarray]]:
         ) from error
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            return _pick(path, file.keys(), file.get_tensor)
+            return use(file.keys(), file.get_tensor)
     except DiagnoseError:
         raise
     # TypeError, AttributeError: a format that NumPy has no name for.

@@ -1,6 +1,7 @@
 """GELU of a matrix product, in its tanh form, computed in float32."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ from jaxtyping import Array, Float
 from lowprec_attn.gpt2 import kernels
 
 
-@jax.custom_vjp
-def gelu(x: Float[Array, "*n f"]) -> Float[Array, "*n f"]:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gelu(x: Float[Array, "*n f"], of_product: bool = True) -> Float[Array, "*n f"]:
     """h · (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2 with h = x in float32, rounded to x's dtype.
 
     The backward pass keeps x alone. Where the computation is lowered for CUDA, the kernels of
@@ -18,9 +19,11 @@ def gelu(x: Float[Array, "*n f"]) -> Float[Array, "*n f"]:
     same formulas do, with (1 + tanh(u)) / 2 = sigmoid(2u), which takes one exponential.
 
     Args:
-      x: the result of a matrix product, with nothing in between.
+      x: activations.
+      of_product: whether x is the result of a matrix product, with nothing in between.
     """
-    return kernels.kernel_or(_of_product if _left_to_product(x) else kernels.gelu, _plain)(x)
+    left = of_product and _left_to_product(x)
+    return kernels.kernel_or(_of_product if left else kernels.gelu, _plain)(x)
 
 
 def _left_to_product(x: Array) -> bool:
@@ -40,11 +43,11 @@ def _of_product(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-def _backward(x: Array, d_y: Array) -> tuple[Array]:
+def _backward(_: bool, x: Array, d_y: Array) -> tuple[Array]:
     return (kernels.kernel_or(kernels.gelu_gradient, _plain_gradient)(x, d_y),)
 
 
-gelu.defvjp(lambda x: (gelu(x), x), _backward)
+gelu.defvjp(lambda x, of_product: (gelu(x, of_product), x), _backward)
 
 
 def _plain(x: Array) -> Array:

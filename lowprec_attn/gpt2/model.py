@@ -1,4 +1,4 @@
-"""GPT-2 in Flax NNX: pre-norm blocks, no biases, tied embeddings, unrolled layers.
+"""GPT-2 in Flax NNX: pre-norm blocks, biases on request, tied embeddings, unrolled layers.
 
 Parameters and the residual stream are float32. The operands of a matrix product are rounded to
 `activation_dtype` there, as autocast does.
@@ -56,12 +56,13 @@ class LayerRecord(NamedTuple):
 
 
 def _linear(
-    features_in: int, features_out: int, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
+    settings: ModelSettings, features_in: int, features_out: int, std: float, rngs: nnx.Rngs
 ) -> nnx.Linear:
+    dtype = jnp.dtype(settings.activation_dtype)
     return nnx.Linear(
         features_in,
         features_out,
-        use_bias=False,
+        use_bias=bool(settings.biases),
         dtype=dtype,
         param_dtype=jnp.float32,
         kernel_init=nnx.initializers.normal(std),
@@ -128,14 +129,14 @@ class CausalSelfAttention(nnx.Module):
     def __init__(
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
-        d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
-        std = init_std(settings)
-        self.query = _linear(d, d, std, dtype, rngs)
-        self.key = _linear(d, d, std, dtype, rngs)
-        self.value = _linear(d, d, std, dtype, rngs)
-        self.out = _linear(d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
+        d, std = settings.width, init_std(settings)
+        self.query = _linear(settings, d, d, std, rngs)
+        self.key = _linear(settings, d, d, std, rngs)
+        self.value = _linear(settings, d, d, std, rngs)
+        self.out = _linear(settings, d, d, std / math.sqrt(2 * settings.layers), rngs)
         self.qk_norm = settings.qk_norm
         if self.qk_norm:
+            dtype = jnp.dtype(settings.activation_dtype)
             self.query_norm = HeadNorm(d // settings.heads, dtype, rngs)
             self.key_norm = HeadNorm(d // settings.heads, dtype, rngs)
         self.num_heads = settings.heads
@@ -186,6 +187,9 @@ class CausalSelfAttention(nnx.Module):
         linears = (self.query, self.key, self.value)
         weights = jnp.concatenate([linear.kernel[...] for linear in linears], axis=1)
         qkv = jnp.matmul(x, weights.astype(x.dtype), precision=self.query.precision)
+        biases = [linear.bias[...] for linear in linears if linear.bias is not None]
+        if biases:
+            qkv = qkv + jnp.concatenate(biases).astype(x.dtype)[None, None]
         return (qkv.reshape(*x.shape[:2], 3, self.num_heads, -1),)
 
     def _normalized(self, qkv: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -210,12 +214,12 @@ class Block(nnx.Module):
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
-        std = init_std(settings)
-        self.norm_1 = LayerNorm(d, dtype, rngs)
+        std, self.biased = init_std(settings), bool(settings.biases)
+        self.norm_1 = LayerNorm(d, dtype, rngs, self.biased)
         self.attention = CausalSelfAttention(settings, arithmetic, rngs)
-        self.norm_2 = LayerNorm(d, dtype, rngs)
-        self.mlp_in = _linear(d, 4 * d, std, dtype, rngs)
-        self.mlp_out = _linear(4 * d, d, std / math.sqrt(2 * settings.layers), dtype, rngs)
+        self.norm_2 = LayerNorm(d, dtype, rngs, self.biased)
+        self.mlp_in = _linear(settings, d, 4 * d, std, rngs)
+        self.mlp_out = _linear(settings, 4 * d, d, std / math.sqrt(2 * settings.layers), rngs)
 
     def __call__(
         self,
@@ -241,14 +245,14 @@ class Block(nnx.Module):
         with jax.named_scope("norm"):
             residual, x_2 = self.norm_2(residual, y)
         with jax.named_scope("mlp"):
-            y = self.mlp_out(gelu(self.mlp_in(x_2)))
+            y = self.mlp_out(gelu(self.mlp_in(x_2), not self.biased))
         # Only the record holds this sum: XLA drops it where no record is read.
         after = residual + y.astype(jnp.float32)
         return residual, y, LayerRecord(x, q, k, v, o, after)
 
 
 class GPT2(nnx.Module):
-    """The decoder of Radford et al. (2019) without biases.
+    """The decoder of Radford et al. (2019), with biases where `settings` ask for them.
 
     Args:
       settings: shape and initialisation.
@@ -279,7 +283,7 @@ class GPT2(nnx.Module):
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
         self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
-        self.norm = LayerNorm(settings.width, dtype, rngs)
+        self.norm = LayerNorm(settings.width, dtype, rngs, bool(settings.biases))
 
     def __call__(
         self,
@@ -325,8 +329,12 @@ def score_scale(settings: ModelSettings) -> tuple[float, float]:
 
 
 def parameter_count(settings: ModelSettings) -> int:
-    """Number of weights: embeddings, 12 d² per block, scales of 2 L + 1 norms, of q and of k."""
+    """Number of weights: embeddings, 12 d² per block, scales of 2 L + 1 norms, of q and of k.
+
+    Biases are 11 d per block and d of the last norm.
+    """
     d, layers = settings.width, settings.layers
     embeddings = (settings.vocab_size + settings.context) * d
     of_heads = 2 * layers * (d // settings.heads) if settings.qk_norm else 0
-    return embeddings + layers * 12 * d * d + (2 * layers + 1) * d + of_heads
+    biases = (11 * layers + 1) * d if settings.biases else 0
+    return embeddings + layers * 12 * d * d + (2 * layers + 1) * d + of_heads + biases

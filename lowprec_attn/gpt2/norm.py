@@ -13,7 +13,7 @@ from lowprec_attn.gpt2 import kernels
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm without bias of a residual stream, after adding a block's output to it.
+    """LayerNorm of a residual stream, after adding a block's output to it.
 
     It normalises the float32 residual and rounds its output alone, as PyTorch's autocast does.
     `nnx.LayerNorm` in bfloat16 rounds its input first.
@@ -22,17 +22,28 @@ class LayerNorm(nnx.Module):
       width: d.
       dtype: of the normalised output, and of what is added.
       rngs: as every layer takes it; the scale starts at 1.
+      biased: whether it has a bias, which starts at 0.
     """
 
-    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs) -> None:
+    def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs, biased: bool = False) -> None:
         self.scale = nnx.Param(nnx.initializers.ones(rngs.params(), (width,), jnp.float32))
+        if biased:
+            self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.biased = biased
         self.dtype = jnp.dtype(dtype)
 
     def __call__(
         self, residual: Float32[Array, "*B d"], y: Float[Array, "*B d"] | None = None
     ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
         """residual + y (or residual), and that normalised; see `add_norm`."""
-        return add_norm(residual, y, self.scale[...], self.dtype)
+        if not self.biased:
+            return add_norm(residual, y, self.scale[...], self.dtype)
+        # The kernels of `add_norm` have no bias. It is added in float32, so that x is rounded once.
+        if y is not None:
+            residual = residual + y.astype(jnp.float32)
+        residual, x = add_norm(residual, None, self.scale[...], jnp.float32)
+        bias = self.bias[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return residual, (x + bias).astype(self.dtype)
 
 
 def add_norm(

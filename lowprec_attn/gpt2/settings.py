@@ -29,6 +29,8 @@ class ModelSettings:
         so that no score exceeds √H · max|g_q| · max|g_k|; see `model.HeadNorm`.
       z_loss: c ≥ 0; gradients are those of the loss + c · log²Z, Z the normaliser of the output
         softmax (0: off); see `loss.cross_entropy`.
+      biases: whether linear layers and norms have biases, which start at zero, as those of Radford
+        et al. (2019) do; None for no.
     """
 
     layers: int
@@ -42,6 +44,7 @@ class ModelSettings:
     logits_dtype: Literal["float32", "bfloat16"]
     qk_norm: bool
     z_loss: float
+    biases: bool | None = None  # configs of earlier versions do not have it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,19 +36,24 @@ class LayerArrays(NamedTuple):
     w_k: Array
 
 
-def make_layers(settings: TrainSettings, steps: Steps) -> Callable[..., list[LayerArrays]]:
+def make_layers(
+    model: ModelSettings, loss: Callable[..., tuple[Array, Any]]
+) -> Callable[..., list[LayerArrays]]:
     """A jit-able function (params, inputs, targets [B, T], key) -> the arrays of every layer.
 
     It runs the model forward and backward once.
+
+    Args:
+      model: its shape.
+      loss: `Steps.loss` of the model.
     """
-    model = settings.model
     shape = (model.width, model.heads, model.width // model.heads)
 
     def layers(
         params: Any, inputs: Array, targets: Array, key: Key[Array, ""]
     ) -> list[LayerArrays]:
         d_outputs, records = jax.grad(
-            lambda taps: steps.loss(params, inputs, targets, key, taps), has_aux=True
+            lambda taps: loss(params, inputs, targets, key, taps), has_aux=True
         )(zero_taps(model, *inputs.shape))
         result = []
         for i, (record, do) in enumerate(zip(records, d_outputs, strict=True)):
@@ -68,7 +73,7 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
     It runs the model forward and backward once, and compares each layer's attention with exact
     arithmetic. q, k, v and dO are those of training on these sequences; see `LayerArrays`.
     """
-    layers_of = make_layers(settings, steps)
+    layers_of = make_layers(settings.model, steps.loss)
     scale, factor = score_scale(settings.model)
 
     def signals(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Signals:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from lowprec_attn.gpt2.loss import cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
 from lowprec_attn.training.qk_clip import clipped, largest_scores
 from lowprec_attn.training.settings import TrainSettings
@@ -94,7 +95,7 @@ def make_steps(
     """
     optimizer = adamw(settings.optimizer, settings.steps)
     update = _make_update(settings, optimizer)
-    loss_fn = _make_loss(settings, attend)
+    loss_fn = make_loss(settings.model, settings.attention, attend)
     clips = settings.optimizer.qk_clip is not None
 
     def loss_and_scores(*args: Any) -> tuple[Array, Array | None]:
@@ -102,7 +103,7 @@ def make_steps(
         return loss, largest_scores(settings.model, records) if clips else None
 
     def init(root: Key[Array, ""]) -> TrainState:
-        params = nnx.state(_model(settings, root), nnx.Param)
+        params = nnx.state(_model(settings.model, settings.attention, root), nnx.Param)
         opt_state = optimizer.init(params)
         return TrainState(params, opt_state, jnp.int32(0), jnp.bool_(False))
 
@@ -135,12 +136,14 @@ def make_steps(
     return Steps(init, train, evaluate, loss_fn)
 
 
-def _make_loss(settings: TrainSettings, attend: Attend) -> Callable[..., tuple[Array, Any]]:
-    """`Steps.loss`."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: _model(settings, jax.random.key(0))))
-    needs_key = any(
-        group.numerics.needs_bits for layer in settings.attention.layers for group in layer
+def make_loss(
+    model_settings: ModelSettings, attention: AttentionSettings, attend: Attend
+) -> Callable[..., tuple[Array, Any]]:
+    """`Steps.loss` of a model."""
+    graph = nnx.graphdef(
+        nnx.eval_shape(lambda: _model(model_settings, attention, jax.random.key(0)))
     )
+    needs_key = any(group.numerics.needs_bits for layer in attention.layers for group in layer)
 
     def loss_fn(
         params: Any,
@@ -152,7 +155,7 @@ def _make_loss(settings: TrainSettings, attend: Attend) -> Callable[..., tuple[A
         model = nnx.merge(graph, params)
         hidden, records = model(inputs, attend, key if needs_key else None, taps)
         with jax.named_scope("loss"):
-            table, of = model.tokens.embedding[...], settings.model
+            table, of = model.tokens.embedding[...], model_settings
             return cross_entropy(hidden, table, targets, of.logits_dtype, of.z_loss), records
 
     return loss_fn
@@ -199,8 +202,8 @@ def step_key(root: Key[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:
     return jax.random.fold_in(root, step)
 
 
-def _model(settings: TrainSettings, key: Key[Array, ""]) -> GPT2:
-    return GPT2(settings.model, settings.attention, nnx.Rngs(key))
+def _model(settings: ModelSettings, attention: AttentionSettings, key: Key[Array, ""]) -> GPT2:
+    return GPT2(settings, attention, nnx.Rngs(key))
 
 
 def _gathered(

@@ -67,6 +67,21 @@ def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
         np.testing.assert_allclose(measured[name], signals["layer_0"][name], rtol=1e-3)
 
 
+def test_a_run_is_measured_on_another_text(made, text, tmp_path):
+    path, *_ = made
+    own = run_layers.load(path)
+    (val,) = run_layers.load(path, text / "val.bin")  # the same text, named
+    assert val.notes == (f"parameters of step {STEP}, the first 33 tokens of {text}/val.bin",)
+    np.testing.assert_array_equal(val.q, own[0].q)
+    np.testing.assert_array_equal(val.do, own[0].do)
+    words = tmp_path / "words.txt"
+    words.write_text("é" * 20)
+    (other,) = run_layers.load(path, words)
+    assert other.q.shape[1] == 32 and np.any(other.q != val.q)
+    with pytest.raises(DiagnoseError, match="--text goes with a run directory or a model's folder"):
+        run(words, "--text", words)
+
+
 def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     path, *_ = made
     with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block go with"):

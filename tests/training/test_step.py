@@ -239,6 +239,10 @@ def test_initial_standard_deviations(init, std):
 def test_parameter_count_is_that_of_the_model(begun):
     settings, _, state, _ = begun
     assert parameter_count(settings.model) == sum(x.size for x in jax.tree.leaves(state.params))
+    biased = tiny_settings(model__biases=True)
+    shapes = jax.eval_shape(make_steps(biased, None).init, root_key(biased)).params
+    assert parameter_count(biased.model) == sum(x.size for x in jax.tree.leaves(shapes))
+    assert parameter_count(biased.model) > parameter_count(settings.model)
     full = train_settings(gpt2_bf16.get_config("full").to_dict())
     assert round(parameter_count(full.model) / 1e6) == 124
 

@@ -1,0 +1,92 @@
+"""Reads the layers of a Hugging Face GPT-2: one step of its weights on a text."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn import attention
+from lowprec_attn.diagnose import sequence
+from lowprec_attn.diagnose.array_file import DiagnoseError, read_tensors
+from lowprec_attn.diagnose.layer import Layer
+from lowprec_attn.diagnose.run_layers import as_layers
+from lowprec_attn.files import NotJsonError, read_json
+from lowprec_attn.gpt2 import hugging_face
+from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.training.devices import compiler_options
+from lowprec_attn.training.signals import make_layers
+from lowprec_attn.training.step import make_loss
+
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# What autocast trains such a model in, whatever format its weights are stored in.
+_ACTIVATIONS = "bfloat16"
+
+
+def is_one(path: Path) -> bool:
+    """Whether a folder holds weights, and is no run directory."""
+    return any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").is_file()
+
+
+def load(path: Path, text: Path | None) -> list[Layer]:
+    """Every layer of the model, with X and dO, after one step without dropout.
+
+    The model runs forward and backward once, in bfloat16 with float32 weights and the arithmetic
+    `flash`, on one sequence.
+
+    Args:
+      path: folder with `config.json` and `model.safetensors`, or its parts and their index.
+      text: a text, for which the folder needs `tokenizer.json`, or token ids; see `sequence.load`.
+
+    Raises:
+      UserError: a file is missing or cannot serve, or it is another model.
+    """
+    if text is None:
+        raise DiagnoseError(
+            f"{path}: weights alone hold no q, k and v; add --text FILE for the model to run on"
+        )
+    settings = hugging_face.model_settings(_json(path / _CONFIG), _ACTIVATIONS)
+    ids = sequence.load(
+        text, settings.context, settings.vocab_size, lambda: sequence.of_folder(path)
+    )
+    params = hugging_face.parameters(_tensors(path), settings)
+    attend = Attend(attention.dot_product_attention)
+    loss = make_loss(settings, hugging_face.all_heads(settings), attend)
+    layers_of = jax.jit(
+        make_layers(settings, loss), compiler_options=compiler_options(jax.default_backend())
+    )
+    arrays = layers_of(params, jnp.asarray(ids[:, :-1]), jnp.asarray(ids[:, 1:]), jax.random.key(0))
+    note = f"one step in {_ACTIVATIONS} and flash, on the first {ids.shape[1]} tokens of {text}"
+    layers = as_layers(str(path), settings, arrays)
+    return [layer._replace(notes=(note,)) for layer in layers]
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    """Of one file, or of the parts that an index names."""
+    if (path / _INDEX).is_file():
+        parts = _json(path / _INDEX).get("weight_map", {})
+        names = sorted(set(parts.values()))
+    elif (path / _WEIGHTS).is_file():
+        names = [_WEIGHTS]
+    else:
+        raise DiagnoseError(
+            f"{path} has no {_WEIGHTS}; pickled weights are not read: save them again with "
+            "model.save_pretrained(FOLDER, safe_serialization=True)"
+        )
+    tensors: dict[str, np.ndarray] = {}
+    for name in names:
+        tensors |= read_tensors(path / name)
+    return tensors
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DiagnoseError(f"{path} is missing; it stands beside the weights of a model")
+    try:
+        value = read_json(path)
+    except NotJsonError as error:
+        raise DiagnoseError(f"{error}; copy it again") from error
+    if not isinstance(value, dict):
+        raise DiagnoseError(f"{path} holds {type(value).__name__}, not a mapping; copy it again")
+    return value

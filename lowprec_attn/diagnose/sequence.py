@@ -1,0 +1,124 @@
+"""The sequence that `diagnose` runs a model on: a user's text, or token ids."""
+
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from lowprec_attn import installation
+from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
+from lowprec_attn.data.tokens import Meta
+from lowprec_attn.diagnose.array_file import DiagnoseError
+
+# Ids of one text.
+Encode = Callable[[str], np.ndarray]
+
+_ID_SUFFIXES = (".npy", ".bin")
+# Beyond a model's context nothing is read; hardly a text has longer tokens on average.
+_BYTES_PER_TOKEN = 32
+
+
+def load(
+    path: Path, context: int, vocab_size: int, encode: Callable[[], Encode]
+) -> Int32[np.ndarray, "1 ids"]:
+    """The first context + 1 ids of a file, or all of them where it holds fewer.
+
+    Args:
+      path: `.npy` (whole numbers [n] or [1, n]); `.bin`, as `lowprec-attn prepare` and nanoGPT
+        write them; anything else is text in UTF-8.
+      context: tokens per sequence T of the model.
+      vocab_size: rows of its embedding table.
+      encode: makes the function of text that gives its ids; called for text alone.
+
+    Raises:
+      UserError: the file or the tokenizer cannot serve, there are fewer than 2 ids, or one is
+        beyond the vocabulary.
+    """
+    try:
+        if path.suffix in _ID_SUFFIXES:
+            ids = _ids(path, context + 1)
+        else:
+            with path.open("rb") as file:
+                raw = file.read(_BYTES_PER_TOKEN * (context + 1))
+            # Incremental, because the cut may fall within a letter.
+            text = codecs.getincrementaldecoder("utf-8")().decode(raw)
+            ids = encode()(text)
+    except OSError as error:
+        raise DiagnoseError(f"--text {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise DiagnoseError(
+            f"--text {path}: is not UTF-8 at byte {error.start}; token ids are read from .npy and "
+            ".bin"
+        ) from error
+    ids = ids[: context + 1]
+    if len(ids) < 2:
+        raise DiagnoseError(f"--text {path}: holds {len(ids)} tokens; give at least 2")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        raise DiagnoseError(
+            f"--text {path}: token id {ids[at]} at position {at} is outside the model's "
+            f"vocabulary of {vocab_size}; use the tokenizer that the model was trained with"
+        )
+    return ids.astype(np.int32)[None]
+
+
+def of_run(tokenizer: str) -> Encode:
+    """The tokenizer of a run's text.
+
+    Raises:
+      UserError: it is none of this trainer's, or cannot be had.
+    """
+    if tokenizer == "bytes":
+        return lambda text: ByteTokenizer().encode([text])[0]
+    if tokenizer == "gpt2":
+        encoding = gpt2()
+        return lambda text: encoding.encode([text])[0]
+    raise DiagnoseError(
+        f"the run's text has the tokenizer {tokenizer!r}, which is unknown here; give --text a "
+        ".npy or .bin of token ids"
+    )
+
+
+def of_folder(folder: Path) -> Encode:
+    """The tokenizer of a Hugging Face folder.
+
+    Raises:
+      DiagnoseError: there is no `tokenizer.json`, it is damaged, or its package is not installed.
+    """
+    path = folder / "tokenizer.json"
+    instead = "give --text a .npy or .bin of token ids"
+    if not path.is_file():
+        raise DiagnoseError(
+            f"{folder} has no tokenizer.json; save it there with "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained, or {instead}"
+        )
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise DiagnoseError(
+            f"{path} needs the package tokenizers: {installation.command('diagnose')}; or {instead}"
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises Exception itself
+        raise DiagnoseError(f"{path} is no tokenizer ({error}); copy it again") from error
+    return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+
+def _ids(path: Path, count: int) -> np.ndarray:
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DiagnoseError(f"--text {path}: not a readable npy file ({error})") from error
+        if ids.dtype.kind not in "iu" or ids.shape[-1:] != (ids.size,):
+            raise DiagnoseError(
+                f"--text {path}: must hold whole numbers [n] or [1, n], got "
+                f"{ids.dtype}{list(ids.shape)}"
+            )
+        return ids.reshape(-1)
+    meta = path.with_name("meta.json")
+    dtype = np.dtype(Meta.read(meta).dtype if meta.exists() else "uint16").newbyteorder("<")
+    return np.fromfile(path, dtype, count)

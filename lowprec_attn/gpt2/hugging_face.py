@@ -1,0 +1,165 @@
+"""Weights of a Hugging Face GPT-2 as those of this model: `config.json` and named tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lowprec_attn.arithmetic.heads import group_heads
+from lowprec_attn.errors import UserError
+from lowprec_attn.gpt2.model import GPT2
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.numerics import FLASH, StandardMax
+
+# What this model computes; GPT2Config of transformers has these as defaults.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "reorder_and_upcast_attn": (False,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+}
+_SHAPE = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "context": "n_positions",
+    "vocab_size": "vocab_size",
+}
+_PREFIX = "transformer."
+_HEAD = "lm_head.weight"
+_LINEAR = {
+    "attention/out": "attn.c_proj",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}
+_NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
+
+
+class WeightsError(UserError, ValueError):
+    """Weights that are not those of a GPT-2 that this model computes."""
+
+
+def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSettings:
+    """The shape of the model that a `config.json` describes, with biases and float32 logits.
+
+    Args:
+      config: of a `GPT2Config`.
+      activation_dtype: see `ModelSettings`.
+
+    Raises:
+      WeightsError: it is another model, or a variant of GPT-2 that this one does not compute.
+    """
+    kind = config.get("model_type")
+    if kind != "gpt2":
+        raise WeightsError(
+            f"config.json says model_type {kind!r}, and only gpt2 is read; the recipe of "
+            "docs/diagnose.md saves q, k, v and do of any model"
+        )
+    for name, served in _REQUIRED.items():
+        if config.get(name, served[0]) not in served:
+            raise WeightsError(
+                f"config.json says {name} {config[name]!r}, and only {served[0]!r} is computed "
+                "here; the recipe of docs/diagnose.md saves q, k, v and do of any model"
+            )
+    shape: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SHAPE.items()}
+    for ours, value in shape.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise WeightsError(
+                f"config.json says {_SHAPE[ours]} {value!r}, not a number of 1 or more"
+            )
+    if shape["width"] % shape["heads"]:
+        raise WeightsError(
+            f"config.json says n_embd {shape['width']}, no multiple of n_head {shape['heads']}"
+        )
+    if config.get("n_inner") not in (None, 4 * shape["width"]):
+        raise WeightsError(
+            f"config.json says n_inner {config['n_inner']}, and only 4 n_embd is computed here"
+        )
+    return ModelSettings(
+        **shape,
+        init="gpt2",
+        scale_placement="scores",
+        activation_dtype=activation_dtype,
+        logits_dtype="float32",
+        qk_norm=False,
+        z_loss=0.0,
+        biases=True,
+    )
+
+
+def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> Any:
+    """The parameters of `GPT2(settings, …)`, float32, with the values of these tensors.
+
+    Args:
+      tensors: by the names of transformers, with or without the prefix `transformer.`; matrices
+        are [in, out], as its Conv1D has them. Buffers of masks are ignored.
+      settings: of `model_settings`.
+
+    Raises:
+      WeightsError: a tensor is missing, of another shape or dtype, or the output layer is not tied.
+    """
+    named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    if _HEAD in named and not np.array_equal(named[_HEAD], named.get("wte.weight", np.zeros(0))):
+        raise WeightsError(f"{_HEAD} is not wte.weight; only tied output layers are computed here")
+    target = nnx.eval_shape(lambda: nnx.state(_model(settings), nnx.Param))
+    ours = {}
+    for path, source, part in _sources(settings.layers):
+        tensor = named.get(source)
+        if tensor is None:
+            raise WeightsError(
+                f"there is no tensor {source}, with or without the prefix {_PREFIX}; is it the "
+                "model of this config.json?"
+            )
+        if part is not None and tensor.shape[-1] == 3 * settings.width:
+            tensor = np.split(tensor, 3, axis=-1)[part]
+        ours[path] = (source, tensor)
+
+    def value(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+        source, tensor = ours[name]
+        if tensor.shape != like.shape or not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise WeightsError(
+                f"{source} gives {name} as {tensor.dtype}{list(tensor.shape)}, and config.json "
+                f"asks for floats {list(like.shape)}"
+            )
+        return jnp.asarray(tensor.astype(np.float32))
+
+    return jax.tree.map_with_path(value, target)
+
+
+def all_heads(settings: ModelSettings) -> AttentionSettings:
+    """`flash` in every head: the arithmetic of a fused kernel, which such a model is run with."""
+    heads = group_heads([(FLASH, StandardMax())] * settings.heads)
+    return AttentionSettings(layers=(heads,) * settings.layers)
+
+
+def _model(settings: ModelSettings) -> GPT2:
+    return GPT2(settings, all_heads(settings), nnx.Rngs(0))
+
+
+def _sources(layers: int) -> list[tuple[str, str, int | None]]:
+    """Our path of a parameter, their tensor, and which third of it."""
+    found: list[tuple[str, str, int | None]] = [
+        ("tokens/embedding", "wte.weight", None),
+        ("positions/embedding", "wpe.weight", None),
+        ("norm/scale", "ln_f.weight", None),
+        ("norm/bias", "ln_f.bias", None),
+    ]
+    for i in range(layers):
+        ours, theirs = f"blocks/{i}", f"h.{i}"
+        for kernel, weight in (("kernel", "weight"), ("bias", "bias")):
+            for part, name in enumerate(("query", "key", "value")):
+                path = f"{ours}/attention/{name}/{kernel}"
+                found.append((path, f"{theirs}.attn.c_attn.{weight}", part))
+            for path, name in _LINEAR.items():
+                found.append((f"{ours}/{path}/{kernel}", f"{theirs}.{name}.{weight}", None))
+        for kernel, weight in (("scale", "weight"), ("bias", "bias")):
+            for path, name in _NORMS.items():
+                found.append((f"{ours}/{path}/{kernel}", f"{theirs}.{name}.{weight}", None))
+    return found
