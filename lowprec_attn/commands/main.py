@@ -24,6 +24,7 @@ _COMMANDS = {
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
     "report": "redraw the report of a run directory, or compare several",
+    "deviation": "how far attention in low precision lies from float64, and weights from weights",
 }
 
 

@@ -1,0 +1,122 @@
+"""How far the weights of two runs lie apart, step by step, from their checkpoints.
+
+Golden et al. (arXiv 2405.02803) put the deviation of an arithmetic into context by two distances
+between the weights that it ends at and those of another run: the largest difference, and the
+Wasserstein distance. Another initialisation and another precision are their yardsticks.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from scipy.stats import wasserstein_distance
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import read_json
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import run_devices
+from lowprec_attn.training.program import make_program
+
+_NEWEST = 2**31  # steps are counted in int32
+
+
+def compare(base: Path, others: list[Path]) -> Iterator[dict[str, Any]]:
+    """A record for each other run and each step of which it and the base have a checkpoint.
+
+    A record holds `base`, `other` (names of the directories), `changed` (the fields in which their
+    configs differ, with the value of either), `step`, and over all weights: `max`, the largest
+    difference of two weights in the same place; `rms`, the root mean square of these
+    differences; `wasserstein`, the first Wasserstein distance between the values of a tensor here
+    and there, as a mean over the tensors by their sizes, and the largest one's `tensor` and
+    `wasserstein_max`.
+
+    Args:
+      base: run directory to compare with; it should keep every checkpoint (`checkpoints_kept`).
+      others: run directories of models of the same shape.
+
+    Raises:
+      UserError: one is no run directory, they share no step, or their models differ.
+    """
+    steps = {path: _steps(path) for path in (base, *others)}
+    for other in others:
+        common = [step for step in steps[base] if step in steps[other]]
+        if not common:
+            raise RunError(
+                f"{base} has checkpoints of the steps {_listed(steps[base])} and {other} of "
+                f"{_listed(steps[other])}; compare runs with the same checkpoint_every, and "
+                "checkpoints_kept large enough to keep them"
+            )
+        for step in common:
+            yield {
+                "base": base.name,
+                "other": other.name,
+                "changed": RunDir(other).changes_from(RunDir(base)),
+                "step": step,
+                **_distances(_weights(base, step), _weights(other, step), other),
+            }
+
+
+def _distances(a: dict[str, np.ndarray], b: dict[str, np.ndarray], other: Path) -> dict[str, Any]:
+    shapes = [{name: x.shape for name, x in side.items()} for side in (a, b)]
+    if shapes[0] != shapes[1]:
+        name = next(n for n in {**shapes[0], **shapes[1]} if shapes[0].get(n) != shapes[1].get(n))
+        theirs, ours = shapes[1].get(name, "none"), shapes[0].get(name, "none")
+        raise RunError(
+            f"{other} has {name} of shape {theirs}, the first run {ours}; compare models of one "
+            "shape"
+        )
+    differences = {name: a[name].astype(np.float64) - b[name] for name in a}
+    sizes = np.array([x.size for x in a.values()])
+    moved = np.array([wasserstein_distance(a[name].ravel(), b[name].ravel()) for name in a])
+    squares = sum(float(np.sum(x * x)) for x in differences.values())
+    return {
+        "max": max(float(np.max(np.abs(x))) for x in differences.values()),
+        "rms": float(np.sqrt(squares / sizes.sum())),
+        "wasserstein": float(moved @ sizes / sizes.sum()),
+        "wasserstein_max": float(moved.max()),
+        "tensor": list(a)[int(moved.argmax())],
+    }
+
+
+def _steps(path: Path) -> list[int]:
+    """Steps of which there is a checkpoint, ascending."""
+    run_dir = RunDir(path)
+    if not run_dir.config.is_file():
+        raise RunError(f"{path} is not a run directory: it has no config.json")
+    found: list[int] = []
+    with Checkpoints(run_dir.checkpoints) as checkpoints:
+        step = checkpoints.newest(_NEWEST)
+        while step is not None:
+            found.insert(0, step)
+            step = checkpoints.newest(step - 1)
+    return found
+
+
+def _weights(path: Path, step: int) -> dict[str, np.ndarray]:
+    """By their places in the model."""
+    run_dir = RunDir(path)
+    config = read_json(run_dir.config)
+    config.pop("text_sha256", None)
+    settings = dataclasses.replace(train_settings(config), devices=1, shard_optimizer=False)
+    program = make_program(settings, run_devices(settings))
+    with Checkpoints(run_dir.checkpoints) as checkpoints:
+        restored = checkpoints.restore(program.state, step)
+    if restored is None or restored.step != step:
+        raise RunError(
+            f"{path}: checkpoint {step} is damaged; leave the run out, or train it again"
+        )
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="/").removesuffix("/value"): np.asarray(
+            x
+        )
+        for place, x in jax.tree.leaves_with_path(jax.device_get(restored.state.params))
+    }
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
