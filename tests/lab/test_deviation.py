@@ -106,7 +106,7 @@ def test_one_command_measures_and_draws_and_a_report_redraws(tmp_path, monkeypat
 
 
 REFUSED = [
-    (["--formats", "float8_e4m3fn"], "unknown format 'float8_e4m3fn'; formats are float32,"),
+    (["--formats", "float8_e4m3fn"], "unknown format 'float8_e4m3fn'; formats are bfloat16,"),
     (["--lengths", "0"], "--lengths must be at least 1, got 0"),
     (["--tiles", "0x4"], "--tiles must be at least 1, got 0"),
     (["--report", "--runs", "a", "b"], "--report draws what is in DIR, and --runs measures"),
