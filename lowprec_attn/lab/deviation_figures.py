@@ -1,5 +1,6 @@
 """Figures of measured deviations, after figures 4 to 8 of Golden et al. (arXiv 2405.02803)."""
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -88,7 +89,8 @@ def _tile_figure(records: Sequence[Record], fmt: str, grid: Grid) -> Figure:
     chosen = [r for r in records if _is_at_length(r, grid, fmt)]
     tiles = sorted({tuple(r["tile"]) for r in chosen})
     squares = [tile for tile in tiles if tile[0] == tile[1]]
-    area = math.prod(grid.tile)
+    areas = collections.Counter(math.prod(tile) for tile in tiles)
+    area, _ = areas.most_common(1)[0]
     alike = [tile for tile in tiles if math.prod(tile) == area]
     figure, axes = _panels(("rms",) * len(TENSORS), ("", ""), sharex="col")
     arms = _arms(chosen)
@@ -103,6 +105,7 @@ def _tile_figure(records: Sequence[Record], fmt: str, grid: Grid) -> Figure:
                 place = {str(list(tile)): float(i) for i, tile in enumerate(shown)}
                 _draw(axis, of_arm, _by("tile", place), "rms", arm, line=True)
             axis.set_xticks(range(len(shown)), [f"{rows}×{keys}" for rows, keys in shown])
+            axis.set_xlim(-0.5, len(shown) - 0.5)
             axis.set_yscale("log")
         axes[row][0].set_ylabel(f"{tensor}: RMS")
     axes[0][0].set_title("square tiles", fontsize=10)
@@ -200,6 +203,10 @@ def _finish(figure: Figure, arms: Sequence[str], title: str) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(title, fontsize=11)
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        if axis.get_yscale() == "log" and high < 1.01 * low:  # of a single value: no scale at all
+            axis.set_ylim(low / 1.1, high * 1.1)
 
 
 def _of_tiles(grid: Grid) -> str:
