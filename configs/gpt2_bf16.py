@@ -45,6 +45,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.rollback_after = placeholder(int)  # steps in excess; 100
     config.rollback_tries = placeholder(int)  # 3
     config.rollback_numerics = placeholder(str)  # after a rollback; as attention.numerics
+    config.loggers = placeholder(str)  # wandb, mlflow or wandb,mlflow; TensorBoard always
     config.devices = placeholder(int)  # all
     config.shard_optimizer = False  # saves memory on several devices
 

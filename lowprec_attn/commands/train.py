@@ -74,5 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
     """One directory per config, so that the same command finds its run again."""
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    defining = {name: value for name, value in values.items() if name != "loggers"}
+    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()[:8]
     return Path("runs", f"{settings.name}-{settings.variant}-{digest}")

@@ -1,4 +1,4 @@
-"""Figures of measured deviations, after figures 4 to 8 of Golden et al. (arXiv 2405.02803)."""
+"""Figures of measured deviations, after those of Golden et al. (arXiv 2405.02803)."""
 
 import collections
 import math

@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines that repeat bit for bit, timings, and TensorBoard events.
+"""Metrics of a run: JSON lines that repeat bit for bit, timings, TensorBoard events, trackers.
 
 `metrics.jsonl` holds only values that the run determines. So an interrupted and resumed run has the
 same file, byte for byte, as an uninterrupted one. Timings go to `throughput.jsonl`.
@@ -32,6 +32,7 @@ from lowprec_attn.files import (
     write_atomically,
 )
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.runs.trackers import Trackers
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TENSORBOARD_FLUSH_SECONDS = 5.0
@@ -42,7 +43,7 @@ class MetricsError(RunError):
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
+    """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard, and tells trackers.
 
     In a run of several processes the first one writes; on the others these methods do nothing.
 
@@ -53,7 +54,7 @@ class MetricsWriter:
     a run that is resumed there does not write them again.
     """
 
-    def __init__(self, run_dir: RunDir, start_step: int) -> None:
+    def __init__(self, run_dir: RunDir, start_step: int, trackers: Trackers | None = None) -> None:
         """Opens the files for a run that starts, or resumes, at `start_step`.
 
         Args:
@@ -61,11 +62,12 @@ class MetricsWriter:
           start_step: the first step that this writer will record. Records of it and of later
             steps, left by a process that was killed after its last checkpoint, are removed (in
             one atomic step per file), and TensorBoard is told to hide its own.
+          trackers: get every record as well, and are left open.
 
         Raises:
           MetricsError: a file cannot be written, or holds lines that are not records.
         """
-        self._where = run_dir.path
+        self._where, self._trackers = run_dir.path, trackers
         self._open(run_dir, start_step)
 
     @hosts.first_only
@@ -135,6 +137,8 @@ class MetricsWriter:
         with self._explain_errors():
             line = file.append(json.dumps(_encode(record), allow_nan=False))
             self._events.add(record)
+        if self._trackers is not None:
+            self._trackers.add(record)
         return line
 
     @contextlib.contextmanager

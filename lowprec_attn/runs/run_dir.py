@@ -42,7 +42,12 @@ _CREATED_BY_A_RUN = {
     "resumed_from.json",
     "rollbacks.jsonl",
     "abandoned",
+    "wandb",
+    "wandb.json",
+    "mlflow.json",
 }
+# A run may go on with others: they change nothing that it computes.
+_NOT_OF_THE_RUN = {"loggers"}
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
 
@@ -130,6 +135,10 @@ class RunDir:
             except BaseException:
                 self.close()
                 raise
+
+    def tracker(self, name: str) -> Path:
+        """`wandb.json` or `mlflow.json`: the id that this run has there."""
+        return self.path / f"{name}.json"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes or replaces one of the JSON files in one step.
@@ -269,7 +278,8 @@ class RunDir:
             "remove it if this command is the run's own, which then goes on; if not, choose "
             "another --workdir"
         )
-        changes = [f"{name}: {a} -> {b}" for name, (a, b) in _differences(theirs, config).items()]
+        differences = _differences(theirs, config).items()
+        changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences if n not in _NOT_OF_THE_RUN]
         if not changes:
             return
         shown = ", ".join(changes[:_CHANGES_SHOWN])

@@ -16,6 +16,7 @@ from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError, unknown_field
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
+from lowprec_attn.runs import trackers
 from lowprec_attn.runs.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import (
     SEEDS,
@@ -48,10 +49,23 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
         **built,
         "attention": attention_settings(arithmetic, built["model"]),
         "rollback": _rollback(top, arithmetic, built["model"]),
+        "loggers": _loggers(top.pop("loggers", None)),
     }
     settings = _record(TrainSettings, top, "", given=given)
     _check(settings)
     return settings
+
+
+def _loggers(value: Any) -> tuple[str, ...]:
+    """Names with commas between them; None: none."""
+    names = () if value is None else tuple(str(value).replace(" ", "").split(","))
+    unknown = [name for name in names if name not in trackers.NAMES]
+    if unknown or len(set(names)) < len(names):
+        known = ", ".join(trackers.NAMES)
+        raise ConfigError(
+            f"config.loggers must be one of {known}, or several with commas, or None, got {value!r}"
+        )
+    return names
 
 
 _ROLLBACK_STEPS = 100

@@ -20,12 +20,14 @@ from lowprec_attn.data.order import Order, OrderRecord, Replay, SeededOrder, ski
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
 from lowprec_attn.runs import metrics as records
+from lowprec_attn.runs import trackers
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import level_before
+from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
@@ -52,6 +54,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     Raises:
       UserError: data, checkpoint or run directory cannot serve; one clear line.
     """
+    trackers.require(settings.loggers)
     devices = run_devices(settings)
     require_memory(settings, devices)
     corpus = open_corpus(settings.data)
@@ -64,6 +67,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     with (
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
+        Trackers(settings.loggers, run_dir, config) as copies,
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
         explained_shortage(),
     ):
@@ -75,7 +79,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
             )
         code = None
         while code is None:
-            code = _run_once(settings, devices, corpus, draw, run_dir, checkpoints)
+            code = _run_once(settings, devices, corpus, draw, run_dir, checkpoints, copies)
         return code
 
 
@@ -86,6 +90,7 @@ def _run_once(
     draw: Order,
     run_dir: RunDir,
     checkpoints: Checkpoints,
+    copies: Trackers,
 ) -> int | None:
     """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
     record = RollbackRecord(run_dir)
@@ -112,7 +117,7 @@ def _run_once(
     order = OrderRecord(run_dir.data_order)
     order.truncate(start)
     rescue = Rescue(settings, run_dir, checkpoints, record)
-    with MetricsWriter(run_dir, start) as metrics:
+    with MetricsWriter(run_dir, start, copies) as metrics:
         run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order, rescue)
         return Loop(run, state, data, start if is_own else None).run()
 

@@ -91,6 +91,7 @@ class TrainSettings:
         rollback may need.
       devices: how many devices to use, None for all.
       shard_optimizer: split the optimizer's state over the devices.
+      loggers: of `runs.trackers.NAMES`: services that get a copy of the metrics.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
       resume_step: of `resume_from`, the newest checkpoint at or before this step, None for the
         newest of all.
@@ -117,3 +118,4 @@ class TrainSettings:
     resume_step: int | None
     devices: int | None
     shard_optimizer: bool
+    loggers: tuple[str, ...]
