@@ -13,7 +13,7 @@ from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
 from lowprec_attn.diagnostics import attention_signals
 from lowprec_attn.gpt2.model import score_scale, zero_taps
-from lowprec_attn.gpt2.settings import AttentionSettings
+from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
