@@ -118,6 +118,7 @@ class Request:
     has_bias: bool = False
     mask_shape: tuple[int, ...] | None = None
     has_lengths: bool = False
+    has_segments: bool = False
     has_traced_scale: bool = False
     checks_vma: bool = False
     platform: str | None = None
@@ -133,6 +134,7 @@ class Request:
             has_bias=extras.bias is not None,
             mask_shape=None if extras.mask is None else extras.mask.shape,
             has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
+            has_segments=extras.query_segments is not None,
             has_traced_scale=extras.scale is not None,
             checks_vma=checks_varying_types(),
         )

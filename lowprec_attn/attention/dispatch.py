@@ -17,12 +17,19 @@ from lowprec_attn.attention import dense, tiled
 from lowprec_attn.errors import UserError
 from lowprec_attn.numerics import Numerics
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
 # Fastest first: `implementation=None` takes the first that supports the request.
-IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "tpu": tpu, "tiled": tiled, "dense": dense}
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "hopper": hopper,
+    "gpu": gpu,
+    "tpu": tpu,
+    "tiled": tiled,
+    "dense": dense,
+}
 
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.

@@ -42,7 +42,7 @@ from pallas_kernels.gpu.backward import (
     query_gradients,
 )
 from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
-from pallas_kernels.gpu.device import too_old
+from pallas_kernels.gpu.device import device_kind, too_old
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.pairs import Pairs
@@ -219,7 +219,7 @@ def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile
 
 def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
-    hopper = is_hopper(_device_kind())
+    hopper = is_hopper(device_kind())
     return Problem.of(q, k, extras, spec, tile, interpret=interpret, hopper=hopper)
 
 
@@ -231,18 +231,10 @@ def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
             length=q.shape[1],
             splits=_splits(spec.numerics, q.dtype),
             sums_keys=spec.numerics.delta == "normalized",
-            device_kind=_device_kind(),
+            device_kind=device_kind(),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes
-
-
-def _device_kind() -> str | None:
-    """Of the GPU that is compiled for: the mesh's, ahead of time, or the first one here."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None and jax.default_backend() == "gpu":
-        device = jax.devices()[0]
-    return None if device is None else device.device_kind
 
 
 def _splits(numerics: Numerics, dtype: np.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Which GPUs run the kernels: compute capability 8.0 (Ampere) and newer, Triton's limit."""
+"""Which GPU it is, and which run the kernels: compute capability 8.0 and newer, Triton's limit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +17,14 @@ def too_old() -> str | None:
         return None
     capability = getattr(jax.devices()[0], "compute_capability", None)
     return capability if capability is not None and float(capability) < 8 else None
+
+
+def device_kind() -> str | None:
+    """Of the GPU that is compiled for: the mesh's, ahead of time, or the first one here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None and jax.default_backend() == "gpu":
+        device = jax.devices()[0]
+    return None if device is None else device.device_kind
 
 
 def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,14 @@
+"""Attention for NVIDIA's Hopper GPUs (sm_90a) in Pallas Mosaic GPU: for speed.
+
+`attention` is the entry. It serves the arithmetic that people train with, see `unsupported` there;
+`pallas_kernels.gpu` serves everything else. Who lives here:
+
+  forward, query_gradients, key_gradients   one kernel each
+  problem        one call: sizes, tiles, what may be multiplied with what
+  schedule       which program does which tiles, and in which order
+  machine        warpgroups, shared memory and barriers, as Mosaic GPU names them
+  block_sizes    tile sizes: speed only
+
+A program stays on its multiprocessor and works through many tiles. One warpgroup loads (TMA), the
+others multiply (WGMMA) and do the softmax.
+"""

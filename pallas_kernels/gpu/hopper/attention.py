@@ -1,0 +1,176 @@
+"""Attention on Hopper GPUs: forward and backward kernels under one `custom_vjp`.
+
+Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
+products), the O that δ sees rounded or not, and the standard and the dynamic maximum. `unsupported`
+names what it declines; the general GPU kernels serve that.
+
+The floors are those of `pallas_kernels.gpu.attention`: its products are the same.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from lowprec_attn.arithmetic.request import (
+    Extras,
+    Request,
+    Spec,
+    unsupported_by_kernels,
+    unsupported_in_tiles,
+)
+from lowprec_attn.arithmetic.transforms import first_order_only
+from lowprec_attn.numerics import POINTS, DynamicMax, Numerics, StandardMax, get_rounding
+from pallas_kernels.gpu.block_sizes import is_hopper
+from pallas_kernels.gpu.device import device_kind
+from pallas_kernels.gpu.hopper import query_gradients as by_query
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes
+from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
+from pallas_kernels.gpu.hopper.key_gradients import key_gradients
+from pallas_kernels.gpu.hopper.machine import ROWS, is_available
+from pallas_kernels.gpu.hopper.problem import LOG2E, Problem
+
+HEAD_SIZES = (64, 128)
+KEYS_PER_STEP = (64, 128)
+_ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
+_BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
+
+
+def unsupported(request: Request) -> str | None:
+    """What of the request the kernels cannot serve, or None."""
+    spec = request.spec
+    if reason := unsupported_in_tiles(request, BlockSizes):
+        return reason
+    if reason := _unsupported_machine(request):
+        return reason
+    if reason := unsupported_by_kernels(request):
+        return reason
+    if request.dtype != jnp.bfloat16:
+        return f"{request.dtype} (it takes bfloat16)"
+    if request.q_shape[-1] not in HEAD_SIZES:
+        return f"head size {request.q_shape[-1]} (it takes {_listed(HEAD_SIZES)})"
+    for name, length in (("queries", request.q_shape[1]), ("keys", request.kv_shape[1])):
+        if length % ROWS:
+            return f"{length} {name} (it takes multiples of {ROWS})"
+    if request.has_lengths or request.has_segments or request.mask_shape is not None:
+        return "lengths, segments and dense masks"
+    if spec.window is not None:
+        return "a local window"
+    if not isinstance(spec.row_max, StandardMax | DynamicMax):
+        return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
+    return _unsupported_numerics(spec.numerics)
+
+
+def _unsupported_machine(request: Request) -> str | None:
+    if not is_available():
+        return f"JAX {jax.__version__} (it needs 0.11)"
+    sizes = request.spec.block_sizes
+    if isinstance(sizes, BlockSizes) and sizes.interpret:
+        return None
+    if (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
+        return "this platform (it needs a Hopper GPU, or BlockSizes(interpret=True))"
+    if not is_hopper(kind := device_kind()):
+        return f"{kind or 'an unknown GPU'} (it needs a Hopper GPU)"
+    return None
+
+
+def _unsupported_numerics(n: Numerics) -> str | None:
+    for point in POINTS:
+        wanted = _BFLOAT16 if point in _ROUNDED else _FLOAT32
+        if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) != wanted:
+            return f"{point}={found} (it takes {wanted})"
+    for name, taken in (("saved_output", ("same", "float32")), ("delta", ("do_o",))):
+        if getattr(n, name) not in taken:
+            return f"{name}={getattr(n, name)} (it takes {_listed(taken)})"
+    if n.row_sum != "unrounded":
+        return f"row_sum={n.row_sum} (it takes unrounded)"
+    if n.kv_block not in (None, *KEYS_PER_STEP):
+        return f"kv_block={n.kv_block} (it takes {_listed(KEYS_PER_STEP)} or None)"
+    return None
+
+
+def _listed(choices: tuple[object, ...]) -> str:
+    return " or ".join(map(str, choices))
+
+
+def keys_per_step(request: Request) -> int:
+    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    return block_sizes(request.q_shape[-1], request.spec).forward.walk
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    extras: Extras,
+    spec: Spec,
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B N T"]]:
+    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says."""
+    return _attend((q, k, v), spec)
+
+
+def packed_attention(
+    qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+    """The same of q, k and v in one array; the kernels read it, and write its gradient, in place."""
+    return _attend((qkv,), spec)
+
+
+# q, k and v, or one packed array of them.
+_Arrays = tuple[Array, ...]
+
+
+class _Residuals(NamedTuple):
+    arrays: _Arrays
+    o_saved: Array
+    lse: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(arrays: _Arrays, spec: Spec) -> tuple[Array, Array]:
+    return _forward(arrays, spec)[0]
+
+
+def _forward(arrays: _Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+    arrays = first_order_only(arrays, "hopper")
+    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
+    out = forward(q, k, v, _problem(q, k, spec))
+    saved = out.o if out.unrounded is None else out.unrounded
+    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.lse)
+
+
+def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[_Arrays]:
+    do, dlse = first_order_only(cotangents, "hopper")
+    arrays, o_saved, lse = res
+    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
+    problem = _problem(q, k, spec)
+    offset = lse * np.float32(-LOG2E)
+    inputs = by_query.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
+    dq, dp_offset = by_query.query_gradients(inputs, problem)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset)
+    if not problem.packed:
+        return ((dq, *key_gradients(keys, problem)),)
+    gradients = jax.new_ref(dq)
+    key_gradients(keys, problem, gradients)
+    return ((gradients[...],),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _problem(q: Array, k: Array, spec: Spec) -> Problem:
+    return Problem.of(q, k, spec, block_sizes(q.shape[-1], spec))
+
+
+def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
+    """The tiles of a call: those that it names, or those of the table."""
+    if spec.block_sizes is None:
+        kv_block = spec.numerics.kv_block
+        assert kv_block != "all"  # `unsupported` declines it
+        return default_block_sizes(head_size, kv_block=kv_block)
+    assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
+    return spec.block_sizes

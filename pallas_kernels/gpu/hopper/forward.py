@@ -1,0 +1,367 @@
+"""The forward kernel: O, lse, and O before its rounding where δ sees that.
+
+A warpgroup owns 64 query rows and walks over the key steps that they see (FlashAttention-2, arXiv
+2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄ and O
+rounded: Ō, m and l stay in float32 registers. `ahead` is FlashAttention-3's second pipeline (arXiv
+2407.08608, Algorithm 2): S of step t is multiplied before P̄V of step t − 1, which runs during the
+softmax of step t.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper.block_sizes import Tile
+from pallas_kernels.gpu.hopper.machine import (
+    COMPILER,
+    PER_ROW,
+    ROWS,
+    TILE,
+    Ring,
+    Turns,
+    accumulator,
+    add_product,
+    along_rows,
+    as_operand,
+    constant,
+    interpreter,
+    set_registers,
+    tiles_of,
+    vectors_of,
+)
+from pallas_kernels.gpu.hopper.problem import Problem
+
+
+class Outputs(NamedTuple):
+    """O [B, T, N, H], lse [B, N, T], O before its rounding, float32, or None."""
+
+    o: Any
+    lse: Any
+    unrounded: Any = None
+
+
+class _Shared(NamedTuple):
+    """Shared memory: rings of q (where O goes later), k and v; lse; P̄ where it is kept there."""
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    probs: Any
+
+
+class _Rows(NamedTuple):
+    """Running m and l [64] and the step's P̄ [64, keys] and α [64]."""
+
+    m: Array
+    l: Array
+    probs: Array
+    alpha: Array
+
+
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
+    """Runs the kernel; q, k and v may be one packed array."""
+    tile, n = problem.sizes.forward, problem.spec.numerics
+    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    out: list[Any] = [
+        jax.ShapeDtypeStruct(shape, problem.dtype),
+        jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.rows), jnp.float32),
+    ]
+    if n.saved_dtype is not None:
+        out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
+    workers, head = tile.warpgroups, problem.head_size
+    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
+    probs = None
+    if problem.sizes.from_memory:
+        probs = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+    shared = _Shared(
+        Ring.types(
+            tile.slots,
+            [tiles_of((tile.slots, workers, ROWS, head), problem.dtype)],
+            copies=workers,
+            readers=workers,
+        ),
+        Ring.types(tile.stages, [steps], copies=1, readers=workers),
+        Ring.types(tile.stages, [steps], copies=1, readers=workers),
+        vectors_of((workers, ROWS)),
+        probs,
+    )
+    kernel = plgpu.kernel(
+        partial(_kernel, problem=problem, tile=tile),
+        out_type=out,
+        scratch_types=[shared],
+        grid=(problem.by_query(tile).grid,),
+        grid_names=("program",),
+        num_threads=workers + 1,
+        thread_name="warpgroup",
+        compiler_params=COMPILER,
+        kernel_name="attention_forward",
+        **interpreter(on=problem.sizes.interpret),
+    )
+    return Outputs(*kernel(q, k, v))
+
+
+def _kernel(
+    q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile
+) -> None:
+    *out, refs = out_and_shared
+    shared = _Shared(
+        Ring(refs.q, tile.slots),
+        Ring(refs.k, tile.stages),
+        Ring(refs.v, tile.stages),
+        refs.lse,
+        refs.probs,
+    )
+    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
+    pl.when(me == loader)(lambda: _load(q, k, v, shared, problem, tile))
+    pl.when(me < loader)(lambda: _multiply(Outputs(*out), shared, problem, tile))
+
+
+def _load(q: Any, k: Any, v: Any, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, loads=True)
+    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+
+    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, steps = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+
+        def rows() -> None:
+            parts = (
+                problem.part(q, turn.batch, start + w * ROWS, ROWS, turn.head)
+                for w in range(tile.warpgroups)
+            )
+            shared.q.fill(tiles, *((part, 0, (w,)) for w, part in enumerate(parts)))
+
+        pl.when(turn.exists)(rows)
+        _, end = problem.key_steps(start, tile.own, tile.walk)
+        end = jnp.where(turn.exists, end, 0)
+        kv_head = lax.div(turn.head, jnp.int32(problem.group))
+
+        def keys(t: Array, n: Array) -> Array:
+            for ring, ref, plane in ((shared.k, k, 1), (shared.v, v, 2)):
+                part = problem.part(
+                    ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane
+                )
+                ring.fill(n, (part, 0, ()))
+            return n + 1
+
+        steps = lax.fori_loop(0, end, keys, steps)
+        return tiles + turn.exists.astype(jnp.int32), steps
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
+    shared.q.drain(tiles)
+    shared.k.drain(steps)
+    shared.v.drain(steps)
+
+
+def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, loads=False)
+    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+    me = lax.axis_index("warpgroup")
+    turns = Turns(tile.warpgroups, me, on=tile.turns)
+    turns.start()
+
+    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, steps = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+        _, last = problem.key_steps(start, tile.own, tile.walk)
+        row = start + me * ROWS
+        full, end = problem.key_steps(row, ROWS, tile.walk)
+        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, end)
+
+        def attend() -> None:
+            rows, acc = walk.run()
+            walk.skip(last)
+            walk.store(out, rows, acc, turn.batch, turn.head)
+
+        pl.when(turn.exists)(attend)
+        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, _ = lax.fori_loop(0, schedule.turns(program), multiply_tile, done)
+    turns.end()
+    plgpu.wait_smem_to_gmem(0)
+    shared.q.release(tiles - 1)
+
+
+class _Walk(NamedTuple):
+    """64 query rows of a warpgroup, which walk over the steps 0 ... end − 1.
+
+    `tiles` and `steps` count what the program has done before; steps before `full` take no mask.
+    """
+
+    problem: Problem
+    tile: Tile
+    shared: _Shared
+    turns: Turns
+    me: Array
+    tiles: Array
+    steps: Array
+    row: Array
+    full: Array
+    end: Array
+
+    def run(self) -> tuple[_Rows, Array]:
+        """m, l and Ō after the last step."""
+        acc = constant((ROWS, self.problem.head_size), 0, TILE)
+        self.shared.q.wait(self.tiles)
+        return self._run_ahead(acc) if self.tile.ahead else self._run_in_order(acc)
+
+    def _run_in_order(self, acc: Array) -> tuple[_Rows, Array]:
+        self._free_last_output()
+
+        def step(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            acc, m, l = carry
+            self.shared.k.wait(self.steps + t)
+            self.turns.wait()
+
+            def scores(out: Any) -> Array:
+                self._multiply_scores(out, t)
+                self.turns.pass_on()
+                return out[...]
+
+            s = pl.run_scoped(scores, accumulator(ROWS, self.tile.walk))
+            self.shared.k.release(self.steps + t)
+            rows = self._softmax(s, t, m, l)
+            acc = along_rows(rows.alpha, acc.shape) * acc
+            self.shared.v.wait(self.steps + t)
+            left = as_operand(rows.probs, self._probs_memory)
+            interpret = self.problem.sizes.interpret
+            acc = add_product(acc, left, self.shared.v.get(self.steps + t), interpret=interpret)
+            self.shared.v.release(self.steps + t)
+            return acc, rows.m, rows.l
+
+        acc, m, l = lax.fori_loop(0, self.end, step, (acc, *self._no_key_yet()))
+        return _Rows(m, l, m, m), acc
+
+    def _run_ahead(self, acc: Array) -> tuple[_Rows, Array]:
+        first = jnp.int32(0)
+        self.shared.k.wait(self.steps)
+        self.turns.wait()
+
+        def scores(out: Any) -> Array:
+            self._multiply_scores(out, first)
+            self.turns.pass_on()
+            return out[...]
+
+        s = pl.run_scoped(scores, accumulator(ROWS, self.tile.walk))
+        self.shared.k.release(self.steps)
+        rows = self._softmax(s, first, *self._no_key_yet())
+        self._free_last_output()
+
+        def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
+            acc, rows = carry
+            before = self.steps + t - 1
+
+            def products(refs: Any) -> None:
+                acc_ref, s_ref, new = refs
+                self.shared.k.wait(self.steps + t)
+                self.turns.wait()
+                self._multiply_scores(s_ref, t)
+                self.shared.v.wait(before)
+                plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
+                self.turns.pass_on()
+                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                self.shared.k.release(self.steps + t)
+                for ref, x in zip(new, self._softmax(s, t, rows.m, rows.l), strict=True):
+                    ref[...] = x
+
+            no_score = constant((ROWS, self.tile.walk), 0, TILE)
+            start = (plgpu.ACC.init(acc), plgpu.ACC.init(no_score), rows)
+            acc, _, rows = pl.run_state(products)(start)
+            self.shared.v.release(before)
+            return along_rows(rows.alpha, acc.shape) * acc, rows
+
+        acc, rows = lax.fori_loop(1, self.end, step, (acc, rows))
+        last = self.steps + self.end - 1
+        self.shared.v.wait(last)
+        acc = add_product(acc, rows.probs, self.shared.v.get(last), interpret=False)
+        self.shared.v.release(last)
+        return rows, acc
+
+    @property
+    def _probs_memory(self) -> Any:
+        return None if self.shared.probs is None else self.shared.probs.at[self.me]
+
+    @staticmethod
+    def _no_key_yet() -> tuple[Array, Array]:
+        return constant((ROWS,), MASKED, PER_ROW), constant((ROWS,), 0, PER_ROW)
+
+    def _multiply_scores(self, out: Any, t: Array) -> None:
+        """out += q kᵀ of step t."""
+        q = self.shared.q.get(self.tiles, self.me)
+        plgpu.wgmma(out, q, self.shared.k.get(self.steps + t).T)
+
+    def _softmax(self, s: Array, t: Array, m: Array, l: Array) -> _Rows:
+        """One step of online softmax. S and m count in units of `scale`."""
+        problem, walk = self.problem, self.tile.walk
+        if problem.masks_steps(walk):
+            mask = partial(problem.mask_keys, s, self.row, t * walk)
+            s = lax.cond(t >= self.full, mask, lambda: s)
+        r_m = s.max(axis=1)
+
+        def is_repeated(s: Array, tolerance: float) -> Array:
+            below = along_rows(r_m, s.shape) - np.float32(tolerance)
+            return jnp.where(s >= below, np.float32(1), np.float32(0)).sum(axis=1) > 1
+
+        # The rule looks at S − r_m only to count ties, which S itself shows as well.
+        rule, unit = problem.spec.row_max, problem.spec.scale
+        new = rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
+        to_log2 = np.float32(problem.log2_unit)
+        alpha = jnp.exp2((m - new) * to_log2)
+        # One multiply-add per entry. Its error is that of m·log2(e), the same for a whole row: it
+        # cancels in Ō / l.
+        probs = jnp.exp2(s * to_log2 - along_rows(new * to_log2, s.shape))
+        l = alpha * l + probs.sum(axis=1)
+        return _Rows(new, l, probs.astype(problem.dtype), alpha)
+
+    def _free_last_output(self) -> None:
+        """Waits until the O of the tile before has left the memory that the next q takes."""
+
+        def release() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.shared.q.release(self.tiles - 1)
+
+        pl.when(self.tiles > 0)(release)
+
+    def skip(self, last: Array) -> None:
+        """Goes past the steps that only other warpgroups of the program see."""
+        if self.tile.own <= self.tile.walk and self.tile.walk % self.tile.own == 0:
+            return  # all of them end with the same step
+
+        def step(t: Array, _: None) -> None:
+            for ring in (self.shared.k, self.shared.v):
+                ring.wait(self.steps + t)
+                ring.release(self.steps + t)
+            self.turns.wait()
+            self.turns.pass_on()
+
+        lax.fori_loop(self.end, last, step, None)
+
+    def store(self, out: Outputs, rows: _Rows, acc: Array, batch: Array, head: Array) -> None:
+        """Divides by l and stores; O leaves through the memory of its q."""
+        o = acc / along_rows(rows.l, acc.shape)
+        place = (batch, self.row, ROWS, head)
+        if out.unrounded is not None:
+
+            def store() -> None:
+                self.problem.part(out.unrounded, *place)[...] = o
+
+            pl.when(self.row < self.problem.rows)(store)
+        memory, lse = self.shared.q.get(self.tiles, self.me), self.shared.lse.at[self.me]
+        memory[...] = o.astype(self.problem.dtype)
+        lse[...] = rows.m * np.float32(self.problem.spec.scale) + jnp.log(rows.l)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(memory, self.problem.part(out.o, *place), commit_group=False)
+        plgpu.copy_smem_to_gmem(lse, out.lse.at[batch, head, pl.ds(self.row, ROWS)])

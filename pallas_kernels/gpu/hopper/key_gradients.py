@@ -1,0 +1,262 @@
+"""The kernel of dK and dV.
+
+A warpgroup owns 64 keys and walks over the query steps that see them, head after head of those that
+share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ are left operands as they are. The
+arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.block_sizes import Tile
+from pallas_kernels.gpu.hopper.machine import (
+    COMPILER,
+    PER_COLUMN,
+    ROWS,
+    Ring,
+    accumulator,
+    along_columns,
+    as_operand,
+    interpreter,
+    load,
+    set_registers,
+    tiles_of,
+    vectors_of,
+)
+from pallas_kernels.gpu.hopper.problem import Problem
+
+
+class Inputs(NamedTuple):
+    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, T]."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    offset: Any
+    dp_offset: Any
+
+
+class _Shared(NamedTuple):
+    """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
+    offsets; Pᵀ and dSᵀ where they are kept there."""
+
+    keys: Any
+    q: Any
+    do: Any
+    operand: Any
+
+
+class _Steps(NamedTuple):
+    """The walk of a key tile: query steps begin ... begin + count − 1, for every head of a group.
+
+    `first` counts the steps that the program has done before.
+    """
+
+    first: Array
+    begin: Array
+    count: Array
+
+    def of(self, t: Array, kv_head: Array, group: int) -> tuple[Array, Array]:
+        """Query head and step of the t-th."""
+        if group == 1:
+            return kv_head, self.begin + t
+        return kv_head * group + lax.div(t, self.count), self.begin + lax.rem(t, self.count)
+
+
+def key_gradients(x: Inputs, problem: Problem, gradients: Any | None = None) -> Any:
+    """dK and dV.
+
+    gradients: a packed array's gradient, as a mutable array, whose planes 1 and 2 are written.
+    """
+    tile = problem.sizes.key_gradients
+    workers, head = tile.warpgroups, problem.head_size
+    keys = tiles_of((tile.slots, workers, ROWS, head), problem.dtype)
+    queries = tiles_of((tile.stages, tile.walk, head), problem.dtype)
+    offsets = vectors_of((tile.stages, tile.walk))
+    operand = None
+    if problem.sizes.from_memory:
+        operand = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+    shared = _Shared(
+        Ring.types(tile.slots, [keys, keys], copies=2 * workers, readers=workers),
+        Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
+        Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
+        operand,
+    )
+    shape = (problem.batch, problem.keys, problem.kv_heads, head)
+    kernel = plgpu.kernel(
+        partial(_kernel, problem=problem, tile=tile),
+        out_type=[jax.ShapeDtypeStruct(shape, problem.dtype)] * (0 if problem.packed else 2),
+        scratch_types=[shared],
+        grid=(problem.by_key(tile).grid,),
+        grid_names=("program",),
+        num_threads=workers + 1,
+        thread_name="warpgroup",
+        compiler_params=COMPILER,
+        kernel_name="attention_key_gradients",
+        **interpreter(on=problem.sizes.interpret),
+    )
+    return kernel(*x) if gradients is None else kernel(*x, gradients)
+
+
+def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
+    x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    dk, dv = out * 2 if problem.packed else out
+    shared = _Shared(
+        Ring(scratch.keys, tile.slots),
+        Ring(scratch.q, tile.stages),
+        Ring(scratch.do, tile.stages),
+        scratch.operand,
+    )
+    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
+    pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
+    pl.when(me < loader)(lambda: _multiply(dk, dv, shared, problem, tile))
+
+
+def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> _Steps:
+    begin, end = problem.query_steps(key, tile.walk)
+    return _Steps(first, begin, jnp.where(exists, end - begin, 0))
+
+
+def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, loads=True)
+    program, schedule = lax.axis_index("program"), problem.by_key(tile)
+
+    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, first = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+        steps = _steps(problem, tile, start, turn.exists, first)
+
+        def keys() -> None:
+            copies = []
+            for w in range(tile.warpgroups):
+                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
+                for buffer, ref in enumerate((x.k, x.v)):
+                    part = problem.part(ref, *place, plane=1 + buffer)
+                    copies.append((part, buffer, (w,)))
+            shared.keys.fill(tiles, *copies)
+
+        def queries(t: Array, n: Array) -> Array:
+            head, step = steps.of(t, turn.head, problem.group)
+            row = step * tile.walk
+            for ring, ref, offsets in ((shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)):
+                part = problem.part(ref, turn.batch, row, tile.walk, head)
+                vector = offsets.at[turn.batch, head, pl.ds(row, tile.walk)]
+                ring.fill(n, (part, 0, ()), (vector, 1, ()))
+            return n + 1
+
+        pl.when(turn.exists)(keys)
+        first = lax.fori_loop(0, steps.count * problem.group, queries, first)
+        return tiles + turn.exists.astype(jnp.int32), first
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
+    shared.keys.drain(tiles)
+    shared.q.drain(steps)
+    shared.do.drain(steps)
+
+
+def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, loads=False)
+    program, schedule = lax.axis_index("program"), problem.by_key(tile)
+    me = lax.axis_index("warpgroup")
+
+    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, first = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+        steps = _steps(problem, tile, start, turn.exists, first)
+        key = start + me * ROWS
+        walk = _Walk(problem, tile, shared, me, tiles, steps, key, turn.head)
+
+        def differentiate() -> None:
+            shared.keys.wait(tiles)
+            sums = (accumulator(ROWS, problem.head_size),) * 2
+            for buffer, total in enumerate(pl.run_scoped(walk.run, *sums)):
+                if buffer == 0 and problem.scales_last:
+                    total = total * np.float32(problem.spec.scale)  # noqa: PLW2901
+                shared.keys.get(tiles, me, buffer=buffer)[...] = total.astype(problem.dtype)
+            plgpu.commit_smem()
+            for buffer, ref in enumerate((dk, dv)):
+                part = problem.part(ref, turn.batch, key, ROWS, turn.head, plane=1 + buffer)
+                plgpu.copy_smem_to_gmem(shared.keys.get(tiles, me, buffer=buffer), part)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            shared.keys.release(tiles)
+
+        pl.when(turn.exists)(differentiate)
+        return tiles + turn.exists.astype(jnp.int32), first + steps.count * problem.group
+
+    lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Walk(NamedTuple):
+    """64 keys of a warpgroup, which walk over query steps; `tiles`: what was done before."""
+
+    problem: Problem
+    tile: Tile
+    shared: _Shared
+    me: Array
+    tiles: Array
+    steps: _Steps
+    key: Array
+    kv_head: Array
+
+    def run(self, dk: Any, dv: Any) -> tuple[Array, Array]:
+        """Σ dSᵀ q and Σ Pᵀ dO."""
+        end = self.steps.count * self.problem.group
+        lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
+        total = plgpu.wgmma_accumulator_load(dk, wait_n=0)
+        if self.tile.ahead:
+            self.shared.q.release(self.steps.first + end - 1)
+        return total, plgpu.wgmma_accumulator_load(dv, wait_n=None)
+
+    def _step(self, t: Array, dk: Any, dv: Any) -> None:
+        n, shape, problem = self.steps.first + t, (ROWS, self.tile.walk), self.problem
+        q, do = self.shared.q, self.shared.do
+        probs, dp = pl.run_scoped(
+            partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
+        )
+        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
+        plgpu.wgmma(dv, as_operand(probs.astype(problem.dtype), memory), do.get(n))
+        of_dp = along_columns(load(do.get(n, buffer=1), PER_COLUMN, straight=False), shape)
+        if not problem.scales_last:
+            dp = dp * np.float32(problem.spec.scale)
+        ds = (probs * (dp + of_dp)).astype(problem.dtype)
+        if memory is not None:
+            plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
+        plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
+        plgpu.wgmma_wait(1 if self.tile.ahead else 0)
+        do.release(n)
+        if not self.tile.ahead:
+            q.release(n)
+
+    def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
+        """Pᵀ and dPᵀ of the t-th step, not rounded."""
+        n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
+        _, step = self.steps.of(t, self.kv_head, problem.group)
+        row = step * self.tile.walk
+        k, v = (self.shared.keys.get(self.tiles, self.me, buffer=b) for b in (0, 1))
+        q.wait(n)
+        plgpu.wgmma(s_sum, k, q.get(n).T)
+        do.wait(n)
+        plgpu.wgmma(dp_sum, v, do.get(n).T)
+        s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
+        if self.tile.ahead:  # the last step's product has ended too
+            pl.when(t > 0)(lambda: q.release(n - 1))
+        offset = along_columns(load(q.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
+        log2_p = s * np.float32(problem.log2_unit) + offset
+        if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
+            mask = partial(problem.mask_queries, log2_p, self.key, row)
+            log2_p = lax.cond(self.key + (ROWS - 1) > row, mask, lambda: log2_p)
+        probs = jnp.exp2(log2_p)
+        return probs, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)

@@ -1,0 +1,212 @@
+"""The Hopper machine as the kernels use it: warpgroups, shared memory, barriers, layouts."""
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.utils import ir, llvm
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+THREADS = 128  # of a warpgroup
+ROWS = 64  # of a warpgroup's matrix product (WGMMA)
+
+# How a warpgroup's registers hold the result of a product, and a vector along its rows or columns.
+TILE = plgpu.Layout.WGMMA
+PER_ROW = TILE.reduce(1)
+PER_COLUMN = TILE.reduce(0)
+
+# Registers per thread: of the warpgroup that loads, of those that multiply, by the number of the
+# latter. Together at most 65,536.
+_REGISTERS = {1: (24, 240), 2: (40, 232), 3: (24, 160)}
+
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+
+
+def set_registers(workers: int, *, loads: bool) -> None:
+    """Moves registers from the warpgroup that loads to the `workers` that multiply."""
+    few, many = _REGISTERS[workers]
+    if loads:
+        plgpu.set_max_registers(few, action="decrease")
+    else:
+        plgpu.set_max_registers(many, action="increase")
+
+
+def tiles_of(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices [..., rows, columns], laid out for WGMMA and TMA."""
+    bits = jnp.finfo(dtype).bits
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (
+        plgpu.TilingTransform((8, 8 * swizzle // bits)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vectors_of(shape: tuple[int, ...]) -> Any:
+    """Shared memory for float32 vectors [..., length]."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def load(ref: Any, layout: Any, *, straight: bool = True) -> Array:
+    """The values of a reference in registers; straight: without conflicts of shared memory."""
+    index = ((),) if _LOAD_TAKES_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=straight)
+
+
+def rows_and_columns(shape: tuple[int, int], row: Array, column: Array) -> tuple[Array, Array]:
+    """Global indices of the entries of a tile that begins at (row, column)."""
+    down, across = (
+        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1)
+    )
+    return row + down, column + across
+
+
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    """A register array of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along_rows(x: Array, shape: tuple[int, int]) -> Array:
+    """[rows] for every column."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: Array, shape: tuple[int, int]) -> Array:
+    """[columns] for every row."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def as_operand(x: Array, memory: Any | None) -> Any:
+    """A left operand: the registers themselves, or `memory` that they are written to."""
+    if memory is None:
+        return x
+    memory[...] = x
+    plgpu.commit_smem()
+    return memory
+
+
+def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Array:
+    """total + left right, waited for."""
+
+    def product(out: Any) -> Array:
+        plgpu.wgmma(out, left, right)
+        return out[...]
+
+    if interpret:  # which knows no accumulator that begins with a value
+        return total + pl.run_scoped(product, accumulator(*total.shape))
+    return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers that a product adds to."""
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+class Turns:
+    """Warpgroups that multiply by turns, so that one does its softmax while another multiplies.
+
+    Named barriers of the machine, one per warpgroup: `wait` for one's turn, `pass_on` gives it to
+    the next. FlashAttention-3 (arXiv 2407.08608, section 3.1) calls it pingpong.
+    """
+
+    _FIRST = 8  # Mosaic GPU takes named barriers from 0 upwards
+
+    def __init__(self, workers: int, me: Array, *, on: bool) -> None:
+        self._workers, self._me, self._on = workers, me, on and workers > 1
+
+    def start(self) -> None:
+        """Before the first `wait`: warpgroup 0 begins."""
+        if self._on:
+            pl.when(self._me == self._workers - 1)(lambda: self._named("arrive", jnp.int32(0)))
+
+    def wait(self) -> None:
+        """Until it is this warpgroup's turn."""
+        if self._on:
+            self._named("sync", self._me)
+
+    def pass_on(self) -> None:
+        """The next warpgroup's turn."""
+        if self._on:
+            self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._workers)))
+
+    def end(self) -> None:
+        """After the last `pass_on`: nobody waits for a turn any more."""
+        if self._on:
+            pl.when(self._me == 0)(lambda: self._named("sync", jnp.int32(0)))
+
+    def _named(self, operation: str, index: Array) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+        def emit(_: Any, barrier: Any) -> None:
+            void = ir.Type.parse("!llvm.void")
+            text = f"bar.{operation} $0, {2 * THREADS};"
+            llvm.inline_asm(void, [barrier.registers[()]], text, "r", has_side_effects=True)
+
+        emit(index + self._FIRST)
+
+
+class Ring:
+    """Buffers in shared memory that one warpgroup fills and others read, over and over.
+
+    The n-th filling goes to buffer n modulo their number; it waits until every reader has released
+    what was there.
+    """
+
+    def __init__(self, refs: Any, size: int) -> None:
+        self._buffers, self._filled, self._free = refs
+        self._size = size
+
+    @staticmethod
+    def types(size: int, buffers: Sequence[Any], *, copies: int, readers: int) -> Any:
+        """The scratch types of a ring: buffers [size, ...], filled by `copies` at a time."""
+        return (
+            tuple(buffers),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=size),
+            plgpu.Barrier(num_arrivals=readers, num_barriers=size),
+        )
+
+    def _slot(self, n: Array | int) -> Array:
+        return lax.rem(jnp.int32(n), jnp.int32(self._size))
+
+    def fill(self, n: Array, *copies: tuple[Any, int, tuple[int, ...]]) -> None:
+        """The n-th filling, from copies (source, which buffer, where in it)."""
+        slot = self._slot(n)
+        pl.when(n >= self._size)(partial(plgpu.barrier_wait, self._free.at[slot]))
+        for source, buffer, place in copies:
+            target = self._buffers[buffer].at[(slot, *place)]
+            plgpu.copy_gmem_to_smem(source, target, self._filled.at[slot])
+
+    def drain(self, n: Array) -> None:
+        """After n fillings, the last: until every reader has released them all."""
+        for back in range(1, self._size + 1):
+            slot = self._slot(n - back)
+            pl.when(n >= back)(partial(plgpu.barrier_wait, self._free.at[slot]))
+
+    def wait(self, n: Array | int) -> None:
+        """Until the n-th filling is there."""
+        plgpu.barrier_wait(self._filled.at[self._slot(n)])
+
+    def release(self, n: Array | int) -> None:
+        """This reader needs the n-th filling no more."""
+        plgpu.barrier_arrive(self._free.at[self._slot(n)])
+
+    def get(self, n: Array | int, *place: Any, buffer: int = 0) -> Any:
+        """A reference to the n-th filling."""
+        return self._buffers[buffer].at[(self._slot(n), *place)]
+
+
+def interpreter(*, on: bool) -> dict[str, Any]:
+    """Options of a kernel that runs in Pallas' interpreter, with a check for races."""
+    return {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if on else {}
+
+
+def is_available() -> bool:
+    """Whether this JAX has what the kernels are written in."""
+    return jax.__version_info__ >= (0, 11)

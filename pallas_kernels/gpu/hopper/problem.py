@@ -1,0 +1,137 @@
+"""One attention call as the Hopper kernels see it: sizes, tiles, masks, parts of the arrays."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile
+from pallas_kernels.gpu.hopper.machine import rows_and_columns
+from pallas_kernels.gpu.hopper.schedule import Schedule
+
+LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes and arithmetic of a call.
+
+    Attributes:
+      spec: the call's static part.
+      batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
+      dtype: of q, k, v, dO and the gradients.
+      packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
+      sizes: the tiles.
+    """
+
+    spec: Spec
+    batch: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: np.dtype
+    packed: bool
+    sizes: BlockSizes
+
+    @classmethod
+    def of(cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes) -> "Problem":
+        """The problem of a call with these arrays; q and k may be the packed one."""
+        return cls(
+            spec=spec,
+            batch=q.shape[0],
+            rows=q.shape[1],
+            keys=k.shape[1],
+            heads=q.shape[-2],
+            kv_heads=k.shape[-2],
+            head_size=q.shape[-1],
+            dtype=np.dtype(q.dtype),
+            packed=q.ndim == 5,
+            sizes=sizes,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def log2_unit(self) -> float:
+        """exp(S) is 2 to the power of q·k times this."""
+        return self.spec.scale * LOG2E
+
+    @property
+    def scales_last(self) -> bool:
+        """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS · scale."""
+        return math.frexp(self.spec.scale)[0] == 0.5
+
+    def part(
+        self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
+    ) -> Any:
+        """`size` rows of one head of q (plane 0), k (1), v (2), or of an array like one of them."""
+        rows = pl.ds(start, size)
+        if len(ref.shape) == 5:
+            return ref.at[batch, rows, plane, head]
+        return ref.at[batch, rows, head]
+
+    def by_query(self, tile: Tile) -> Schedule:
+        """Query tiles, all heads."""
+        return self._schedule(-(-self.rows // tile.own), self.heads, longest_last=True)
+
+    def by_key(self, tile: Tile) -> Schedule:
+        """Key tiles, all key heads."""
+        return self._schedule(-(-self.keys // tile.own), self.kv_heads, longest_last=False)
+
+    def _schedule(self, tiles: int, heads: int, *, longest_last: bool) -> Schedule:
+        return Schedule(
+            tiles=tiles,
+            heads=heads,
+            batch=self.batch,
+            in_pairs=self.spec.is_causal,
+            longest_last=longest_last,
+            programs=self.sizes.programs,
+        )
+
+    def key_steps(self, first: Array, size: int, walk: int) -> tuple[Array, Array]:
+        """(full, end) for the rows first ... first + size − 1: they see the keys of steps before
+        `end`, all of them before `full`."""
+        full, end = jnp.int32(self.keys // walk), jnp.int32(-(-self.keys // walk))
+        if self.spec.is_causal:
+            full = jnp.minimum(full, lax.div(first + 1, jnp.int32(walk)))
+            end = jnp.minimum(end, lax.div(first + (size + walk - 1), jnp.int32(walk)))
+        return full, end
+
+    def query_steps(self, first: Array, walk: int) -> tuple[Array, Array]:
+        """(begin, end): the keys from `first` on are seen by queries of these steps."""
+        end = jnp.int32(-(-self.rows // walk))
+        if not self.spec.is_causal:
+            return jnp.int32(0), end
+        return jnp.minimum(lax.div(first, jnp.int32(walk)), end), end
+
+    def mask_keys(self, s: Array, row: Array, key: Array) -> Array:
+        """Scores [queries, keys] of the tile at (row, key), MASKED where a row does not see."""
+        rows, keys = rows_and_columns(s.shape, row, key)
+        return self._masked(s, rows, keys)
+
+    def mask_queries(self, s: Array, key: Array, row: Array) -> Array:
+        """Scores [keys, queries] of the tile at (key, row), MASKED where a row does not see."""
+        keys, rows = rows_and_columns(s.shape, key, row)
+        return self._masked(s, rows, keys)
+
+    def _masked(self, s: Array, rows: Array, keys: Array) -> Array:
+        seen = rows >= keys if self.spec.is_causal else keys < self.keys
+        if self.spec.is_causal and self.keys < self.rows:
+            seen = seen & (keys < self.keys)
+        return jnp.where(seen, s, MASKED)
+
+    def masks_steps(self, walk: int) -> bool:
+        """Whether some visited step of so many keys is not seen in full."""
+        return self.spec.is_causal or self.keys % walk != 0

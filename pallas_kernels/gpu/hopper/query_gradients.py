@@ -1,0 +1,290 @@
+"""The kernel of dQ, and of δ, which that of dK and dV reads.
+
+A warpgroup owns 64 query rows and walks over the key steps that they see. Rows have a program each
+and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on every
+run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.block_sizes import Tile
+from pallas_kernels.gpu.hopper.machine import (
+    COMPILER,
+    PER_ROW,
+    ROWS,
+    TILE,
+    Ring,
+    accumulator,
+    along_rows,
+    as_operand,
+    interpreter,
+    load,
+    set_registers,
+    tiles_of,
+    vectors_of,
+)
+from pallas_kernels.gpu.hopper.problem import Problem
+
+
+class Inputs(NamedTuple):
+    """q, k, v (or one packed array each), dO and the O that δ sees; two offsets [B, N, T].
+
+    `offset` is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient of lse, which
+    enters dS = P ∘ (dP − δ + dlse) beside δ.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    o: Any
+    offset: Any
+    dlse: Any
+
+
+class _Shared(NamedTuple):
+    """Shared memory: a ring of q, dO and O; rings of k and v; δ; dS where it is kept there."""
+
+    rows: Any
+    k: Any
+    v: Any
+    delta: Any
+    ds: Any
+
+
+_Q, _DO, _O = range(3)  # buffers of the ring of rows
+
+
+def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
+    """dQ, and what dS adds to dP, [B, N, T]: −δ + dlse, times scale unless `scales_last`.
+
+    Of a packed array, dQ is the first plane of an array like it; the others are not written.
+    """
+    tile = problem.sizes.query_gradients
+    workers, head = tile.warpgroups, problem.head_size
+    rows = (tile.slots, workers, ROWS, head)
+    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
+    ds = None
+    if problem.sizes.from_memory:
+        ds = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+    shared = _Shared(
+        Ring.types(
+            tile.slots,
+            [tiles_of(rows, dtype) for dtype in (problem.dtype, problem.dtype, x.o.dtype)],
+            copies=3 * workers,
+            readers=workers,
+        ),
+        Ring.types(tile.stages, [steps], copies=1, readers=workers),
+        Ring.types(tile.stages, [steps], copies=1, readers=workers),
+        vectors_of((workers, ROWS)),
+        ds,
+    )
+    kernel = plgpu.kernel(
+        partial(_kernel, problem=problem, tile=tile),
+        out_type=[
+            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+            jax.ShapeDtypeStruct(x.offset.shape, jnp.float32),
+        ],
+        scratch_types=[shared],
+        grid=(problem.by_query(tile).grid,),
+        grid_names=("program",),
+        num_threads=workers + 1,
+        thread_name="warpgroup",
+        compiler_params=COMPILER,
+        kernel_name="attention_query_gradients",
+        **interpreter(on=problem.sizes.interpret),
+    )
+    dq, dp_offset = kernel(*x)
+    return dq, dp_offset
+
+
+def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
+    x, (dq, dp_offset, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    shared = _Shared(
+        Ring(scratch.rows, tile.slots),
+        Ring(scratch.k, tile.stages),
+        Ring(scratch.v, tile.stages),
+        scratch.delta,
+        scratch.ds,
+    )
+    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
+    pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
+    pl.when(me < loader)(lambda: _multiply(x, dq, dp_offset, shared, problem, tile))
+
+
+def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, loads=True)
+    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+
+    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, steps = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+
+        def rows() -> None:
+            copies = []
+            for w in range(tile.warpgroups):
+                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
+                for buffer, ref in ((_Q, x.q), (_DO, x.do), (_O, x.o)):
+                    copies.append((problem.part(ref, *place), buffer, (w,)))
+            shared.rows.fill(tiles, *copies)
+
+        pl.when(turn.exists)(rows)
+        _, end = problem.key_steps(start, tile.own, tile.walk)
+        end = jnp.where(turn.exists, end, 0)
+        kv_head = lax.div(turn.head, jnp.int32(problem.group))
+
+        def keys(t: Array, n: Array) -> Array:
+            for ring, ref, plane in ((shared.k, x.k, 1), (shared.v, x.v, 2)):
+                part = problem.part(
+                    ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane
+                )
+                ring.fill(n, (part, 0, ()))
+            return n + 1
+
+        steps = lax.fori_loop(0, end, keys, steps)
+        return tiles + turn.exists.astype(jnp.int32), steps
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
+    shared.rows.drain(tiles)
+    shared.k.drain(steps)
+    shared.v.drain(steps)
+
+
+def _multiply(
+    x: Inputs, dq: Any, dp_offset: Any, shared: _Shared, problem: Problem, tile: Tile
+) -> None:
+    set_registers(tile.warpgroups, loads=False)
+    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+    me = lax.axis_index("warpgroup")
+
+    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, steps = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+        _, last = problem.key_steps(start, tile.own, tile.walk)
+        row = start + me * ROWS
+        full, end = problem.key_steps(row, ROWS, tile.walk)
+
+        def differentiate() -> None:
+            # A warpgroup beyond the last row reads the last ones instead, and stores nothing.
+            inside = pl.ds(jnp.minimum(row, problem.rows - ROWS), ROWS)
+            offset, dlse = (
+                load(ref.at[turn.batch, turn.head, inside], PER_ROW, straight=False)
+                for ref in (x.offset, x.dlse)
+            )
+            shared.rows.wait(tiles)
+            o, do = (
+                load(shared.rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32)
+                for buffer in (_O, _DO)
+            )
+            of_dp = dlse - (o * do).sum(axis=1)  # −δ
+            if not problem.scales_last:
+                of_dp = of_dp * np.float32(problem.spec.scale)
+            shared.delta[me] = of_dp
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                shared.delta.at[me], dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
+            )
+            walk = _Walk(problem, tile, shared, me, tiles, steps, row, full, offset, of_dp)
+            total = pl.run_scoped(
+                partial(walk.run, end=end), accumulator(ROWS, problem.head_size)
+            )
+            walk.skip(end, last)
+            if problem.scales_last:
+                total = total * np.float32(problem.spec.scale)
+            memory = shared.rows.get(tiles, me, buffer=_Q)
+            memory[...] = total.astype(problem.dtype)
+            plgpu.commit_smem()
+            part = problem.part(dq, turn.batch, row, ROWS, turn.head)
+            plgpu.copy_smem_to_gmem(memory, part)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            shared.rows.release(tiles)
+
+        pl.when(turn.exists)(differentiate)
+        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
+
+    lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _Walk(NamedTuple):
+    """64 query rows of a warpgroup, which walk over key steps.
+
+    `tiles` and `steps` count what the program has done before; steps before `full` take no mask.
+    `offset` and `of_dp` [64]: what the exponent of P and dS add.
+    """
+
+    problem: Problem
+    tile: Tile
+    shared: _Shared
+    me: Array
+    tiles: Array
+    steps: Array
+    row: Array
+    full: Array
+    offset: Array
+    of_dp: Array
+
+    def run(self, dq: Any, *, end: Array) -> Array:
+        """Σ dS k over the steps before `end`."""
+        lax.fori_loop(0, end, lambda t, _: self._step(t, dq), None)
+        total = plgpu.wgmma_accumulator_load(dq, wait_n=0)
+        if self.tile.ahead:
+            self.shared.k.release(self.steps + end - 1)
+        return total
+
+    def _step(self, t: Array, dq: Any) -> None:
+        n, shape = self.steps + t, (ROWS, self.tile.walk)
+        probs, dp = pl.run_scoped(
+            partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
+        )
+        self.shared.v.release(n)
+        of_dp = along_rows(self.of_dp, shape)
+        if not self.problem.scales_last:
+            dp = dp * np.float32(self.problem.spec.scale)
+        ds = (probs * (dp + of_dp)).astype(self.problem.dtype)
+        memory = None if self.shared.ds is None else self.shared.ds.at[self.me]
+        plgpu.wgmma(dq, as_operand(ds, memory), self.shared.k.get(n))
+        if not self.tile.ahead:
+            plgpu.wgmma_wait(0)
+            self.shared.k.release(n)
+
+    def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
+        """P and dP of step t, not rounded."""
+        n, rows = self.steps + t, self.shared.rows
+        self.shared.k.wait(n)
+        plgpu.wgmma(s_sum, rows.get(self.tiles, self.me, buffer=_Q), self.shared.k.get(n).T)
+        self.shared.v.wait(n)
+        plgpu.wgmma(dp_sum, rows.get(self.tiles, self.me, buffer=_DO), self.shared.v.get(n).T)
+        s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
+        if self.tile.ahead:  # the last step's product has ended too
+            pl.when(t > 0)(lambda: self.shared.k.release(n - 1))
+        log2_p = s * np.float32(self.problem.log2_unit) + along_rows(self.offset, s.shape)
+        if self.problem.masks_steps(self.tile.walk):
+            mask = partial(self.problem.mask_keys, log2_p, self.row, t * self.tile.walk)
+            log2_p = lax.cond(t >= self.full, mask, lambda: log2_p)
+        probs = jnp.exp2(log2_p)
+        return probs, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+
+    def skip(self, end: Array, last: Array) -> None:
+        """Goes past the steps that only other warpgroups of the program see."""
+        if self.tile.own <= self.tile.walk and self.tile.walk % self.tile.own == 0:
+            return  # all of them end with the same step
+
+        def step(t: Array, _: None) -> None:
+            for ring in (self.shared.k, self.shared.v):
+                ring.wait(self.steps + t)
+                ring.release(self.steps + t)
+
+        lax.fori_loop(end, last, step, None)
