@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic.request import (
@@ -32,7 +31,7 @@ from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.machine import ROWS, is_available
-from pallas_kernels.gpu.hopper.problem import LOG2E, Problem
+from pallas_kernels.gpu.hopper.problem import Problem
 
 HEAD_SIZES = (64, 128)
 KEYS_PER_STEP = (64, 128)
@@ -127,7 +126,7 @@ _Arrays = tuple[Array, ...]
 class _Residuals(NamedTuple):
     arrays: _Arrays
     o_saved: Array
-    lse: Array
+    offset: Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -140,15 +139,14 @@ def _forward(arrays: _Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residua
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     out = forward(q, k, v, _problem(q, k, spec))
     saved = out.o if out.unrounded is None else out.unrounded
-    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.lse)
+    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
 
 
 def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[_Arrays]:
     do, dlse = first_order_only(cotangents, "hopper")
-    arrays, o_saved, lse = res
+    arrays, o_saved, offset = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     problem = _problem(q, k, spec)
-    offset = lse * np.float32(-LOG2E)
     inputs = by_query.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
     dq, dp_offset = by_query.query_gradients(inputs, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
@@ -171,6 +169,7 @@ def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
     if spec.block_sizes is None:
         kv_block = spec.numerics.kv_block
         assert kv_block != "all"  # `unsupported` declines it
-        return default_block_sizes(head_size, kv_block=kv_block)
+        wide = spec.numerics.saved_dtype is not None
+        return default_block_sizes(head_size, kv_block=kv_block, saves_float32=wide)
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

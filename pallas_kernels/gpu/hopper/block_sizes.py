@@ -7,7 +7,7 @@ from pallas_kernels.gpu.hopper.machine import ROWS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One kernel's tiles and how it is scheduled.
+    """One kernel's tiles and how deep it loads ahead.
 
     A program owns `warpgroups` tiles of 64 rows (queries, or keys for dK and dV) and walks over
     the other side.
@@ -17,8 +17,6 @@ class Tile:
       walk: keys (for dK and dV: queries) of a step of the walk, 64 or 128.
       stages: steps whose operands are in shared memory at once, at least 1.
       slots: tiles whose own operands are, 1 or 2.
-      ahead: a warpgroup starts the next product before it has finished the last one.
-      turns: warpgroups multiply by turns.
 
     Raises:
       ValueError: a size out of range.
@@ -28,17 +26,14 @@ class Tile:
     walk: int = 128
     stages: int = 2
     slots: int = 2
-    ahead: bool = True
-    turns: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": (64, 128), "slots": (1, 2)}
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
-        least = 2 if self.ahead else 1
-        if self.stages < least:
-            raise ValueError(f"stages must be at least {least}, got {self.stages}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
 
     @property
     def own(self) -> int:
@@ -55,39 +50,41 @@ class BlockSizes:
       query_gradients: dQ and δ.
       key_gradients: dK and dV.
       programs: how many run at once, each on its multiprocessor.
-      interpret: run the kernels in Pallas' interpreter, on any platform: for tests.
-      from_memory: products take P and dS from shared memory instead of registers: for tests, and
-        needed by the interpreter. No tile may then be `ahead`, nor take `turns` in the interpreter.
-
-    Raises:
-      ValueError: options that exclude each other.
+      from_memory: products take P and dS from shared memory instead of registers, one after the
+        other: for tests. The bits are the same.
+      interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
     """
 
     forward: Tile
     query_gradients: Tile
     key_gradients: Tile
     programs: int = 132
-    interpret: bool = False
     from_memory: bool = False
+    interpret: bool = False
 
     def __post_init__(self) -> None:
-        tiles = (self.forward, self.query_gradients, self.key_gradients)
-        if self.from_memory and any(tile.ahead for tile in tiles):
-            raise ValueError("from_memory=True needs tiles with ahead=False")
-        if self.interpret and (not self.from_memory or any(tile.turns for tile in tiles)):
-            raise ValueError("interpret=True needs from_memory=True and tiles with turns=False")
+        if self.interpret:
+            object.__setattr__(self, "from_memory", True)
 
 
-def default_block_sizes(head_size: int, *, kv_block: int | None = None) -> BlockSizes:
-    """The tiles of a head size; kv_block: keys of an online-softmax step, None for the fastest."""
+def default_block_sizes(
+    head_size: int, *, kv_block: int | None = None, saves_float32: bool = False
+) -> BlockSizes:
+    """The tiles of a head size, tuned on one NVIDIA H200.
+
+    Args:
+      head_size: 64 or 128.
+      kv_block: keys of an online-softmax step, None for the fastest.
+      saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
+    """
     if head_size <= 64:
         return BlockSizes(
-            forward=Tile(walk=kv_block or 128, turns=True),
-            query_gradients=Tile(walk=128),
-            key_gradients=Tile(walk=64, stages=3),
+            forward=Tile(walk=kv_block or 128),
+            query_gradients=Tile(),
+            key_gradients=Tile(),
         )
     return BlockSizes(
-        forward=Tile(walk=kv_block or 128, turns=True),
-        query_gradients=Tile(walk=64, stages=3, slots=1),
+        forward=Tile(walk=kv_block or 128, slots=1 if saves_float32 else 2),
+        query_gradients=Tile(walk=64, stages=2 if saves_float32 else 3, slots=1),
         key_gradients=Tile(walk=64, slots=1),
     )

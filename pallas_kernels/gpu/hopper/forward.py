@@ -2,9 +2,9 @@
 
 A warpgroup owns 64 query rows and walks over the key steps that they see (FlashAttention-2, arXiv
 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄ and O
-rounded: Ō, m and l stay in float32 registers. `ahead` is FlashAttention-3's second pipeline (arXiv
-2407.08608, Algorithm 2): S of step t is multiplied before P̄V of step t − 1, which runs during the
-softmax of step t.
+rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-3 (arXiv 2407.08608)
+hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is multiplied before
+P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2).
 """
 
 from functools import partial
@@ -22,6 +22,7 @@ from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
+    LANES,
     PER_ROW,
     ROWS,
     TILE,
@@ -31,35 +32,38 @@ from pallas_kernels.gpu.hopper.machine import (
     add_product,
     along_rows,
     as_operand,
+    by_lane,
     constant,
     interpreter,
     set_registers,
     tiles_of,
     vectors_of,
 )
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import LOG2E, Problem
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H], lse [B, N, T], O before its rounding, float32, or None."""
+    """O [B, T, N, H]; lse and −lse·log2(e) [B, N, T]; O before its rounding, float32, or None."""
 
     o: Any
     lse: Any
+    offset: Any
     unrounded: Any = None
 
 
 class _Shared(NamedTuple):
-    """Shared memory: rings of q (where O goes later), k and v; lse; P̄ where it is kept there."""
+    """Shared memory: rings of q (where O goes later), k and v; lse and offset; P̄, O unrounded."""
 
     q: Any
     k: Any
     v: Any
-    lse: Any
+    statistics: Any
     probs: Any
+    unrounded: Any
 
 
 class _Rows(NamedTuple):
-    """Running m and l [64] and the step's P̄ [64, keys] and α [64]."""
+    """Running m [64] and l [64, LANES], in parts; the step's P̄ [64, keys] and α [64]."""
 
     m: Array
     l: Array
@@ -71,17 +75,16 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     """Runs the kernel; q, k and v may be one packed array."""
     tile, n = problem.sizes.forward, problem.spec.numerics
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
-    out: list[Any] = [
-        jax.ShapeDtypeStruct(shape, problem.dtype),
-        jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.rows), jnp.float32),
-    ]
+    workers, head = tile.warpgroups, problem.head_size
+    statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.rows), jnp.float32)
+    out: list[Any] = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
+    unrounded = probs = None
     if n.saved_dtype is not None:
         out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
-    workers, head = tile.warpgroups, problem.head_size
-    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
-    probs = None
+        unrounded = tiles_of((workers, ROWS, head), n.saved_dtype)
     if problem.sizes.from_memory:
         probs = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
     shared = _Shared(
         Ring.types(
             tile.slots,
@@ -91,8 +94,9 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         ),
         Ring.types(tile.stages, [steps], copies=1, readers=workers),
         Ring.types(tile.stages, [steps], copies=1, readers=workers),
-        vectors_of((workers, ROWS)),
+        vectors_of((2, workers, ROWS)),
         probs,
+        unrounded,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -113,12 +117,8 @@ def _kernel(
     q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile
 ) -> None:
     *out, refs = out_and_shared
-    shared = _Shared(
-        Ring(refs.q, tile.slots),
-        Ring(refs.k, tile.stages),
-        Ring(refs.v, tile.stages),
-        refs.lse,
-        refs.probs,
+    shared = refs._replace(
+        q=Ring(refs.q, tile.slots), k=Ring(refs.k, tile.stages), v=Ring(refs.v, tile.stages)
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     pl.when(me == loader)(lambda: _load(q, k, v, shared, problem, tile))
@@ -168,7 +168,7 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(tile.warpgroups, me, on=tile.turns)
+    turns = Turns(tile.warpgroups, me, on=not problem.sizes.from_memory)
     turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -216,30 +216,22 @@ class _Walk(NamedTuple):
         """m, l and Ō after the last step."""
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
         self.shared.q.wait(self.tiles)
-        return self._run_ahead(acc) if self.tile.ahead else self._run_in_order(acc)
+        return self._run_in_order(acc) if self.shared.probs is not None else self._run_ahead(acc)
 
     def _run_in_order(self, acc: Array) -> tuple[_Rows, Array]:
+        """One product after the other, P̄ from shared memory: for tests."""
         self._free_last_output()
+        probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
 
         def step(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             acc, m, l = carry
-            self.shared.k.wait(self.steps + t)
-            self.turns.wait()
-
-            def scores(out: Any) -> Array:
-                self._multiply_scores(out, t)
-                self.turns.pass_on()
-                return out[...]
-
-            s = pl.run_scoped(scores, accumulator(ROWS, self.tile.walk))
-            self.shared.k.release(self.steps + t)
-            rows = self._softmax(s, t, m, l)
+            n = self.steps + t
+            rows = self._softmax(self._scores(t), t, m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
-            self.shared.v.wait(self.steps + t)
-            left = as_operand(rows.probs, self._probs_memory)
-            interpret = self.problem.sizes.interpret
-            acc = add_product(acc, left, self.shared.v.get(self.steps + t), interpret=interpret)
-            self.shared.v.release(self.steps + t)
+            self.shared.v.wait(n)
+            left = as_operand(rows.probs, probs)
+            acc = add_product(acc, left, self.shared.v.get(n), interpret=interpret)
+            self.shared.v.release(n)
             return acc, rows.m, rows.l
 
         acc, m, l = lax.fori_loop(0, self.end, step, (acc, *self._no_key_yet()))
@@ -247,17 +239,7 @@ class _Walk(NamedTuple):
 
     def _run_ahead(self, acc: Array) -> tuple[_Rows, Array]:
         first = jnp.int32(0)
-        self.shared.k.wait(self.steps)
-        self.turns.wait()
-
-        def scores(out: Any) -> Array:
-            self._multiply_scores(out, first)
-            self.turns.pass_on()
-            return out[...]
-
-        s = pl.run_scoped(scores, accumulator(ROWS, self.tile.walk))
-        self.shared.k.release(self.steps)
-        rows = self._softmax(s, first, *self._no_key_yet())
+        rows = self._softmax(self._scores(first), first, *self._no_key_yet())
         self._free_last_output()
 
         def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
@@ -290,13 +272,23 @@ class _Walk(NamedTuple):
         self.shared.v.release(last)
         return rows, acc
 
-    @property
-    def _probs_memory(self) -> Any:
-        return None if self.shared.probs is None else self.shared.probs.at[self.me]
-
     @staticmethod
     def _no_key_yet() -> tuple[Array, Array]:
-        return constant((ROWS,), MASKED, PER_ROW), constant((ROWS,), 0, PER_ROW)
+        return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
+
+    def _scores(self, t: Array) -> Array:
+        """q kᵀ of step t, waited for."""
+        self.shared.k.wait(self.steps + t)
+        self.turns.wait()
+
+        def product(out: Any) -> Array:
+            self._multiply_scores(out, t)
+            self.turns.pass_on()
+            return out[...]
+
+        s = pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+        self.shared.k.release(self.steps + t)
+        return s
 
     def _multiply_scores(self, out: Any, t: Array) -> None:
         """out += q kᵀ of step t."""
@@ -309,11 +301,12 @@ class _Walk(NamedTuple):
         if problem.masks_steps(walk):
             mask = partial(problem.mask_keys, s, self.row, t * walk)
             s = lax.cond(t >= self.full, mask, lambda: s)
-        r_m = s.max(axis=1)
+        r_m = by_lane(jnp.maximum, s).max(axis=1)
 
         def is_repeated(s: Array, tolerance: float) -> Array:
-            below = along_rows(r_m, s.shape) - np.float32(tolerance)
-            return jnp.where(s >= below, np.float32(1), np.float32(0)).sum(axis=1) > 1
+            least = along_rows(r_m, s.shape) - np.float32(tolerance)
+            near = jnp.where(s >= least, np.float32(1), np.float32(0))
+            return by_lane(jnp.add, near).sum(axis=1) > 1
 
         # The rule looks at S − r_m only to count ties, which S itself shows as well.
         rule, unit = problem.spec.row_max, problem.spec.scale
@@ -323,7 +316,7 @@ class _Walk(NamedTuple):
         # One multiply-add per entry. Its error is that of m·log2(e), the same for a whole row: it
         # cancels in Ō / l.
         probs = jnp.exp2(s * to_log2 - along_rows(new * to_log2, s.shape))
-        l = alpha * l + probs.sum(axis=1)
+        l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
         return _Rows(new, l, probs.astype(problem.dtype), alpha)
 
     def _free_last_output(self) -> None:
@@ -351,17 +344,20 @@ class _Walk(NamedTuple):
 
     def store(self, out: Outputs, rows: _Rows, acc: Array, batch: Array, head: Array) -> None:
         """Divides by l and stores; O leaves through the memory of its q."""
-        o = acc / along_rows(rows.l, acc.shape)
-        place = (batch, self.row, ROWS, head)
-        if out.unrounded is not None:
-
-            def store() -> None:
-                self.problem.part(out.unrounded, *place)[...] = o
-
-            pl.when(self.row < self.problem.rows)(store)
-        memory, lse = self.shared.q.get(self.tiles, self.me), self.shared.lse.at[self.me]
+        l = rows.l.sum(axis=1)
+        o = acc / along_rows(l, acc.shape)
+        memory, unrounded = self.shared.q.get(self.tiles, self.me), self.shared.unrounded
         memory[...] = o.astype(self.problem.dtype)
-        lse[...] = rows.m * np.float32(self.problem.spec.scale) + jnp.log(rows.l)
+        place = (batch, self.row, ROWS, head)
+        copies = [(memory, self.problem.part(out.o, *place))]
+        if unrounded is not None:
+            unrounded.at[self.me][...] = o
+            copies.append((unrounded.at[self.me], self.problem.part(out.unrounded, *place)))
+        lse = rows.m * np.float32(self.problem.spec.scale) + jnp.log(l)
+        for i, (ref, x) in enumerate(((out.lse, lse), (out.offset, lse * np.float32(-LOG2E)))):
+            vector = self.shared.statistics.at[i, self.me]
+            vector[...] = x
+            copies.append((vector, ref.at[batch, head, pl.ds(self.row, ROWS)]))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(memory, self.problem.part(out.o, *place), commit_group=False)
-        plgpu.copy_smem_to_gmem(lse, out.lse.at[batch, head, pl.ds(self.row, ROWS)])
+        for source, target in copies:
+            plgpu.copy_smem_to_gmem(source, target)

@@ -110,11 +110,10 @@ def key_gradients(x: Inputs, problem: Problem, gradients: Any | None = None) -> 
 def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
     dk, dv = out * 2 if problem.packed else out
-    shared = _Shared(
-        Ring(scratch.keys, tile.slots),
-        Ring(scratch.q, tile.stages),
-        Ring(scratch.do, tile.stages),
-        scratch.operand,
+    shared = scratch._replace(
+        keys=Ring(scratch.keys, tile.slots),
+        q=Ring(scratch.q, tile.stages),
+        do=Ring(scratch.do, tile.stages),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
@@ -211,37 +210,30 @@ class _Walk(NamedTuple):
     key: Array
     kv_head: Array
 
-    def run(self, dk: Any, dv: Any) -> tuple[Array, Array]:
+    def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
         end = self.steps.count * self.problem.group
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
-        total = plgpu.wgmma_accumulator_load(dk, wait_n=0)
-        if self.tile.ahead:
-            self.shared.q.release(self.steps.first + end - 1)
-        return total, plgpu.wgmma_accumulator_load(dv, wait_n=None)
+        return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
 
     def _step(self, t: Array, dk: Any, dv: Any) -> None:
         n, shape, problem = self.steps.first + t, (ROWS, self.tile.walk), self.problem
         q, do = self.shared.q, self.shared.do
-        probs, dp = pl.run_scoped(
-            partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
+        probs, shifted_dp = pl.run_scoped(
+            partial(self._factors_of_ds, t), accumulator(*shape), accumulator(*shape)
         )
         memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
         plgpu.wgmma(dv, as_operand(probs.astype(problem.dtype), memory), do.get(n))
-        of_dp = along_columns(load(do.get(n, buffer=1), PER_COLUMN, straight=False), shape)
-        if not problem.scales_last:
-            dp = dp * np.float32(problem.spec.scale)
-        ds = (probs * (dp + of_dp)).astype(problem.dtype)
+        ds = (probs * shifted_dp).astype(problem.dtype)
         if memory is not None:
             plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
         plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
-        plgpu.wgmma_wait(1 if self.tile.ahead else 0)
+        plgpu.wgmma_wait(0)
         do.release(n)
-        if not self.tile.ahead:
-            q.release(n)
+        q.release(n)
 
-    def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
-        """Pᵀ and dPᵀ of the t-th step, not rounded."""
+    def _factors_of_ds(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
+        """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last."""
         n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
         _, step = self.steps.of(t, self.kv_head, problem.group)
         row = step * self.tile.walk
@@ -251,12 +243,15 @@ class _Walk(NamedTuple):
         do.wait(n)
         plgpu.wgmma(dp_sum, v, do.get(n).T)
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-        if self.tile.ahead:  # the last step's product has ended too
-            pl.when(t > 0)(lambda: q.release(n - 1))
         offset = along_columns(load(q.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
         log2_p = s * np.float32(problem.log2_unit) + offset
         if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
             mask = partial(problem.mask_queries, log2_p, self.key, row)
             log2_p = lax.cond(self.key + (ROWS - 1) > row, mask, lambda: log2_p)
         probs = jnp.exp2(log2_p)
-        return probs, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+        dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+        if not problem.scales_last:
+            dp = dp * np.float32(problem.spec.scale)
+        # Added before P is rounded: its registers are free when those of the rounded P are needed.
+        of_dp = along_columns(load(do.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
+        return probs, dp + of_dp

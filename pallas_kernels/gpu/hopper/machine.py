@@ -1,7 +1,7 @@
 """The Hopper machine as the kernels use it: warpgroups, shared memory, barriers, layouts."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,11 @@ PER_COLUMN = TILE.reduce(0)
 # latter. Together at most 65,536.
 _REGISTERS = {1: (24, 240), 2: (40, 232), 3: (24, 160)}
 
-COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER = plgpu.CompilerParams(
+    approx_math=True,
+    unsafe_no_auto_barriers=True,  # no memory is written and read by the same warpgroup unsynced
+    reduction_scratch_bytes=512,  # no reduction crosses warps
+)
 
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
@@ -82,6 +86,21 @@ def along_rows(x: Array, shape: tuple[int, int]) -> Array:
 def along_columns(x: Array, shape: tuple[int, int]) -> Array:
     """[columns] for every row."""
     return lax.broadcast_in_dim(x, shape, [1])
+
+
+# Columns that a thread holds next to each other, times the threads of a row.
+LANES = 8
+
+
+def by_lane(combine: Callable[[Array, Array], Array], x: Array) -> Array:
+    """[rows, columns] combined to [rows, LANES], of columns that are equal modulo LANES.
+
+    Halves are combined with halves: neither a chain of dependent instructions, as Mosaic's own
+    reductions are, nor an exchange between threads.
+    """
+    while (columns := x.shape[1]) > LANES:
+        x = combine(x[:, : columns // 2], x[:, columns // 2 :])
+    return x
 
 
 def as_operand(x: Array, memory: Any | None) -> Any:

@@ -103,7 +103,8 @@ class Problem:
     def key_steps(self, first: Array, size: int, walk: int) -> tuple[Array, Array]:
         """(full, end) for the rows first ... first + size − 1: they see the keys of steps before
         `end`, all of them before `full`."""
-        full, end = jnp.int32(self.keys // walk), jnp.int32(-(-self.keys // walk))
+        # Not constants: Mosaic GPU's loops take none that JAX has made literals of.
+        full, end = (first * 0 + n for n in (self.keys // walk, -(-self.keys // walk)))
         if self.spec.is_causal:
             full = jnp.minimum(full, lax.div(first + 1, jnp.int32(walk)))
             end = jnp.minimum(end, lax.div(first + (size + walk - 1), jnp.int32(walk)))
@@ -111,9 +112,9 @@ class Problem:
 
     def query_steps(self, first: Array, walk: int) -> tuple[Array, Array]:
         """(begin, end): the keys from `first` on are seen by queries of these steps."""
-        end = jnp.int32(-(-self.rows // walk))
+        end = first * 0 + (-(-self.rows // walk))
         if not self.spec.is_causal:
-            return jnp.int32(0), end
+            return first * 0, end
         return jnp.minimum(lax.div(first, jnp.int32(walk)), end), end
 
     def mask_keys(self, s: Array, row: Array, key: Array) -> Array:

@@ -26,6 +26,7 @@ from pallas_kernels.gpu.hopper.machine import (
     accumulator,
     along_rows,
     as_operand,
+    by_lane,
     interpreter,
     load,
     set_registers,
@@ -109,12 +110,10 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
 
 def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     x, (dq, dp_offset, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
-    shared = _Shared(
-        Ring(scratch.rows, tile.slots),
-        Ring(scratch.k, tile.stages),
-        Ring(scratch.v, tile.stages),
-        scratch.delta,
-        scratch.ds,
+    shared = scratch._replace(
+        rows=Ring(scratch.rows, tile.slots),
+        k=Ring(scratch.k, tile.stages),
+        v=Ring(scratch.v, tile.stages),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
@@ -188,7 +187,7 @@ def _multiply(
                 load(shared.rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32)
                 for buffer in (_O, _DO)
             )
-            of_dp = dlse - (o * do).sum(axis=1)  # −δ
+            of_dp = dlse - by_lane(jnp.add, o * do).sum(axis=1)  # −δ
             if not problem.scales_last:
                 of_dp = of_dp * np.float32(problem.spec.scale)
             shared.delta[me] = of_dp
@@ -239,10 +238,7 @@ class _Walk(NamedTuple):
     def run(self, dq: Any, *, end: Array) -> Array:
         """Σ dS k over the steps before `end`."""
         lax.fori_loop(0, end, lambda t, _: self._step(t, dq), None)
-        total = plgpu.wgmma_accumulator_load(dq, wait_n=0)
-        if self.tile.ahead:
-            self.shared.k.release(self.steps + end - 1)
-        return total
+        return plgpu.wgmma_accumulator_load(dq, wait_n=None)
 
     def _step(self, t: Array, dq: Any) -> None:
         n, shape = self.steps + t, (ROWS, self.tile.walk)
@@ -256,9 +252,8 @@ class _Walk(NamedTuple):
         ds = (probs * (dp + of_dp)).astype(self.problem.dtype)
         memory = None if self.shared.ds is None else self.shared.ds.at[self.me]
         plgpu.wgmma(dq, as_operand(ds, memory), self.shared.k.get(n))
-        if not self.tile.ahead:
-            plgpu.wgmma_wait(0)
-            self.shared.k.release(n)
+        plgpu.wgmma_wait(0)
+        self.shared.k.release(n)
 
     def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
         """P and dP of step t, not rounded."""
@@ -268,8 +263,6 @@ class _Walk(NamedTuple):
         self.shared.v.wait(n)
         plgpu.wgmma(dp_sum, rows.get(self.tiles, self.me, buffer=_DO), self.shared.v.get(n).T)
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-        if self.tile.ahead:  # the last step's product has ended too
-            pl.when(t > 0)(lambda: self.shared.k.release(n - 1))
         log2_p = s * np.float32(self.problem.log2_unit) + along_rows(self.offset, s.shape)
         if self.problem.masks_steps(self.tile.walk):
             mask = partial(self.problem.mask_keys, log2_p, self.row, t * self.tile.walk)

@@ -70,6 +70,6 @@ class Schedule:
         far = self.tiles - 1 - near
         long, short = (far, near) if self.longest_last else (near, far)
         if not self.in_pairs:
-            return Turn(long, head, batch, jnp.bool_(True))
+            return Turn(long, head, batch, batch < self.batch)
         # The middle one of an odd number of tiles is its own partner.
         return Turn(jnp.where(second == 0, long, short), head, batch, (second == 0) | (near != far))
