@@ -22,33 +22,40 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
 
-# The fastest of ours on a platform, as JAX names it; `tiled` on any other.
-FASTEST: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu), "tpu": ("tpu", tpu)}
+# What serves every preset on a platform, as JAX names it; `tiled` on any other.
+GENERAL: dict[str, tuple[str, ModuleType]] = {"gpu": ("gpu", gpu), "tpu": ("tpu", tpu)}
+
+_HOPPER = ("hopper", hopper)  # serves some
 
 
 def implementation(platform: str) -> tuple[str, ModuleType]:
-    """Name and module of the implementation that is timed on a platform."""
-    return FASTEST.get(platform, ("tiled", tiled))
+    """Name and module of the general implementation that is timed on a platform."""
+    return GENERAL.get(platform, ("tiled", tiled))
 
 
 def presets(platform: str) -> Iterator[JaxCandidate]:
     """`gpu flash`, `gpu flash dynamic_max`, ...; a preset's own rule is the standard one."""
+    if platform == "gpu":
+        for preset in ("flash", "float32_output"):
+            yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
+        yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
     for preset, numerics in PRESETS.items():
-        yield _candidate(platform, preset, numerics, StandardMax())
+        yield _candidate(implementation(platform), preset, numerics, StandardMax())
     for preset in ("flash", "published"):
         for rule, row_max in ROW_MAX_RULES.items():
             if row_max is not StandardMax:
                 name = f"{preset} {rule.removesuffix('_max')}_max"
-                yield _candidate(platform, name, PRESETS[preset], row_max())
+                yield _candidate(implementation(platform), name, PRESETS[preset], row_max())
 
 
 def steps(platform: str) -> Iterator[JaxCandidate]:
     """Presets in steps of another length, to show the cost of a step of several tiles."""
     for preset, kv_block in (("flash", 512), ("published", 64)):
         numerics = PRESETS[preset].replace(kv_block=kv_block)
-        yield _candidate(platform, f"{preset} kv_block={kv_block}", numerics, StandardMax())
+        yield _candidate(implementation(platform), f"{preset} kv_block={kv_block}", numerics, StandardMax())
 
 
 def points(platform: str) -> Iterator[JaxCandidate]:
@@ -56,11 +63,13 @@ def points(platform: str) -> Iterator[JaxCandidate]:
     for point in POINTS:
         if getattr(FLASH, point) == getattr(EXACT, point):
             numerics = FLASH.replace(**{point: "bfloat16"})
-            yield _candidate(platform, f"flash + {point}", numerics, StandardMax())
+            yield _candidate(implementation(platform), f"flash + {point}", numerics, StandardMax())
 
 
-def _candidate(platform: str, name: str, numerics: Numerics, row_max: RowMax) -> JaxCandidate:
-    prefix, module = implementation(platform)
+def _candidate(
+    implementation: tuple[str, ModuleType], name: str, numerics: Numerics, row_max: RowMax
+) -> JaxCandidate:
+    prefix, module = implementation
     attention = functools.partial(_attention, module, numerics, row_max)
     return JaxCandidate(f"{prefix} {name}", attention)
 

@@ -198,7 +198,7 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
 
     implementation = settings.attention.implementation
     # The GPU kernels alone read q, k and v as one product gives them.
-    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu")
+    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu", "hopper")
 
     def chosen(function: Callable[..., Any]) -> Attend:
         return Attend(functools.partial(function, implementation=implementation), packed)

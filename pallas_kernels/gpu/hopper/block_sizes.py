@@ -17,6 +17,7 @@ class Tile:
       walk: keys (for dK and dV: queries) of a step of the walk, 64 or 128.
       stages: steps whose operands are in shared memory at once, at least 1.
       slots: tiles whose own operands are, 1 or 2.
+      turns: warpgroups start their products by turns.
 
     Raises:
       ValueError: a size out of range.
@@ -26,6 +27,7 @@ class Tile:
     walk: int = 128
     stages: int = 2
     slots: int = 2
+    turns: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": (64, 128), "slots": (1, 2)}
@@ -51,7 +53,7 @@ class BlockSizes:
       key_gradients: dK and dV.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
-        other: for tests. The bits are the same.
+        other and without turns: for tests. The bits are the same.
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
     """
 
@@ -79,12 +81,12 @@ def default_block_sizes(
     """
     if head_size <= 64:
         return BlockSizes(
-            forward=Tile(walk=kv_block or 128),
+            forward=Tile(walk=kv_block or 128, turns=True),
             query_gradients=Tile(),
             key_gradients=Tile(),
         )
     return BlockSizes(
-        forward=Tile(walk=kv_block or 128, slots=1 if saves_float32 else 2),
+        forward=Tile(walk=kv_block or 128, slots=1 if saves_float32 else 2, turns=True),
         query_gradients=Tile(walk=64, stages=2 if saves_float32 else 3, slots=1),
         key_gradients=Tile(walk=64, slots=1),
     )

@@ -168,7 +168,7 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(tile.warpgroups, me, on=not problem.sizes.from_memory)
+    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
     turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:

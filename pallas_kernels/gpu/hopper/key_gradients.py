@@ -22,6 +22,7 @@ from pallas_kernels.gpu.hopper.machine import (
     PER_COLUMN,
     ROWS,
     Ring,
+    Turns,
     accumulator,
     along_columns,
     as_operand,
@@ -168,6 +169,8 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_key(tile)
     me = lax.axis_index("warpgroup")
+    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
+    turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, first = done
@@ -175,7 +178,7 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
         start = turn.tile * tile.own
         steps = _steps(problem, tile, start, turn.exists, first)
         key = start + me * ROWS
-        walk = _Walk(problem, tile, shared, me, tiles, steps, key, turn.head)
+        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn.head)
 
         def differentiate() -> None:
             shared.keys.wait(tiles)
@@ -195,6 +198,7 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
         return tiles + turn.exists.astype(jnp.int32), first + steps.count * problem.group
 
     lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
+    turns.end()
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -204,6 +208,7 @@ class _Walk(NamedTuple):
     problem: Problem
     tile: Tile
     shared: _Shared
+    turns: Turns
     me: Array
     tiles: Array
     steps: _Steps
@@ -239,9 +244,11 @@ class _Walk(NamedTuple):
         row = step * self.tile.walk
         k, v = (self.shared.keys.get(self.tiles, self.me, buffer=b) for b in (0, 1))
         q.wait(n)
+        self.turns.wait()
         plgpu.wgmma(s_sum, k, q.get(n).T)
         do.wait(n)
         plgpu.wgmma(dp_sum, v, do.get(n).T)
+        self.turns.pass_on()
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
         offset = along_columns(load(q.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
         log2_p = s * np.float32(problem.log2_unit) + offset

@@ -23,6 +23,7 @@ from pallas_kernels.gpu.hopper.machine import (
     ROWS,
     TILE,
     Ring,
+    Turns,
     accumulator,
     along_rows,
     as_operand,
@@ -166,6 +167,8 @@ def _multiply(
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
+    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
+    turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, steps = done
@@ -195,7 +198,7 @@ def _multiply(
             plgpu.copy_smem_to_gmem(
                 shared.delta.at[me], dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
             )
-            walk = _Walk(problem, tile, shared, me, tiles, steps, row, full, offset, of_dp)
+            walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
             total = pl.run_scoped(
                 partial(walk.run, end=end), accumulator(ROWS, problem.head_size)
             )
@@ -214,6 +217,7 @@ def _multiply(
         return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
 
     lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
+    turns.end()
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -227,6 +231,7 @@ class _Walk(NamedTuple):
     problem: Problem
     tile: Tile
     shared: _Shared
+    turns: Turns
     me: Array
     tiles: Array
     steps: Array
@@ -259,9 +264,11 @@ class _Walk(NamedTuple):
         """P and dP of step t, not rounded."""
         n, rows = self.steps + t, self.shared.rows
         self.shared.k.wait(n)
+        self.turns.wait()
         plgpu.wgmma(s_sum, rows.get(self.tiles, self.me, buffer=_Q), self.shared.k.get(n).T)
         self.shared.v.wait(n)
         plgpu.wgmma(dp_sum, rows.get(self.tiles, self.me, buffer=_DO), self.shared.v.get(n).T)
+        self.turns.pass_on()
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
         log2_p = s * np.float32(self.problem.log2_unit) + along_rows(self.offset, s.shape)
         if self.problem.masks_steps(self.tile.walk):
@@ -279,5 +286,7 @@ class _Walk(NamedTuple):
             for ring in (self.shared.k, self.shared.v):
                 ring.wait(self.steps + t)
                 ring.release(self.steps + t)
+            self.turns.wait()
+            self.turns.pass_on()
 
         lax.fori_loop(end, last, step, None)
