@@ -55,7 +55,9 @@ def steps(platform: str) -> Iterator[JaxCandidate]:
     """Presets in steps of another length, to show the cost of a step of several tiles."""
     for preset, kv_block in (("flash", 512), ("published", 64)):
         numerics = PRESETS[preset].replace(kv_block=kv_block)
-        yield _candidate(implementation(platform), f"{preset} kv_block={kv_block}", numerics, StandardMax())
+        yield _candidate(
+            implementation(platform), f"{preset} kv_block={kv_block}", numerics, StandardMax()
+        )
 
 
 def points(platform: str) -> Iterator[JaxCandidate]:

@@ -115,7 +115,7 @@ def attention(
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """The same of q, k and v in one array; the kernels read it, and write its gradient, in place."""
+    """The same of q, k and v in one array, read, and its gradient written, in place."""
     return _attend((qkv,), spec)
 
 

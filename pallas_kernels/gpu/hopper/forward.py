@@ -113,9 +113,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     return Outputs(*kernel(q, k, v))
 
 
-def _kernel(
-    q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile
-) -> None:
+def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile) -> None:
     *out, refs = out_and_shared
     shared = refs._replace(
         q=Ring(refs.q, tile.slots), k=Ring(refs.k, tile.stages), v=Ring(refs.v, tile.stages)
@@ -148,9 +146,7 @@ def _load(q: Any, k: Any, v: Any, shared: _Shared, problem: Problem, tile: Tile)
 
         def keys(t: Array, n: Array) -> Array:
             for ring, ref, plane in ((shared.k, k, 1), (shared.v, v, 2)):
-                part = problem.part(
-                    ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane
-                )
+                part = problem.part(ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane)
                 ring.fill(n, (part, 0, ()))
             return n + 1
 

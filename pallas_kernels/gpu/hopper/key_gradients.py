@@ -57,20 +57,20 @@ class _Shared(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """The walk of a key tile: query steps begin ... begin + count − 1, for every head of a group.
+    """The walk of a key tile: query steps begin ... begin + length − 1, for every head of a group.
 
     `first` counts the steps that the program has done before.
     """
 
     first: Array
     begin: Array
-    count: Array
+    length: Array
 
     def of(self, t: Array, kv_head: Array, group: int) -> tuple[Array, Array]:
         """Query head and step of the t-th."""
         if group == 1:
             return kv_head, self.begin + t
-        return kv_head * group + lax.div(t, self.count), self.begin + lax.rem(t, self.count)
+        return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
 def key_gradients(x: Inputs, problem: Problem, gradients: Any | None = None) -> Any:
@@ -155,7 +155,7 @@ def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
             return n + 1
 
         pl.when(turn.exists)(keys)
-        first = lax.fori_loop(0, steps.count * problem.group, queries, first)
+        first = lax.fori_loop(0, steps.length * problem.group, queries, first)
         return tiles + turn.exists.astype(jnp.int32), first
 
     done = (jnp.int32(0), jnp.int32(0))
@@ -185,7 +185,7 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
             sums = (accumulator(ROWS, problem.head_size),) * 2
             for buffer, total in enumerate(pl.run_scoped(walk.run, *sums)):
                 if buffer == 0 and problem.scales_last:
-                    total = total * np.float32(problem.spec.scale)  # noqa: PLW2901
+                    total = total * np.float32(problem.spec.scale)
                 shared.keys.get(tiles, me, buffer=buffer)[...] = total.astype(problem.dtype)
             plgpu.commit_smem()
             for buffer, ref in enumerate((dk, dv)):
@@ -195,7 +195,7 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
             shared.keys.release(tiles)
 
         pl.when(turn.exists)(differentiate)
-        return tiles + turn.exists.astype(jnp.int32), first + steps.count * problem.group
+        return tiles + turn.exists.astype(jnp.int32), first + steps.length * problem.group
 
     lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
     turns.end()
@@ -217,7 +217,7 @@ class _Walk(NamedTuple):
 
     def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
-        end = self.steps.count * self.problem.group
+        end = self.steps.length * self.problem.group
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
         return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
 

@@ -1,6 +1,5 @@
 """The Hopper machine as the kernels use it: warpgroups, shared memory, barriers, layouts."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,11 +26,10 @@ _REGISTERS = {1: (24, 240), 2: (40, 232), 3: (24, 160)}
 
 COMPILER = plgpu.CompilerParams(
     approx_math=True,
-    unsafe_no_auto_barriers=True,  # no memory is written and read by the same warpgroup unsynced
+    # A warp overwrites only those rows of shared memory that it alone has read.
+    unsafe_no_auto_barriers=True,
     reduction_scratch_bytes=512,  # no reduction crosses warps
 )
-
-_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
 def set_registers(workers: int, *, loads: bool) -> None:
@@ -61,15 +59,12 @@ def vectors_of(shape: tuple[int, ...]) -> Any:
 
 def load(ref: Any, layout: Any, *, straight: bool = True) -> Array:
     """The values of a reference in registers; straight: without conflicts of shared memory."""
-    index = ((),) if _LOAD_TAKES_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=straight)
+    return plgpu.load(ref, layout=layout, optimized=straight)  # type: ignore[call-arg]  # JAX 0.10
 
 
-def rows_and_columns(shape: tuple[int, int], row: Array, column: Array) -> tuple[Array, Array]:
+def rows_and_columns(shape: tuple[int, ...], row: Array, column: Array) -> tuple[Array, Array]:
     """Global indices of the entries of a tile that begins at (row, column)."""
-    down, across = (
-        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1)
-    )
+    down, across = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
     return row + down, column + across
 
 
@@ -78,12 +73,12 @@ def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def along_rows(x: Array, shape: tuple[int, int]) -> Array:
+def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
     """[rows] for every column."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def along_columns(x: Array, shape: tuple[int, int]) -> Array:
+def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
     """[columns] for every row."""
     return lax.broadcast_in_dim(x, shape, [1])
 
@@ -223,7 +218,10 @@ class Ring:
 
 def interpreter(*, on: bool) -> dict[str, Any]:
     """Options of a kernel that runs in Pallas' interpreter, with a check for races."""
-    return {"interpret": plgpu.InterpretGPUParams(detect_races=True)} if on else {}
+    if not on:
+        return {}
+    params = plgpu.InterpretGPUParams  # type: ignore[attr-defined]  # not in JAX 0.10
+    return {"interpret": params(detect_races=True)}
 
 
 def is_available() -> bool:

@@ -70,7 +70,7 @@ class Problem:
 
     @property
     def scales_last(self) -> bool:
-        """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS · scale."""
+        """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS."""
         return math.frexp(self.spec.scale)[0] == 0.5
 
     def part(

@@ -145,9 +145,7 @@ def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
 
         def keys(t: Array, n: Array) -> Array:
             for ring, ref, plane in ((shared.k, x.k, 1), (shared.v, x.v, 2)):
-                part = problem.part(
-                    ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane
-                )
+                part = problem.part(ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane)
                 ring.fill(n, (part, 0, ()))
             return n + 1
 
@@ -199,9 +197,7 @@ def _multiply(
                 shared.delta.at[me], dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
             )
             walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
-            total = pl.run_scoped(
-                partial(walk.run, end=end), accumulator(ROWS, problem.head_size)
-            )
+            total = pl.run_scoped(partial(walk.run, end=end), accumulator(ROWS, problem.head_size))
             walk.skip(end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)

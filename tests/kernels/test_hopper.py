@@ -1,0 +1,213 @@
+"""The Hopper kernels in the interpreter: cases, rules, packed arrays, schedule, refusals.
+
+The interpreter reports races and barriers that are left half used. It takes P̄, P and dS from shared
+memory; that registers give the same bits is a test of `test_hopper_device.py`.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from kernel_calls import call_of, check_accuracy, run
+
+from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.attention.dispatch import UnsupportedError, resolve
+from lowprec_attn.numerics import (
+    FLASH,
+    FLOAT32_OUTPUT,
+    PRESETS,
+    DynamicMax,
+    Numerics,
+    PublishedMax,
+    RowMax,
+    StandardMax,
+)
+from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.gpu.hopper.machine import is_available
+from pallas_kernels.gpu.hopper.schedule import Schedule
+
+needs_mosaic = pytest.mark.skipif(
+    not is_available(), reason="JAX 0.11 has what they are written in"
+)
+
+TILE = Tile(walk=64)
+SIZES = BlockSizes(
+    forward=TILE, query_gradients=TILE, key_gradients=TILE, programs=2, interpret=True
+)
+# Three query tiles of two warpgroups' rows, the last half empty; heads that share their keys.
+GROUPED = Case(
+    batch=1, rows=320, keys=320, kv_heads=1, head_size=64, dtype="bfloat16", is_causal=True
+)
+MORE_KEYS = dataclasses.replace(GROUPED, rows=64, keys=192, kv_heads=2, is_causal=False)
+WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=128, is_causal=True)
+TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
+
+
+def call(case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, **options: Any) -> Any:
+    how = {"sizes": SIZES, "kv_block": 64, "implementation": hopper} | options
+    return call_of(case, chosen, rule or StandardMax(), **how)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "chosen", "rule"),
+    [
+        pytest.param(GROUPED, FLASH, StandardMax(), id="causal, grouped heads"),
+        pytest.param(MORE_KEYS, FLASH, StandardMax(), id="not causal, more keys"),
+        pytest.param(WIDE, FLOAT32_OUTPUT, StandardMax(), id="head 128, scale no power of two"),
+        pytest.param(TIES, FLASH, DynamicMax(), id="ties, dynamic_max"),
+        pytest.param(TIES, FLASH, DynamicMax(tolerance=0.1, beta=7), id="near ties"),
+    ],
+)
+def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> None:
+    check_accuracy(case, call(case, chosen, rule))
+
+
+@needs_mosaic
+def test_a_tie_shifts_the_maximum() -> None:
+    """Otherwise the test above could not tell the rule from the standard one."""
+    shifted, standard = (run(TIES, call(TIES, FLASH, rule)) for rule in (DynamicMax(), None))
+    assert np.mean(shifted["out"] != standard["out"]) > 0.01
+
+
+@needs_mosaic
+def test_three_warpgroups_of_which_two_see_fewer_steps() -> None:
+    case = dataclasses.replace(GROUPED, rows=192, keys=192, heads=1)
+    tall = dataclasses.replace(TILE, warpgroups=3, stages=1, slots=1)
+    sizes = dataclasses.replace(SIZES, forward=tall, query_gradients=tall, key_gradients=tall)
+    result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+def test_packed_arrays_give_the_same_bits() -> None:
+    case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2)
+    result, expected = run(case, call(case, packed=True)), run(case, call(case))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@pytest.mark.parametrize("in_pairs", [True, False])
+@pytest.mark.parametrize(("tiles", "programs"), [(1, 4), (4, 3), (5, 2), (7, 132)])
+def test_every_tile_belongs_to_one_program(tiles: int, programs: int, in_pairs: bool) -> None:
+    schedule = Schedule(
+        tiles=tiles, heads=3, batch=2, in_pairs=in_pairs, longest_last=True, programs=programs
+    )
+    done = collections.Counter(
+        (int(turn.tile), int(turn.head), int(turn.batch))
+        for program in range(schedule.grid)
+        for u in range(int(schedule.turns(jnp.int32(program))))
+        if (turn := schedule.turn(jnp.int32(program), jnp.int32(u))).exists
+    )
+    assert done == collections.Counter(
+        (tile, head, batch) for tile in range(tiles) for head in range(3) for batch in range(2)
+    )
+
+
+def test_pairs_are_equally_long() -> None:
+    schedule = Schedule(tiles=8, heads=1, batch=4, in_pairs=True, longest_last=True, programs=16)
+    lengths = {
+        sum(int(schedule.turn(jnp.int32(p), jnp.int32(u)).tile) + 1 for u in range(2))
+        for p in range(schedule.grid)
+    }
+    assert lengths == {9}
+
+
+def request(chosen: Numerics = FLASH, **options: Any) -> Request:
+    spec = Spec(
+        numerics=chosen,
+        row_max=options.pop("row_max", StandardMax()),
+        scale=0.125,
+        window=options.pop("window", None),
+        block_sizes=options.pop("sizes", SIZES),
+    )
+    rows, keys = options.pop("rows", 128), options.pop("keys", 128)
+    head_size, dtype = options.pop("head_size", 64), options.pop("dtype", "bfloat16")
+    q_shape, kv_shape = (1, rows, 2, head_size), (1, keys, 2, head_size)
+    return Request(spec=spec, q_shape=q_shape, kv_shape=kv_shape, dtype=jnp.dtype(dtype), **options)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (request(sizes=None, platform="cpu"), "this platform (it needs a Hopper GPU"),
+        (request(sizes=None, platform="cuda"), "an unknown GPU (it needs a Hopper GPU)"),
+        (request(dtype="float16"), "float16 (it takes bfloat16)"),
+        (request(head_size=96), "head size 96 (it takes 64 or 128)"),
+        (request(rows=100), "100 queries (it takes multiples of 64)"),
+        (request(keys=72), "72 keys (it takes multiples of 64)"),
+        (request(has_lengths=True), "lengths, segments and dense masks"),
+        (request(has_segments=True), "lengths, segments and dense masks"),
+        (request(mask_shape=(1, 1, 128, 128)), "lengths, segments and dense masks"),
+        (request(has_bias=True), "a dense bias"),
+        (request(window=(8, 8)), "a local window"),
+        (request(row_max=PublishedMax()), "row_max=PublishedMax"),
+        (request(PRESETS["published"]), "scores=bfloat16 (it takes float32)"),
+        (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),
+        (request(PRESETS["auxiliary_output"]), "saved_output=auxiliary"),
+        (request(PRESETS["normalized_delta"]), "delta=normalized (it takes do_o)"),
+        (request(FLASH.replace(row_sum="rounded")), "row_sum=rounded (it takes unrounded)"),
+        (request(FLASH.replace(kv_block=512)), "kv_block=512 (it takes 64 or 128 or None)"),
+    ],
+)
+def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        resolve(asked, "hopper")
+    assert reason in str(raised.value)
+
+
+def test_it_is_asked_for_by_name() -> None:
+    assert resolve(request(sizes=None, platform="cuda")) == "gpu"
+
+
+def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"JAX .* \(it needs 0\.11\)"):
+        resolve(request(), "hopper")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"warpgroups": 4}, "warpgroups must be one of"),
+        ({"walk": 32}, "walk must be one of"),
+        ({"stages": 0}, "stages must be at least 1, got 0"),
+    ],
+)
+def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Tile(**options)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_default_tiles_lower_for_a_hopper_gpu(head_size: int) -> None:
+    """Without such a GPU: as far as Mosaic GPU, with its check of shared memory."""
+    x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
+    spec = Spec(
+        numerics=FLOAT32_OUTPUT,
+        row_max=DynamicMax(),
+        scale=head_size**-0.5,
+        is_causal=True,
+        block_sizes=default_block_sizes(head_size, saves_float32=True),
+    )
+
+    def step(*qkv: jax.Array) -> Any:
+        results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
+        return pullback(results)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(step).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("forward", "query_gradients", "key_gradients"):
+        assert f"attention_{kernel}" in text
