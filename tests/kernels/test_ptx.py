@@ -3,21 +3,18 @@
 Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
 """
 
-import dataclasses
 import functools
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from gpu_targets import A100, H200, L4, Target, lowered
 from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
@@ -32,47 +29,12 @@ from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 nvidia = pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
-AbstractDevice = pytest.importorskip("jax.sharding").AbstractDevice
 
 pytestmark = [
     pytest.mark.ptx,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A GPU that code is compiled for: its name, compute capability, bytes of shared memory.
-
-    Shared memory: of one multiprocessor; a program may take 1024 bytes less.
-    """
-
-    kind: str
-    capability: tuple[int, int]
-    shared_memory: int
-
-    def __str__(self) -> str:
-        """The text of a GpuTargetConfigProto; what it leaves open matters to no kernel."""
-        return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
-  shared_memory_per_block_optin: {self.shared_memory - 1024}
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
-  cuda_compute_capability {{ major: {self.capability[0]} minor: {self.capability[1]} }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-device_description_str: "{self.kind}"
-"""
-
-
-H200 = Target("NVIDIA H200", (9, 0), 228 * 1024)
-A100 = Target("NVIDIA A100-SXM4-80GB", (8, 0), 164 * 1024)
-L4 = Target("NVIDIA L4", (8, 9), 100 * 1024)
 
 FEWER_REGISTERS_SINCE_0_11 = pytest.mark.xfail(
     jax.__version_info__ < (0, 11), reason="JAX 0.10's compiler takes more: slower, not wrong"
@@ -99,19 +61,6 @@ ROUNDED_IN = {
     "tile_grads": {KEY, QUERY},
     "grads": {KEY, QUERY},
 }
-
-
-def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
-    """The function for one GPU, with arguments of these shapes."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="one", target_config=str(target), topology="1x1x1"
-    )
-    there = SingleDeviceSharding(topology.devices[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
-    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 @functools.cache

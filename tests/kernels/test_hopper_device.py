@@ -1,0 +1,147 @@
+"""The compiled Hopper kernels on a device, beside the general GPU kernels.
+
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
+pytest -m gpu tests/kernels/test_hopper_device.py
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import (
+    EXACT,
+    FLASH,
+    FLOAT32_OUTPUT,
+    DynamicMax,
+    Numerics,
+    RowMax,
+    StandardMax,
+)
+from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.block_sizes import is_hopper
+from pallas_kernels.gpu.device import device_kind
+from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.block_sizes import Tile, default_block_sizes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if not is_hopper(kind := device_kind()):
+        pytest.skip(f"{kind} is no Hopper GPU")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A problem in bfloat16; equal keys in other places make ties."""
+
+    batch: int = 2
+    rows: int = 1024
+    keys: int = 1024
+    heads: int = 4
+    kv_heads: int = 4
+    head_size: int = 64
+    is_causal: bool = True
+    numerics: Numerics = FLASH
+    row_max: RowMax = StandardMax()
+    packed: bool = False
+
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """q, k, v and dO."""
+        rng = np.random.default_rng(0)
+        rows, keys = (
+            (self.batch, length, heads, self.head_size)
+            for length, heads in ((self.rows, self.heads), (self.keys, self.kv_heads))
+        )
+        q, k, v, do = (rng.standard_normal(shape) for shape in (rows, keys, keys, rows))
+        k[:, self.keys // 2 :] = k[:, : self.keys - self.keys // 2]
+        k[:, 1::2] = k[:, ::2]
+        return tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, do))
+
+    def run(self, module: Any, *, block_sizes: Any = None, **changes: Any) -> dict[str, np.ndarray]:
+        """O, lse, dQ, dK and dV of an implementation, as float32."""
+        spec = Spec(
+            numerics=changes.get("numerics", self.numerics.replace(kv_block=128)),
+            row_max=self.row_max,
+            scale=self.head_size**-0.5,
+            is_causal=self.is_causal,
+            block_sizes=block_sizes,
+        )
+        dtype = changes.get("dtype", jnp.bfloat16)
+        q, k, v, do = (x.astype(dtype) for x in self.arrays())
+
+        def attend(*qkv: jax.Array) -> Any:
+            if self.packed:
+                return module.packed_attention(jnp.stack(qkv, axis=2), Extras(), spec)
+            return module.attention(*qkv, Extras(), spec)
+
+        def step(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
+            (out, lse), pullback = jax.vjp(attend, q, k, v)
+            return out, lse, *pullback((do.astype(out.dtype), jnp.cos(lse)))
+
+        results = jax.jit(step)(q, k, v, do)
+        names = ("out", "lse", "dq", "dk", "dv")
+        return {n: np.asarray(x).astype(np.float32) for n, x in zip(names, results, strict=True)}
+
+
+CALLS = {
+    "causal": Call(),
+    "head 128": Call(head_size=128),
+    "grouped heads, an odd number of tiles": Call(rows=640, keys=640, kv_heads=2),
+    "half of the last tile": Call(rows=1088, keys=1088, head_size=128),
+    "not causal": Call(rows=192, keys=320, is_causal=False),
+    "more rows": Call(rows=512, keys=192),
+    "dynamic_max": Call(row_max=DynamicMax()),
+    "float32_output": Call(numerics=FLOAT32_OUTPUT),
+    "float32_output, head 128": Call(
+        rows=320, keys=320, head_size=128, numerics=FLOAT32_OUTPUT, row_max=DynamicMax()
+    ),
+    "packed": Call(packed=True),
+    "many tiles per program": Call(batch=16, heads=12, kv_heads=12),
+    "long": Call(batch=1, rows=8192, keys=8192, heads=2, kv_heads=2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_accurate_as_the_general_kernels(name: str) -> None:
+    call = CALLS[name]
+    exact = call.run(gpu, numerics=EXACT, dtype=jnp.float32)
+    result, general = call.run(hopper), call.run(gpu)
+    for what, x in exact.items():
+        error, of_general = (np.sqrt(np.mean((y[what] - x) ** 2)) for y in (result, general))
+        assert error <= 1.02 * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
+        if what != "lse":  # the same roundings of almost the same numbers
+            assert np.mean(result[what] == general[what]) > 0.98, what
+
+
+@pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
+def test_the_same_bits_on_every_run(name: str) -> None:
+    first = CALLS[name].run(hopper)
+    for _ in range(3):
+        again = CALLS[name].run(hopper)
+        for what, x in first.items():
+            np.testing.assert_array_equal(again[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("name", ["causal", "head 128", "grouped heads, an odd number of tiles"])
+def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str) -> None:
+    """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""
+    call = CALLS[name]
+    sizes = default_block_sizes(call.head_size)
+    shallow = Tile(walk=64, stages=1, slots=1)
+    sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=shallow)
+    if call.head_size == 128:  # P̄ takes memory, too
+        sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, slots=1))
+    registers = call.run(hopper, block_sizes=sizes)
+    memory = call.run(hopper, block_sizes=dataclasses.replace(sizes, from_memory=True))
+    for what, x in memory.items():
+        np.testing.assert_array_equal(registers[what], x, err_msg=what)

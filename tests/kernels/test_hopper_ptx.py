@@ -1,0 +1,96 @@
+"""The Hopper kernels compiled for an H200 on a host without a GPU.
+
+Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
+"""
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from gpu_targets import H200, lowered
+
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import FLASH, FLOAT32_OUTPUT, DynamicMax, Numerics, RowMax, StandardMax
+from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.machine import is_available
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
+pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
+
+pytestmark = [
+    pytest.mark.ptx,
+    pytest.mark.skipif(not is_available(), reason="needs JAX 0.11"),
+]
+
+KERNELS = ("forward", "query_gradients", "key_gradients")
+# Bytes of registers spilled by the kernels of head sizes 64 and 128 (docs/hopper_kernels.md).
+SPILLED = {"forward": (0, 0), "query_gradients": (8, 0), "key_gradients": (8, 56)}
+
+
+class Code:
+    """The PTX of each kernel of both passes, and the bytes that its assembler spilled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ptx, self.spilled = {}, {}
+        for path in folder.glob("*.ptx"):
+            text = path.read_text()
+            if found := re.search(r"\.entry attention_(\w+?)_mosaic_gpu", text):
+                report = path.with_suffix(".ptxas").read_text()
+                self.ptx[found.group(1)] = text
+                self.spilled[found.group(1)] = int(
+                    re.search(r"(\d+) bytes spill stores", report).group(1)  # type: ignore[union-attr]
+                )
+        assert self.ptx.keys() == set(KERNELS)
+
+
+@functools.cache
+def code(
+    head_size: int,
+    chosen: Numerics = FLASH,
+    rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+) -> Code:
+    x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
+    spec = Spec(numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=True)
+
+    def step(*qkv: jax.Array) -> Any:
+        results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
+        return results, pullback(results)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("MOSAIC_GPU_DUMP_TO", folder)
+        for what in ("PTX", "PTXAS"):
+            environment.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
+        lowered(step, x, x, x, target=H200).compile()
+        return Code(Path(folder))
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_hardly_a_register_is_spilled(head_size: int) -> None:
+    spilled = code(head_size).spilled
+    for kernel, bounds in SPILLED.items():
+        assert spilled[kernel] <= bounds[hopper.HEAD_SIZES.index(head_size)], kernel
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rule"), [(FLASH, DynamicMax()), (FLOAT32_OUTPUT, StandardMax())], ids=str
+)
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_other_numerics_and_rules_hardly_spill(
+    head_size: int, chosen: Numerics, rule: RowMax
+) -> None:
+    assert code(head_size, chosen, rule).spilled["forward"] <= 12
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_operands_are_rounded_once_and_products_are_warpgroups(head_size: int) -> None:
+    """Mosaic GPU may contract a rounded product and a sum to one `fma.rn.bf16x2`."""
+    for kernel, text in code(head_size).ptx.items():
+        assert "fma.rn.bf16" not in text, kernel
+        assert re.search(r"cvt\.rn\.bf16x2\.f32", text), kernel
+        assert "wgmma.mma_async" in text, kernel
+        assert "mma.sync" not in text, kernel
