@@ -52,7 +52,7 @@ class Call:
     head_size: int = 64
     is_causal: bool = True
     numerics: Numerics = FLASH
-    row_max: RowMax = StandardMax()
+    row_max: RowMax = StandardMax()  # noqa: RUF009 (frozen)
     packed: bool = False
 
     def arrays(self) -> tuple[jax.Array, ...]:
