@@ -75,8 +75,8 @@ RULES: tuple[Rule, ...] = (
         "rows of the backward pass's P miss a sum of 1 by {value:.2g} (RMS): a row statistic (m, l "
         "or lse) is rounded; keep them in float32",
         "where lse was rounded it came before 31 of 31 explosions, by a median of 337 steps, and "
-        "in 19 of 29 runs that held; elsewhere in 0 of 107 that held; where m and l had two bits it "
-        "missed 4 of 4",
+        "in 19 of 29 runs that held; elsewhere in 0 of 107 that held; it missed "
+        "4 of 4 explosions where m and l had two bits",
     ),
     Rule(
         "delta",
@@ -85,8 +85,8 @@ RULES: tuple[Rule, ...] = (
         "errors of δ are {value:.0%} of the gradient that reaches W_Q: give δ an O that is not "
         'rounded, saved_output="float32" or delta="normalized"',
         "where rounding of O broke training it came before 20 of 20 explosions, by a median of 504 "
-        "steps, and in 0 of 20 runs that held; of errors nearly as large, in 10 of 33 that held; in "
-        "GPT-2 124M in bfloat16, in 5 of 9 that held",
+        "steps, and in 0 of 20 runs that held; of errors nearly as large, in 10 of 33 that held; "
+        "of GPT-2 124M in bfloat16, in 5 of 9 that held",
         least_score=32.0,
     ),
     Rule(

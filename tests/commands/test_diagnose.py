@@ -475,7 +475,10 @@ def test_without_do_large_scores_stay_undecided():
 def test_what_a_rule_was_worth_stands_in_the_table_of_the_failure():
     table = (Path(__file__).resolve().parents[2] / "docs" / "failure.md").read_text()
     numbers = {
-        "row_sums": ("| 31 of 31 | 337 (", "| 19 of 29, all with lse rounded", "| 0 of 107 |", "| **0 of 4** |"),
+        "row_sums": (
+            *("| 31 of 31 | 337 (", "| 19 of 29, all with lse rounded", "| 0 of 107 |"),
+            "| **0 of 4** |",
+        ),
         "delta": ("| 20 of 20 | 504 (", "| 0 of 20 |", "| 10 of 33, none of", "| **5 of 9** |"),
         "scores": ("| 20 of 20 | 222 (", "| 0 of 20 |", "| 3 of 3, all of `exact` |"),
     }
