@@ -59,6 +59,23 @@ def compilations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return of_run / "compilations"
 
 
+@pytest.fixture(scope="module")
+def compiled_once(compilations: Path) -> Iterator[None]:
+    """Runs in this process share their programs with each other and with those of processes."""
+    jax.config.update("jax_compilation_cache_dir", str(compilations))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No figure is drawn, which takes longer than the steps."""
+    loop = "lowprec_attn.training.loop"
+    monkeypatch.setattr(f"{loop}.write_report", lambda run_dir: run_dir.report)
+    monkeypatch.setattr(f"{loop}.write_run_page", lambda run_dir, _: run_dir.page)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files; see `command.write_text`."""

@@ -1,14 +1,19 @@
 """`python train.py` in a process of its own, on a model whose steps take milliseconds."""
 
+import contextlib
 import hashlib
+import io
+import logging
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
+from lowprec_attn.commands.main import main
 from lowprec_attn.data import tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +73,24 @@ def start(cache, workdir, config="configs/gpt2_bf16.py:tiny", **changes):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def run_here(workdir, code=0, devices=1, **changes):
+    """What `finish(start(…))` does, in this process, which has imported and compiled already.
+
+    It has eight simulated devices, so the last bits of its losses are not those of a process.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        # As in a process of its own: what is logged goes to the standard error, not to pytest.
+        mock.patch.object(logging.getLogger(), "handlers", []),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        returned = main(["train", f"--workdir={workdir}", *flags(devices=devices, **changes)])
+    assert returned == code, f"exit {returned}\n{out.getvalue()}\n{err.getvalue()}"
+    return out.getvalue(), err.getvalue()
 
 
 def finish(process, code=0):

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 
-import jax
 import pytest
 from tiny import tiny_config
 
@@ -28,15 +27,12 @@ class KilledError(Exception):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once(compilations):
-    """Runs of this file share their compiled programs."""
+def no_figures(compiled_once):
+    """Nor is a program compiled twice."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "write_report", lambda run_dir: run_dir.report)  # takes seconds
         patch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)
-        jax.config.update("jax_compilation_cache_dir", str(compilations))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         yield
-        jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")

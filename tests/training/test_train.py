@@ -1,4 +1,4 @@
-"""The trainer from the command line: `python train.py` in a process of its own."""
+"""The trainer from the command line: `python train.py`, mostly in this process."""
 
 import functools
 import json
@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from command import ROOT, finish, flags
+from command import ROOT, finish, flags, run_here
 from tiny import tiny_config
 
 from lowprec_attn.commands.main import main
@@ -15,18 +15,20 @@ from lowprec_attn.runs import metrics
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.run import train
 
-
-@pytest.fixture(scope="module")
-def start(command, text):
-    """A start without what takes it seconds: the kernels of other platforms, the built-in text."""
-    return functools.partial(command, attention__implementation="tiled", data__path=text)
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
 @pytest.fixture(scope="module")
-def finished(start, tmp_path_factory):
+def run(text, compiled_once):
+    """A run without what takes it seconds: the kernels of other platforms, the built-in text."""
+    return functools.partial(run_here, attention__implementation="tiled", data__path=text)
+
+
+@pytest.fixture(scope="module")
+def finished(run, tmp_path_factory):
     """The directory of a run that ended."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
-    finish(start(workdir))
+    run(workdir)
     return workdir
 
 
@@ -38,7 +40,8 @@ def error_line(err):
 
 
 def test_the_first_lines_say_what_was_chosen_and_why(command, tmp_path):
-    out, _ = finish(command(tmp_path / "run", steps=4))
+    small = {"model__layers": 1, "diagnostics_every": 0}  # compiled for every platform
+    out, _ = finish(command(tmp_path / "run", steps=4, **small))
     lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:6])
     assert "cpu" in lines["device"]
     assert "tiny" in lines["scale"]
@@ -84,6 +87,7 @@ def test_a_run_directory_holds_everything(finished):
     assert summary["below_unigram"] == summary["unigram_loss"] - summary["val_loss"]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
     """The same whatever the step then does to these parameters."""
     found = []
@@ -107,21 +111,23 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
     assert slow[1] != fast[1]
 
 
-def test_the_same_command_on_a_finished_run_removes_a_failure_alone(start, finished):
+@pytest.mark.usefixtures("no_report")
+def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finished):
     before = (finished / "metrics.jsonl").read_bytes()
     (finished / "failure.json").write_text("{}")  # of a start on other devices, say
-    out, _ = finish(start(finished))
+    out, _ = run(finished)
     assert "resuming at step 12" in out
     assert "last bits may differ" not in out
     assert (finished / "metrics.jsonl").read_bytes() == before
     assert not (finished / "failure.json").exists()
 
 
-def test_a_checkpoint_is_resumed_with_one_point_changed(start, finished, tmp_path):
+@pytest.mark.usefixtures("no_report")
+def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path):
     changed = {"attention__points__saved_output": "float32", "steps": 11}
     # Checkpoints 4, 8 and 12 were written, and the last two kept.
     changed |= {"resume_from": finished, "resume_step": 11}
-    out, _ = finish(start(tmp_path / "changed", **changed))
+    out, _ = run(tmp_path / "changed", **changed)
     assert "from step 8" in out
     origin = json.loads((tmp_path / "changed" / "resumed_from.json").read_text())
     assert origin["step"] == 8
@@ -153,16 +159,18 @@ def test_a_checkpoint_that_cannot_serve_is_refused(
     assert text_of_error in error_line(capsys.readouterr().err)
 
 
-def test_a_recorded_order_is_replayed(start, finished, tmp_path):
+@pytest.mark.usefixtures("no_report")
+def test_a_recorded_order_is_replayed(run, finished, tmp_path):
     lines = (finished / "data_order.txt").read_text().splitlines()
     order = tmp_path / "generated_indices_rank_0.txt"
     order.write_text("".join(line + "\n" for line in reversed(lines)))
     workdir = tmp_path / "replayed"
-    finish(start(workdir, data__replay=order))
+    run(workdir, data__replay=order)
     assert (workdir / "data_order.txt").read_text() == order.read_text()
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(start, tmp_path):
+@pytest.mark.usefixtures("no_report")
+def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(run, tmp_path):
     """Scores beyond 448 are NaN in this format, and this learning rate takes them there."""
     workdir = tmp_path / "run"
     wild = {
@@ -170,7 +178,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
         "attention__points__scores": "float8_e4m3fn",
         "steps": 200,
     }
-    out, _ = finish(start(workdir, **wild), code=3)
+    out, _ = run(workdir, code=3, **wild)
     last = out.splitlines()[-1]
     failure = json.loads((workdir / "failure.json").read_text())
     assert f"not finite at step {failure['step']}" in last
@@ -185,12 +193,13 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
     saved = [int(path.stem) for path in (workdir / "checkpoints").glob("*.json")]
     assert max(saved) == failure["step"]
     # Resumed, it meets the same batch in the same state and fails in the same way.
-    again, _ = finish(start(workdir, **wild), code=3)
+    again, _ = run(workdir, code=3, **wild)
     assert f"resuming at step {failure['step']}" in again
     assert again.splitlines()[-1] == last
 
 
-def test_a_damaged_latest_checkpoint_is_skipped_saying_so(start, finished, tmp_path):
+@pytest.mark.usefixtures("no_report")
+def test_a_damaged_latest_checkpoint_is_skipped_saying_so(run, finished, tmp_path):
     workdir = tmp_path / "copy"
     shutil.copytree(finished, workdir)
     content = max(
@@ -200,7 +209,7 @@ def test_a_damaged_latest_checkpoint_is_skipped_saying_so(start, finished, tmp_p
     data = bytearray(content.read_bytes())
     data[len(data) // 2] ^= 1
     content.write_bytes(bytes(data))
-    out, err = finish(start(workdir))
+    out, err = run(workdir)
     assert "resuming at step 8" in out
     assert "checkpoint 12" in err
     assert "checkpoint 8 instead" in err
@@ -238,7 +247,7 @@ def test_records_that_changed_under_a_checkpoint_are_noticed(
         (workdir / name).unlink()
     else:
         (workdir / name).write_bytes(changed)
-    command = flags(attention__implementation="tiled", data__path=text)
+    command = flags(attention__implementation="tiled", data__path=text, devices=1)
     assert main(["train", f"--workdir={workdir}", *command]) == 1
     line = error_line(capsys.readouterr().err)
     assert re.search(rf"{workdir}/{name}, .* before checkpoint 12, {words}", line)
@@ -252,9 +261,9 @@ def test_records_that_changed_under_a_checkpoint_are_noticed(
         assert re.search(rf"{workdir}/{name}, .*{words}", error_line(capsys.readouterr().err))
 
 
-def test_another_config_in_the_same_run_directory_is_refused(start, finished):
+def test_another_config_in_the_same_run_directory_is_refused(run, finished):
     before = (finished / "metrics.jsonl").read_bytes()
-    _, err = finish(start(finished, optimizer__peak_lr=5e-4), code=1)
+    _, err = run(finished, code=1, optimizer__peak_lr=5e-4)
     line = error_line(err)
     assert "optimizer.peak_lr: 0.002 -> 0.0005" in line
     assert "resume_from" in line

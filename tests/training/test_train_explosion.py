@@ -13,7 +13,6 @@ from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.report import draw
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training import loop
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.loop import EXIT_BROKEN, EXIT_DONE, Loop
 from lowprec_attn.training.run import train
@@ -55,13 +54,6 @@ def stopped(run, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "stopped"
     assert run(workdir) == EXIT_BROKEN
     return workdir
-
-
-@pytest.fixture
-def no_report(monkeypatch):
-    """No figure is drawn, which takes longer than the steps."""
-    monkeypatch.setattr(loop, "write_report", lambda run_dir: run_dir.report)
-    monkeypatch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)
 
 
 def read(workdir, name):
