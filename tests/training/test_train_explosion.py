@@ -19,13 +19,15 @@ from lowprec_attn.training.run import train
 
 LIMIT = 100
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 class KilledError(Exception):
     """Stands for kill -9: nothing is saved."""
 
 
 @pytest.fixture(scope="module")
-def run(text):
+def run(text, compiled_once):
     """`run(workdir, **changes)` trains with a rate at which the loss leaves at once."""
 
     def run(workdir, **changes):
