@@ -17,6 +17,7 @@ from lowprec_attn.numerics import (
     EXACT,
     FLASH,
     FLOAT32_OUTPUT,
+    NORMALIZED_DELTA,
     DynamicMax,
     Numerics,
     RowMax,
@@ -105,6 +106,8 @@ CALLS = {
     "float32_output, head 128": Call(
         rows=320, keys=320, head_size=128, numerics=FLOAT32_OUTPUT, row_max=DynamicMax()
     ),
+    "normalized_delta": Call(numerics=NORMALIZED_DELTA),
+    "normalized_delta, head 128": Call(rows=640, head_size=128, numerics=NORMALIZED_DELTA),
     "packed": Call(packed=True),
     "many tiles per program": Call(batch=16, heads=12, kv_heads=12),
     "long": Call(batch=1, rows=8192, keys=8192, heads=2, kv_heads=2),

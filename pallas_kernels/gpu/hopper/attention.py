@@ -1,8 +1,8 @@
 """Attention on Hopper GPUs: forward and backward kernels under one `custom_vjp`.
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
-products), the O that δ sees rounded or not, and the standard and the dynamic maximum. `unsupported`
-names what it declines; the general GPU kernels serve that.
+products), the O that δ sees rounded or not, δ normalised or not, and the standard and the dynamic
+maximum. `unsupported` names what it declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same.
 """
@@ -82,7 +82,7 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         wanted = _BFLOAT16 if point in _ROUNDED else _FLOAT32
         if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) != wanted:
             return f"{point}={found} (it takes {wanted})"
-    for name, taken in (("saved_output", ("same", "float32")), ("delta", ("do_o",))):
+    for name, taken in (("saved_output", ("same", "float32")), ("delta", ("do_o", "normalized"))):
         if getattr(n, name) not in taken:
             return f"{name}={getattr(n, name)} (it takes {_listed(taken)})"
     if n.row_sum != "unrounded":
@@ -169,7 +169,11 @@ def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
     if spec.block_sizes is None:
         kv_block = spec.numerics.kv_block
         assert kv_block != "all"  # `unsupported` declines it
-        wide = spec.numerics.saved_dtype is not None
-        return default_block_sizes(head_size, kv_block=kv_block, saves_float32=wide)
+        return default_block_sizes(
+            head_size,
+            kv_block=kv_block,
+            saves_float32=spec.numerics.saved_dtype is not None,
+            sums_keys=spec.numerics.delta == "normalized",
+        )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -70,7 +70,11 @@ class BlockSizes:
 
 
 def default_block_sizes(
-    head_size: int, *, kv_block: int | None = None, saves_float32: bool = False
+    head_size: int,
+    *,
+    kv_block: int | None = None,
+    saves_float32: bool = False,
+    sums_keys: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
 
@@ -78,11 +82,13 @@ def default_block_sizes(
       head_size: 64 or 128.
       kv_block: keys of an online-softmax step, None for the fastest.
       saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
+      sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
+        registers.
     """
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
-            query_gradients=Tile(),
+            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(),
             key_gradients=Tile(),
         )
     return BlockSizes(

@@ -73,6 +73,11 @@ class Problem:
         """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS."""
         return math.frexp(self.spec.scale)[0] == 0.5
 
+    @property
+    def normalizes_delta(self) -> bool:
+        """Whether δ = Σ P dP / Σ P of the backward pass itself."""
+        return self.spec.numerics.delta == "normalized"
+
     def part(
         self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
     ) -> Any:

@@ -2,7 +2,8 @@
 
 A warpgroup owns 64 query rows and walks over the key steps that they see. Rows have a program each
 and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on every
-run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded.
+run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. For
+`delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end.
 """
 
 from functools import partial
@@ -16,9 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper.block_sizes import Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
+    LANES,
     PER_ROW,
     ROWS,
     TILE,
@@ -28,6 +31,7 @@ from pallas_kernels.gpu.hopper.machine import (
     along_rows,
     as_operand,
     by_lane,
+    constant,
     interpreter,
     load,
     set_registers,
@@ -188,22 +192,29 @@ def _multiply(
                 load(shared.rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32)
                 for buffer in (_O, _DO)
             )
-            of_dp = dlse - by_lane(jnp.add, o * do).sum(axis=1)  # −δ
+            of_dp = -by_lane(jnp.add, o * do).sum(axis=1)  # −δ
             if not problem.scales_last:
-                of_dp = of_dp * np.float32(problem.spec.scale)
-            shared.delta[me] = of_dp
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                shared.delta.at[me], dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
-            )
+                of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
+            if not problem.normalizes_delta:
+                of_dp = of_dp + dlse
             walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
-            total = pl.run_scoped(partial(walk.run, end=end), accumulator(ROWS, problem.head_size))
+            sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
+            total, *of_rows = pl.run_scoped(partial(walk.run, end=end), *sums)
+            if problem.normalizes_delta:
+                pk, r, s = of_rows
+                # What δ₀ lacks, in the units of dS: Σ dS / Σ P, and −dlse beside it.
+                lacks = row_shift(r, s) - dlse
+                of_dp = of_dp - lacks
+                total = total - along_rows(lacks, total.shape) * pk
+            shared.delta[me] = of_dp
             walk.skip(end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.rows.get(tiles, me, buffer=_Q)
             memory[...] = total.astype(problem.dtype)
             plgpu.commit_smem()
+            rows = pl.ds(row, ROWS)
+            plgpu.copy_smem_to_gmem(shared.delta.at[me], dp_offset.at[turn.batch, turn.head, rows])
             part = problem.part(dq, turn.batch, row, ROWS, turn.head)
             plgpu.copy_smem_to_gmem(memory, part)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -236,25 +247,34 @@ class _Walk(NamedTuple):
     offset: Array
     of_dp: Array
 
-    def run(self, dq: Any, *, end: Array) -> Array:
-        """Σ dS k over the steps before `end`."""
-        lax.fori_loop(0, end, lambda t, _: self._step(t, dq), None)
-        return plgpu.wgmma_accumulator_load(dq, wait_n=None)
+    def run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
+        """Σ dS k over the steps before `end`; if asked for Σ P k too, that, Σ dS and Σ P [64]."""
+        none = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
+        sums = lax.fori_loop(0, end, lambda t, sums: self._step(t, dq, pk, sums), none)
+        products = (plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dq, pk) if x is not None)
+        return *products, *(x.sum(axis=1) for x in sums)
 
-    def _step(self, t: Array, dq: Any) -> None:
-        n, shape = self.steps + t, (ROWS, self.tile.walk)
+    def _step(self, t: Array, dq: Any, pk: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        n, shape, dtype = self.steps + t, (ROWS, self.tile.walk), self.problem.dtype
         probs, dp = pl.run_scoped(
             partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
         )
         self.shared.v.release(n)
-        of_dp = along_rows(self.of_dp, shape)
+        memory = None if self.shared.ds is None else self.shared.ds.at[self.me]
+        if pk is not None:
+            plgpu.wgmma(pk, as_operand(probs.astype(dtype), memory), self.shared.k.get(n))
+            if memory is not None:
+                plgpu.wgmma_wait(0)  # P is read before dS takes its place
         if not self.problem.scales_last:
             dp = dp * np.float32(self.problem.spec.scale)
-        ds = (probs * (dp + of_dp)).astype(self.problem.dtype)
-        memory = None if self.shared.ds is None else self.shared.ds.at[self.me]
-        plgpu.wgmma(dq, as_operand(ds, memory), self.shared.k.get(n))
+        ds = probs * (dp + along_rows(self.of_dp, shape))
+        if pk is not None:
+            r, s = sums
+            sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
+        plgpu.wgmma(dq, as_operand(ds.astype(dtype), memory), self.shared.k.get(n))
         plgpu.wgmma_wait(0)
         self.shared.k.release(n)
+        return sums
 
     def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
         """P and dP of step t, not rounded."""
