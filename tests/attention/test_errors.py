@@ -181,7 +181,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "implementation": (
         lambda: attend(implementation="cuda"),
-        "unknown implementation 'cuda'; there are gpu, tpu, tiled, dense",
+        "unknown implementation 'cuda'; there are gpu, hopper, tpu, tiled, dense",
     ),
     "block size": (lambda: tiled.BlockSizes(query=0), "block size query must be positive, got 0"),
     "mesh axis": (

@@ -34,9 +34,7 @@ from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_bloc
 from pallas_kernels.gpu.hopper.machine import is_available
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
-needs_mosaic = pytest.mark.skipif(
-    not is_available(), reason="JAX 0.11 has what they are written in"
-)
+needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
 
 TILE = Tile(walk=64)
 SIZES = BlockSizes(

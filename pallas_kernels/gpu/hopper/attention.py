@@ -107,7 +107,7 @@ def attention(
     v: Float[Array, "B S K H"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B N T"]]:
+) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says."""
     return _attend((q, k, v), spec)
 
