@@ -2,7 +2,8 @@
 
 Kimi K2 (arXiv 2507.20534, algorithm 1, with α = 1/2 and |score| in the place of the score): after
 the update of a step, where the largest |score| of a head exceeds τ, its columns of W_Q and W_K are
-multiplied by √(τ / that score). So its scores on the same inputs are at most τ.
+multiplied by √(τ / that score), and its biases if there are any. So its scores on the same inputs
+are at most τ.
 
 The largest score is that of the forward pass of the same step: all its sequences, the weights
 before the update. A step's update can therefore lead beyond τ until the step after.
@@ -60,19 +61,22 @@ def clipped(
     """
     above = scores > threshold
     factors = jnp.where(above, jnp.sqrt(threshold / jnp.where(above, scores, 1.0)), 1.0)
-    names = {
-        f"blocks.{i}.attention.{name}.kernel": i
+    layers = {
+        f"blocks.{i}.attention.{name}": i
         for i in range(scores.shape[0])
         for name in ("query", "key")
     }
+    found = set()
 
     def scaled(path: Any, weights: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        if name not in names:
+        linear, _, _ = name.rpartition(".")  # its kernel [D, D], or bias [D]
+        if linear not in layers:
             return weights
-        of_channel = jnp.repeat(factors[names.pop(name)], weights.shape[1] // scores.shape[1])
-        return weights * of_channel[None]
+        found.add(name)
+        of_channel = jnp.repeat(factors[layers[linear]], weights.shape[-1] // scores.shape[1])
+        return weights * (of_channel if weights.ndim == 1 else of_channel[None])
 
     params = jax.tree_util.tree_map_with_path(scaled, params)
-    assert not names, names  # all of them are there
+    assert found >= {f"{linear}.kernel" for linear in layers}, found
     return params, jnp.sum(above, dtype=jnp.int32)

@@ -142,6 +142,17 @@ def test_after_the_clip_no_score_on_the_same_inputs_is_above_the_threshold():
         )
 
 
+def test_the_clip_takes_biases_too():
+    settings = clip_settings(None, model__biases=True)
+    steps, state = begin(settings)
+    attention = state.params["blocks"][0]["attention"]
+    for name in ("query", "key"):
+        attention[name]["bias"][...] = jnp.full((32,), 3.0)
+    before = scores_of(settings, steps, state.params)
+    params, _ = clipped(state.params, jnp.asarray(before), 1.0)
+    np.testing.assert_allclose(scores_of(settings, steps, params), np.ones((1, 2)), rtol=1e-5)
+
+
 def test_the_score_is_the_largest_of_all_micro_batches_and_devices():
     whole = clip_settings(1e-3)
     steps, state = begin(whole)
