@@ -89,6 +89,19 @@ def test_three_warpgroups_of_which_two_see_fewer_steps() -> None:
 
 
 @needs_mosaic
+def test_many_tiles_of_one_program_in_one_buffer() -> None:
+    """Otherwise q would wait for memory that is freed after q has come."""
+    narrow = dataclasses.replace(TILE, warpgroups=1, stages=1, slots=1)
+    sizes = dataclasses.replace(
+        SIZES, forward=narrow, query_gradients=narrow, key_gradients=narrow, programs=1
+    )
+    case = dataclasses.replace(GROUPED, rows=192, keys=192)
+    result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
 def test_packed_arrays_give_the_same_bits() -> None:
     case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2)
     result, expected = run(case, call(case, packed=True)), run(case, call(case))

@@ -211,12 +211,15 @@ class _Walk(NamedTuple):
     def run(self) -> tuple[_Rows, Array]:
         """m, l and Ō after the last step."""
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
+        if self.tile.slots == 1:  # q has no other place to come to
+            self._free_last_output()
         self.shared.q.wait(self.tiles)
         return self._run_in_order(acc) if self.shared.probs is not None else self._run_ahead(acc)
 
     def _run_in_order(self, acc: Array) -> tuple[_Rows, Array]:
         """One product after the other, P̄ from shared memory: for tests."""
-        self._free_last_output()
+        if self.tile.slots > 1:
+            self._free_last_output()
         probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
 
         def step(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -236,7 +239,8 @@ class _Walk(NamedTuple):
     def _run_ahead(self, acc: Array) -> tuple[_Rows, Array]:
         first = jnp.int32(0)
         rows = self._softmax(self._scores(first), first, *self._no_key_yet())
-        self._free_last_output()
+        if self.tile.slots > 1:  # not sooner: the wait is hidden here
+            self._free_last_output()
 
         def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
             acc, rows = carry
