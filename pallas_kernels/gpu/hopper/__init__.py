@@ -4,6 +4,7 @@
 `pallas_kernels.gpu` serves everything else. Who lives here:
 
   forward, query_gradients, key_gradients   one kernel each
+  by_query       what the first two share: loading, steps that are skipped
   problem        one call: sizes, tiles, what may be multiplied with what
   schedule       which program does which tiles, and in which order
   machine        warpgroups, shared memory and barriers, as Mosaic GPU names them

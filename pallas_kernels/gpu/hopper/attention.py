@@ -25,7 +25,7 @@ from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import POINTS, DynamicMax, Numerics, StandardMax, get_rounding
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
-from pallas_kernels.gpu.hopper import query_gradients as by_query
+from pallas_kernels.gpu.hopper import query_gradients
 from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -147,8 +147,8 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     arrays, o_saved, offset = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     problem = _problem(q, k, spec)
-    inputs = by_query.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
-    dq, dp_offset = by_query.query_gradients(inputs, problem)
+    inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
+    dq, dp_offset = query_gradients.query_gradients(inputs, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
     if not problem.packed:
         return ((dq, *key_gradients(keys, problem)),)

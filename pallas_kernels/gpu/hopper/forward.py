@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper import by_query
 from pallas_kernels.gpu.hopper.block_sizes import Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
@@ -119,45 +120,9 @@ def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile
         q=Ring(refs.q, tile.slots), k=Ring(refs.k, tile.stages), v=Ring(refs.v, tile.stages)
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == loader)(lambda: _load(q, k, v, shared, problem, tile))
+    rings = shared.q, shared.k, shared.v
+    pl.when(me == loader)(lambda: by_query.load((q,), k, v, rings, problem, tile))
     pl.when(me < loader)(lambda: _multiply(Outputs(*out), shared, problem, tile))
-
-
-def _load(q: Any, k: Any, v: Any, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=True)
-    program, schedule = lax.axis_index("program"), problem.by_query(tile)
-
-    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, steps = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-
-        def rows() -> None:
-            parts = (
-                problem.part(q, turn.batch, start + w * ROWS, ROWS, turn.head)
-                for w in range(tile.warpgroups)
-            )
-            shared.q.fill(tiles, *((part, 0, (w,)) for w, part in enumerate(parts)))
-
-        pl.when(turn.exists)(rows)
-        _, end = problem.key_steps(start, tile.own, tile.walk)
-        end = jnp.where(turn.exists, end, 0)
-        kv_head = lax.div(turn.head, jnp.int32(problem.group))
-
-        def keys(t: Array, n: Array) -> Array:
-            for ring, ref, plane in ((shared.k, k, 1), (shared.v, v, 2)):
-                part = problem.part(ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane)
-                ring.fill(n, (part, 0, ()))
-            return n + 1
-
-        steps = lax.fori_loop(0, end, keys, steps)
-        return tiles + turn.exists.astype(jnp.int32), steps
-
-    done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
-    shared.q.drain(tiles)
-    shared.k.drain(steps)
-    shared.v.drain(steps)
 
 
 def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
@@ -178,7 +143,7 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
 
         def attend() -> None:
             rows, acc = walk.run()
-            walk.skip(last)
+            by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
             walk.store(out, rows, acc, turn.batch, turn.head)
 
         pl.when(turn.exists)(attend)
@@ -327,20 +292,6 @@ class _Walk(NamedTuple):
             self.shared.q.release(self.tiles - 1)
 
         pl.when(self.tiles > 0)(release)
-
-    def skip(self, last: Array) -> None:
-        """Goes past the steps that only other warpgroups of the program see."""
-        if self.tile.own <= self.tile.walk and self.tile.walk % self.tile.own == 0:
-            return  # all of them end with the same step
-
-        def step(t: Array, _: None) -> None:
-            for ring in (self.shared.k, self.shared.v):
-                ring.wait(self.steps + t)
-                ring.release(self.steps + t)
-            self.turns.wait()
-            self.turns.pass_on()
-
-        lax.fori_loop(self.end, last, step, None)
 
     def store(self, out: Outputs, rows: _Rows, acc: Array, batch: Array, head: Array) -> None:
         """Divides by l and stores; O leaves through the memory of its q."""

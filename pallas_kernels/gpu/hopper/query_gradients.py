@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
+from pallas_kernels.gpu.hopper import by_query
 from pallas_kernels.gpu.hopper.block_sizes import Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
@@ -67,7 +68,7 @@ class _Shared(NamedTuple):
     ds: Any
 
 
-_Q, _DO, _O = range(3)  # buffers of the ring of rows
+_Q, _DO, _O = range(3)  # buffers of the ring of rows, in which they are loaded
 
 
 def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
@@ -121,46 +122,9 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
         v=Ring(scratch.v, tile.stages),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
+    rows, rings = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
+    pl.when(me == loader)(lambda: by_query.load(rows, x.k, x.v, rings, problem, tile))
     pl.when(me < loader)(lambda: _multiply(x, dq, dp_offset, shared, problem, tile))
-
-
-def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=True)
-    program, schedule = lax.axis_index("program"), problem.by_query(tile)
-
-    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, steps = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-
-        def rows() -> None:
-            copies = []
-            for w in range(tile.warpgroups):
-                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
-                for buffer, ref in ((_Q, x.q), (_DO, x.do), (_O, x.o)):
-                    copies.append((problem.part(ref, *place), buffer, (w,)))
-            shared.rows.fill(tiles, *copies)
-
-        pl.when(turn.exists)(rows)
-        _, end = problem.key_steps(start, tile.own, tile.walk)
-        end = jnp.where(turn.exists, end, 0)
-        kv_head = lax.div(turn.head, jnp.int32(problem.group))
-
-        def keys(t: Array, n: Array) -> Array:
-            for ring, ref, plane in ((shared.k, x.k, 1), (shared.v, x.v, 2)):
-                part = problem.part(ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane)
-                ring.fill(n, (part, 0, ()))
-            return n + 1
-
-        steps = lax.fori_loop(0, end, keys, steps)
-        return tiles + turn.exists.astype(jnp.int32), steps
-
-    done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
-    shared.rows.drain(tiles)
-    shared.k.drain(steps)
-    shared.v.drain(steps)
 
 
 def _multiply(
@@ -207,7 +171,7 @@ def _multiply(
                 of_dp = of_dp - lacks
                 total = total - along_rows(lacks, total.shape) * pk
             shared.delta[me] = of_dp
-            walk.skip(end, last)
+            by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.rows.get(tiles, me, buffer=_Q)
@@ -292,17 +256,3 @@ class _Walk(NamedTuple):
             log2_p = lax.cond(t >= self.full, mask, lambda: log2_p)
         probs = jnp.exp2(log2_p)
         return probs, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-
-    def skip(self, end: Array, last: Array) -> None:
-        """Goes past the steps that only other warpgroups of the program see."""
-        if self.tile.own <= self.tile.walk and self.tile.walk % self.tile.own == 0:
-            return  # all of them end with the same step
-
-        def step(t: Array, _: None) -> None:
-            for ring in (self.shared.k, self.shared.v):
-                ring.wait(self.steps + t)
-                ring.release(self.steps + t)
-            self.turns.wait()
-            self.turns.pass_on()
-
-        lax.fori_loop(end, last, step, None)
