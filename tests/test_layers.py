@@ -37,7 +37,7 @@ class Closed:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Closed())
-import pallas_kernels
+import pallas_kernels.gpu.hopper.vjp
 from lowprec_attn import attention, diagnostics, numerics
 """
 

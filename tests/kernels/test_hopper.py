@@ -31,10 +31,9 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
-from pallas_kernels.gpu.hopper.machine import is_available
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
-needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
+needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
 
 TILE = Tile(walk=64)
 SIZES = BlockSizes(

@@ -25,14 +25,13 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.machine import is_available
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
 
 pytestmark = [
     pytest.mark.ptx,
-    pytest.mark.skipif(not is_available(), reason="needs JAX 0.11"),
+    pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11"),
 ]
 
 KERNELS = ("forward", "query_gradients", "key_gradients")

@@ -3,6 +3,7 @@
 `attention` is the entry. It serves the arithmetic that people train with, see `unsupported` there;
 `pallas_kernels.gpu` serves everything else. Who lives here:
 
+  vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
   forward, query_gradients, key_gradients   one kernel each
   by_query       what the first two share: loading, steps that are skipped
   problem        one call: sizes, tiles, what may be multiplied with what

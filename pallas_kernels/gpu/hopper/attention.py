@@ -1,4 +1,4 @@
-"""Attention on Hopper GPUs: forward and backward kernels under one `custom_vjp`.
+"""Attention on Hopper GPUs: what it serves, and its entry.
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
 products), the O that δ sees rounded or not, δ normalised or not, and the standard and the dynamic
@@ -6,9 +6,6 @@ maximum. `unsupported` names what it declines; the general GPU kernels serve tha
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same.
 """
-
-from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +18,10 @@ from lowprec_attn.arithmetic.request import (
     unsupported_by_kernels,
     unsupported_in_tiles,
 )
-from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import POINTS, DynamicMax, Numerics, StandardMax, get_rounding
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
-from pallas_kernels.gpu.hopper import query_gradients
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes
-from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
-from pallas_kernels.gpu.hopper.key_gradients import key_gradients
-from pallas_kernels.gpu.hopper.machine import ROWS, is_available
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes
 
 HEAD_SIZES = (64, 128)
 KEYS_PER_STEP = (64, 128)
@@ -62,6 +52,11 @@ def unsupported(request: Request) -> str | None:
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     return _unsupported_numerics(spec.numerics)
+
+
+def is_available() -> bool:
+    """Whether this JAX has what the kernels are written in."""
+    return jax.__version_info__ >= (0, 11)
 
 
 def _unsupported_machine(request: Request) -> str | None:
@@ -119,61 +114,8 @@ def packed_attention(
     return _attend((qkv,), spec)
 
 
-# q, k and v, or one packed array of them.
-_Arrays = tuple[Array, ...]
+def _attend(arrays: tuple[Array, ...], spec: Spec) -> tuple[Array, Array]:
+    # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
+    from pallas_kernels.gpu.hopper.vjp import attend
 
-
-class _Residuals(NamedTuple):
-    arrays: _Arrays
-    o_saved: Array
-    offset: Array
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(arrays: _Arrays, spec: Spec) -> tuple[Array, Array]:
-    return _forward(arrays, spec)[0]
-
-
-def _forward(arrays: _Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
-    arrays = first_order_only(arrays, "hopper")
-    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    out = forward(q, k, v, _problem(q, k, spec))
-    saved = out.o if out.unrounded is None else out.unrounded
-    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
-
-
-def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[_Arrays]:
-    do, dlse = first_order_only(cotangents, "hopper")
-    arrays, o_saved, offset = res
-    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    problem = _problem(q, k, spec)
-    inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
-    dq, dp_offset = query_gradients.query_gradients(inputs, problem)
-    keys = KeyInputs(q, k, v, do, offset, dp_offset)
-    if not problem.packed:
-        return ((dq, *key_gradients(keys, problem)),)
-    gradients = jax.new_ref(dq)
-    key_gradients(keys, problem, gradients)
-    return ((gradients[...],),)
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _problem(q: Array, k: Array, spec: Spec) -> Problem:
-    return Problem.of(q, k, spec, block_sizes(q.shape[-1], spec))
-
-
-def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
-    """The tiles of a call: those that it names, or those of the table."""
-    if spec.block_sizes is None:
-        kv_block = spec.numerics.kv_block
-        assert kv_block != "all"  # `unsupported` declines it
-        return default_block_sizes(
-            head_size,
-            kv_block=kv_block,
-            saves_float32=spec.numerics.saved_dtype is not None,
-            sums_keys=spec.numerics.delta == "normalized",
-        )
-    assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
-    return spec.block_sizes
+    return attend(arrays, spec)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from pallas_kernels.gpu.hopper.machine import ROWS
+from lowprec_attn.arithmetic.request import Spec
+
+ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,3 +98,18 @@ def default_block_sizes(
         query_gradients=Tile(walk=64, stages=2 if saves_float32 else 3, slots=1),
         key_gradients=Tile(walk=64, slots=1),
     )
+
+
+def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
+    """The tiles of a call: those that it names, or those of the table."""
+    if spec.block_sizes is None:
+        kv_block = spec.numerics.kv_block
+        assert kv_block != "all"  # `unsupported` declines it
+        return default_block_sizes(
+            head_size,
+            kv_block=kv_block,
+            saves_float32=spec.numerics.saved_dtype is not None,
+            sums_keys=spec.numerics.delta == "normalized",
+        )
+    assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
+    return spec.block_sizes

@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import Tile
-from pallas_kernels.gpu.hopper.machine import ROWS, Ring, Turns, set_registers
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.machine import Ring, Turns, set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
 
 

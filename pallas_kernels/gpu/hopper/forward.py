@@ -20,12 +20,11 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper import by_query
-from pallas_kernels.gpu.hopper.block_sizes import Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     LANES,
     PER_ROW,
-    ROWS,
     TILE,
     Ring,
     Turns,

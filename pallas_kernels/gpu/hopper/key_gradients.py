@@ -16,11 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     PER_COLUMN,
-    ROWS,
     Ring,
     Turns,
     accumulator,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -13,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 THREADS = 128  # of a warpgroup
-ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 
 # How a warpgroup's registers hold the result of a product, and a vector along its rows or columns.
 TILE = plgpu.Layout.WGMMA
@@ -222,8 +220,3 @@ def interpreter(*, on: bool) -> dict[str, Any]:
         return {}
     params = plgpu.InterpretGPUParams  # type: ignore[attr-defined]  # not in JAX 0.10
     return {"interpret": params(detect_races=True)}
-
-
-def is_available() -> bool:
-    """Whether this JAX has what the kernels are written in."""
-    return jax.__version_info__ >= (0, 11)

@@ -1,0 +1,61 @@
+"""The forward and the backward pass on Hopper GPUs, under one `custom_vjp`."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.arithmetic.transforms import first_order_only
+from pallas_kernels.gpu.hopper import query_gradients
+from pallas_kernels.gpu.hopper.block_sizes import block_sizes
+from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
+from pallas_kernels.gpu.hopper.key_gradients import key_gradients
+from pallas_kernels.gpu.hopper.problem import Problem
+
+# q, k and v, or one packed array of them.
+Arrays = tuple[Array, ...]
+
+
+class _Residuals(NamedTuple):
+    arrays: Arrays
+    o_saved: Array
+    offset: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def attend(arrays: Arrays, spec: Spec) -> tuple[Array, Array]:
+    """O and lse."""
+    return _forward(arrays, spec)[0]
+
+
+def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+    arrays = first_order_only(arrays, "hopper")
+    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
+    out = forward(q, k, v, _problem(q, k, spec))
+    saved = out.o if out.unrounded is None else out.unrounded
+    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
+
+
+def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
+    do, dlse = first_order_only(cotangents, "hopper")
+    arrays, o_saved, offset = res
+    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
+    problem = _problem(q, k, spec)
+    inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
+    dq, dp_offset = query_gradients.query_gradients(inputs, problem)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset)
+    if not problem.packed:
+        return ((dq, *key_gradients(keys, problem)),)
+    gradients = jax.new_ref(dq)
+    key_gradients(keys, problem, gradients)
+    return ((gradients[...],),)
+
+
+attend.defvjp(_forward, _backward)
+
+
+def _problem(q: Array, k: Array, spec: Spec) -> Problem:
+    return Problem.of(q, k, spec, block_sizes(q.shape[-1], spec))
