@@ -8,11 +8,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 
+import command
 import pytest
-from command import ROOT, TINY, environment
+from command import ROOT, TINY, environment, lab_without_reports
+from forks import Fork
 from stand_in import rewrite, wait_until
 
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
@@ -167,32 +167,25 @@ def test_bad_arguments_give_one_line(lab, capsys):
 def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     tmp_path, compilations, text
 ):
-    fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 600}
+    fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 300}
     fields["data.path"] = text
-    fields |= {"checkpoint_every": 100, "diagnostics_every": 300, "eval_every": 300}
+    fields |= {"checkpoint_every": 30, "diagnostics_every": 150, "eval_every": 150}
     arms = ("flash", "probe_dynamic_max")
 
     def start(out):
         options = ["--workdir", out, "--jobs", "2", "--arms", *arms]
-        command = [sys.executable, "-m", "lowprec_attn", "lab", "run", FIRST_SIGHT, *options]
-        command += [f"--config.{name}={value}" for name, value in fields.items()]
-        return subprocess.Popen(
-            list(map(str, command)),
-            cwd=ROOT,
-            env=environment(compilations),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = ["run", FIRST_SIGHT, *options]
+        words += [f"--config.{name}={value}" for name, value in fields.items()]
+        words = list(map(str, words))
+        return Fork(lab_without_reports, words, environment=environment(compilations))
 
     def finish(process, code=0):
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == code, output
-        return output
+        return "".join(command.finish(process, code))
 
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     process = start(disturbed)
-    killed = int(re.search(r"flash.*process (\d+)", process.stdout.readline())[1])
+    process.wait_for_lines(1)
+    killed = int(re.search(r"flash.*process (\d+)", process.printed())[1])
     wait_until(lambda: any((disturbed / "flash").glob("checkpoints/*.json")))
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: any((disturbed / "probe_dynamic_max").glob("checkpoints/*.json")))

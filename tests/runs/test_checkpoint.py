@@ -10,17 +10,16 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
-from subprocess import PIPE
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forks import Fork
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowprec_attn.runs import checkpoint_content
@@ -492,21 +491,6 @@ def test_a_directory_that_cannot_be_made_is_told_in_one_line(tmp_path):
     assert "Not a directory" in one_line(error)
 
 
-CHILD = """
-import sys
-sys.path[:0] = {paths!r}
-from pathlib import Path
-import test_checkpoint
-test_checkpoint.{function}(Path(sys.argv[1]), *sys.argv[2:])
-"""
-
-
-def child_command(function, *arguments):
-    paths = [str(ROOT), str(ROOT / "tests" / "runs"), str(ROOT / "tests" / "support")]
-    code = CHILD.format(paths=paths, function=function.__name__)
-    return [sys.executable, "-c", code, *map(str, arguments)]
-
-
 def limit_files():
     """Stops TensorStore in the middle of a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -522,7 +506,7 @@ def save_against_the_system(directory, obstacle):
     with Checkpoints(directory) as checkpoints:
         checkpoints.save(1, state, {})
         checkpoints.wait()
-        globals()[obstacle]()
+        obstacle()
         checkpoints.save(2, state, {})
         try:
             checkpoints.wait()
@@ -536,10 +520,10 @@ def save_against_the_system(directory, obstacle):
     [(limit_files, "File too large"), (refuse_directories, "Read-only file system")],
 )
 def test_an_error_inside_of_orbax_is_told_in_one_line(tmp_path, obstacle, words):
-    command = child_command(save_against_the_system, tmp_path, obstacle.__name__)
-    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert child.returncode == 0, child.stderr
-    (line,) = child.stdout.splitlines()
+    child = Fork(save_against_the_system, tmp_path, obstacle, environment=dict(os.environ))
+    output, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    (line,) = output.splitlines()
     assert line.startswith(f"cannot write checkpoint 2 to {tmp_path}: {words}; ")
     assert names(tmp_path) == ["00000001-0", "00000001.json"]
 
@@ -699,15 +683,13 @@ def test_sigkill_loses_no_checkpoint(tmp_path):
     rng = random.Random(0)
     complete = 0
     for _ in range(6):
-        command = child_command(save_for_ever, tmp_path)
-        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as child:
-            lines = [child.stdout.readline() for _ in range(rng.randrange(1, 6))]
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=rng.random() * 0.1)
-            child.kill()
-            output, errors = child.stdout.read(), child.stderr.read()
+        child = Fork(save_for_ever, tmp_path, environment=dict(os.environ))
+        child.wait_for_lines(rng.randrange(1, 6))
+        time.sleep(rng.random() * 0.1)
+        child.send_signal(signal.SIGKILL)
+        output, errors = child.communicate(timeout=60)
         assert child.returncode == -signal.SIGKILL, errors
-        lines += [line for line in output.splitlines(keepends=True) if line.endswith("\n")]
+        lines = [line for line in output.splitlines(keepends=True) if line.endswith("\n")]
         assert lines[0] in (f"restored {complete}\n", f"restored {complete + 1}\n")
         complete = int(lines[-1].split()[1])
         assert (restore(tmp_path) or 0) in (complete, complete + 1)

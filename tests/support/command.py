@@ -5,16 +5,17 @@ import hashlib
 import io
 import logging
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+from forks import Fork
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.data import tokens
+from lowprec_attn.lab import runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,15 +65,33 @@ def flags(config="configs/gpt2_bf16.py:tiny", **changes):
 
 
 def start(cache, workdir, config="configs/gpt2_bf16.py:tiny", **changes):
-    """Starts `train.py` with TINY and changes."""
-    return subprocess.Popen(
-        [sys.executable, "train.py", f"--workdir={workdir}", *flags(config, **changes)],
-        cwd=ROOT,
-        env=environment(cache),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Starts what `train.py` does with TINY and changes, but for the report at the end."""
+    return launch(environment(cache), [f"--workdir={workdir}", *flags(config, **changes)])
+
+
+def launch(environment, arguments):
+    """Starts what `train.py` does with these arguments, but for the report at the end."""
+    return Fork(train_without_report, arguments, environment=environment)
+
+
+def train_without_report(arguments):
+    """The figures take longer than all steps."""
+    from lowprec_attn.training import loop
+
+    with (
+        contextlib.chdir(ROOT),
+        mock.patch.object(loop, "write_report", lambda run_dir: run_dir.report),
+        mock.patch.object(loop, "write_run_page", lambda run_dir, _: run_dir.page),
+    ):
+        return main(["train", *arguments])
+
+
+def lab_without_reports(arguments):
+    """`lowprec-attn lab`; each arm a process of its own, as `train_without_report`."""
+    code = "import command, sys; sys.exit(command.train_without_report(sys.argv[1:]))"
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    with mock.patch.object(runner, "TRAIN", (sys.executable, "-c", code)):
+        return main(["lab", *arguments])
 
 
 def run_here(workdir, code=0, devices=1, **changes):

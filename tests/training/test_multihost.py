@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import command
@@ -50,14 +48,7 @@ def start(cache, text, workdir, *, processes, devices, own=None, **changes):
 
 
 def launch(cache, arguments, devices):
-    return subprocess.Popen(
-        [sys.executable, "train.py", *arguments],
-        cwd=command.ROOT,
-        env=command.environment(cache, devices),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return command.launch(command.environment(cache, devices), arguments)
 
 
 def finish(processes, code=0):

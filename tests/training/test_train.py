@@ -4,6 +4,8 @@ import functools
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -302,12 +304,14 @@ def test_bad_input_gives_one_line_before_training(tmp_path, monkeypatch, capsys,
     assert "step/s" not in err  # no progress bar yet
 
 
-def test_a_process_ends_with_that_line_too(command, tmp_path):
-    _, err = finish(command(tmp_path / "run", model__vocab_size=100), code=1)
-    assert "beyond the model's vocabulary of 100" in error_line(err)
-    assert "step/s" not in err
+def test_a_process_ends_with_that_line_too(tmp_path):
+    words = ["train.py", f"--workdir={tmp_path / 'run'}", *flags(model__vocab_size=100)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "beyond the model's vocabulary of 100" in error_line(done.stderr)
+    assert "step/s" not in done.stderr
 
 
-def test_a_config_file_that_is_not_there_gives_one_line(command, tmp_path):
-    _, err = finish(command(tmp_path / "run", config="configs/nothing.py"), code=1)
+def test_a_config_file_that_is_not_there_gives_one_line(run, tmp_path):
+    _, err = run(tmp_path / "run", code=1, config="configs/nothing.py")
     assert "configs/nothing.py" in error_line(err)
