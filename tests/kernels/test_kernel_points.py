@@ -65,12 +65,33 @@ def check_point(kernels: str, result: harness.Arrays, point: str, *others: str) 
     assert closer(result, on, off) == reached_by(point, result)
 
 
+@functools.cache
+def exact_result(kernels: str) -> harness.Arrays:
+    return run(CASES[kernels], call_of(kernels, EXACT))
+
+
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_rounding_is_there_and_a_mutant_without_it_is_noticed(
-    kernels: str, point: str, monkeypatch: pytest.MonkeyPatch
+def test_rounding_is_there_and_its_absence_is_noticed(kernels: str, point: str) -> None:
+    result = result_with(kernels, point)
+    check_point(kernels, result, point)
+    without = {name: exact_result(kernels)[name] for name in result}
+    with pytest.raises(AssertionError, match="between on and off"):
+        check_point(kernels, without, point)
+
+
+# One that acts in both passes, and one at an operand of a product.
+MUTANTS = list(itertools.product(KERNELS, POINTS))
+FAST_MUTANTS = [("gpu", "scores"), ("tpu", "ds")]
+
+
+@pytest.mark.parametrize(
+    "mutant_of", slow_among(MUTANTS, [m for m in MUTANTS if m not in FAST_MUTANTS]), ids="-".join
+)
+def test_a_mutant_that_skips_the_rounding_is_noticed(
+    mutant_of: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_point(kernels, result_with(kernels, point), point)
+    kernels, point = mutant_of
     skip_point(monkeypatch, point)
     kernel_calls.compiled.cache_clear()
     mutant = result_with(kernels, point)
