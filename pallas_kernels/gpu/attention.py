@@ -42,7 +42,7 @@ from pallas_kernels.gpu.backward import (
     query_gradients,
 )
 from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
-from pallas_kernels.gpu.device import device_kind, too_old
+from pallas_kernels.gpu.device import device_kind, too_old, without_triton
 from pallas_kernels.gpu.forward import forward
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.pairs import Pairs
@@ -61,6 +61,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     sizes = request.spec.block_sizes
     assert sizes is None or isinstance(sizes, BlockSizes)
+    if version := without_triton():
+        return f"JAX {version} (it needs one with Pallas' Triton lowering)"
     interpret = sizes is not None and sizes.interpret
     if not interpret and (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
         return "this platform (it needs a CUDA GPU, or BlockSizes(interpret=True))"

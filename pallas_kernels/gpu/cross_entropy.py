@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int
 
 from lowprec_attn.arithmetic.places import span
 from pallas_kernels.gpu.instructions import exp2, from_bfloat16_pairs, to_bfloat16_pairs
 from pallas_kernels.gpu.problem import LOG2E
+from pallas_kernels.gpu.triton import plt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which GPU it is, and which run the kernels: compute capability 8.0 and newer, Triton's limit."""
+"""Which GPU it is, and which run the kernels: JAX with Triton, compute capability 8.0 and newer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,6 +6,13 @@ from typing import Any
 
 import jax
 from jax import lax
+
+from pallas_kernels.gpu.triton import plt
+
+
+def without_triton() -> str | None:
+    """The version of this JAX if it has dropped Pallas' Triton lowering, else None."""
+    return jax.__version__ if plt is None else None
 
 
 def too_old() -> str | None:
@@ -29,4 +36,5 @@ def device_kind() -> str | None:
 
 def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """A function of arrays: `kernel` where it is lowered for a GPU that runs it, else `plain`."""
-    return partial(lax.platform_dependent, cuda=plain if too_old() else kernel, default=plain)
+    declines = without_triton() or too_old()
+    return partial(lax.platform_dependent, cuda=plain if declines else kernel, default=plain)

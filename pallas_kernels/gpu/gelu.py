@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.places import span
 from pallas_kernels.gpu.instructions import exp2
 from pallas_kernels.gpu.problem import LOG2E
+from pallas_kernels.gpu.triton import plt
 
 _TILE = 4096
 _WARPS = 8

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from lowprec_attn.numerics import row_max
+from pallas_kernels.gpu.triton import plt
 
 # The first of a pair is the lower half of a word, and a bfloat16 is the upper half of a float32.
 _ROUND_PAIR = """{

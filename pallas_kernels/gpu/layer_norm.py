@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Float32
 
 from lowprec_attn.arithmetic.places import span
+from pallas_kernels.gpu.triton import plt
 
 EPSILON = 1e-5
 # Rows whose part of the scale's gradient one program sums.

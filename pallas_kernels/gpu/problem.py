@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, span
@@ -22,6 +21,7 @@ from lowprec_attn.numerics import DynamicMax, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.gpu.block_sizes import Tile
 from pallas_kernels.gpu.products import Rounder
+from pallas_kernels.gpu.triton import plt
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.scalars import Scalars
 
