@@ -4,7 +4,14 @@ import pytest
 
 from pallas_kernels.gpu.block_sizes import BlockSizes, default_block_sizes, is_hopper
 
-KINDS = [None, "NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Quantum 9000"]
+KINDS = [
+    None,
+    "NVIDIA H200",
+    "NVIDIA H100 80GB HBM3",
+    "NVIDIA A100-SXM4-80GB",
+    "NVIDIA B200",
+    "Quantum 9000",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_targets import mesh_of
 from harness import Case
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernel_calls import call_of, check_accuracy, run
 
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
@@ -182,6 +182,17 @@ def test_it_is_asked_for_by_name() -> None:
     assert resolve(request(sizes=None, platform="cuda")) == "gpu"
 
 
+@needs_mosaic
+@pytest.mark.parametrize("kind", ["NVIDIA B200", "NVIDIA A100-SXM4-80GB"])
+def test_another_generation_is_named(kind: str) -> None:
+    reason = rf"support {kind} \(it needs a Hopper GPU\); use gpu"
+    with (
+        jax.sharding.use_abstract_mesh(mesh_of(kind)),
+        pytest.raises(UnsupportedError, match=reason),
+    ):
+        resolve(request(sizes=None, platform="cuda"), "hopper")
+
+
 def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match=r"JAX .* \(it needs 0\.11\)"):
@@ -218,9 +229,7 @@ def test_default_tiles_lower_for_a_hopper_gpu(head_size: int) -> None:
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
         return pullback(results)
 
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
         text = jax.jit(step).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     for kernel in ("forward", "query_gradients", "key_gradients"):
         assert f"attention_{kernel}" in text

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_targets import A100, H200, L4, Target, lowered
+from gpu_targets import A100, B200, H200, L4, Target, lowered
 from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
@@ -180,7 +180,7 @@ def test_default_tiles_fit_shared_memory_and_registers(
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
 
 
-@pytest.mark.parametrize("target", [A100, L4], ids=["A100", "L4"])
+@pytest.mark.parametrize("target", [A100, L4, B200], ids=["A100", "L4", "B200"])
 @pytest.mark.parametrize(
     ("preset", "head_size", "dtype", "spilled"),
     [
@@ -198,6 +198,24 @@ def test_tiles_of_untuned_gpus_fit(
     for name, text in ptx(chosen, StandardMax(), head_size, dtype, target).items():
         report = assembled(text)
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
+
+
+@pytest.mark.parametrize("rule", [StandardMax(), numerics.DynamicMax()], ids=str)
+@pytest.mark.parametrize("preset", ["flash", "exact", "published"])
+def test_products_on_blackwell(preset: str, rule: RowMax) -> None:
+    """Its own tensor cores' or, for some tiles, those of a warp; Hopper's are not there."""
+    chosen = numerics.PRESETS[preset].replace(kv_block=None)
+    texts = ptx(chosen, rule, target=B200)
+    for name, text in texts.items():
+        assert ".target sm_100" in text, name
+        assert "wgmma" not in text, name
+        assert "tf32" not in text, name
+        own = re.findall(r"tcgen05\.mma\.\S+", text)
+        assert all("kind::f16" in product for product in own), name  # 16-bit operands
+        warps = re.findall(r"mma\.sync\.\S+", text)
+        assert all("f32.bf16.bf16.f32" in product for product in warps), name
+        assert own or warps, name
+    assert "tcgen05.mma" in texts["forward"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A JAX that has dropped Pallas' Triton lowering: what then serves, and that training goes on."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ sys.modules["jax._src.pallas.triton"] = None
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from gpu_targets import mesh_of
 from tiny import tiny_settings
 
 from lowprec_attn import attention
@@ -34,9 +35,7 @@ root = root_key(settings)
 arguments = jax.eval_shape(steps.init, root), ids, ids, root
 kernels = {}
 for kind in ("NVIDIA H200", "NVIDIA B200"):
-    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         traced = jax.jit(steps.train).trace(*arguments)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "dot_general" in text
@@ -55,6 +54,7 @@ def found() -> tuple[str, dict[str, list[str]]]:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")},
         capture_output=True,
         text=True,
         timeout=120,

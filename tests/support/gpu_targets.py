@@ -42,6 +42,13 @@ device_description_str: "{self.kind}"
 H200 = Target("NVIDIA H200", (9, 0), 228 * 1024)
 A100 = Target("NVIDIA A100-SXM4-80GB", (8, 0), 164 * 1024)
 L4 = Target("NVIDIA L4", (8, 9), 100 * 1024)
+B200 = Target("NVIDIA B200", (10, 0), 228 * 1024)
+
+
+def mesh_of(kind: str) -> AbstractMesh:
+    """One GPU of a kind, for `jax.sharding.use_abstract_mesh`: lowering asks what it is."""
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
@@ -51,7 +58,5 @@ def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
     )
     there = SingleDeviceSharding(topology.devices[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
-    device = AbstractDevice(device_kind=target.kind, num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh_of(target.kind)):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
