@@ -119,7 +119,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    parts = [tables.score_table(arms, args.layer, args.steps)]
+    across = tables.across_steps_table(arms)
+    parts = [*([across] if across else []), tables.score_table(arms, args.layer, args.steps)]
     if several or any(arm.arm.control for arm in arms):
         warnings = warning_table({directory.name: arms})
         parts = [tables.outcome_table(found), *([warnings] if warnings else []), *parts]

@@ -16,6 +16,7 @@ from lowprec_attn.diagnostics.rows import (
 from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.diagnostics.signed_errors import signed_error
 from lowprec_attn.diagnostics.weights import (
+    across_steps,
     outer_product_similarity,
     query_weight_gradient,
     query_weight_gradient_error,
@@ -27,6 +28,7 @@ __all__ = [
     "DOMINATED",
     "Capture",
     "CaptureError",
+    "across_steps",
     "attention_signals",
     "capture",
     "dominated_rows",

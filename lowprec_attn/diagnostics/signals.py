@@ -31,7 +31,8 @@ def attention_signals(
     w_q: Float[Array, "D N H"] | None = None,
     w_k: Float[Array, "D K H"] | None = None,
     rng_key: Key[Array, ""] | None = None,
-) -> dict[str, Float32[Array, "N"]]:
+    common_direction: bool = False,
+) -> dict[str, Float32[Array, "N ..."]]:
     """What to watch in one attention layer, per query head; the batch is reduced.
 
     Always:
@@ -60,6 +61,7 @@ def attention_signals(
       query_weight_gradient_error_first_share: σ₁² / Σ σ² of that difference's singular values, in
         [1/H, 1]: 1 where it has rank one; 0 where it is zero.
       outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
+      common_direction, if asked for: [N, D, H], for `diagnostics.across_steps`.
     With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
       repeated for the query heads of its group.
 
@@ -79,14 +81,17 @@ def attention_signals(
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.
+      common_direction: whether to return it. It costs its memory alone.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, or x
-        without dO.
+      ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, x without
+        dO, or `common_direction` without x.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
+    if common_direction and x is None:
+        raise ValueError("common_direction is one of (PK)ᵀ X, which needs x")
     heads = q.shape[2]
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
     stream = None if rng_key is None else RandomStream.of(rng_key, q.shape[0], heads)
@@ -97,6 +102,8 @@ def attention_signals(
     for group in groups:
         part = _select(_Arrays(q, k, v, do, w_q, w_k, stream), np.array(group.heads))
         signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
+        if not common_direction:
+            signals[-1].pop("common_direction", None)
     back = np.argsort([head for group in groups for head in group.heads])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *signals)
 
@@ -189,11 +196,13 @@ def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[st
     difference = weights.query_weight_gradient_error(delta_error, rows.pk, x, scale)
     error = weights.frobenius_norm(difference)
     gradient = weights.frobenius_norm(weights.query_weight_gradient(rows.dq, x))
+    similarity, common_direction = weights.outer_product_signals(rows.pk, x)
     return {
         "query_weight_gradient_error": error,
         "query_weight_gradient_error_relative": _share(error, gradient),
         "query_weight_gradient_error_first_share": weights.first_share(difference),
-        "outer_product_similarity": weights.outer_product_similarity(rows.pk, x),
+        "outer_product_similarity": similarity,
+        "common_direction": common_direction,
     }
 
 

@@ -47,13 +47,58 @@ def outer_product_similarity(
     Let R̂_T = R_T / ‖R_T‖ for the n tokens where neither factor is 0. No R̂_T is formed, because
     Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
     """
+    return _mean_cosine(*_unit_outer_products(pk, x))
+
+
+def outer_product_signals(
+    pk: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
+) -> tuple[Float32[Array, "N"], Float32[Array, "N D H"]]:
+    """`outer_product_similarity`, and the common direction M = Σ_T R̂_T / n, heads first.
+
+    ⟨M, M′⟩ of two steps is the mean cosine between their tokens' R_T. It has the cost of the first
+    alone. M is 0 for a head without a counted token.
+    """
+    total, n = _unit_outer_products(pk, x)
+    common = total / jnp.maximum(n, jnp.float32(1))[None, :, None]
+    return _mean_cosine(total, n), jnp.moveaxis(common, 1, 0)
+
+
+def across_steps(
+    now: Float32[Array, "N D H"], before: Float32[Array, "N D H"]
+) -> dict[str, Float32[Array, "N"]]:
+    """How alike (PK)[T]ᵀ X[T] is at two steps, per head; M of each as in `outer_product_signals`.
+
+    arXiv 2510.04212 (section 3) holds that these matrices are nearly one matrix for all tokens T
+    *and all training steps*, so that Σ (δ_lp − δ_hp)[T] (PK)[T]ᵀ X[T] grows with every step where
+    the errors of δ keep their sign.
+
+      outer_product_similarity_across_steps  ⟨M, M′⟩ in [−1, 1]: the mean cosine between the matrix
+                                             of a token now and that of a token then, over all
+                                             pairs. At the value of `outer_product_similarity`, two
+                                             steps are as alike as two tokens of one.
+      common_direction_across_steps          ⟨M, M′⟩ / (‖M‖ ‖M′‖) in [−1, 1]: whether what the
+                                             tokens have in common is the same. 0 where M or M′ is.
+    """
+    products = jnp.sum(now * before, axis=(1, 2))
+    sizes = jnp.sqrt(jnp.sum(now * now, axis=(1, 2)) * jnp.sum(before * before, axis=(1, 2)))
+    return {
+        "outer_product_similarity_across_steps": products,
+        "common_direction_across_steps": products / jnp.where(sizes == 0, jnp.float32(1), sizes),
+    }
+
+
+def _unit_outer_products(pk: Array, x: Array) -> tuple[Array, Array]:
+    """Σ R̂_T [D, N, H], and how many tokens n [N] count."""
     x = x.astype(jnp.float32)
     pk_size = jnp.sqrt(jnp.sum(pk * pk, axis=-1, keepdims=True))
     x_size = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
     is_counted = (pk_size > 0) & (x_size[:, :, None] > 0)
     directions = jnp.where(is_counted, pk / jnp.where(pk_size > 0, pk_size, jnp.float32(1)), 0.0)
     total = query_weight_gradient(directions, x / jnp.where(x_size > 0, x_size, jnp.float32(1)))
-    n = jnp.sum(is_counted.astype(jnp.float32), axis=(0, 1, 3))
+    return total, jnp.sum(is_counted.astype(jnp.float32), axis=(0, 1, 3))
+
+
+def _mean_cosine(total: Array, n: Array) -> Array:
     return (jnp.sum(total * total, axis=(0, 2)) - n) / (n * (n - 1))
 
 

@@ -30,6 +30,7 @@ SIGNALS = (
     "rounded_to_one",
     "delta_error_mean",
     "delta_error_coherence",
+    "delta_error_cumulative",
     "ds_row_sum_mean",
     "ds_row_sum_rms",
     "ds_row_sum_coherence",
@@ -42,6 +43,8 @@ SIGNALS = (
     "query_weight_gradient_error_relative",
     "query_weight_gradient_error_first_share",
     "outer_product_similarity",
+    "outer_product_similarity_across_steps",
+    "common_direction_across_steps",
     "query_weight_norm",
 )
 _REPORTED = ("score_maximum", "query_weight_norm")  # what table and figure are made of

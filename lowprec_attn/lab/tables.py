@@ -142,6 +142,53 @@ def score_table(
     )
 
 
+_ACROSS_STEPS = {
+    "outer_product_similarity": "two tokens of a step",
+    "outer_product_similarity_across_steps": "a token of either step",
+    "common_direction_across_steps": "common directions",
+    "delta_error_cumulative": "Σ of δ's errors",
+}
+
+
+def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
+    """One row a run: do errors of δ add up over tokens and steps; None where none recorded it.
+
+    Args:
+      records: of the arms.
+    """
+    recorded = [
+        record
+        for record in records
+        if any("delta_error_cumulative" in layer for layer in record.signals[max(record.signals)])
+    ]
+    if not recorded:
+        return None
+    legend = (
+        "At a run's last recorded step, of all layers and heads the value of largest size, and its "
+        "layer. Cosines between the matrices (PK)[T]ᵀ X[T] of two tokens of the step; of a token "
+        "of this step and one of the step measured before; and between what all tokens of either "
+        "step have in common (`lowprec_attn.diagnostics.across_steps`). Then the sum of "
+        "(δ_lp − δ_hp)[T] over the tokens of every measurement "
+        "(`lowprec_attn.training.across_steps`)."
+    )
+    rows = [
+        [record.arm.title, str(record.seed), *(_extreme(record, name) for name in _ACROSS_STEPS)]
+        for record in recorded
+    ]
+    table = markdown(["arm", "seed", *_ACROSS_STEPS.values()], rows)
+    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+
+
+def _extreme(record: ArmRecord, name: str) -> str:
+    """The value of largest size at the last step (NaN if one is), and its layer."""
+    layers = record.signals[max(record.signals)]
+    values = [(x, i) for i, layer in enumerate(layers) for x in layer.get(name, ())]
+    if not values:
+        return "–"
+    value, layer = max(values, key=lambda pair: math.inf if pair[0] != pair[0] else abs(pair[0]))
+    return f"{value:.2g} in {layer}"
+
+
 def _spread(records: Sequence[ArmRecord]) -> list[int]:
     """About seven recorded steps, the last one included, step 0 left out unless it is the only."""
     recorded = sorted({step for record in records for step in record.signals})

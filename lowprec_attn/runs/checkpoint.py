@@ -63,12 +63,14 @@ class Restored:
       state: a pytree of the target's structure.
       data_state: the data iterator's state.
       records: as given to `save`; empty in checkpoints of earlier versions.
+      measured: as given to `save`; None where nothing was, or where it was not asked for.
     """
 
     step: int
     state: Any
     data_state: dict[str, Any]
     records: dict[str, Fingerprint]
+    measured: Any = None
 
 
 class Checkpoints:
@@ -103,6 +105,7 @@ class Checkpoints:
         data_state: Mapping[str, Any],
         records: Mapping[str, Fingerprint] = MappingProxyType({}),
         keep_from: int | None = None,
+        measured: Any = None,
     ) -> None:
         """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
 
@@ -116,6 +119,7 @@ class Checkpoints:
           data_state: the data iterator's state, JSON-able.
           records: fingerprints, by name, of the files that the run wrote before this step.
           keep_from: checkpoints of this step and later ones stay as well, beside the newest `keep`.
+          measured: a pytree of arrays beside the state, None for none.
 
         Raises:
           CheckpointError: this checkpoint or the one before could not be written. The checkpoints
@@ -126,12 +130,15 @@ class Checkpoints:
             raise ValueError(f"step={step} cannot be saved; it must be at least 0")
         self.wait()
         data_copy = json.loads(json.dumps(data_state))
-        begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy)
+        beside = {} if measured is None else {"measured": checkpoint_content.copy(measured)}
+        begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy, beside)
         # Several processes can agree in their main threads alone; one begins in the worker thread.
         write = begin() if jax.process_count() > 1 else lambda: begin()()
         self._pending = self._worker.submit(self._complete, step, write, dict(records), keep_from)
 
-    def restore(self, target_state: Any, last_step: int | None = None) -> Restored | None:
+    def restore(
+        self, target_state: Any, last_step: int | None = None, target_measured: Any = None
+    ) -> Restored | None:
         """Loads the newest checkpoint that is intact.
 
         Newer ones are skipped, each with one logged warning: they were never completed, or a file
@@ -142,6 +149,7 @@ class Checkpoints:
             `jax.ShapeDtypeStruct` with a sharding, an array of the same sharding is returned;
             elsewhere a NumPy array.
           last_step: checkpoints of later steps are left alone; None to take any.
+          target_measured: likewise of what was measured, None to leave it.
 
         Returns:
           The checkpoint, or None where none was ever completed.
@@ -156,9 +164,10 @@ class Checkpoints:
             if found is None:
                 return None
             step, content, records = found
-            state, data_state = self._load(step, self._directory / content, target_state)
+            targets = (target_state, target_measured)
+            state, data_state, measured = self._load(step, self._directory / content, targets)
             fingerprints = {name: Fingerprint(**fields) for name, fields in records.items()}
-            return Restored(step, state, data_state, fingerprints)
+            return Restored(step, state, data_state, fingerprints, measured)
 
     def newest(self, last_step: int) -> int | None:
         """The newest step up to `last_step` that has a checkpoint; its files are not read."""
@@ -235,12 +244,16 @@ class Checkpoints:
     # Saving.
 
     def _begin(
-        self, step: int, arrays: dict[str, Any], data_state: dict[str, Any]
+        self,
+        step: int,
+        arrays: dict[str, Any],
+        data_state: dict[str, Any],
+        beside: dict[str, dict[str, Any]],
     ) -> Callable[[], Path]:
         """Starts to write a content directory; the function returns it when it is complete."""
         with self._explain_errors(f"write checkpoint {step} to"):
             content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
-            wait = checkpoint_content.begin(content, arrays, data_state)
+            wait = checkpoint_content.begin(content, arrays, data_state, beside)
 
         def write() -> Path:
             wait()
@@ -321,9 +334,11 @@ class Checkpoints:
         manifest.verify(self._directory)
         return manifest
 
-    def _load(self, step: int, content: Path, target_state: Any) -> tuple[Any, dict[str, Any]]:
+    def _load(
+        self, step: int, content: Path, targets: tuple[Any, Any]
+    ) -> tuple[Any, dict[str, Any], Any]:
         try:
-            return checkpoint_content.read(content, target_state)
+            return checkpoint_content.read(content, *targets)
         except checkpoint_content.MismatchError as mismatch:
             raise CheckpointError(
                 f"checkpoint {step} in {self._directory} is of another model: {mismatch}; "

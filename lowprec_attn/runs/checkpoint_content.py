@@ -33,7 +33,12 @@ def copy(state: Any) -> dict[str, Any]:
     return {path: np.array(leaf) for path, leaf in _leaves_by_path(jax.device_get(state)).items()}
 
 
-def begin(content: Path, arrays: dict[str, Any], data_state: dict[str, Any]) -> Callable[[], None]:
+def begin(
+    content: Path,
+    arrays: dict[str, Any],
+    data_state: dict[str, Any],
+    beside: dict[str, dict[str, Any]],
+) -> Callable[[], None]:
     """Starts to write the directory `content`.
 
     When this returns, `arrays` are on the host. Each of several processes writes the shards of its
@@ -43,6 +48,7 @@ def begin(content: Path, arrays: dict[str, Any], data_state: dict[str, Any]) -> 
       content: must not exist.
       arrays: what `copy` returns.
       data_state: JSON-able.
+      beside: more such arrays, by a name of theirs.
 
     Returns:
       A function, for any thread, that returns when all processes are done.
@@ -51,30 +57,51 @@ def begin(content: Path, arrays: dict[str, Any], data_state: dict[str, Any]) -> 
       OSError: the disk has not enough room.
       Exception: whatever Orbax raises, here or from the function; see `reason`.
     """
-    _require_room(content, arrays)
+    parts = {"state": arrays, **beside}
+    _require_room(content, [array for part in parts.values() for array in part.values()])
     with _orbax_context():
-        checkpointables = {"state": arrays, "data": data_state}
+        checkpointables = {**parts, "data": data_state}
         return ocp.save_checkpointables_async(content, checkpointables).result
 
 
-def read(content: Path, target_state: Any) -> tuple[Any, dict[str, Any]]:
-    """Reads the state, as arrays of the target's shardings, and the data state.
+def read(
+    content: Path, target_state: Any, target_measured: Any = None
+) -> tuple[Any, dict[str, Any], Any]:
+    """Reads the state, as arrays of the target's shardings, the data state, and what was measured.
+
+    The last is None where the target is, or where there is none in the checkpoint.
 
     Raises:
       MismatchError: an array differs from the target's in path, shape or dtype.
       Exception: whatever Orbax raises; see `reason`.
     """
-    targets = _leaves_by_path(target_state)
     with _orbax_context():
-        saved = ocp.checkpointables_metadata(content).metadata["state"]
-        for path in {**targets, **saved}:
-            theirs, ours = _shape(saved.get(path)), _shape(targets.get(path))
-            if theirs != ours:
-                raise MismatchError(f"{path} is {theirs} there and {ours} here")
-        abstract = {path: _abstract(leaf) for path, leaf in targets.items()}
-        loaded = ocp.load_checkpointables(content, {"state": abstract, "data": None})
-    leaves = [loaded["state"][path] for path in targets]
-    return jax.tree.unflatten(jax.tree.structure(target_state), leaves), loaded["data"]
+        saved = ocp.checkpointables_metadata(content).metadata
+        targets = {"state": target_state}
+        if target_measured is not None and "measured" in saved:
+            targets["measured"] = target_measured
+        by_path = {name: _leaves_by_path(target) for name, target in targets.items()}
+        for name, leaves in by_path.items():
+            _require_shapes(saved[name], leaves)
+        abstract: dict[str, Any] = {
+            name: {path: _abstract(leaf) for path, leaf in leaves.items()}
+            for name, leaves in by_path.items()
+        }
+        loaded = ocp.load_checkpointables(content, {**abstract, "data": None})
+    trees = {
+        name: jax.tree.unflatten(
+            jax.tree.structure(targets[name]), [loaded[name][path] for path in leaves]
+        )
+        for name, leaves in by_path.items()
+    }
+    return trees["state"], loaded["data"], trees.get("measured")
+
+
+def _require_shapes(saved: dict[str, Any], targets: dict[str, Any]) -> None:
+    for path in {**targets, **saved}:
+        theirs, ours = _shape(saved.get(path)), _shape(targets.get(path))
+        if theirs != ours:
+            raise MismatchError(f"{path} is {theirs} there and {ours} here")
 
 
 def reason(error: BaseException) -> str:
@@ -89,10 +116,10 @@ def reason(error: BaseException) -> str:
     return text.splitlines()[0]
 
 
-def _require_room(content: Path, arrays: dict[str, Any]) -> None:
+def _require_room(content: Path, arrays: list[Any]) -> None:
     """Raises OSError if the disk has too little room for the arrays."""
     # Asked first, because Orbax prints pages of tracebacks when the disk fills up.
-    needed = sum(array.nbytes for array in arrays.values()) + _METADATA_BYTES
+    needed = sum(array.nbytes for array in arrays) + _METADATA_BYTES
     free = shutil.disk_usage(content.parent).free
     if free < needed:
         shortage = f"{os.strerror(errno.ENOSPC)} ({needed:,} bytes needed, {free:,} free)"

@@ -32,6 +32,7 @@ from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
+from lowprec_attn.training.across_steps import AcrossSteps
 from lowprec_attn.training.adam_signals import AdamSignals, make_adam_signals
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.efficiency import efficiency
@@ -40,7 +41,7 @@ from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.rescue import Rescue
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.signals import Signals, make_signals
+from lowprec_attn.training.signals import Directions, Signals, make_signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
 from lowprec_attn.training.watch import Watch
 
@@ -71,6 +72,7 @@ class _Pending(NamedTuple):
     metrics: StepMetrics
     signals: Signals | None
     adam: AdamSignals | None
+    directions: Directions | None  # of the measurement before this step
 
 
 class Loop:
@@ -81,6 +83,7 @@ class Loop:
       state: to start from.
       data: iterator whose next batch is that of step `state.step`.
       saved_step: step of the checkpoint that `state` is from, None for a fresh start.
+      directions: of the last measurement before `state`, None where there was none.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Loop:
         state: TrainState,
         data: grain.DatasetIterator,
         saved_step: int | None,
+        directions: Directions | None,
     ) -> None:
         self.fixed, self.state, self.data = run, state, data
         everywhere = run.devices.replicated
@@ -108,8 +112,11 @@ class Loop:
         self.data_state = data.get_state()
         self.saved_step = saved_step
         self.progress: Progress | None = None
+        kept = _kept_records(run.run_dir)
+        before = next((record["signals"] for record in kept if "signals" in record), None)
+        self.across = AcrossSteps(run.settings, run.devices, directions, before)
         self.watch = Watch(
-            _kept_records(run.run_dir),
+            kept,
             int(state.step),
             _origin(run.run_dir),
             run.rescue.excess_limit,
@@ -157,7 +164,7 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        signals = adam = None
+        directions, signals, adam = self.across.directions, None, None
         if _due(self.fixed.settings.diagnostics_every, step):
             signals = self._signals(step, *self.first_sequence(*arrays))
             if step > 0:  # of the last update
@@ -166,7 +173,7 @@ class Loop:
         # Asked for later, the copies would queue behind the next step.
         for array in jax.tree.leaves((metrics, signals, adam)):
             array.copy_to_host_async()
-        dispatched = _Pending(batch, arrays, data_state, metrics, signals, adam)
+        dispatched = _Pending(batch, arrays, data_state, metrics, signals, adam, directions)
         self._fetch()
         self.pending = dispatched
 
@@ -213,10 +220,10 @@ class Loop:
         """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
         key = step_key(self.root, jnp.int32(step))
         key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
-        return self.signals(self.state.params, inputs, targets, key)
+        return self.across.join(*self.signals(self.state.params, inputs, targets, key))
 
     def _write_signals(self, step: int, signals: Signals) -> None:
-        values = jax.device_get(signals)
+        values = self.across.add_up(jax.device_get(signals))
         self.fixed.metrics.write(step, {"signals": values})
         self.watch.add_signals(step, values)
 
@@ -251,7 +258,9 @@ class Loop:
                 if run.rescue.record.rollbacks:
                     written[run.run_dir.rollbacks.name] = run.rescue.record.fingerprint
             keep_from = run.rescue.keep_from(step, self.watch.onset)
-            run.checkpoints.save(step, self.state, self.data_state, written, keep_from)
+            run.checkpoints.save(
+                step, self.state, self.data_state, written, keep_from, self.across.directions
+            )
             self.saved_step = step
 
     def _roll_back(self, undone: "_UndoneError", stop_after: Callable[[int], bool]) -> int | None:
@@ -279,6 +288,7 @@ class Loop:
         step = int(pending.batch["step"])
         self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
         self.data_state = pending.data_state
+        self.across.directions = pending.directions
         self._save(step)
         culprit = find_culprit(
             self.fixed.settings,
@@ -288,7 +298,8 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
+        if pending.signals is None:  # else they are recorded
+            self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
         _report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_BROKEN
 

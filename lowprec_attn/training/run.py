@@ -29,6 +29,7 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import level_before
 from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
+from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.loop import Loop, Run
@@ -119,7 +120,10 @@ def _run_once(
     rescue = Rescue(settings, run_dir, checkpoints, record)
     with MetricsWriter(run_dir, start, copies) as metrics:
         run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order, rescue)
-        return Loop(run, state, data, start if is_own else None).run()
+        saved_step, directions = None, None
+        if restored is not None and is_own:
+            saved_step, directions = start, restored.measured
+        return Loop(run, state, data, saved_step, directions).run()
 
 
 def _after(rollbacks: Sequence[Rollback], settings: TrainSettings) -> TrainSettings:
@@ -156,7 +160,8 @@ def _restore(
 ) -> tuple[Restored | None, bool]:
     """The newest intact checkpoint, of this run (then True) or else of `resume_from`, or None."""
     target = make_program(settings, devices).state
-    restored = checkpoints.restore(target)
+    directions = direction_shapes(settings.model, devices)
+    restored = checkpoints.restore(target, target_measured=directions)
     if restored is not None:
         step, records = restored.step, restored.records
         hosts.from_first(lambda: run_dir.require_records(step, records))

@@ -18,6 +18,8 @@ from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.step import Steps
 
 Signals = dict[str, dict[str, Array]]
+Directions = dict[str, Array]
+"""By layer, the common direction [N, D, H] of its tokens; see `diagnostics.across_steps`."""
 
 
 class LayerArrays(NamedTuple):
@@ -67,17 +69,23 @@ def make_layers(
     return layers
 
 
-def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals]:
-    """A jit-able function (params, inputs, targets [B, T], key) -> {layer_0: {name: [N]}, ...}.
+def make_signals(
+    settings: TrainSettings, steps: Steps
+) -> Callable[..., tuple[Signals, Directions]]:
+    """A jit-able function (params, inputs, targets [B, T], key) -> the signals of every layer.
 
-    It runs the model forward and backward once, and compares each layer's attention with exact
-    arithmetic. q, k, v and dO are those of training on these sequences; see `LayerArrays`.
+    They are {layer_0: {name: [N]}, ...}, and the layers' directions, which are empty with
+    `qk_norm`. It runs the model forward and backward once, and compares each layer's attention
+    with exact arithmetic. q, k, v and dO are those of training on these sequences; see
+    `LayerArrays`.
     """
     layers_of = make_layers(settings.model, steps.loss)
     scale, factor = score_scale(settings.model)
 
-    def signals(params: Any, inputs: Array, targets: Array, key: Key[Array, ""]) -> Signals:
-        result = {}
+    def signals(
+        params: Any, inputs: Array, targets: Array, key: Key[Array, ""]
+    ) -> tuple[Signals, Directions]:
+        result, directions = {}, {}
         for i, arrays in enumerate(layers_of(params, inputs, targets, key)):
             layer = attention_signals(
                 **arrays._asdict(),
@@ -85,11 +93,13 @@ def make_signals(settings: TrainSettings, steps: Steps) -> Callable[..., Signals
                 scale=scale,
                 is_causal=True,
                 rng_key=jax.random.fold_in(key, i),
+                common_direction=arrays.x is not None,
             )
             if arrays.x is not None:
+                directions[f"layer_{i}"] = layer.pop("common_direction")
                 layer["query_weight_gradient_error"] *= jnp.float32(factor)
             result[f"layer_{i}"] = layer
-        return result
+        return result, directions
 
     return signals
 

@@ -61,7 +61,7 @@ def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
     ids = open_corpus(settings.data).val.ids[: settings.model.context + 1].astype(np.int32)[None]
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     key = step_key(root_key(settings), jnp.int32(STEP))
-    signals = jax.jit(make_signals(settings, steps))(state.params, ids[:, :-1], ids[:, 1:], key)
+    signals, _ = jax.jit(make_signals(settings, steps))(state.params, ids[:, :-1], ids[:, 1:], key)
     measured = layer["signals"]["own numerics"]
     for name in ("score_maximum", "query_weight_gradient_error_relative", "p_row_sum_error_rms"):
         np.testing.assert_allclose(measured[name], signals["layer_0"][name], rtol=1e-3)

@@ -35,7 +35,9 @@ def make_arrays(seed=0, *, length=40, keys=40, heads=4, kv_heads=2, head_size=16
 compare = jax.jit(comparison.compare, static_argnames="spec")
 
 
-@functools.partial(jax.jit, static_argnames=("numerics", "row_max", "scale", "is_causal"))
+@functools.partial(
+    jax.jit, static_argnames=("numerics", "row_max", "scale", "is_causal", "common_direction")
+)
 def attention_signals(q, k, v, do=None, **options):
     return diagnostics.attention_signals(q, k, v, do, **options)
 
@@ -286,6 +288,40 @@ def test_outer_product_similarity_is_the_mean_over_pairs():
         assert float(similarity[head]) == pytest.approx(pairs.mean(), abs=1e-5)
 
 
+def test_similarity_across_steps_is_the_mean_over_pairs_of_tokens():
+    """Through `attention_signals`, against the matrices of all tokens in NumPy."""
+    units, directions = [], []
+    for seed in (0, 1):
+        q, k, v, do = (x.astype(jnp.float32) for x in make_arrays(seed, length=9, keys=9))
+        x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 9, 5)) + 0.5, jnp.float32)
+        options = {"numerics": numerics.FLASH, "is_causal": True, "x": x}
+        asked = attention_signals(q, k, v, do, common_direction=True, **options)
+        directions.append(asked.pop("common_direction"))
+        assert directions[-1].shape == (4, 5, 16)
+        assert asked.keys() == attention_signals(q, k, v, do, **options).keys()
+        # P k of exact softmax: no point of `flash` rounds what enters it.
+        scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) / 4
+        scores = np.where(np.tri(9, dtype=bool), scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        pk = np.einsum("bnts,bsnh->btnh", p, np.repeat(k, 2, axis=2))
+        outer = np.einsum("btnh,btd->nbtdh", pk, x).reshape(4, 18, -1)
+        units.append(outer / np.linalg.norm(outer, axis=2, keepdims=True))
+    found = diagnostics.across_steps(*directions)
+    means = [unit.mean(axis=1) for unit in units]
+    norms = np.prod([np.linalg.norm(mean, axis=1) for mean in means], axis=0)
+    for head in range(4):
+        expected = (units[0][head] @ units[1][head].T).mean()
+        similarity = float(found["outer_product_similarity_across_steps"][head])
+        assert similarity == pytest.approx(expected, abs=1e-5)
+        cosine = float(found["common_direction_across_steps"][head])
+        assert cosine == pytest.approx(expected / norms[head], abs=1e-4)
+    same = diagnostics.across_steps(directions[0], directions[0])
+    np.testing.assert_allclose(same["common_direction_across_steps"], 1, rtol=1e-6)
+    none = diagnostics.across_steps(directions[0], jnp.zeros_like(directions[0]))
+    assert all(not np.any(value) for value in none.values())
+
+
 def test_spectral_norm_is_the_largest_singular_value():
     w = np.random.default_rng(0).standard_normal((24, 3, 8)).astype(np.float32)
     expected = [np.linalg.norm(w[:, n], ord=2) for n in range(3)]
@@ -349,6 +385,8 @@ def test_wrong_arguments_are_named():
         signals(do[:, 1:])
     with pytest.raises(ValueError, match="needs do as well"):
         signals(x=jnp.ones((2, 40, 8)))
+    with pytest.raises(ValueError, match="which needs x"):
+        signals(do, common_direction=True)
     with pytest.raises(ValueError, match=r"w_k must have shape \[any, 2, 16\]"):
         signals(w_k=jnp.ones((8, 4, 16)))
     with pytest.raises(ValueError, match="random bits"):

@@ -87,6 +87,23 @@ def test_the_table_reads_the_layers_by_their_number(collected):
     assert found["act=nan"] == wild
 
 
+def test_the_table_across_steps_has_the_value_of_largest_size_and_its_layer(collected):
+    arms = records.read_all(collected)
+    for layers in (record.signals[max(record.signals)] for record in arms):
+        for i, layer in enumerate(layers):
+            layer["delta_error_cumulative"] = [0.5 * i, -3.25 if i == 2 else 0.0]
+            layer["common_direction_across_steps"] = [0.25, float("nan") if i == 3 else 0.5]
+            layer["outer_product_similarity"] = [0.125, 0.0625]
+            del layer["outer_product_similarity_across_steps"]
+    found = cells(tables.across_steps_table(arms))
+    seed = str(arms[0].seed)
+    assert found["act=finish"] == [seed, "0.12 in 0", "–", "nan in 3", "5.5 in 11"]
+    for record in arms:  # of earlier versions
+        for layer in record.signals[max(record.signals)]:
+            del layer["delta_error_cumulative"]
+    assert tables.across_steps_table(arms) is None
+
+
 def test_the_figure_has_a_panel_an_arm_and_a_line_a_layer(collected):
     arms = records.read_all(collected)
     panels = figures.score_figure(arms, layer=1).axes

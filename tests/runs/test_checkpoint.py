@@ -96,6 +96,22 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
     assert restore(tmp_path) == 7
 
 
+def test_what_was_measured_comes_back_where_there_is_any_and_it_is_asked_for(tmp_path):
+    measured = {"layer_0": jnp.arange(3, dtype=jnp.float32), "layer_1": jnp.zeros((2, 2))}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, make_state(7), make_data_state(7), measured=measured)
+        found = checkpoints.restore(make_state(0), target_measured=measured)
+        assert_same_bits(found.measured, measured)
+        assert_same_bits(found.state, make_state(7))
+        assert checkpoints.restore(make_state(0)).measured is None
+        with pytest.raises(CheckpointError, match="another model: layer_1 is float32"):
+            checkpoints.restore(make_state(0), target_measured={"layer_0": measured["layer_0"]})
+        checkpoints.save(8, make_state(8), make_data_state(8))  # as an earlier version did
+        found = checkpoints.restore(make_state(0), target_measured=measured)
+    assert (found.step, found.measured) == (8, None)
+    assert [path.parent.name for path in sorted(tmp_path.glob("*/measured"))] == ["00000007-0"]
+
+
 @pytest.mark.parametrize(("last_step", "step"), [(None, 9), (9, 9), (8, 7), (6, None)])
 def test_checkpoints_after_the_last_step_wanted_are_left_alone(tmp_path, last_step, step):
     save(tmp_path, 7, 9)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 from tiny import tiny_config
 
@@ -94,6 +95,21 @@ def test_a_run_goes_back_leaves_out_batches_and_ends(whole):
     lines = (whole / "data_order.txt").read_text().splitlines()
     assert len(lines) == 48
     assert not (whole / "failure.json").exists()
+
+
+def test_measurements_are_joined_across_steps_and_the_rollback(whole):
+    """What a killed run repeats byte for byte, below: errors added up, directions compared."""
+    records = metrics.read(whole / "metrics.jsonl")
+    signals = {r["step"]: r["signals"]["layer_0"] for r in records if "signals" in r}
+    assert len(signals) >= 4
+    steps = sorted(signals)
+    errors = [32 * np.array(signals[step]["delta_error_mean"]) for step in steps]
+    sums = [signals[step]["delta_error_cumulative"] for step in steps]
+    np.testing.assert_allclose(sums, np.cumsum(errors, axis=0), rtol=1e-12)
+    for name in ("outer_product_similarity_across_steps", "common_direction_across_steps"):
+        assert [name in signals[step] for step in steps] == [step > 0 for step in steps]
+        sizes = np.abs([signals[step][name] for step in steps[1:]])
+        assert np.all((sizes > 1e-4) & (sizes < 1 + 1e-6))
 
 
 def test_the_order_says_which_batch_each_step_saw(whole, text):

@@ -86,7 +86,7 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
 
     def attention_signals(*_, numerics, **options):
         described.extend(numerics)
-        return {"query_weight_gradient_error": jnp.zeros(2)}
+        return {"query_weight_gradient_error": jnp.zeros(2), "common_direction": jnp.zeros(2)}
 
     monkeypatch.setattr(signals, "attention_signals", attention_signals)
     monkeypatch.setattr(tiled, "DEFAULT_KV_BLOCK", 8)

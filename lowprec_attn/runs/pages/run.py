@@ -108,6 +108,7 @@ def _curves(history: History, health: Health) -> list[Element]:
             drawn.append(_rule_figure(history, health, rule))
         norms = figures.by_layer(history, _query_weight_norms, health, log=False)
         drawn.append(drawing(norms, "norms", "Largest spectral norm of a head's W_Q"))
+        drawn += _across_steps(history, health)
     legend = [
         (figures.RAW, "training, each step"),
         (figures.SMOOTHED, "training, mean of 50 steps"),
@@ -141,6 +142,32 @@ def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
     return drawing(figure, rule.name, caption)
 
 
+_ACROSS_STEPS = {
+    "delta_error_cumulative": "Σ (δ_lp − δ_hp) over the tokens of all measurements so far, the "
+    "head of each layer where it is largest",
+    "outer_product_similarity_across_steps": "Mean cosine between (PK)[T]ᵀ X[T] of a token and of "
+    "one at the measurement before, highest head of each layer",
+}
+
+
+def _across_steps(history: History, health: Health) -> list[Element]:
+    """Whether errors of δ add up over training, where that was recorded."""
+    recorded = {name for layers in history.signals.values() for layer in layers for name in layer}
+    return [
+        drawing(figures.by_layer(history, _of_largest_size(name), health, log=False), name, caption)
+        for name, caption in _ACROSS_STEPS.items()
+        if name in recorded
+    ]
+
+
+def _of_largest_size(name: str) -> Callable[[Layer], np.ndarray]:
+    def value(layer: Layer) -> np.ndarray:
+        x = np.asarray(layer.get(name, [-np.inf]), float)
+        return x[[np.argmax(np.abs(x))]]
+
+    return value
+
+
 def _query_weight_norms(layer: Layer) -> np.ndarray:
     return np.asarray(layer.get("query_weight_norm", [-np.inf]), float)
 
@@ -150,7 +177,11 @@ def _signals(history: History) -> list[Element]:
         note = "none were recorded (diagnostics_every=0)"
         return [element("h2", "Signals"), element("p", note)]
     where = element("code", "lowprec_attn.diagnostics.attention_signals")
-    said = element("p", "The docstring of ", where, " says what each of them is.")
+    across = element("code", "lowprec_attn.training.across_steps")
+    said = element(
+        *("p", "The docstring of ", where, " says what each of them is; that of ", across),
+        " those that join a step to the one measured before.",
+    )
     return [element("h2", "Signals of every layer and head"), said, *layers.details(history)]
 
 

@@ -132,6 +132,22 @@ def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions
     assert "DejaVu" not in page.source  # the reader's own fonts
 
 
+def test_signals_across_steps_are_drawn_where_they_are_recorded(tmp_path):
+    """Σ of the errors is signed: the line is that of the head where it is largest in size."""
+    sums = {0: [1.0, 0.0], 50: [2.0, -50.0], 100: [3.0, -900.0]}
+    signals = {s: layers({"delta_error_cumulative": value}, {}) for s, value in sums.items()}
+    run_dir = record_run(tmp_path / "run", FALLING, signals)
+    page = Page(write_run_page(run_dir, lambda *_: "", tmp_path / "page.html"))
+    page.check()
+    assert "Σ (δ_lp − δ_hp) over the tokens of all measurements so far" in page.text
+    assert page.tags.count("figure") == 7
+    drawn = re.findall(r"<figure>.*?</figure>", page.source)
+    (figure,) = (figure for figure in drawn if "Σ (δ_lp − δ_hp)" in figure)
+    labels = [text.replace("−", "-") for text in re.findall(r"<text[^>]*>([^<]*)</text>", figure)]
+    assert "-800" in labels
+    assert "layer 0" in labels
+
+
 def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     run_dir = record_run(tmp_path / "run", FALLING, {})
     spike = {"loss": 9.0, "median": 4.0, "spread": 0.1, "score": 50.0}
