@@ -46,6 +46,11 @@ def skipping(order: Order, count: int) -> Order:
     return lambda step: order(step + count)
 
 
+def followed_by(order: Order, steps: int, other: Order) -> Order:
+    """The order's batches of the first `steps` steps, and those of another order from there on."""
+    return lambda step: (order if step < steps else other)(step)
+
+
 @dataclasses.dataclass(frozen=True)
 class SeededOrder:
     """The order drawn from a seed; arguments as in `starts`."""

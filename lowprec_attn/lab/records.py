@@ -82,6 +82,7 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
         "steps": max(losses) + 1,
         "explosion": _explosion(losses, failure),
         "runaway": runaway and runaway._asdict(),
+        "held_out": _held_out(lines, failure),
         "config": read_record(run_dir.config),
         "environment": run_dir.starts(),
         "data_order_sha256": sha256(run_dir.data_order),
@@ -144,6 +145,8 @@ class ArmRecord:
       signals: by step: of each layer, each name of `SIGNALS`, one value per head.
       failure: where a loss was not finite, or the run stopped because it had exploded, or None.
       rollbacks: of the run; all else is of the steps that counted in the end.
+      held_out: the step whose signals are of held-out text, all others being of training batches:
+        the last of a run of an earlier version; None where all are of training batches.
     """
 
     arm: Arm
@@ -156,6 +159,7 @@ class ArmRecord:
     signals: Mapping[int, list[Mapping[str, list[float]]]]
     failure: Mapping[str, Any] | None
     rollbacks: Sequence[Rollback] = ()
+    held_out: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -173,6 +177,8 @@ class ArmRecord:
                 header["explosion"] = _explosion(losses, header["failure"])
                 runaway = first_runaway(_largest_scores(signals))
                 header["runaway"] = runaway and runaway._asdict()
+            if "held_out" not in header:
+                header["held_out"] = _held_out(records, header["failure"])
             return cls(
                 arm=Arm(header["arm"], header["overrides"], header.get("control")),
                 seed=header["config"]["seed"],
@@ -184,6 +190,7 @@ class ArmRecord:
                 signals=signals,
                 failure=header["failure"],
                 rollbacks=[Rollback(**fields) for fields in header.get("rollbacks", ())],
+                held_out=header["held_out"],
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{path} is not the record of an arm ({error!r})") from error
@@ -214,6 +221,22 @@ def _explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -
     if explosion is None and failure is not None:
         return int(failure.get("explosion", failure["step"]))
     return explosion
+
+
+def _held_out(
+    records: Sequence[Mapping[str, Any]], failure: Mapping[str, Any] | None
+) -> int | None:
+    """The end of a run of an earlier version, which measured that on held-out text.
+
+    It is the one step with signals beyond all losses. A run that failed was measured on its last
+    batch. Later versions record the signal named here, and measure the end on a training batch.
+    """
+    last = max((record["step"] for record in records if "loss" in record), default=-1)
+    for record in records:
+        if failure is None and record["step"] > last and "signals" in record:
+            layers = record["signals"].values()
+            return None if any("delta_error_cumulative" in s for s in layers) else record["step"]
+    return None
 
 
 def _by_step(

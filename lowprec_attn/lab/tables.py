@@ -134,12 +134,19 @@ def score_table(
         title, *cells = _row(record, layer, steps)
         rows.append([title, *([str(record.seed)] if seeds else []), *cells])
     table = markdown(header, rows)
+    held_out = any(record.held_out is not None for record in records)
     return (
         f"Largest |score| of layer {layer} by step (layers count from 0); then, at an arm's last "
         f"recorded step: the largest |score| of\nany other layer, the largest spectral norm of a "
         f"head's W_Q in layer {layer}, the validation loss and the most by which it exceeded an "
-        f"earlier one.\n\n{table}"
+        f"earlier one.{_HELD_OUT if held_out else ''}\n\n{table}"
     )
+
+
+_HELD_OUT = (
+    "\nStarred: on held-out text, as earlier versions measured the end of a run; so is its last "
+    "point in a figure.\nAll others: on the training batch of the step."
+)
 
 
 _ACROSS_STEPS = {
@@ -198,6 +205,10 @@ def _spread(records: Sequence[ArmRecord]) -> list[int]:
 
 def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
     last = max(record.signals)
+
+    def marked(text: str, step: int) -> str:
+        return f"{text}*" if step == record.held_out else text
+
     others = [
         record.largest("score_maximum", last, i)
         for i in range(len(record.signals[last]))
@@ -207,10 +218,12 @@ def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
     return [
         record.arm.title,
         *(
-            _number(record.largest("score_maximum", step, layer)) if step in record.signals else "–"
+            marked(_number(record.largest("score_maximum", step, layer)), step)
+            if step in record.signals
+            else "–"
             for step in steps
         ),
-        _number(max(others)) if others else "–",
+        marked(_number(max(others)), last) if others else "–",
         f"{record.largest('query_weight_norm', last, layer):.1f}",
         f"{losses[max(losses)]:.3f}" if losses else "–",
         _largest_rise(losses),

@@ -143,18 +143,6 @@ class Devices(NamedTuple):
         )
         return inputs, targets
 
-    def put_whole(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets [A, B/A, T], whole on every device.
-
-        Args:
-          batch: all of its rows, the same on every process.
-        """
-        inputs, targets = (
-            jax.make_array_from_process_local_data(self.replicated, x, x.shape)
-            for x in (batch["inputs"], batch["targets"])
-        )
-        return inputs, targets
-
 
 def run_devices(settings: TrainSettings) -> Devices:
     """The mesh over `settings.devices` devices, by default over those of all processes.

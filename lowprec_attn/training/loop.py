@@ -5,7 +5,8 @@ n + 1 is under way.
 
 Every record belongs to a step. Validation and diagnostics of step s look at the parameters before
 update s; loss and gradient norm of step s are those of update s. So a run that is resumed at s
-writes exactly what is missing.
+writes exactly what is missing. Diagnostics look at the first sequence of the batch of step s: at
+the end, of the batch that the next step would have taken.
 """
 
 import shlex
@@ -312,13 +313,12 @@ class Loop:
         return EXIT_BROKEN
 
     def _finish(self) -> int:
-        settings, corpus = self.fixed.settings, self.fixed.corpus
+        settings = self.fixed.settings
         loss = self._write_validation(settings.steps)
-        if settings.diagnostics_every:  # on held-out text: the order has no batch for this step
-            first, *_ = validation_batches(corpus.val, settings.model.context, 1, 1)
-            sequence = self.first_sequence(*self.fixed.devices.put_whole(first))
+        if settings.diagnostics_every:
+            sequence = self.first_sequence(*self.fixed.devices.put(next(self.data)))
             self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
-        _report_end(self.fixed.run_dir, loss, corpus)
+        _report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE
 
 

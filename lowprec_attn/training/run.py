@@ -16,7 +16,14 @@ import jax
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, tokens
 from lowprec_attn.data.batches import train_iterator
-from lowprec_attn.data.order import Order, OrderRecord, Replay, SeededOrder, skipping
+from lowprec_attn.data.order import (
+    Order,
+    OrderRecord,
+    Replay,
+    SeededOrder,
+    followed_by,
+    skipping,
+)
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
 from lowprec_attn.runs import metrics as records
@@ -100,8 +107,12 @@ def _run_once(
     start = 0 if restored is None else restored.step
     record.keep_until(start)
     settings = _after(record.rollbacks, settings)
-    draw = skipping(draw, skipped(record.rollbacks))
+    count = skipped(record.rollbacks)
+    ends = isinstance(draw, Replay) and settings.steps + count >= len(draw)
+    draw = skipping(draw, count)
     draw(settings.steps - 1)  # a record that is too short is told now
+    if ends:  # and there is a batch for the signals at the end
+        draw = followed_by(draw, settings.steps, _seeded(settings, corpus.train))
     data = train_iterator(
         corpus.train,
         settings.model.context,
@@ -144,12 +155,17 @@ def open_corpus(settings: DataSettings) -> tokens.Corpus:
 
 
 def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder | Replay:
-    shape = (settings.batch_size, train_tokens.count, settings.model.context)
+    seeded = _seeded(settings, train_tokens)
     if settings.data.replay is None:
-        return SeededOrder(settings.seed, *shape)
-    replay = Replay(settings.data.replay, *shape)
+        return seeded
+    replay = Replay(settings.data.replay, *dataclasses.astuple(seeded)[1:])
     replay(settings.steps - 1)  # a record that is too short is told now
     return replay
+
+
+def _seeded(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder:
+    context = settings.model.context
+    return SeededOrder(settings.seed, settings.batch_size, train_tokens.count, context)
 
 
 def _restore(

@@ -87,6 +87,24 @@ def test_the_table_reads_the_layers_by_their_number(collected):
     assert found["act=nan"] == wild
 
 
+def test_what_earlier_versions_measured_on_held_out_text_is_marked(collected):
+    def is_marked():
+        arms = records.read_all(collected)
+        text = tables.score_table(arms, layer=10, steps=[50, 100])
+        marks = {name: [cell[-1:] == "*" for cell in row] for name, row in cells(text).items()}
+        return [arm.held_out for arm in arms], "on held-out text" in text, marks["act=finish"][:3]
+
+    assert is_marked() == ([None, None], False, [False] * 3)
+    for path in collected.glob("*.jsonl"):
+        header, *lines = map(json.loads, path.read_text().splitlines())
+        assert header.pop("held_out") is None
+        for layer in (layer for line in lines for layer in line.get("signals", {}).values()):
+            del layer["delta_error_cumulative"]
+        path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    # The losses end at 99. The other arm failed: its last signals are of the batch at fault.
+    assert is_marked() == ([100, None], True, [False, True, True])
+
+
 def test_the_table_across_steps_has_the_value_of_largest_size_and_its_layer(collected):
     arms = records.read_all(collected)
     for layers in (record.signals[max(record.signals)] for record in arms):

@@ -91,10 +91,10 @@ def test_a_run_directory_holds_everything(finished):
 
 @pytest.mark.usefixtures("no_report")
 def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
-    """The same whatever the step then does to these parameters."""
+    """The same whatever the step then does to these parameters, or whether it is taken at all."""
     found = []
-    for peak_lr in (0.001, 0.1):
-        workdir = tmp_path / str(peak_lr)
+    for peak_lr, steps in ((0.001, 1), (0.1, 1), (0.001, 2)):
+        workdir = tmp_path / f"{peak_lr}-{steps}"
         config = tiny_config(
             optimizer__peak_lr=peak_lr,
             optimizer__warmup_steps=0,
@@ -102,15 +102,19 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
             data__path=str(text),
             model__layers=1,
             devices=1,
-            steps=1,
+            steps=steps,
             diagnostics_every=1,
         )
         assert train(train_settings(config), config, workdir) == 0
         records = metrics.read(workdir / "metrics.jsonl")
         found.append({r["step"]: r["signals"] for r in records if "signals" in r})
-    slow, fast = found
+    slow, fast, longer = found
     assert slow[0] == fast[0]
     assert slow[1] != fast[1]
+    # The first two ended before step 1: they were measured on the batch that it would have taken.
+    assert slow[1]["layer_0"].keys() == longer[1]["layer_0"].keys()
+    for name in ("score_maximum", "delta_rms", "output_rms"):
+        np.testing.assert_allclose(slow[1]["layer_0"][name], longer[1]["layer_0"][name], rtol=1e-5)
 
 
 @pytest.mark.usefixtures("no_report")
@@ -169,6 +173,8 @@ def test_a_recorded_order_is_replayed(run, finished, tmp_path):
     workdir = tmp_path / "replayed"
     run(workdir, data__replay=order)
     assert (workdir / "data_order.txt").read_text() == order.read_text()
+    # The record has no batch after the last step, so the end is measured on one of the seed's.
+    assert "signals" in metrics.read(workdir / "metrics.jsonl")[-1]
 
 
 @pytest.mark.usefixtures("no_report")
