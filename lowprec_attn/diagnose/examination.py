@@ -31,8 +31,8 @@ class Examination(NamedTuple):
 
     @property
     def found(self) -> bool:
-        """Whether there is anything."""
-        return self.findings[0].kind != "none"
+        """Whether there is anything that warns."""
+        return any(finding.warns for finding in self.findings)
 
 
 class Head(NamedTuple):
@@ -98,11 +98,11 @@ def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Exa
 
 
 def worst_first(examined: Iterable[Examination]) -> list[Examination]:
-    """By the kind of the first finding, then by how far a rule is exceeded."""
+    """Those that warn, then by the kind of the first finding and how far a rule is exceeded."""
 
-    def key(one: Examination) -> tuple[int, float]:
+    def key(one: Examination) -> tuple[bool, int, float]:
         severity = max((head.severity for head in heads([one])), default=np.inf)
-        return _ORDER.index(one.findings[0].kind), -severity
+        return not one.found, _ORDER.index(one.findings[0].kind), -severity
 
     return sorted(examined, key=key)
 

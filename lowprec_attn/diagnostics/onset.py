@@ -1,4 +1,4 @@
-"""Which rules a run's layers meet anew: a warning is given once, not at every measurement."""
+"""Of which rules a run's layers begin to warn: it is said once, not at every measurement."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ class LayerAlarm(NamedTuple):
 
 
 class Onsets:
-    """Follows the rules that each layer meets, from one measurement to the next.
+    """Follows the rules of which each layer warns, from one measurement to the next.
 
-    A rule that a layer goes on meeting is reported once, and again only after a measurement at
-    which the layer did not meet it. Which head is the worst does not matter.
+    A rule of which a layer goes on warning is reported once, and again only after a measurement at
+    which the layer did not. Which head is the worst does not matter.
 
     Args:
       signals: of the measurement before the first that will be added, None where there is none.

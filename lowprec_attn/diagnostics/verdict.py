@@ -4,7 +4,7 @@ Three of the kinds are the rules of `diagnostics.rules`, with thresholds from ru
 
   row_sums    the backward pass's P does not sum to 1.
   delta       the errors of δ are a large share of W_Q's gradient (of dQ where W_Q's input is not
-              known).
+              known). Without `scores` it is told, and is no warning.
   scores      a score is 512 or more.
 
 Others look like a failure of low precision and are none, or are one of another kind:
@@ -69,6 +69,7 @@ class Finding(NamedTuple):
       arithmetic: label of the arithmetic under which it was found, None where none plays a part.
       heads: heads that meet it, worst first.
       worth: what the rule was worth in runs of the lab; empty for what is no rule.
+      warns: whether it counts as something found.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class Finding(NamedTuple):
     arithmetic: str | None = None
     heads: tuple[int, ...] = ()
     worth: str = ""
+    warns: bool = True
 
 
 def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
@@ -94,8 +96,10 @@ def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
         *(_rule(rule, measured) for rule in RULES),
         _coherence(measured, rows),
     ]
-    findings = _told_apart([finding for finding in found if finding], measured)
-    return tuple(findings) or (Finding("none", _nothing(measured, rows)),)
+    findings = _told_apart(
+        _told_alone([finding for finding in found if finding], measured), measured
+    )
+    return tuple(findings) or (Finding("none", _nothing(measured, rows), warns=False),)
 
 
 def coherence_of(signals: Signals, error: str, reference: str, rows: int) -> np.ndarray:
@@ -156,6 +160,23 @@ def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:
         )
 
     return _worst("coherence", measured, severity, claim, NOT_MET_IN_THE_LAB)
+
+
+def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
+    """A rule that warns only beside another one, where that is not met, as information."""
+    kinds = {finding.kind for finding in findings}
+    for rule in RULES:
+        values = [rule.value(signals) for signals in measured.values()]
+        if rule.only_with in {None, *kinds} or not np.all(np.isfinite(values)):
+            continue
+        aside = f"; without a head that meets {rule.only_with} this is no warning"
+        findings = [
+            finding._replace(sentence=finding.sentence + aside, warns=False)
+            if finding.kind == rule.name
+            else finding
+            for finding in findings
+        ]
+    return findings
 
 
 def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:

@@ -3,12 +3,10 @@
 import collections
 import statistics
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from lowprec_attn.diagnostics.rules import RULES, Rule
+from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.spikes import Divergence, Spike, Spikes
 from lowprec_attn.tables import markdown
@@ -35,14 +33,18 @@ class Tally(NamedTuple):
         return statistics.median(self.leads) if self.leads else None
 
 
-def first_alarm(record: ArmRecord, rule: Rule) -> int | None:
-    """The first recorded step at which a layer meets the rule; None where none does.
+Found = Callable[[Signals], Sequence[Alarm]]
+"""`rules.alarms`, or `rules.met` for those too that do not warn."""
+
+
+def first_alarm(record: ArmRecord, rule: Rule, found: Found = alarms) -> int | None:
+    """The first recorded step at which a layer warns by the rule; None where none does.
 
     It is None too where the record holds none of the rule's signals: see `is_recorded`.
     """
     for step in sorted(record.signals):
         for layer in record.signals[step]:
-            if np.max(rule.severity(layer)) > -np.inf:
+            if any(alarm.rule is rule for alarm in found(layer)):
                 return step
     return None
 
@@ -53,12 +55,12 @@ def is_recorded(record: ArmRecord, rule: Rule) -> bool:
     return any(name in layer for layer in layers for name in rule.signals)
 
 
-def tally(records: Iterable[ArmRecord], rule: Rule) -> Tally:
+def tally(records: Iterable[ArmRecord], rule: Rule, found: Found = alarms) -> Tally:
     """Counts a rule over runs that recorded its signal."""
     leads = []
     counts: collections.Counter[str] = collections.Counter()
     for record in records:
-        alarm = first_alarm(record, rule)
+        alarm = first_alarm(record, rule, found)
         if record.explosion is None:
             counts["quiet" if alarm is None else "false"] += 1
         elif alarm is None or alarm > record.explosion:
@@ -71,23 +73,26 @@ def tally(records: Iterable[ArmRecord], rule: Rule) -> Tally:
 def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
     """One row a rule and experiment, as Markdown; None where no record holds a rule's signal.
 
+    A rule that warns only beside another one has two: where it was met, and where it warned.
+
     Args:
       experiments: runs by the name of their experiment, which is left out where there is one. A
         run that lacks a rule's signal is not counted for it.
     """
     rows = []
-    for rule in RULES:
+    for label, rule, found in _readings():
         for name, records in experiments.items():
             counted = [record for record in records if is_recorded(record, rule)]
             if counted:
                 names = [name] if len(experiments) > 1 else []
-                rows.append([f"{rule.name} ≥ {rule.threshold:g}", *names, *_cells(counted, rule)])
+                rows.append([label, *names, *_cells(counted, rule, found)])
     if not rows:
         return None
     legend = (
         "Alarms: the first recorded step at which a head of some layer meets a rule of "
-        "`lowprec_attn.diagnostics.rules`. Lead: steps from there to the explosion, median and "
-        "smallest. False: alarms in runs that did not explode, by arm."
+        "`lowprec_attn.diagnostics.rules`; one in brackets is no warning by itself. Lead: steps "
+        "from there to the explosion, median and smallest. False: alarms in runs that did not "
+        "explode, by arm."
     )
     header = [
         "rule",
@@ -100,10 +105,21 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
     return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
 
 
-def _cells(records: Sequence[ArmRecord], rule: Rule) -> list[str]:
-    counts = tally(records, rule)
+def _readings() -> Iterator[tuple[str, Rule, Found]]:
+    for rule in RULES:
+        label = f"{rule.name} ≥ {rule.threshold:g}"
+        if rule.only_with is None:
+            yield label, rule, alarms
+        else:
+            yield f"({label})", rule, met
+            yield f"{label}, with {rule.only_with}", rule, alarms
+
+
+def _cells(records: Sequence[ArmRecord], rule: Rule, found: Found) -> list[str]:
+    counts = tally(records, rule, found)
     healthy = [record for record in records if record.explosion is None]
-    arms = collections.Counter(r.arm.name for r in healthy if first_alarm(r, rule) is not None)
+    firsts = ((record.arm.name, first_alarm(record, rule, found)) for record in healthy)
+    arms = collections.Counter(arm for arm, first in firsts if first is not None)
     lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
     return [
         f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",

@@ -3,7 +3,7 @@
 The states, the worst first:
 
   broken   the loss exploded, or a value was not finite
-  warned   a rule was met, scores ran away, the run went back to an earlier step, or the loss has
+  warned   a rule warned, scores ran away, the run went back to an earlier step, or the loss has
            been in excess for too few steps to tell
   unknown  nothing of this, but too little was recorded to see it
   healthy  nothing of this in at least 100 steps, with signals of at least two of them
@@ -12,12 +12,13 @@ One run has no control beside it. Experiments have, and call fewer runs healthy 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, alarms
+from lowprec_attn.diagnostics import rules
+from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
 from lowprec_attn.runs.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
@@ -63,7 +64,8 @@ class Health(NamedTuple):
       sentence: the same with its reasons.
       explosion: the step at which the loss exploded, None where it did not.
       not_finite: the step at which a value was not finite, likewise.
-      met: the rules that were met, the earliest first.
+      met: the rules that were met and warn, the earliest first.
+      noted: the rules that were met where they do not warn, likewise; see `rules.Rule.only_with`.
       runaway: the first layer whose scores ran away.
     """
 
@@ -72,6 +74,7 @@ class Health(NamedTuple):
     explosion: int | None
     not_finite: int | None
     met: tuple[RuleMet, ...]
+    noted: tuple[RuleMet, ...]
     runaway: Runaway | None
 
 
@@ -81,13 +84,15 @@ def judge(history: History) -> Health:
     stopped = history.failure.get("explosion")
     explosion = stopped if watch.explosion is None else watch.explosion
     not_finite = _not_finite(history)
-    met = tuple(_met(history.signals))
+    met = tuple(_met(history.signals, rules.alarms))
+    noted = tuple(_met(history.signals, _silent))
     runaway = first_runaway(_largest_scores(history.signals))
     broken = _breaks(history, watch, explosion, not_finite)
     warnings = _warnings(watch, runaway, history.rollbacks)
     state: State = "healthy"
     if broken:
-        state, sentence = "broken", f"Not healthy: {', and '.join(broken)}; {_lead(met, history)}"
+        state = "broken"
+        sentence = f"Not healthy: {', and '.join(broken)}; {_lead(met, noted, history)}"
     elif met or warnings:
         state = "warned"
         found = [*([_first(met)] if met else []), *warnings]
@@ -100,9 +105,10 @@ def judge(history: History) -> Health:
         so_far = "" if history.ended else " so far"
         sentence = (
             f"Healthy{so_far}: the loss has not exploded in {history.steps:,} steps, and no rule "
-            f"was met at {len(history.signals)} diagnostics{_unmeasured(history.signals)}"
+            f"{'warned' if noted else 'was met'} at {len(history.signals)} diagnostics"
+            f"{_aside(noted)}{_unmeasured(history.signals)}"
         )
-    return Health(state, f"{sentence}.", explosion, not_finite, met, runaway)
+    return Health(state, f"{sentence}.", explosion, not_finite, met, noted, runaway)
 
 
 def _not_finite(history: History) -> int | None:
@@ -128,10 +134,19 @@ def _breaks(
     return found
 
 
-def _lead(met: Sequence[RuleMet], history: History) -> str:
+def _lead(met: Sequence[RuleMet], noted: Sequence[RuleMet], history: History) -> str:
     if met:
         return f"rule {met[0].alarm.rule.name} was met first {met[0]}"
+    if noted:
+        return f"no rule warned{_aside(noted)}"
     return "no rule was met" if history.signals else "there are no signals to apply rules to"
+
+
+def _aside(noted: Sequence[RuleMet]) -> str:
+    if not noted:
+        return ""
+    told = (f"{met.alarm.rule.name} was met at {met.times} diagnostics" for met in noted)
+    return f" ({', '.join(told)}, from step {noted[0].step:,} on, which alone is no warning)"
 
 
 def _first(met: Sequence[RuleMet]) -> str:
@@ -183,12 +198,20 @@ def _measures(rule: Rule, signals: Mapping[int, Sequence[Layer]]) -> bool:
     return any(name in layer for layer in layers for name in rule.signals)
 
 
-def _met(signals: Mapping[int, Sequence[Layer]]) -> Iterator[RuleMet]:
+def _silent(layer: Layer) -> list[Alarm]:
+    """The rules that a layer meets without a warning."""
+    warned = rules.alarms(layer)
+    return [alarm for alarm in rules.met(layer) if alarm not in warned]
+
+
+def _met(
+    signals: Mapping[int, Sequence[Layer]], find: Callable[[Layer], Sequence[Alarm]]
+) -> Iterator[RuleMet]:
     """The earliest first."""
     found: dict[str, dict[int, tuple[int, Alarm]]] = {}
     for step, layers in sorted(signals.items()):
         for i, layer in enumerate(layers):
-            for alarm in alarms(layer) if layer else ():
+            for alarm in find(layer) if layer else ():
                 by_step = found.setdefault(alarm.rule.name, {})
                 if step not in by_step or alarm.value > by_step[step][1].value:
                     by_step[step] = (i, alarm)

@@ -28,6 +28,8 @@ from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
 from lowprec_attn.diagnose import array_file
 from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnose.examination import Examination
+from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnostics import verdict
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
@@ -465,6 +467,26 @@ def test_the_rules_of_the_verdict(changes, rows, kinds, heads):
         assert first.sentence.startswith(f"head {heads[0]}{others}")
 
 
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({SHARE: (0.5, 0.3)}, False),
+        ({SHARE: (0.5, 0.3), "score_maximum": (40, 512)}, True),
+        ({SHARE: (0.5, np.nan)}, True),
+        ({SHARE: (0.5, 0.3), SUMS: (0.1, 0)}, False),
+    ],
+)
+def test_errors_of_delta_alone_are_no_warning(changes, warns):
+    findings = verdict.judge({"flash": signals(), "published": signals(**changes)}, 1024)
+    (delta,) = (finding for finding in findings if finding.kind == "delta")
+    assert delta.warns == warns
+    assert ("without a head that meets scores this is no warning" in delta.sentence) == (not warns)
+    others = [finding for finding in findings if finding is not delta]
+    assert all(finding.warns for finding in others)
+    layer = Layer("a.npz", "", *[np.zeros((1, 2, 2, 4))] * 3)
+    assert Examination(layer, {}, findings).found == (warns or bool(others))
+
+
 def test_without_do_large_scores_stay_undecided():
     quiet = signals(score_maximum=(1, 600))
     without = {n: x for n, x in quiet.items() if "delta" not in n and n not in (SHARE, SUMS)}
@@ -479,7 +501,10 @@ def test_what_a_rule_was_worth_stands_in_the_table_of_the_failure():
             *("| 31 of 31 | 337 (", "| 19 of 29, all with lse rounded", "| 0 of 107 |"),
             "| **0 of 4** |",
         ),
-        "delta": ("| 20 of 20 | 504 (", "| 0 of 20 |", "| 10 of 33, none of", "| **5 of 9** |"),
+        "delta": (
+            *("| 20 of 20 | 504 (", "| 0 of 20 |", "| **5 of 9** |"),
+            *("| 20 of 20 | 222 (", "| 1 of 9 |"),
+        ),
         "scores": ("| 20 of 20 | 222 (", "| 0 of 20 |", "| 3 of 3, all of `exact` |"),
     }
     for rule in RULES:

@@ -33,6 +33,14 @@ def test_a_rule_that_the_last_measurement_met_is_not_reported_again():
     assert len(Onsets().add({"layer_0": loud(1)})) == 1
 
 
+def test_errors_of_delta_are_reported_with_large_scores_alone():
+    shares = {"query_weight_gradient_error_relative": [0.1, 0.5]}
+    onsets = Onsets()
+    assert onsets.add({"layer_0": {"score_maximum": [4.0, 40.0], **shares}}) == []
+    found = onsets.add({"layer_0": {**loud(1), **shares}})
+    assert named(found) == [(0, "delta", 1), (0, "scores", 1)]
+
+
 def test_rules_of_a_layer_are_told_apart():
     onsets = Onsets({"layer_0": loud(0)})
     (found,) = onsets.add({"layer_0": {**loud(0), "p_row_sum_error_rms": [0.0, 0.5]}})

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from lowprec_attn.diagnostics.rules import RULES, alarms
+from lowprec_attn.diagnostics.rules import RULES, alarms, met
 from lowprec_attn.lab import warnings
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.records import ArmRecord
@@ -56,13 +56,40 @@ def test_runs_without_a_rules_signal_are_not_counted_for_it():
     assert warnings.warning_table({"one": [record(950, [600], name="repeated_maxima")]}) is None
 
 
+def test_delta_is_counted_where_it_is_met_and_where_it_warns():
+    """It warns in a layer that meets `scores` as well, in whatever head."""
+    name = "query_weight_gradient_error_relative"
+    runs = [
+        (950, [(600.0, 0.1), (40.0, 0.4), (600.0, 0.4)]),  # met at 100, warns at 200
+        (950, [(40.0, 0.4)]),  # met alone
+        (None, [(40.0, 0.4)]),
+        (None, [(31.0, 0.4)]),
+        (None, [(512.0, 0.3)]),
+    ]
+    found = [
+        dataclasses.replace(
+            record(explosion, []),
+            signals={
+                100 * i: [{"score_maximum": [score, 32.0], name: [0.0, share * (score >= 32)]}]
+                for i, (score, share) in enumerate(values)
+            },
+        )
+        for explosion, values in runs
+    ]
+    assert warnings.tally(found, DELTA, met) == warnings.Tally((850, 950), 0, 2, 1)
+    assert warnings.tally(found, DELTA) == warnings.Tally((750,), 1, 1, 2)
+    text = warnings.warning_table({"one": found})
+    labels = [line.split("|")[1].strip() for line in text.splitlines() if "0.3" in line]
+    assert labels == ["(delta ≥ 0.3)", "delta ≥ 0.3, with scores"]
+
+
 def test_a_layer_is_named_by_its_worst_head_and_the_best_signal_that_was_measured():
     signals = {"query_gradient_error_relative": np.array([0.1, 0.7, 0.5])}
-    (alarm,) = alarms(signals)
+    (alarm,) = met(signals)
     assert (alarm.rule.name, alarm.head, round(alarm.value, 6)) == ("delta", 1, 0.7)
     assert str(alarm).startswith("head 1: errors of δ are 70% of the gradient")
     better = {**signals, "query_weight_gradient_error_relative": np.array([0.1, 0.1, 0.1])}
-    assert alarms(better) == []
+    assert met(better) == []
     assert [alarm.rule.name for alarm in alarms({"p_row_sum_error_rms": np.array([np.nan])})] == [
         "row_sums"
     ]
@@ -70,9 +97,15 @@ def test_a_layer_is_named_by_its_worst_head_and_the_best_signal_that_was_measure
 
 def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
     signals = {"query_weight_gradient_error_relative": [0.9, 0.4], "score_maximum": [31.0, 32.0]}
-    (alarm,) = alarms(signals)
+    (alarm,) = met(signals)
     assert (alarm.head, round(alarm.value, 6)) == (1, 0.4)
-    assert alarms({**signals, "score_maximum": [31.0, 31.0]}) == []
+    assert alarms(signals) == []
+    assert met({**signals, "score_maximum": [31.0, 31.0]}) == []
+    assert [alarm.rule.name for alarm in alarms({name: [np.nan] for name in signals})] == [
+        *("delta", "scores")
+    ]
+    lost = {**signals, "query_weight_gradient_error_relative": [0.1, np.nan]}
+    assert [alarm.rule.name for alarm in alarms(lost)] == ["delta"]
     broken = alarms({**signals, "score_maximum": [float("nan"), 1.0]})
     assert [alarm.rule.name for alarm in broken] == ["delta", "scores"]
 

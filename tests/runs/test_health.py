@@ -98,6 +98,17 @@ CASES = {
         "Warned: the loss has not exploded in 200 steps, but rule scores was met first at step "
         f"200 in layer 1, head 1: {LARGE}",
     ),
+    "a rule that alone is no warning": (
+        history(signals=of(0, 100, 200, worst=DELTA | {"score_maximum": 40.0}, at=1)),
+        "healthy",
+        "and no rule warned at 3 diagnostics (delta was met at 2 diagnostics, from step 100 on, "
+        "which alone is no warning).",
+    ),
+    "exploded with it": (
+        history(EXPLODED, signals=of(0, 100, worst=DELTA | {"score_maximum": 40.0})),
+        "broken",
+        "; no rule warned (delta was met at 1 diagnostics, from step 100 on, which alone",
+    ),
     "warned twice": (
         history(signals=of(0, 100, 200, worst=SCORES | DELTA)),
         "warned",

@@ -67,7 +67,7 @@ def title(history: History) -> str:
 
 
 def _rules_met(health: Health) -> list[Element]:
-    if not health.met:
+    if not health.met and not health.noted:
         return []
     rows = [
         (
@@ -79,13 +79,14 @@ def _rules_met(health: Health) -> list[Element]:
             f"{met.alarm.rule.threshold:g}",
             f"{met.times}",
             "yes" if met.at_last else "no",
+            "no, alone" if met in health.noted else "yes",
             met.alarm.rule.meaning.format(value=met.alarm.value),
         )
-        for met in health.met
+        for met in (*health.met, *health.noted)
     ]
     header = (
         *("rule", "first step", "layer", "head", "value", "threshold", "diagnostics that meet it"),
-        *("at the last", "meaning"),
+        *("at the last", "warns", "meaning"),
     )
     return [element("h2", "Rules met"), table(header, rows)]
 
