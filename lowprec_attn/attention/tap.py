@@ -24,12 +24,14 @@ class Place(NamedTuple):
       number: grows from call to call in the order in which they are traced.
       is_causal: row t sees the keys s <= t.
       scale: of the scores; None for one that is not known before the call is run.
+      window: (left, right), see `Spec`; None for none.
       ignored: names of arguments that hide keys or change scores, and are not recorded.
     """
 
     number: int
     is_causal: bool
     scale: float | None
+    window: tuple[int, int] | None
     ignored: tuple[str, ...]
 
 
@@ -76,13 +78,13 @@ def tapped(call: Call, out: Array) -> Array:
         "query_seq_lengths": extras.query_lengths,
         "key_value_seq_lengths": extras.key_lengths,
         "query_segment_ids": extras.query_segments,
-        "local_window_size": spec.window,
         "scale": extras.scale,
     }
     place = Place(
         next(_numbers),
         spec.is_causal,
         None if extras.scale is not None else spec.scale,
+        spec.window,
         tuple(name for name, value in present.items() if value is not None),
     )
     return _tap(place, _sequences.value, *planes(*call.arrays), out)

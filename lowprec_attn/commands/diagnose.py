@@ -233,6 +233,7 @@ def _write_json(
                 "has_do": one.layer.do is not None,
                 "is_causal": one.layer.is_causal,
                 "scale": one.layer.factor,
+                "window": one.layer.window,
                 "notes": one.layer.notes,
                 "findings": _found(one),
                 "signals": {

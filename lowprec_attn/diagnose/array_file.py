@@ -25,7 +25,7 @@ _NAMES = {
     "lse": ("lse", "logsumexp"),
     "x": ("x",),
 }
-_FACTS = ("is_causal", "scale", "ignored")
+_FACTS = ("is_causal", "scale", "window", "masked", "ignored")
 _SPELLINGS = _NAMES | {fact: (fact,) for fact in _FACTS}
 _NEEDED = ("q", "k", "v")
 _WITH_HEADS = ("q", "k", "v", "do")
@@ -41,7 +41,11 @@ def load(path: Path, layout: Layout = "BTNH") -> list[Layer]:
     A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
     (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
     [B, T, D], o (out) and lse (logsumexp), case aside; also what `diagnostics.capture` adds:
-    is_causal, scale, and ignored, names of arguments that `diagnose` leaves out.
+    is_causal, scale, window (left, right), and ignored, names of arguments that `diagnose` leaves
+    out; and masked, whether there was a mask.
+
+    Where the head size of v and do is not that of q and k, the smaller ones are filled with zeros,
+    which changes no score, no δ and no gradient.
 
     Args:
       path: .npz, read without pickle, or .safetensors.
@@ -74,6 +78,9 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
         arrays = {which: array[None] for which, array in arrays.items()}
     if layout == "BNTH":
         arrays |= {w: arrays[w].swapaxes(1, 2) for w in _WITH_HEADS if w in arrays}
+    head_size = arrays["q"].shape[-1]
+    arrays, filled = _of_one_head_size(arrays)
+    notes += filled
     _check_shapes(where, arrays)
     _, length, heads, _ = arrays["q"].shape
     if heads > length and layout == "BTNH":
@@ -87,12 +94,20 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
             f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
             "there were none; --causal, if that is what a mask does"
         )
-    for fact in ("is_causal", "scale"):
+    for fact in ("is_causal", "scale", "masked"):
         if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
             raise DiagnoseError(
                 f"{where}: {fact} must be one number or truth value, got shape "
                 f"{facts[fact].shape} of {facts[fact].dtype}"
             )
+    if "masked" in facts and facts["masked"].item():
+        notes.append(
+            "a mask of the call was not kept: rows are judged as if there were none; take a batch "
+            "without padding"
+        )
+    scale = float(facts["scale"].item()) if "scale" in facts else None
+    if scale is None and filled:
+        scale = head_size**-0.5
     return Layer(
         str(path),
         name,
@@ -104,7 +119,8 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
         o=arrays.get("o"),
         lse=arrays.get("lse"),
         is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
-        scale=float(facts["scale"].item()) if "scale" in facts else None,
+        scale=scale,
+        window=_window(where, facts["window"], arrays) if "window" in facts else None,
         notes=tuple(notes),
     )
 
@@ -254,6 +270,42 @@ def _conversions(found: dict[str, np.ndarray]) -> list[str]:
 
 def _is_unnamed_bfloat16(array: np.ndarray) -> bool:
     return array.dtype == np.dtype("V2")
+
+
+def _of_one_head_size(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The arrays with heads, all of one head size, and a note where some had a smaller one.
+
+    Zeros at the end of v and dO add nothing to dO·Vᵀ and to rowsum(dO ∘ O), nor do zeros at the end
+    of q and k to a score. Models with compressed keys and values have v of another head size.
+    """
+    shapes = {w: arrays[w].shape for w in _WITH_HEADS if w in arrays}
+    sizes = {w: shape[-1] for w, shape in shapes.items()}
+    are_pairs = sizes["q"] == sizes["k"] and sizes.get("do", sizes["v"]) == sizes["v"]
+    if not are_pairs or sizes["q"] == sizes["v"] or 0 in sizes.values():
+        return arrays, []
+    size, smaller = max(sizes.values()), [w for w in sizes if sizes[w] < max(sizes.values())]
+    ends = {w: [(0, 0)] * 3 + [(0, size - sizes[w])] for w in smaller}
+    note = (
+        f"{', '.join(smaller)}: head size {min(sizes.values())} filled with zeros to {size}"
+        f"{', which count in the RMS of O' if 'v' in smaller else ''}"
+    )
+    return arrays | {w: np.pad(arrays[w], ends[w]) for w in smaller}, [note]
+
+
+def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tuple[int, int]:
+    if fact.shape != (2,) or fact.dtype.kind not in "iu" or np.any(fact < 0):
+        raise DiagnoseError(
+            f"{where}: window must be two integers, 0 or more: how many keys a row sees to the "
+            f"left and to the right of its own; got {fact.tolist()}"
+        )
+    left, right = fact.tolist()
+    rows, keys = arrays["q"].shape[1], arrays["k"].shape[1]
+    if rows > keys + left:
+        raise DiagnoseError(
+            f"{where}: window {fact.tolist()} leaves the rows from {keys + left} on without a key: "
+            f"there are {rows} rows and {keys} keys"
+        )
+    return left, right
 
 
 def _check_shapes(where: str, arrays: dict[str, np.ndarray]) -> None:

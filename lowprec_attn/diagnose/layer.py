@@ -21,6 +21,7 @@ class Layer(NamedTuple):
       lse: of any shape.
       is_causal: None where the source does not say.
       scale: of the scores; None for 1/√H.
+      window: (left, right); row t sees the keys t − left to t + right; None for all.
       own: the arithmetic of its heads, where the source says.
       notes: what was assumed or converted, one line each.
     """
@@ -36,6 +37,7 @@ class Layer(NamedTuple):
     lse: np.ndarray | None = None
     is_causal: bool | None = None
     scale: float | None = None
+    window: tuple[int, int] | None = None
     own: tuple[HeadGroup, ...] | None = None
     notes: tuple[str, ...] = ()
 

@@ -18,7 +18,8 @@ CURED = {"delta": "query_gradient_error_relative", "coherence": "delta_error_mea
 
 # One program for all layers of a shape, and not one for each.
 _signals = jax.jit(
-    diagnostics.attention_signals, static_argnames=("numerics", "row_max", "scale", "is_causal")
+    diagnostics.attention_signals,
+    static_argnames=("numerics", "row_max", "scale", "is_causal", "local_window_size"),
 )
 
 
@@ -58,6 +59,7 @@ def measure(layer: Layer, arithmetic: Arithmetic) -> verdict.Signals:
         row_max=arithmetic.row_max,
         scale=layer.scale,
         is_causal=bool(layer.is_causal),
+        local_window_size=layer.window,
         x=None if do is None else layer.x,
         rng_key=jax.random.key(0) if arithmetic.needs_bits else None,
     )

@@ -112,7 +112,9 @@ def _error(value: dict[str, float], name: str) -> list[str]:
 def _shape(layer: Layer) -> str:
     return (
         f"q {list(layer.q.shape)}, k and v {list(layer.k.shape)} [B,T,N,H], {layer.q.dtype}, "
-        f"{'causal' if layer.is_causal else 'all keys'}, scale {layer.factor:.6g}"
+        f"{'causal' if layer.is_causal else 'all keys'}"
+        f"{'' if layer.window is None else ', window {} left, {} right'.format(*layer.window)}, "
+        f"scale {layer.factor:.6g}"
     )
 
 

@@ -22,8 +22,9 @@ class Capture:
     Attributes:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
         k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes; is_causal; scale, where it was
-        a number; and ignored, the names of other arguments that hide keys or change scores (bias,
-        mask, lengths, segments, window), which are not kept. Filled when the block ends.
+        a number; window (left, right), where there was one; and ignored, the names of other
+        arguments that hide keys or change scores (bias, mask, lengths, segments), which are not
+        kept. Filled when the block ends.
     """
 
     def __init__(self) -> None:
@@ -92,6 +93,8 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
         values["is_causal"] = place.is_causal
         if place.scale is not None:
             values["scale"] = place.scale
+        if place.window is not None:
+            values["window"] = np.array(place.window)
         if place.ignored:
             values["ignored"] = np.array(place.ignored)
         calls.setdefault(place, []).append(values)

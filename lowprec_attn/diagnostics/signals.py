@@ -27,6 +27,7 @@ def attention_signals(
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     scale: float | None = None,
     is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
     x: Float[Array, "B T D"] | None = None,
     w_q: Float[Array, "D N H"] | None = None,
     w_k: Float[Array, "D K H"] | None = None,
@@ -76,7 +77,7 @@ def attention_signals(
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Args:
-      q, k, v, scale, is_causal, numerics, row_max, rng_key: as in
+      q, k, v, scale, is_causal, local_window_size, numerics, row_max, rng_key: as in
         `attention.dot_product_attention`, whose `kv_block` and `tiled` default step apply.
       do: gradient of the loss by O.
       x: input of the query projection.
@@ -85,7 +86,7 @@ def attention_signals(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, x without
-        dO, or `common_direction` without x.
+        dO, `common_direction` without x, or rows beyond all windows, which see no key.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
@@ -96,7 +97,10 @@ def attention_signals(
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
     stream = None if rng_key is None else RandomStream.of(rng_key, q.shape[0], heads)
     spec = functools.partial(
-        Spec, scale=validation.scale(scale, q.shape[-1]), is_causal=validation.causal(is_causal)
+        Spec,
+        scale=validation.scale(scale, q.shape[-1]),
+        is_causal=validation.causal(is_causal),
+        window=_window(local_window_size, q.shape[1], k.shape[1]),
     )
     signals: list[dict[str, Array]] = []
     for group in groups:
@@ -106,6 +110,18 @@ def attention_signals(
             signals[-1].pop("common_direction", None)
     back = np.argsort([head for group in groups for head in group.heads])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *signals)
+
+
+def _window(
+    local_window_size: int | tuple[int, int] | None, rows: int, keys: int
+) -> tuple[int, int] | None:
+    window = validation.window(local_window_size, rows, keys)
+    if window is not None and rows > keys + window[0]:
+        raise ValueError(
+            f"local_window_size={local_window_size!r} leaves the rows from {keys + window[0]} on "
+            f"without a key: there are {rows} rows and {keys} keys"
+        )
+    return window
 
 
 class _Arrays(NamedTuple):

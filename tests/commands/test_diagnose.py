@@ -196,6 +196,13 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
         (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "all be BTNH"),
         (changed(do=ONES[:, 1:]), r"do must have the shape of q, got \(1, 255, 2, 32\) .* 32\)$"),
         (changed(do=ONES.swapaxes(1, 2)), "do .* its lengths and heads are swapped: save do with"),
+        (changed(window=np.array(3)), "window must be two integers, 0 or more: .* got 3$"),
+        (changed(window=np.array([-1, 0])), r"window must be two integers, .* got \[-1, 0\]"),
+        (
+            changed(k=ONES[:, :9], v=ONES[:, :9], window=np.array([2, 0])),
+            r"window \[2, 0\] leaves the rows from 11 on without a key: .* 256 rows and 9 keys",
+        ),
+        (changed(masked=np.ones(2)), r"masked must be one number or truth value, got shape \(2,\)"),
         (changed(scale=np.ones(2)), r"scale must be one number .* got shape \(2,\) of float64"),
         (changed(is_causal=np.array("yes")), "is_causal must be one number or truth value"),
         (changed(x=ONES[0]), "x, the input of W_Q, must be \\[B, T, D\\]"),
@@ -360,6 +367,29 @@ def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):
     assert "own.npz: q [1, 32, 2, 32]" in capsys.readouterr().out
     run(*both, "--causal", "--scale", "2")
     assert capsys.readouterr().out.count("causal, scale 2\n") == 2
+
+
+def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
+    arrays = {n: x[:, :40].astype(np.float32) for n, x in healthy_arrays().items()}
+    short = {n: x[..., :8] for n, x in arrays.items() if n in ("v", "do")}
+    np.savez(tmp_path / "a.npz", **arrays | short, window=np.array([4, 0]), masked=np.array(True))
+    run(tmp_path / "a.npz", "--numerics", "exact", "--json", tmp_path / "out.json")
+    text = capsys.readouterr().out
+    assert "float32, causal, window 4 left, 0 right, scale 0.176777\n" in text
+    assert "note: v, do: head size 8 filled with zeros to 32, which count in the RMS of O\n" in text
+    assert "note: a mask of the call was not kept: rows are judged as if there were none" in text
+    (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
+    assert layer["window"] == [4, 0]
+    q, k, v, do = (array[0].astype(np.float64) for array in (arrays | short).values())
+    s = np.einsum("tnh,snh->nts", q, k) / np.sqrt(32)
+    near = np.subtract.outer(np.arange(40), np.arange(40))
+    s = np.where((near >= 0) & (near <= 4), s, -np.inf)
+    p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
+    delta = np.einsum("nts,snh,tnh->nt", p, v, do)
+    expected = np.sqrt(np.mean(delta**2, axis=-1))
+    np.testing.assert_allclose(layer["signals"]["exact"]["delta_rms"], expected, rtol=1e-5)
+    seen = np.where(np.isfinite(s), np.abs(s), 0).max(axis=(1, 2))
+    np.testing.assert_allclose(layer["signals"]["exact"]["score_maximum"], seen, rtol=1e-5)
 
 
 class Payload:

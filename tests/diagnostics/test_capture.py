@@ -179,8 +179,7 @@ def test_a_program_is_kept_for_every_number_of_sequences_and_none_else():
     [
         ({}, ()),
         ({"mask": np.ones((1, 1, 8, 8), bool)}, ("mask",)),
-        ({"bias": np.zeros((1, 1, 8, 8), np.float32), "local_window_size": 2},
-         ("bias", "local_window_size")),
+        ({"bias": np.zeros((1, 1, 8, 8), np.float32), "local_window_size": 2}, ("bias",)),
         ({"query_segment_ids": np.zeros((2, 8), np.int32), "key_value_seq_lengths": [8, 8]},
          ("key_value_seq_lengths", "query_segment_ids")),
     ],
@@ -194,6 +193,7 @@ def test_what_is_not_kept_is_named(options, ignored, tmp_path):
     taken.save(tmp_path / "a.npz")
     (read,) = array_file.load(tmp_path / "a.npz")
     assert (read.is_causal, read.scale, len(read.notes)) == (False, 0.5, bool(ignored))
+    assert read.window == ((2, 2) if "local_window_size" in options else None)
 
 
 def test_a_traced_scale_is_not_kept():

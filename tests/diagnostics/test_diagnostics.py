@@ -151,10 +151,12 @@ def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
     assert float(jnp.mean(same.astype(jnp.float32))) > 0.995
 
 
-def test_the_exact_side_is_the_oracle():
+@pytest.mark.parametrize("window", [None, (6, 0)])
+def test_the_exact_side_is_the_oracle(window):
     q, k, v, do = make_arrays()
-    result = compare(q, k, v, do, Extras(), make_spec(numerics.FLASH))
-    masking = reference.Masking(is_causal=True)
+    spec = dataclasses.replace(make_spec(numerics.FLASH.replace(kv_block=16)), window=window)
+    result = compare(q, k, v, do, Extras(), spec)
+    masking = reference.Masking(is_causal=True, window=window)
     o = reference.attention(q, k, v, masking=masking).o
     delta = reference.backward(q, k, v, do, masking=masking).delta
     np.testing.assert_allclose(result.outputs.output_exact, o, atol=2e-6)
@@ -393,6 +395,10 @@ def test_wrong_arguments_are_named():
         attention_signals(q, k, v, numerics=numerics.STOCHASTIC_OUTPUT)
     with pytest.raises(ValueError, match="one step over all 40 keys, got kv_block=8"):
         attention_signals(q, k, v, numerics=numerics.STANDARD.replace(kv_block=8))
+    with pytest.raises(ValueError, match=r"leaves the rows from 13 on without a key: .* 40 rows"):
+        diagnostics.attention_signals(
+            q, k[:, :10], v[:, :10], numerics=numerics.FLASH, local_window_size=3
+        )
     with pytest.raises(ValueError, match="no mask, bias or lengths"):
         extras = Extras(key_lengths=jnp.array([3, 3], jnp.int32))
         comparison.compare(q, k, v, None, extras, make_spec(numerics.FLASH))
