@@ -1,4 +1,4 @@
-"""Tables of text: in columns for a terminal, in Markdown, and in HTML."""
+"""Tables of text: in columns for a terminal, and in Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -44,19 +44,3 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
       | probe | 1,200  |
     """
     return tabulate(rows, header, tablefmt="github", disable_numparse=True) + "\n"
-
-
-def html(rows: Sequence[Sequence[str]], align: str) -> str:
-    """A table in HTML, every cell escaped.
-
-    Args:
-      rows: cells row by row, the heading first.
-      align: `<` or `>` for each column.
-
-    Example:
-      >>> "&lt;b&gt;" in html([("part", "ms"), ("<b>", "18.5")], "<>")
-      True
-    """
-    heading, *body = rows
-    sides = [_SIDES[side] for side in align]
-    return str(tabulate(body, heading, tablefmt="html", disable_numparse=True, colalign=sides))

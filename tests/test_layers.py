@@ -41,6 +41,7 @@ class Closed:
 sys.meta_path.insert(0, Closed())
 import pallas_kernels.gpu.hopper.vjp
 from lowprec_attn import attention, diagnostics, numerics
+import lowprec_attn.commands.diagnose
 """
 
 

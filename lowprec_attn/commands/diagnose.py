@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_attn.diagnose import array_file, wording
+from lowprec_attn.diagnose import array_file, page, wording
 from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.examination import (
     Examination,
@@ -30,7 +30,6 @@ from lowprec_attn.diagnose.examination import (
 )
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
-from lowprec_attn.diagnose.page import page
 from lowprec_attn.files import require_writable, writing
 from lowprec_attn.numerics import (
     PRESETS,
@@ -128,8 +127,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         _write_json(args, examined, arithmetics)
     if args.html is not None:
-        with writing(args.html):
-            args.html.write_text(page(examined, arithmetics), encoding="utf-8")
+        page.write(args.html, examined, arithmetics)
     return EXIT_FOUND if any(one.found for one in examined) else 0
 
 

@@ -1,57 +1,55 @@
 """What `diagnose` found as one HTML page, which needs no other file."""
 
-import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from xml.etree.ElementTree import Element
 
-from lowprec_attn import tables
 from lowprec_attn.diagnose import wording
 from lowprec_attn.diagnose.examination import Examination, heads
 from lowprec_attn.diagnose.measurement import Arithmetic
+from lowprec_attn.runs.pages.markup import element, table, write_page
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; font: 13px/1.4 ui-monospace, monospace; }
-th, td { padding: .15em .6em; border-bottom: 1px solid #ddd; white-space: nowrap; }
-.found { border-left: .3em solid #c33; padding-left: .8em; }
-.nothing { border-left: .3em solid #3a3; padding-left: .8em; }
-"""
+_TITLE = "lowprec-attn diagnose"
 
 
-def page(examined: Sequence[Examination], arithmetics: Sequence[Arithmetic]) -> str:
-    """The same as the command prints, with every row of the table.
+def write(path: Path, examined: Sequence[Examination], arithmetics: Sequence[Arithmetic]) -> None:
+    """Writes the same as the command prints, with every row of the table.
 
     Args:
+      path: where to.
       examined: layers, worst first.
       arithmetics: that were asked for.
+
+    Raises:
+      DiskError: the disk refuses.
     """
     layers = [one.layer for one in examined]
-    rows = heads(examined)
-    table, align = wording.rows(rows, layers)
-    parts = [
-        "<!DOCTYPE html>",
-        '<html lang="en"><head><meta charset="utf-8"><title>lowprec-attn diagnose</title>',
-        f"<style>{_STYLE}</style></head><body>",
-        "<h1>lowprec-attn diagnose</h1>",
-        *map(_paragraph, wording.preface(layers, arithmetics)),
-        "<h2>Verdicts</h2>",
+    content = [
+        element("h1", _TITLE),
+        *_paragraphs(wording.preface(layers, arithmetics)),
+        element("h2", "Verdicts"),
     ]
     for one, (name, sentences) in zip(examined, wording.verdicts(examined), strict=True):
-        kind = "found" if one.found else "nothing"
-        heading = f"<h3>{html.escape(name)}</h3>" if name else ""
-        parts.append(f'<div class="{kind}">{heading}{"".join(map(_paragraph, sentences))}</div>')
+        state = "broken" if one.found else "healthy"
+        heading = [element("h3", name)] if name else []
+        content.append(element("div", *heading, *_paragraphs(sentences), class_=f"state {state}"))
     if worths := wording.worths(examined):
-        parts.append("<h2>What the rules were worth in the lab</h2>")
-        parts += [_paragraph(f"{kind}: {worth}") for kind, worth in worths]
-    parts.append("<h2>Heads, worst first</h2>")
-    if rows:
-        kept = [i for i, name in enumerate(table[0]) if name != "|"]
-        cells = [[row[i] for i in kept] for row in table]
-        parts.append(tables.html(cells, "".join(align[i] for i in kept)))
-        parts.append(_paragraph(" ".join(wording.LEGEND)))
-    else:
-        parts.append(_paragraph("no layer could be measured"))
-    return "\n".join([*parts, "</body></html>", ""])
+        content.append(element("h2", "What the rules were worth in the lab"))
+        content += _paragraphs(f"{kind}: {worth}" for kind, worth in worths)
+    content.append(element("h2", "Heads, worst first"))
+    write_page(path, _TITLE, [*content, *_heads(examined)])
 
 
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
+def _heads(examined: Sequence[Examination]) -> list[Element]:
+    rows = heads(examined)
+    if not rows:
+        return [element("p", "no layer could be measured")]
+    lines, align = wording.rows(rows, [one.layer for one in examined])
+    kept = [i for i, name in enumerate(lines[0]) if name != "|"]
+    header, *body = ([line[i] for i in kept] for line in lines)
+    right = [place for place, i in enumerate(kept) if align[i] == ">"]
+    return [table(header, body, right), element("p", " ".join(wording.LEGEND))]
+
+
+def _paragraphs(texts: Iterable[str]) -> list[Element]:
+    return [element("p", text) for text in texts]

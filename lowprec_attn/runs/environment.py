@@ -53,9 +53,18 @@ def describe() -> dict[str, Any]:
         "process_count": jax.process_count(),
         "host_cpus": os.cpu_count(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [*_program(), *sys.argv[1:]],
         "commit": _commit(),
     }
+
+
+def _program() -> list[str]:
+    """The program as it is called, `python -m PACKAGE` where a package is."""
+    name = Path(sys.argv[0]).name
+    if name != "__main__.py":
+        return [name]
+    package = Path(sys.argv[0]).parent.name
+    return ["python", "-m", package]
 
 
 def moved(starts: Sequence[Mapping[str, Any]]) -> str | None:

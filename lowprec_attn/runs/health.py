@@ -88,16 +88,19 @@ def judge(history: History) -> Health:
     noted = tuple(_met(history.signals, _silent))
     runaway = first_runaway(_largest_scores(history.signals))
     broken = _breaks(history, watch, explosion, not_finite)
-    warnings = _warnings(watch, runaway, history.rollbacks)
+    warnings = [
+        *_rolled_back(history.rollbacks),
+        *([_first(met)] if met else []),
+        *_warnings(watch, runaway),
+    ]
     state: State = "healthy"
     if broken:
         state = "broken"
         sentence = f"Not healthy: {', and '.join(broken)}; {_lead(met, noted, history)}"
-    elif met or warnings:
+    elif warnings:
         state = "warned"
-        found = [*([_first(met)] if met else []), *warnings]
         sentence = f"Warned: the loss has not exploded in {history.steps:,} steps, but "
-        sentence += ", and ".join(found)
+        sentence += ", and ".join(warnings)
     elif missing := _missing(history):
         state = "unknown"
         sentence = f"Too little was recorded to tell: {', and '.join(missing)}"
@@ -154,13 +157,15 @@ def _first(met: Sequence[RuleMet]) -> str:
     return f"rule {met[0].alarm.rule.name} was met first {met[0]}{more}"
 
 
-def _warnings(
-    watch: LossWatch, runaway: Runaway | None, rollbacks: Sequence[Rollback]
-) -> list[str]:
+def _rolled_back(rollbacks: Sequence[Rollback]) -> list[str]:
+    if not rollbacks:
+        return []
+    times = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times, first"
+    return [f"only since the run went back {times} to step {rollbacks[0].to:,}"]
+
+
+def _warnings(watch: LossWatch, runaway: Runaway | None) -> list[str]:
     found = []
-    if rollbacks:
-        times = "once" if len(rollbacks) == 1 else f"{len(rollbacks)} times"
-        found.append(f"only since the run went back {times}, first to step {rollbacks[0].to:,}")
     if runaway is not None:
         found.append(f"the scores of layer {runaway.layer} ran away at step {runaway.step:,}")
     if watch.excess_steps:

@@ -351,6 +351,8 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
     for sentence in (line.partition(": ")[2] for line in verdicts):
         assert escape(sentence) in html
     assert not re.search("src=|href=|url\\(|@import", html)
+    assert '<th class="right">|score|</th>' in html
+    assert "prefers-color-scheme: dark" in html
 
 
 def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):

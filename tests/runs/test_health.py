@@ -137,7 +137,7 @@ CASES = {
     "went back": (
         dataclasses.replace(history(), rollbacks=[Rollback(100, 150, 160, 61, "excess")]),
         "warned",
-        "in 200 steps, but only since the run went back once, first to step 100.",
+        "in 200 steps, but only since the run went back once to step 100.",
     ),
     "no signals": (
         history(signals={}),

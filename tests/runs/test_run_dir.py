@@ -476,6 +476,8 @@ def test_the_environment_is_json_and_tells_nothing_private(monkeypatch):
     assert described["versions"]["lowprec_attn"] == lowprec_attn.__version__
     assert described["command"] == ["train.py", "--config=a.py"]
     assert described["date"].endswith("+00:00")
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/lowprec_attn/__main__.py", "train"])
+    assert environment.describe()["command"] == ["python", "-m", "lowprec_attn", "train"]
 
 
 def test_a_start_on_other_devices_or_versions_is_noticed():

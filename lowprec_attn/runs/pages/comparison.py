@@ -14,7 +14,8 @@ from lowprec_attn.runs.explosion import smoothed_losses
 from lowprec_attn.runs.health import Health, judge
 from lowprec_attn.runs.history import History, HistoryError
 from lowprec_attn.runs.pages import figures
-from lowprec_attn.runs.pages.markup import Content, drawing, element, keys, table, write_page
+from lowprec_attn.runs.pages.drawing import drawing
+from lowprec_attn.runs.pages.markup import Content, element, keys, table, write_page
 from lowprec_attn.runs.pages.run import median_rate
 from lowprec_attn.runs.run_dir import RunDir
 

@@ -1,14 +1,9 @@
 """The elements of a page. Text is escaped by the serialiser, so no caller has to."""
 
-import io
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
-
-import matplotlib as mpl
-from matplotlib.figure import Figure
 
 from lowprec_attn.files import write_atomically, writing
 
@@ -25,23 +20,26 @@ STYLE = """
   --healthy: #7ddc97; } }
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 1120px; margin: 1.5em auto; padding: 0 1em; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.8em; } a { color: var(--link); }
-.state { font-size: 1.1em; border-left: 5px solid; padding: .5em .9em; background: var(--soft); }
+h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.8em; }
+h3 { font-size: 1em; margin: 0; } .state p { margin: .3em 0; } a { color: var(--link); }
+.state { font-size: 1.1em; border-left: 5px solid; padding: .5em .9em; background: var(--soft);
+  margin: 1em 0; }
 .broken { border-color: var(--broken); } .warned { border-color: var(--warned); }
 .unknown { border-color: var(--unknown); } .healthy { border-color: var(--healthy); }
 .figures { display: grid; gap: 1em;
   grid-template-columns: repeat(auto-fill, minmax(min(440px, 100%), 1fr)); }
 figure { margin: 0; } figcaption { font-size: .9em; } svg { max-width: 100%; height: auto; }
 svg text { fill: var(--ink); } .scroll { overflow-x: auto; }
-.key { display: inline-block; margin-right: 1em; white-space: nowrap; }
+.key { display: inline-block; margin-right: 1em; }
 .key i { display: inline-block; width: 1.1em; height: .3em; margin: 0 .3em .2em 0; }
 table { border-collapse: collapse; font-size: .87em; } td, th { padding: .15em .6em;
   text-align: left; vertical-align: top; border-bottom: 1px solid var(--grid); }
-td { font-variant-numeric: tabular-nums; } summary { cursor: pointer; margin: .3em 0; }
+td { font-variant-numeric: tabular-nums; } .right { text-align: right; white-space: nowrap; }
+summary { cursor: pointer; margin: .3em 0; }
 .spark { width: 130px; min-width: 130px; height: 26px; }
 .spark path { fill: none; stroke: var(--link); stroke-width: .8; }
 code, pre { font: .9em ui-monospace, monospace; } pre { white-space: pre-wrap;
-  background: var(--soft); padding: .6em; }
+  overflow-wrap: anywhere; background: var(--soft); padding: .6em; }
 """
 
 
@@ -66,12 +64,23 @@ def element(tag: str, *content: Content, **attributes: str) -> Element:
     return made
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Content]]) -> Element:
-    """A table that scrolls by itself where it is wider than the page."""
-    head = element("thead", element("tr", *(element("th", name) for name in header)))
-    body = element(
-        "tbody", *(element("tr", *(element("td", cell) for cell in row)) for row in rows)
-    )
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[Content]], right: Container[int] = ()
+) -> Element:
+    """A table that scrolls by itself where it is wider than the page.
+
+    Args:
+      header: one text a column.
+      rows: cells row by row.
+      right: columns that are flush right, counted from 0.
+    """
+
+    def line(tag: str, cells: Sequence[Content]) -> Element:
+        classes = [{"class": "right"} if i in right else {} for i in range(len(cells))]
+        return element("tr", *(element(tag, c, **k) for c, k in zip(cells, classes, strict=True)))
+
+    head = element("thead", line("th", header))
+    body = element("tbody", *(line("td", row) for row in rows))
     return element("div", element("table", head, body), class_="scroll")
 
 
@@ -87,48 +96,6 @@ def keys(entries: Iterable[tuple[str, str]]) -> Element:
         for color, text in entries
     )
     return element("p", *swatches)
-
-
-def drawing(figure: Figure, name: str, caption: str) -> Element:
-    """A figure as inline SVG under its caption.
-
-    Args:
-      figure: to draw.
-      name: unique on the page; ids inside the drawing are made from it.
-      caption: plain text, also for readers that show no pictures.
-    """
-    buffer = io.BytesIO()
-    # Text stays text: smaller, and it can be searched.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = _inline(ElementTree.fromstring(buffer.getvalue()))
-    svg.set("role", "img")
-    svg.set("aria-label", caption)
-    return element("figure", element("figcaption", caption), svg)
-
-
-_FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
-
-
-def _inline(root: Element) -> Element:
-    """matplotlib's SVG as HTML has it: no namespaces, metadata, size or repeated ids."""
-    for item in root.iter():
-        item.tag = item.tag.rpartition("}")[2]
-        item.text, item.tail = (text and text.strip() for text in (item.text, item.tail))
-        if item.tag == "g":
-            item.attrib.pop("id", None)
-        for name, value in list(item.attrib.items()):
-            del item.attrib[name]
-            value = value.replace("#000000", "var(--ink)").replace("#b0b0b0", "var(--grid)")
-            value = _FONTS.sub("sans-serif", value).replace("\n", "").strip()
-            item.set(name.rpartition("}")[2], value)
-    for parent in root.iter():
-        for child in list(parent):
-            if child.tag in ("metadata", "style"):
-                parent.remove(child)
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    return root
 
 
 def write_page(path: Path, title: str, content: Iterable[Content]) -> None:

@@ -15,7 +15,8 @@ from lowprec_attn.files import flatten
 from lowprec_attn.runs.health import Health, judge
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.pages import figures, layers
-from lowprec_attn.runs.pages.markup import drawing, element, folded, keys, table, write_page
+from lowprec_attn.runs.pages.drawing import drawing
+from lowprec_attn.runs.pages.markup import element, folded, keys, table, write_page
 from lowprec_attn.runs.run_dir import RunDir
 
 _INCIDENTS_SHOWN = 8
@@ -140,6 +141,8 @@ _RULE_TITLES = {
 def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
     figure = figures.by_layer(history, rule.value, health, rule.threshold)
     caption = f"{_RULE_TITLES[rule.name]}; rule {rule.name}: ≥ {rule.threshold:g}"
+    if rule.least_score:
+        caption += f" in heads with a score of {rule.least_score:g} or more"
     return drawing(figure, rule.name, caption)
 
 

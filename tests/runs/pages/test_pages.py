@@ -1,5 +1,6 @@
 """The pages of one run and of several: whole HTML that needs no network, with what was recorded."""
 
+import dataclasses
 import json
 import math
 import re
@@ -11,6 +12,8 @@ from recorded_runs import HEADS, layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
+from lowprec_attn.runs.health import judge
+from lowprec_attn.runs.history import History
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.markup import element, write_page
 from lowprec_attn.runs.pages.run import write_run_page
@@ -155,6 +158,10 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
         file.writelines(json.dumps({"step": 149, "spike": spike}) + "\n" for _ in range(9))
     back = {"to": 100, "onset": 120, "detected": 130, "skipped": 31, "reason": "excess"}
     run_dir.rollbacks.write_text(json.dumps(back) + "\n")
+    health = judge(history := History.read(run_dir))
+    twice = dataclasses.replace(history, rollbacks=[*history.rollbacks] * 2)
+    names = figures.loss(twice, health).axes[0].texts
+    assert len({name.xy[1] for name in names}) == 2  # one below the other
     run_dir.abandoned.mkdir()
     undone = [{"step": step, "loss": 8.0} for step in range(100, 131)]
     (run_dir.abandoned / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in undone))
@@ -162,12 +169,22 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     page.check()
     for words in ("10, from step 100 on", "rollback: the loss was in excess", "spike to 9.000"):
         assert words in page.text
-    assert "but only since the run went back once, first to step 100" in page.text
+    assert "but only since the run went back once to step 100" in page.text
     loss = re.findall(r"<figure>.*?</figure>", page.source)[0]
     assert ">rollback</text>" in loss
     assert f"stroke: {figures.THRESHOLD}" in loss  # no summary, so no unigram model: the undone
     # A line at step 100, and nine crosses: their shape and where it is used.
     assert loss.count(f"stroke: {figures.ALARM}") == 1 + 1 + 9
+
+
+def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
+    # δ was measured at the first step alone, and the loss goes on after the last diagnostics.
+    signals = {0: layers({"query_gradient_error_relative": [0.1, 0.2]}, {}), 100: layers({}, {})}
+    history = History.read(record_run(tmp_path / "run", FALLING, signals))
+    health = judge(history)
+    drawn = [figures.loss(history, health)]
+    drawn += [figures.by_layer(history, rule.value, health, rule.threshold) for rule in RULES]
+    assert {figure.axes[0].get_xlim() for figure in drawn} == {(-4.5, 154.5)}
 
 
 def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_path):

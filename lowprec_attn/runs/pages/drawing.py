@@ -1,0 +1,52 @@
+"""matplotlib's figures as elements of a page."""
+
+import io
+import re
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from lowprec_attn.runs.pages.markup import element
+
+_FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
+
+
+def drawing(figure: Figure, name: str, caption: str) -> Element:
+    """A figure as inline SVG under its caption.
+
+    Args:
+      figure: to draw.
+      name: unique on the page; ids inside the drawing are made from it.
+      caption: plain text, also for readers that show no pictures.
+    """
+    buffer = io.BytesIO()
+    # Text stays text: smaller, and it can be searched.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = _inline(ElementTree.fromstring(buffer.getvalue()))
+    svg.set("role", "img")
+    svg.set("aria-label", caption)
+    return element("figure", element("figcaption", caption), svg)
+
+
+def _inline(root: Element) -> Element:
+    """matplotlib's SVG as HTML has it: no namespaces, metadata, size or repeated ids."""
+    for item in root.iter():
+        item.tag = item.tag.rpartition("}")[2]
+        item.text, item.tail = (text and text.strip() for text in (item.text, item.tail))
+        if item.tag == "g":
+            item.attrib.pop("id", None)
+        for name, value in list(item.attrib.items()):
+            del item.attrib[name]
+            value = value.replace("#000000", "var(--ink)").replace("#b0b0b0", "var(--grid)")
+            value = _FONTS.sub("sans-serif", value).replace("\n", "").strip()
+            item.set(name.rpartition("}")[2], value)
+    for parent in root.iter():
+        for child in list(parent):
+            if child.tag in ("metadata", "style"):
+                parent.remove(child)
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    return root
