@@ -158,52 +158,59 @@ def _check_type(value: Any, annotation: Any, path: str) -> None:
 
 def _check(settings: TrainSettings) -> None:
     """Ranges of all numbers."""
-    model, optimizer = settings.model, settings.optimizer
-    if settings.rollback is not None:  # it stops a run itself, after the last try
-        alone = settings.stop_exploded_after is None
-        _require(alone, "", "stop_exploded_after", settings, "None beside on_spike")
-        _require(
-            settings.checkpoint_every >= 1,
-            "",
-            "checkpoint_every",
-            settings,
-            "1 or more beside on_spike",
-        )
-    if settings.stop_exploded_after is not None:
-        long_enough = settings.stop_exploded_after >= LASTING_STEPS
-        least = f"at least {LASTING_STEPS}, or None"
-        _require(long_enough, "", "stop_exploded_after", settings, least)
-    for section, record, names in (
-        ("model", model, ("layers", "heads", "width", "context", "vocab_size")),
-        ("", settings, ("steps", "batch_size", "accumulation_steps", "checkpoints_kept")),
-        ("", settings, ("eval_batches",)),
-    ):
-        for name in names:
-            _require(getattr(record, name) >= 1, section, name, record, "at least 1")
-    if settings.resume_step is not None:
-        given = settings.resume_step >= 0 and settings.resume_from is not None
-        _require(given, "", "resume_step", settings, "0 or more, beside resume_from, or None")
+    _check_run(settings)
+    _check_ends(settings)
+    _check_model(settings.model)
+    _check_optimizer(settings.optimizer, settings.model)
+
+
+def _check_run(run: TrainSettings) -> None:
+    counts = ("steps", "batch_size", "accumulation_steps", "checkpoints_kept", "eval_batches")
+    for name in counts:
+        _require(getattr(run, name) >= 1, "", name, run, "at least 1")
     for name in ("diagnostics_every", "checkpoint_every", "eval_every"):
-        _require(getattr(settings, name) >= 0, "", name, settings, "0 or more")
-    # JAX would take a larger seed modulo 2³²; steps are counted in int32.
-    in_range = 0 <= settings.seed < SEEDS
-    _require(in_range, "", "seed", settings, f"0 or more and below {SEEDS}")
-    _require(settings.steps < 2**31, "", "steps", settings, f"below {2**31}")
+        _require(getattr(run, name) >= 0, "", name, run, "0 or more")
+    _require(run.steps < 2**31, "", "steps", run, f"below {2**31}")  # counted in int32
+    # JAX would take a larger seed modulo 2³².
+    _require(0 <= run.seed < SEEDS, "", "seed", run, f"0 or more and below {SEEDS}")
+    even = run.batch_size % run.accumulation_steps == 0
+    divisor = f"a divisor of batch_size {run.batch_size}"
+    _require(even, "", "accumulation_steps", run, divisor)
     for name in ("name", "variant"):  # of the run directory
-        plain = re.fullmatch(r"[\w-][\w.+-]*", getattr(settings, name))
-        _require(bool(plain), "", name, settings, "letters, digits, and _ - + . within")
-    _require(
-        model.width % model.heads == 0,
-        "model",
-        "width",
-        model,
-        f"a multiple of {model.heads} heads",
-    )
+        plain = re.fullmatch(r"[\w-][\w.+-]*", getattr(run, name))
+        _require(bool(plain), "", name, run, "letters, digits, and _ - + . within")
+
+
+def _check_ends(run: TrainSettings) -> None:
+    """What resumes a run, sends it back or stops it."""
+    if run.resume_step is not None:
+        given = run.resume_step >= 0 and run.resume_from is not None
+        _require(given, "", "resume_step", run, "0 or more, beside resume_from, or None")
+    if run.rollback is not None:  # it stops a run itself, after the last try
+        alone = run.stop_exploded_after is None
+        _require(alone, "", "stop_exploded_after", run, "None beside on_spike")
+        saves = run.checkpoint_every >= 1
+        _require(saves, "", "checkpoint_every", run, "1 or more beside on_spike")
+    if run.stop_exploded_after is not None:
+        long_enough = run.stop_exploded_after >= LASTING_STEPS
+        least = f"at least {LASTING_STEPS}, or None"
+        _require(long_enough, "", "stop_exploded_after", run, least)
+
+
+def _check_model(model: ModelSettings) -> None:
+    for name in ("layers", "heads", "width", "context", "vocab_size"):
+        _require(getattr(model, name) >= 1, "model", name, model, "at least 1")
+    whole = model.width % model.heads == 0
+    _require(whole, "model", "width", model, f"a multiple of {model.heads} heads")
     if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
         bfloat16 = model.activation_dtype == "bfloat16"
         _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
         even = model.vocab_size % 2 == 0
         _require(even, "model", "vocab_size", model, "even if logits_dtype is bfloat16")
+    _require(0 <= model.z_loss < math.inf, "model", "z_loss", model, "0 or more and finite")
+
+
+def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None:
     for name in ("peak_lr", "end_lr", "eps", "weight_decay", "warmup_steps"):
         value = getattr(optimizer, name)
         _require(0 <= value < math.inf, "optimizer", name, optimizer, "0 or more and finite")
@@ -211,20 +218,12 @@ def _check(settings: TrainSettings) -> None:
         _require(0 <= getattr(optimizer, name) < 1, "optimizer", name, optimizer, "in [0, 1)")
     clip = optimizer.clip_norm
     _require(clip is None or clip > 0, "optimizer", "clip_norm", optimizer, "positive or None")
-    _require(0 <= model.z_loss < math.inf, "model", "z_loss", model, "0 or more and finite")
     threshold = optimizer.qk_clip
     bounds = threshold is None or 0 < threshold < math.inf
     _require(bounds, "optimizer", "qk_clip", optimizer, "positive and finite, or None")
     # The norm takes the factors of W_Q and W_K out again.
     alone = threshold is None or not model.qk_norm
     _require(alone, "optimizer", "qk_clip", optimizer, "None beside model.qk_norm")
-    _require(
-        settings.batch_size % settings.accumulation_steps == 0,
-        "",
-        "accumulation_steps",
-        settings,
-        f"a divisor of batch_size {settings.batch_size}",
-    )
 
 
 def _require(holds: bool, section: str, name: str, record: Any, what: str) -> None:
