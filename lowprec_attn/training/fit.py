@@ -160,26 +160,30 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if "bytes" in facts:
-        gib = {name: size / _GIB for name, size in facts["bytes"].items()}
-        listed = [
-            f"{count} {kind} ({size / _GIB:.3f} GiB)"
-            for kind, (count, size) in facts["collectives"].items()
-        ]
-        lines += [
-            ("collectives", ", ".join(listed) or "none"),
-            ("kernels", f"{facts['kernels']} calls"),
-            (
-                "memory",
-                f"{gib['total']:.2f} GiB per device: arguments {gib['arguments']:.2f}, "
-                f"temporaries {gib['temporaries']:.2f}, results {gib['results']:.2f} "
-                f"(in place {gib['aliased']:.2f}), code {gib['code']:.2f}",
-            ),
-        ]
+        lines += _compiled_lines(facts)
     verdict = "fits" if facts["fits"] else "does not fit"
     reason = f": {facts['refusal']}" if facts["refusal"] else ""
     versions = facts["versions"]
     by = f"libtpu {versions['libtpu']}, JAX {versions['jax']}, {facts['seconds']:.0f} s"
     return [*lines, ("verdict", f"{verdict}{reason} ({by})")]
+
+
+def _compiled_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    gib = {name: size / _GIB for name, size in facts["bytes"].items()}
+    listed = [
+        f"{count} {kind} ({size / _GIB:.3f} GiB)"
+        for kind, (count, size) in facts["collectives"].items()
+    ]
+    return [
+        ("collectives", ", ".join(listed) or "none"),
+        ("kernels", f"{facts['kernels']} calls"),
+        (
+            "memory",
+            f"{gib['total']:.2f} GiB per device: arguments {gib['arguments']:.2f}, "
+            f"temporaries {gib['temporaries']:.2f}, results {gib['results']:.2f} "
+            f"(in place {gib['aliased']:.2f}), code {gib['code']:.2f}",
+        ),
+    ]
 
 
 def _rounded(rate: float) -> str:
