@@ -8,7 +8,7 @@ import sys
 import pytest
 from command import ROOT
 
-from pallas_kernels.gpu.hopper.machine import is_available
+from pallas_kernels.gpu.hopper.attention import is_available
 
 # Runs in a fresh interpreter, from which both the public module and the lowering are gone.
 WITHOUT_TRITON = """
