@@ -18,6 +18,7 @@ where either does otherwise, the experiment decides nothing.
 
 import dataclasses
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -64,6 +65,20 @@ class Arm:
             if name != "resume_from"  # a path; resume_step tells more
         ]
         return ", ".join(words) or self.name
+
+
+_PANEL_WIDTH = 30  # characters of a line above a panel
+_PANEL_LINES = 4
+
+
+def panel_titles(arms: Iterable[Arm]) -> dict[str, str]:
+    """By name, what to write above the panels of arms: their titles, or their names.
+
+    All are called by name where the title of one would take more than four lines.
+    """
+    lines = {arm.name: textwrap.wrap(arm.title, _PANEL_WIDTH) for arm in arms}
+    is_long = max(map(len, lines.values()), default=0) > _PANEL_LINES
+    return {name: name if is_long else "\n".join(wrapped) for name, wrapped in lines.items()}
 
 
 class Trial(NamedTuple):

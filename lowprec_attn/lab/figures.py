@@ -1,7 +1,6 @@
 """Figures of a set of arms: the loss of every seed, or the largest |score| of every layer."""
 
 import math
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.explosion import smoothed_losses
 
 _COLUMNS = 4
-_TITLE_WIDTH = 30
 _ARM, _CONTROL = "C0", "0.75"
 _EXPLOSION: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
 
@@ -33,6 +32,7 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         for axis in axes[kind::2].flat[1:]:
             axis.sharey(axes[kind, 0])
     control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
+    titles = panel_titles(outcome.arm for outcome in found)
     for i, outcome in enumerate(found):
         row, column = 2 * (i // columns), i % columns
         loss, score = axes[row, column], axes[row + 1, column]
@@ -41,7 +41,7 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         _draw_seeds(loss, score, outcome, _ARM)
         _mark_explosions(loss, outcome)
         share = f"{outcome.exploded} of {len(outcome.records)} exploded"
-        loss.set_title(f"{textwrap.fill(outcome.arm.title, _TITLE_WIDTH)}\n{share}", fontsize=9)
+        loss.set_title(f"{titles[outcome.arm.name]}\n{share}", fontsize=9)
         score.set_xlabel("step")
         score.set_yscale("log")
         for axis in (loss, score):
@@ -90,8 +90,10 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
     rows = math.ceil(len(records) / columns)
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.7 + 2.9 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    titles = panel_titles(record.arm for record in records)
     for axis, record in zip(axes.flat, records, strict=False):
         _draw(axis, record, layer)
+        axis.set_title(titles[record.arm.name], fontsize=9)
     for axis in list(axes.flat)[len(records) :]:
         axis.remove()
     for axis in axes[:, 0]:
@@ -119,7 +121,6 @@ def _draw(axis: Axes, record: ArmRecord, layer: int) -> None:
         )
     if record.failure:
         axis.axvline(record.failure["step"], color="black", ls="--", lw=1)
-    axis.set_title(textwrap.fill(record.arm.title, _TITLE_WIDTH), fontsize=9)
     axis.set_xlabel("step")
     axis.set_yscale("log")
     axis.grid(alpha=0.3)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, undecided
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
@@ -29,7 +30,11 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         "runaway (step, layer)",
         "loss above the control",
     ]
+    titles = panel_titles(outcome.arm for outcome in found)
     rows = [_outcome_row(outcome, seeds) for outcome in found]
+    for row, outcome in zip(rows, found, strict=True):
+        if titles[outcome.arm.name] == outcome.arm.name != outcome.arm.title:
+            row[0] = f"{outcome.arm.name}: {row[0]}"  # as the figure calls it
     if any(record.rollbacks for outcome in found for record in outcome.records.values()):
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]

@@ -10,6 +10,20 @@ from lowprec_attn.training.config import train_settings
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
 
 
+@pytest.mark.parametrize(
+    ("fields", "titles"),
+    [
+        (1, {"a": "exact", "b": "field_number_0=value"}),
+        (4, {"a": "exact", "b": ",\n".join(f"field_number_{i}=value" for i in range(4))}),
+        (5, {"a": "a", "b": "b"}),
+    ],
+)
+def test_arms_with_long_titles_are_called_by_name_above_their_panels(fields, titles):
+    overrides = {f"x.field_number_{i}": "value" for i in range(fields)}
+    arms = [experiment.Arm("a", {"attention.numerics": "exact"}), experiment.Arm("b", overrides)]
+    assert experiment.panel_titles([*arms, arms[0]]) == titles
+
+
 def settings_of(trial, defined):
     """The settings that the trainer makes of a run's arguments."""
     name, *fields = defined.arguments(trial)
