@@ -54,7 +54,7 @@ def test_kills_around_a_rollback_change_nothing(start, tmp_path):
 def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     """kill -9 at random times; the records equal those of an uninterrupted run, byte for byte."""
     # More than are taken before the last kill, were they a millisecond each.
-    steps = {"steps": 200 + 40 * kills, "checkpoint_every": 10}
+    steps = {"steps": 40 + 80 * kills, "checkpoint_every": 10}
     steps |= {"diagnostics_every": 50, "eval_every": 100}
     finish(start(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
@@ -63,7 +63,7 @@ def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     for _ in range(kills):
         process = start(killed, **steps)
         wait_for_steps(process, throughput, rng.randrange(1, 30))
-        time.sleep(rng.random() * 0.1)
+        time.sleep(rng.random() * 0.05)
         assert process.poll() is None, "the run ended before it could be killed: raise steps"
         process.send_signal(signal.SIGKILL)
         process.communicate()
