@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from lowprec_attn.commands.main import main
-from lowprec_attn.lab import figures, outcomes, records, tables
+from lowprec_attn.lab import figures, outcomes, records, summary, tables
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.runs.explosion import Runaway
 from lowprec_attn.runs.rollbacks import Rollback
@@ -276,6 +276,27 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     assert "2 of 2" in sums and "230, from 230 on" in sums and "good 2" in sums
     assert not [
         line for line in text.splitlines() if line.startswith("| scores") and "2 of 2" in line
+    ]
+
+
+def test_runaways_are_counted_by_what_became_of_the_run():
+    at = {step: Runaway(step, 0) for step in (1000, 1100)}
+    runs = [
+        record("good", 1, 1601),
+        record("good", 2, 1601, runaway=at[1000]),
+        record("good", 3, 1501),  # its last signals are of step 1,500
+        record("good", 4, 1500),  # too short for a runaway
+        record("bad", 1, 1601, 1200, runaway=at[1000]),
+        record("bad", 2, 1601, 1200, runaway=at[1100]),
+        record("other", 1, 1601, runaway=at[1100]),
+        record("other", 2, 1601),
+    ]
+    text = summary.runaway_table({"one": runs, "two": runs[:1]})
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert rows[-3:] == [
+        ["one", "1 of 3 (1)", "1 of 2", "2 of 2 (1)"],
+        ["two", "0 of 1", "–", "–"],
+        ["all", "1 of 4 (1)", "1 of 2", "2 of 2 (1)"],
     ]
 
 
