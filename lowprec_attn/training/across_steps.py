@@ -30,7 +30,8 @@ class AcrossSteps:
         between two measurements are not in it. A run that was resumed from another begins at 0.
 
     An interrupted run goes on bit for bit: `directions` are in its checkpoints, and the sums in the
-    last signals that it has recorded.
+    last signals that it has recorded. Directions take 4·d² bytes a layer, on every device and in
+    every checkpoint: 28 MB for GPT-2 124M, beside 1.5 GB.
 
     Args:
       settings: of the run.
