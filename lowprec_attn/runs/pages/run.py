@@ -148,9 +148,9 @@ def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
 
 _ACROSS_STEPS = {
     "delta_error_cumulative": "Σ (δ_lp − δ_hp) over the tokens of all measurements so far, the "
-    "head of each layer where it is largest",
+    "head of each layer where it is largest in size",
     "outer_product_similarity_across_steps": "Mean cosine between (PK)[T]ᵀ X[T] of a token and of "
-    "one at the measurement before, highest head of each layer",
+    "one at the measurement before, the head of each layer where it is largest in size",
 }
 
 
