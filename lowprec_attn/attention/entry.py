@@ -77,7 +77,8 @@ def dot_product_attention(
       key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
-        which hold the row-max rules as well.
+        which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for
+        float16 arrays take `FLASH.with_format('float16')`.
       row_max: a row-max rule, or the name of one such as `'dynamic_max'`, likewise.
       rng_key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
@@ -93,7 +94,8 @@ def dot_product_attention(
       (O, lse).
 
     Raises:
-      ValueError: wrong shapes, dtypes or options; the message names the value.
+      ValueError: wrong shapes, dtypes or options, or an array is split over an explicit mesh axis;
+        the message names the value.
       UnsupportedError: the implementation asked for cannot serve the request; the message names
         what, and the implementations that can. A NotImplementedError.
       NotImplementedError: the second derivative of a kernel.
@@ -119,6 +121,7 @@ def dot_product_attention(
         implementation=implementation,
         block_sizes=block_sizes,
     )
+    validation.unsharded(call.arrays, implementation)
     out, lse = compute(call)
     out = tapped(call, out)
     if unbatched:

@@ -71,8 +71,25 @@ def check_inputs(
         raise ValueError(f"{of_q} and {of_k} differ in batch or head size: {q.shape} and {k.shape}")
     if q.shape[2] % k.shape[2] != 0:
         raise ValueError(
-            f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads"
+            f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads; "
+            f"shapes {q.shape} and {k.shape} are read as [batch, length, heads, head size]"
         )
+
+
+def unsharded(arrays: Sequence[Array], implementation: str | None) -> None:
+    """Refuses arrays split over an explicit mesh axis, which no loop and no kernel here can take.
+
+    Raises:
+      ValueError: one is split so, and the implementation is not `dense`.
+    """
+    for x in arrays:
+        split = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
+        if split and implementation != "dense":
+            raise ValueError(
+                f"an array {x.dtype}{x.shape} is split over the explicit mesh axis {split[0]!r}; "
+                "call attention.sharded(mesh, batch_axis=..., head_axis=...) instead, or pass "
+                "implementation='dense'"
+            )
 
 
 def pairs(name: str, x: ArrayLike | None, q: Array, k: Array) -> Array | None:

@@ -18,7 +18,7 @@ from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.config import ConfigError, train_settings
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.run import open_corpus
@@ -43,15 +43,21 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
         implementation that it names does not run here.
     """
     run_dir = RunDir(path)
-    if not run_dir.config.is_file() or not run_dir.checkpoints.is_dir():
-        raise DiagnoseError(
-            f"{path}: neither a file nor a run directory: it has no config.json and checkpoints"
-        )
+    parts = {"config.json": run_dir.config.is_file(), "checkpoints": run_dir.checkpoints.is_dir()}
+    if not all(parts.values()):
+        missing = " and no ".join(name for name, there in parts.items() if not there)
+        raise DiagnoseError(f"{path}: neither a file nor a run directory: it has no {missing}")
     config = read_json(run_dir.config)
     if not isinstance(config, dict):
         raise DiagnoseError(f"{run_dir.config} holds {type(config).__name__}, not a config")
     digests = config.pop("text_sha256", None)
-    settings = dataclasses.replace(train_settings(config), devices=1, shard_optimizer=False)
+    try:
+        settings = train_settings(config)
+    except ConfigError as error:
+        raise DiagnoseError(
+            f"{run_dir.config}: {error}; it was written by another version, or by hand"
+        ) from error
+    settings = dataclasses.replace(settings, devices=1, shard_optimizer=False)
     ids, of_text = _sequence(settings, digests, text)
     try:
         step, layers = _layers(settings, run_dir, ids)

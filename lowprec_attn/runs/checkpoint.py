@@ -171,9 +171,12 @@ class Checkpoints:
 
     def newest(self, last_step: int) -> int | None:
         """The newest step up to `last_step` that has a checkpoint; its files are not read."""
+        return max((step for step in self.steps() if step <= last_step), default=None)
+
+    def steps(self) -> list[int]:
+        """Every step that has a checkpoint, the oldest first; its files are not read."""
         self.wait()
-        found = hosts.from_first(lambda: [step for step, _ in self._entries(_MANIFEST)])
-        return max((step for step in found if step <= last_step), default=None)
+        return hosts.from_first(lambda: sorted(step for step, _ in self._entries(_MANIFEST)))
 
     def discard(self, unwanted: Callable[[int, Mapping[str, Fingerprint]], bool]) -> None:
         """Removes the checkpoints for which `unwanted(step, records)` holds, newest first.

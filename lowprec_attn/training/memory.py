@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,12 +48,7 @@ def require_memory(settings: TrainSettings, devices: Devices) -> None:
     Raises:
       MemoryShortageError: a device, or on a CPU the host, has less than `least_bytes`.
     """
-    local = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index()]
-    limit = (local[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        where, limit, sharing = "this machine", host_bytes(), len(local)
-    else:
-        where, sharing = f"a {local[0].device_kind}", 1
+    where, limit, sharing = _room(devices)
     needed = sharing * least_bytes(settings, devices.mesh.devices.size)
     if needed > limit:
         model = settings.model
@@ -64,9 +60,21 @@ def require_memory(settings: TrainSettings, devices: Devices) -> None:
         )
 
 
+def _room(devices: Devices) -> tuple[str, int, int]:
+    """What has the memory, how many bytes, and how many devices of this process share them."""
+    local = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index()]
+    limit = (local[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return "this machine", host_bytes(), len(local)
+    return f"a {local[0].device_kind}", limit, 1
+
+
 @contextlib.contextmanager
-def explained_shortage() -> Iterator[None]:
+def explained_shortage(devices: Devices) -> Iterator[None]:
     """Turns the compiler's or allocator's refusal of memory into one line.
+
+    Args:
+      devices: of the run, whose memory the line names too.
 
     Raises:
       MemoryShortageError: there was no room.
@@ -77,9 +85,16 @@ def explained_shortage() -> Iterator[None]:
         reason = str(error).splitlines()[0]
         if not reason.startswith("RESOURCE_EXHAUSTED"):
             raise
+        where, limit, _ = _room(devices)
         raise MemoryShortageError(
-            f"{reason.removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.')}; {_ADVICE}"
+            f"{_in_gb(reason.removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.'))}, and {where} has "
+            f"{limit / _GB:,.1f} GB in all; {_ADVICE}"
         ) from error
+
+
+def _in_gb(reason: str) -> str:
+    """The words of an allocator, with a size in GB."""
+    return re.sub(r"(\d+) bytes", lambda size: f"{int(size[1]) / _GB:,.1f} GB", reason)
 
 
 def host_bytes() -> int:

@@ -122,17 +122,17 @@ def profile(settings: TrainSettings, out: Path) -> int:
     """
     path = out / "profile.json"
     require_writable(path)  # before what takes minutes
-    with explained_shortage():
-        result = measure(settings)
+    devices = run_devices(settings)
+    with explained_shortage(devices):
+        result = measure(settings, devices)
     print(result)
     with writing(path):
         write_json(path, result.as_json(), indent=1)
     return 0
 
 
-def measure(settings: TrainSettings) -> Profile:
-    """The profile of training steps with these settings on this process's devices."""
-    devices = run_devices(settings)
+def measure(settings: TrainSettings, devices: Devices) -> Profile:
+    """The profile of training steps with these settings on the devices of a run."""
     require_memory(settings, devices)
     program = make_program(settings, devices)
     root = root_key(settings)

@@ -77,7 +77,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         RunDir.open(workdir, config) as run_dir,
         Trackers(settings.loggers, run_dir, config) as copies,
         Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
-        explained_shortage(),
+        explained_shortage(devices),
     ):
         announce(settings, corpus, devices, run_dir.path)
         if settings.optimizer.warmup_steps >= settings.steps:
@@ -205,9 +205,11 @@ def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Res
         raise RunError(f"resume_from={resume_from} is not a run directory: it has no config.json")
     with Checkpoints(source.checkpoints) as checkpoints:
         restored = checkpoints.restore(target, last_step)
+        steps = checkpoints.steps()
     if restored is None:
         when = "" if last_step is None else f" at or before resume_step={last_step}"
-        raise RunError(f"resume_from={resume_from} holds no complete checkpoint{when}")
+        others = f"; it holds those of steps {', '.join(map(str, steps))}" if steps else ""
+        raise RunError(f"resume_from={resume_from} holds no complete checkpoint{when}{others}")
     if restored.step >= settings.steps:
         raise RunError(
             f"resume_from={resume_from} is at step {restored.step} and this run ends at step "

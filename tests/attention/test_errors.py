@@ -65,7 +65,10 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "k unlike v": (lambda: attend(v=x(2, 4, 2, 8)), r"\(2, 5, 2, 8\) and \(2, 4, 2, 8\)"),
     "batch": (lambda: attend(k=x(3, 5, 2, 8)), r"\(2, 6, 4, 8\) and \(3, 5, 2, 8\)"),
     "head size": (lambda: attend(k=x(2, 5, 2, 16)), r"\(2, 6, 4, 8\) and \(2, 5, 2, 16\)"),
-    "head counts": (lambda: attend(k=x(2, 5, 3, 8)), "4 query heads do not divide.*3 key heads"),
+    "head counts": (
+        lambda: attend(k=x(2, 5, 3, 8)),
+        "4 query heads do not divide.*3 key heads; .* are read as .batch, length",
+    ),
     "mask dtype": (lambda: attend(mask=x(2, 4, 6, 5)), "mask must be boolean.*float32"),
     "mask shape": (
         lambda: attend(mask=jnp.ones((2, 4, 5, 6), bool)),

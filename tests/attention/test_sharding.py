@@ -123,6 +123,12 @@ def test_meshes_with_explicit_axes() -> None:
         q, k, v = (jax.device_put(x, NamedSharding(devices, spec)) for x in qkv)
         np.testing.assert_allclose(jax.jit(split)(q, k, v), whole(*qkv), rtol=0, atol=1e-6)
         grad = jax.jit(jax.grad(lambda q: jnp.sum(split(q, k, v))))(q)
+        for implementation in (None, "tiled"):
+            options = {"implementation": implementation}
+            with pytest.raises(ValueError, match=r"explicit mesh axis 'data'; call attention.shar"):
+                jax.jit(functools.partial(whole, **options))(q, k, v)
+        dense = jax.jit(functools.partial(whole, implementation="dense"))(q, k, v)
+        np.testing.assert_allclose(dense, whole(*qkv), rtol=0, atol=1e-6)
     unsharded = jax.grad(lambda q: jnp.sum(whole(q, *qkv[1:])))(qkv[0])
     np.testing.assert_allclose(grad, unsharded, rtol=0, atol=1e-6)
 

@@ -301,7 +301,7 @@ def test_arrays_of_another_byte_order_read_the_same(tmp_path, dtype):
 
 
 def test_a_directory_and_a_single_array_are_refused(tmp_path):
-    with pytest.raises(DiagnoseError, match="neither a file nor a run directory"):
+    with pytest.raises(DiagnoseError, match=r"run directory: it has no config.json and no checkp"):
         run(tmp_path)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(DiagnoseError, match="weights alone hold no q, k and v; add --text"):

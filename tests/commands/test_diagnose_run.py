@@ -98,6 +98,11 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
         manifest.unlink()
     with pytest.raises(DiagnoseError, match="holds no complete checkpoint"):
         run_layers.load(copy.path)
+    copy.config.write_text(json.dumps(forced | {"model": forced["model"] | {"rope": True}}))
+    with pytest.raises(
+        DiagnoseError, match=r"config\.json: unknown field .*rope; .* by another ver"
+    ):
+        run_layers.load(copy.path)
     copy.config.write_text("[1]")
     with pytest.raises(DiagnoseError, match="holds list, not a config"):
         run_layers.load(copy.path)

@@ -89,12 +89,15 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch, limit
 
 
 def run_out(words):
-    with memory.explained_shortage():
+    with memory.explained_shortage(run_devices(tiny_settings())):
         raise jax.errors.JaxRuntimeError(words)
 
 
 def test_a_refusal_of_the_allocator_is_one_line():
-    with pytest.raises(MemoryShortageError, match=r"^Out of memory .* bytes; choose a smaller"):
+    with pytest.raises(
+        MemoryShortageError,
+        match=r"^Out of memory .* 1,714.0 GB, and this machine has [\d.,]+ GB in all; choose a ",
+    ):
         run_out("RESOURCE_EXHAUSTED: Out of memory allocating 1713966946296 bytes.\nmore")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         run_out("INTERNAL: a fault of the program")

@@ -10,6 +10,7 @@ from lowprec_attn.files import DiskError
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training import profile
 from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import run_devices
 
 # JAX 0.12's reader of traces registers a type without a module, of which Python 3.12 warns; as an
 # error the warning ends the process, for no Python code is there to raise it.
@@ -30,7 +31,8 @@ def test_the_operations_of_a_step_are_six_per_weight_and_the_causal_attention():
 def measured():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "_TIMED_STEPS", 2)
-        return profile.measure(tiny_settings(devices=1, steps=20))
+        settings = tiny_settings(devices=1, steps=20)
+        return profile.measure(settings, run_devices(settings))
 
 
 def test_times_and_parts_of_a_step(measured):

@@ -151,9 +151,10 @@ def test_a_checkpoint_is_resumed_with_one_point_changed(run, finished, tmp_path)
     ("changes", "text_of_error"),
     [
         ({}, "at step 12 and this run ends at step 12: set --config.steps above 12"),
+        ({"resume_step": 7}, "at or before resume_step=7; it holds those of steps 8, 12"),
         ({"model__qk_norm": True}, "attention/key_norm/norm/scale"),
     ],
-    ids=["no step left", "parameters that were not trained"],
+    ids=["no step left", "no such step", "parameters that were not trained"],
 )
 @pytest.mark.usefixtures("text_read_once")
 def test_a_checkpoint_that_cannot_serve_is_refused(
