@@ -58,8 +58,12 @@ def vary_alike(arrays: _Arrays) -> _Arrays:
 def checks_varying_types() -> bool:
     """Whether this code is traced under a `jax.shard_map` with `check_vma=True`."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
-    # An index along mesh axes varies over them; its type says so only where types are checked.
-    return bool(axes) and bool(_varying(jax.eval_shape(partial(lax.axis_index, axes))))
+    if not axes:
+        return False
+    # An index along mesh axes varies over them; its type says so only where types are checked. The
+    # result of `eval_shape` has no mesh: `jax.typeof` refuses it where other axes stay automatic.
+    (index,) = jax.make_jaxpr(partial(lax.axis_index, axes))().out_avals
+    return bool(index.manual_axis_type.varying)
 
 
 def _varying(x: Any) -> frozenset[str]:

@@ -133,6 +133,17 @@ def test_meshes_with_explicit_axes() -> None:
     np.testing.assert_allclose(grad, unsharded, rtol=0, atol=1e-6)
 
 
+def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler() -> None:
+    qkv = [jnp.asarray(harness.inputs(CASE)[n]) for n in ("q", "k", "v")]
+    spec, attend = (
+        PartitionSpec("data"),
+        functools.partial(attention.dot_product_attention, numerics=EXACT, implementation="dense"),
+    )
+    with jax.set_mesh(mesh(AxisType.Auto)):
+        run = jax.shard_map(attend, in_specs=spec, out_specs=spec, axis_names={"data"})
+        np.testing.assert_allclose(jax.jit(run)(*qkv), attend(*qkv), rtol=0, atol=1e-6)
+
+
 def test_heads_of_different_arithmetic_split_over_the_batch() -> None:
     chosen = [EXACT] * 4 + [EXACT.replace(scores="float16")] * 4
     split = attention.sharded(mesh(), batch_axis="data")
