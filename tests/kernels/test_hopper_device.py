@@ -14,6 +14,7 @@ import pytest
 
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
+    AUXILIARY_OUTPUT,
     EXACT,
     FLASH,
     FLOAT32_OUTPUT,
@@ -55,6 +56,7 @@ class Call:
     numerics: Numerics = FLASH
     row_max: RowMax = StandardMax()  # noqa: RUF009 (frozen)
     packed: bool = False
+    kv_block: int = 128
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """q, k, v and dO."""
@@ -71,7 +73,7 @@ class Call:
     def run(self, module: Any, *, block_sizes: Any = None, **changes: Any) -> dict[str, np.ndarray]:
         """O, lse, dQ, dK and dV of an implementation, as float32."""
         spec = Spec(
-            numerics=changes.get("numerics", self.numerics.replace(kv_block=128)),
+            numerics=changes.get("numerics", self.numerics.replace(kv_block=self.kv_block)),
             row_max=self.row_max,
             scale=self.head_size**-0.5,
             is_causal=self.is_causal,
@@ -105,6 +107,10 @@ CALLS = {
     "float32_output": Call(numerics=FLOAT32_OUTPUT),
     "float32_output, head 128": Call(
         rows=320, keys=320, head_size=128, numerics=FLOAT32_OUTPUT, row_max=DynamicMax()
+    ),
+    "auxiliary_output": Call(numerics=AUXILIARY_OUTPUT),
+    "auxiliary_output, head 128": Call(
+        rows=640, head_size=128, numerics=AUXILIARY_OUTPUT, kv_block=64
     ),
     "normalized_delta": Call(numerics=NORMALIZED_DELTA),
     "normalized_delta, head 128": Call(rows=640, head_size=128, numerics=NORMALIZED_DELTA),

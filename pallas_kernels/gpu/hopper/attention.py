@@ -1,10 +1,11 @@
 """Attention on Hopper GPUs: what it serves, and its entry.
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
-products), the O that δ sees rounded or not, δ normalised or not, and the standard and the dynamic
-maximum. `unsupported` names what it declines; the general GPU kernels serve that.
+products), the O that δ sees rounded or not or O′, δ normalised or not, and the standard and the
+dynamic maximum. `unsupported` names what it declines; the general GPU kernels serve that.
 
-The floors are those of `pallas_kernels.gpu.attention`: its products are the same.
+The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
+takes two more here and three more there.
 """
 
 import jax
@@ -77,9 +78,8 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         wanted = _BFLOAT16 if point in _ROUNDED else _FLOAT32
         if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) != wanted:
             return f"{point}={found} (it takes {wanted})"
-    for name, taken in (("saved_output", ("same", "float32")), ("delta", ("do_o", "normalized"))):
-        if getattr(n, name) not in taken:
-            return f"{name}={getattr(n, name)} (it takes {_listed(taken)})"
+    if n.delta not in (taken := ("do_o", "normalized")):
+        return f"delta={n.delta} (it takes {_listed(taken)})"
     if n.row_sum != "unrounded":
         return f"row_sum={n.row_sum} (it takes unrounded)"
     if n.kv_block not in (None, *KEYS_PER_STEP):

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from lowprec_attn.arithmetic.request import Spec
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
@@ -76,6 +78,7 @@ def default_block_sizes(
     *,
     kv_block: int | None = None,
     saves_float32: bool = False,
+    keeps_auxiliary: bool = False,
     sums_keys: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
@@ -84,6 +87,8 @@ def default_block_sizes(
       head_size: 64 or 128.
       kv_block: keys of an online-softmax step, None for the fastest.
       saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
+      keeps_auxiliary: whether it sums up Ō′ beside Ō (`saved_output='auxiliary'`), which takes
+        registers.
       sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
         registers.
     """
@@ -93,8 +98,9 @@ def default_block_sizes(
             query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(),
             key_gradients=Tile(),
         )
+    walk = kv_block or (64 if keeps_auxiliary else 128)
     return BlockSizes(
-        forward=Tile(walk=kv_block or 128, slots=1 if saves_float32 else 2, turns=True),
+        forward=Tile(walk=walk, slots=1 if saves_float32 else 2, turns=True),
         query_gradients=Tile(walk=64, stages=2 if saves_float32 else 3, slots=1),
         key_gradients=Tile(walk=64, slots=1),
     )
@@ -108,7 +114,8 @@ def block_sizes(head_size: int, spec: Spec) -> BlockSizes:
         return default_block_sizes(
             head_size,
             kv_block=kv_block,
-            saves_float32=spec.numerics.saved_dtype is not None,
+            saves_float32=spec.numerics.saved_dtype == jnp.float32,
+            keeps_auxiliary=spec.numerics.saved_dtype == jnp.bfloat16,
             sums_keys=spec.numerics.delta == "normalized",
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other

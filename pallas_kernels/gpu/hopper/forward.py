@@ -1,10 +1,13 @@
-"""The forward kernel: O, lse, and O before its rounding where δ sees that.
+"""The forward kernel: O, lse, and the O that δ sees where it is another.
 
 A warpgroup owns 64 query rows and walks over the key steps that they see (FlashAttention-2, arXiv
 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄ and O
 rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-3 (arXiv 2407.08608)
 hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is multiplied before
 P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2).
+
+O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
+first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
 """
 
 from functools import partial
@@ -34,6 +37,7 @@ from pallas_kernels.gpu.hopper.machine import (
     as_operand,
     by_lane,
     constant,
+    extended,
     interpreter,
     set_registers,
     tiles_of,
@@ -43,27 +47,30 @@ from pallas_kernels.gpu.hopper.problem import LOG2E, Problem
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H]; lse and −lse·log2(e) [B, N, T]; O before its rounding, float32, or None."""
+    """O [B, T, N, H]; lse and −lse·log2(e) [B, N, T]; the O that δ sees, where it is another."""
 
     o: Any
     lse: Any
     offset: Any
-    unrounded: Any = None
+    saved: Any = None
 
 
 class _Shared(NamedTuple):
-    """Shared memory: rings of q (where O goes later), k and v; lse and offset; P̄, O unrounded."""
+    """Shared memory: rings of q (where O goes later), k and v; lse and offset; P̄, O for δ."""
 
     q: Any
     k: Any
     v: Any
     statistics: Any
     probs: Any
-    unrounded: Any
+    saved: Any
 
 
 class _Rows(NamedTuple):
-    """Running m [64] and l [64, LANES], in parts; the step's P̄ [64, keys] and α [64]."""
+    """Running m [64] and l [64, LANES], in parts; the step's P̄ [64, keys] and α [64].
+
+    P̄ is rounded, but for O′ only when `_add_left` has used it.
+    """
 
     m: Array
     l: Array
@@ -78,10 +85,10 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     workers, head = tile.warpgroups, problem.head_size
     statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.rows), jnp.float32)
     out: list[Any] = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
-    unrounded = probs = None
+    saved = probs = None
     if n.saved_dtype is not None:
         out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
-        unrounded = tiles_of((workers, ROWS, head), n.saved_dtype)
+        saved = tiles_of((workers, ROWS, head), n.saved_dtype)
     if problem.sizes.from_memory:
         probs = tiles_of((workers, ROWS, tile.walk), problem.dtype)
     steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
@@ -96,7 +103,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         Ring.types(tile.stages, [steps], copies=1, readers=workers),
         vectors_of((2, workers, ROWS)),
         probs,
-        unrounded,
+        saved,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -141,9 +148,9 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
         walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, end)
 
         def attend() -> None:
-            rows, acc = walk.run()
+            rows, acc, left = walk.run()
             by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
-            walk.store(out, rows, acc, turn.batch, turn.head)
+            walk.store(out, rows, acc, left, turn.batch, turn.head)
 
         pl.when(turn.exists)(attend)
         return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
@@ -172,42 +179,46 @@ class _Walk(NamedTuple):
     full: Array
     end: Array
 
-    def run(self) -> tuple[_Rows, Array]:
-        """m, l and Ō after the last step."""
+    def run(self) -> tuple[_Rows, Array, Array | None]:
+        """m, l and Ō after the last step; Ō′ − Ō, where it is kept."""
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
+        left = acc if self.problem.keeps_auxiliary else None
         if self.tile.slots == 1:  # q has no other place to come to
             self._free_last_output()
         self.shared.q.wait(self.tiles)
-        return self._run_in_order(acc) if self.shared.probs is not None else self._run_ahead(acc)
+        run = self._run_ahead if self.shared.probs is None else self._run_in_order
+        return run(acc, left)
 
-    def _run_in_order(self, acc: Array) -> tuple[_Rows, Array]:
+    def _run_in_order(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         """One product after the other, P̄ from shared memory: for tests."""
         if self.tile.slots > 1:
             self._free_last_output()
         probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
 
-        def step(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            acc, m, l = carry
+        def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            acc, left, m, l = carry
             n = self.steps + t
             rows = self._softmax(self._scores(t), t, m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
-            self.shared.v.wait(n)
-            left = as_operand(rows.probs, probs)
-            acc = add_product(acc, left, self.shared.v.get(n), interpret=interpret)
+            left, rows = self._add_left(left, rows, n)
+            self._wait_for_values(n)
+            operand = as_operand(rows.probs, probs)
+            acc = add_product(acc, operand, self.shared.v.get(n), interpret=interpret)
             self.shared.v.release(n)
-            return acc, rows.m, rows.l
+            return acc, left, rows.m, rows.l
 
-        acc, m, l = lax.fori_loop(0, self.end, step, (acc, *self._no_key_yet()))
-        return _Rows(m, l, m, m), acc
+        acc, left, m, l = lax.fori_loop(0, self.end, step, (acc, left, *self._no_key_yet()))
+        return _Rows(m, l, m, m), acc, left
 
-    def _run_ahead(self, acc: Array) -> tuple[_Rows, Array]:
+    def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         first = jnp.int32(0)
         rows = self._softmax(self._scores(first), first, *self._no_key_yet())
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
+        left, rows = self._add_left(left, rows, self.steps)
 
-        def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
-            acc, rows = carry
+        def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            acc, left, rows = carry
             before = self.steps + t - 1
 
             def products(refs: Any) -> None:
@@ -215,7 +226,7 @@ class _Walk(NamedTuple):
                 self.shared.k.wait(self.steps + t)
                 self.turns.wait()
                 self._multiply_scores(s_ref, t)
-                self.shared.v.wait(before)
+                self._wait_for_values(before)
                 plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
                 self.turns.pass_on()
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
@@ -224,17 +235,43 @@ class _Walk(NamedTuple):
                     ref[...] = x
 
             no_score = constant((ROWS, self.tile.walk), 0, TILE)
-            start = (plgpu.ACC.init(acc), plgpu.ACC.init(no_score), rows)
+            new = rows if left is None else rows._replace(probs=no_score)
+            start = (plgpu.ACC.init(acc), plgpu.ACC.init(no_score), new)
             acc, _, rows = pl.run_state(products)(start)
             self.shared.v.release(before)
-            return along_rows(rows.alpha, acc.shape) * acc, rows
+            left, rows = self._add_left(left, rows, self.steps + t)
+            return along_rows(rows.alpha, acc.shape) * acc, left, rows
 
-        acc, rows = lax.fori_loop(1, self.end, step, (acc, rows))
+        acc, left, rows = lax.fori_loop(1, self.end, step, (acc, left, rows))
         last = self.steps + self.end - 1
-        self.shared.v.wait(last)
+        self._wait_for_values(last)
         acc = add_product(acc, rows.probs, self.shared.v.get(last), interpret=False)
         self.shared.v.release(last)
-        return rows, acc
+        return rows, acc, left
+
+    def _wait_for_values(self, n: Array) -> None:
+        """Before P̄V of the n-th step of the program, unless `_add_left` has waited.
+
+        A second wait would be for what fills the buffer next.
+        """
+        if not self.problem.keeps_auxiliary:
+            self.shared.v.wait(n)
+
+    def _add_left(self, left: Array | None, rows: _Rows, n: Array) -> tuple[Array | None, _Rows]:
+        """Ō′ − Ō after the n-th step of the program, and its rows with P̄ rounded.
+
+        The products are not ahead, as P̄V is: their operands in registers would be too many.
+        """
+        if left is None:
+            return None, rows
+        rounded, *terms = self._terms(rows.probs)
+        left = along_rows(rows.alpha, left.shape) * left
+        memory = None if self.shared.probs is None else self.shared.probs.at[self.me]
+        self.shared.v.wait(n)
+        v, interpret = self.shared.v.get(n), self.problem.sizes.interpret
+        for term in terms[::-1]:  # the smallest first
+            left = add_product(left, as_operand(term, memory), v, interpret=interpret)
+        return left, rows._replace(probs=rounded)
 
     @staticmethod
     def _no_key_yet() -> tuple[Array, Array]:
@@ -281,7 +318,19 @@ class _Walk(NamedTuple):
         # cancels in Ō / l.
         probs = jnp.exp2(s * to_log2 - along_rows(new * to_log2, s.shape))
         l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
-        return _Rows(new, l, probs.astype(problem.dtype), alpha)
+        # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
+        # assembler would then let none run beside other instructions (its remark C7513).
+        if not problem.keeps_auxiliary:
+            probs = probs.astype(problem.dtype)
+        return _Rows(new, l, probs, alpha)
+
+    def _terms(self, probs: Array) -> list[Array]:
+        """P̄ as three bfloat16 numbers of 8 bits each, the largest first: exactly, of 24 bits."""
+        terms = []
+        for _ in range(3):
+            terms.append(probs.astype(self.problem.dtype))
+            probs = probs - extended(terms[-1])
+        return terms
 
     def _free_last_output(self) -> None:
         """Waits until the O of the tile before has left the memory that the next q takes."""
@@ -292,17 +341,26 @@ class _Walk(NamedTuple):
 
         pl.when(self.tiles > 0)(release)
 
-    def store(self, out: Outputs, rows: _Rows, acc: Array, batch: Array, head: Array) -> None:
+    def store(
+        self,
+        out: Outputs,
+        rows: _Rows,
+        acc: Array,
+        left: Array | None,
+        batch: Array,
+        head: Array,
+    ) -> None:
         """Divides by l and stores; O leaves through the memory of its q."""
         l = rows.l.sum(axis=1)
         o = acc / along_rows(l, acc.shape)
-        memory, unrounded = self.shared.q.get(self.tiles, self.me), self.shared.unrounded
+        memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
         memory[...] = o.astype(self.problem.dtype)
         place = (batch, self.row, ROWS, head)
         copies = [(memory, self.problem.part(out.o, *place))]
-        if unrounded is not None:
-            unrounded.at[self.me][...] = o
-            copies.append((unrounded.at[self.me], self.problem.part(out.unrounded, *place)))
+        if saved is not None:
+            o = o if left is None else (acc + left) / along_rows(l, acc.shape)
+            saved.at[self.me][...] = o.astype(saved.dtype)
+            copies.append((saved.at[self.me], self.problem.part(out.saved, *place)))
         lse = rows.m * np.float32(self.problem.spec.scale) + jnp.log(l)
         for i, (ref, x) in enumerate(((out.lse, lse), (out.offset, lse * np.float32(-LOG2E)))):
             vector = self.shared.statistics.at[i, self.me]

@@ -81,6 +81,16 @@ def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [1])
 
 
+def extended(x: Array) -> Array:
+    """bfloat16 as float32, by its bits.
+
+    A cast would make the compiler round one value at a time before it, and let the interpreter take
+    both casts back.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+
+
 # Columns that a thread holds next to each other, times the threads of a row.
 LANES = 8
 

@@ -78,6 +78,11 @@ class Problem:
         """Whether δ = Σ P dP / Σ P of the backward pass itself."""
         return self.spec.numerics.delta == "normalized"
 
+    @property
+    def keeps_auxiliary(self) -> bool:
+        """Whether δ sees O′, from unrounded P̄."""
+        return self.spec.numerics.saved_dtype == jnp.bfloat16
+
     def part(
         self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
     ) -> Any:

@@ -35,7 +35,7 @@ def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residual
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     out = forward(q, k, v, _problem(q, k, spec))
-    saved = out.o if out.unrounded is None else out.unrounded
+    saved = out.o if out.saved is None else out.saved
     return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
 
 
