@@ -18,7 +18,7 @@ from stand_in import rewrite, wait_until
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import processes
-from lowprec_attn.lab.experiment import Arm, Trial
+from lowprec_attn.lab.experiment import Arm, Trial, load
 from lowprec_attn.lab.workdir import ArmRun
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
@@ -170,13 +170,12 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     fields = {**TINY, "model.layers": 1, "attention.implementation": "tiled", "steps": 300}
     fields["data.path"] = text
     fields |= {"checkpoint_every": 30, "diagnostics_every": 150, "eval_every": 150}
+    changes = [f"--config.{name}={value}" for name, value in fields.items()]
     arms = ("flash", "probe_dynamic_max")
 
     def start(out):
         options = ["--workdir", out, "--jobs", "2", "--arms", *arms]
-        words = ["run", FIRST_SIGHT, *options]
-        words += [f"--config.{name}={value}" for name, value in fields.items()]
-        words = list(map(str, words))
+        words = list(map(str, ["run", FIRST_SIGHT, *options, *changes]))
         return Fork(lab_without_reports, words, environment=environment(compilations))
 
     def finish(process, code=0):
@@ -198,7 +197,16 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     assert output.count(": done, validation loss") == 2
     for arm in arms:
         assert "resuming at step" in (disturbed / f"{arm}.log").read_text()
-    assert finish(start(whole)).count("; starts on") == 2
+    experiment = load(FIRST_SIGHT).select(arms)
+    undisturbed = [
+        command.launch(
+            environment(compilations),
+            [*experiment.arguments(trial), *changes, f"--workdir={whole / trial.arm.name}"],
+        )
+        for trial in experiment.trials
+    ]
+    for process in undisturbed:
+        finish(process)
     for name in ("metrics.jsonl", "data_order.txt"):
         for arm in arms:
             assert (disturbed / arm / name).read_bytes() == (whole / arm / name).read_bytes()
