@@ -27,6 +27,7 @@ from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     LANES,
+    ONE,
     PER_ROW,
     TILE,
     Ring,
@@ -35,6 +36,7 @@ from pallas_kernels.gpu.hopper.machine import (
     add_product,
     along_rows,
     as_operand,
+    at_least,
     by_lane,
     constant,
     extended,
@@ -306,8 +308,8 @@ class _Walk(NamedTuple):
 
         def is_repeated(s: Array, tolerance: float) -> Array:
             least = along_rows(r_m, s.shape) - np.float32(tolerance)
-            near = jnp.where(s >= least, np.float32(1), np.float32(0))
-            return by_lane(jnp.add, near).sum(axis=1) > 1
+            near = at_least(s, least, interpret=problem.sizes.interpret)
+            return by_lane(jnp.add, near).sum(axis=1) != ONE
 
         # The rule looks at S − r_m only to count ties, which S itself shows as well.
         rule, unit = problem.spec.row_max, problem.spec.scale
