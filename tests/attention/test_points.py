@@ -48,10 +48,12 @@ def check_rounding(implementation: str, point: str, fmt: str) -> None:
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(CASE)
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
     assert closer(harness.run(how, CASE, arrays, chosen), on, off) == ROUNDINGS[point]
+    with pytest.raises(AssertionError, match="between on and off"):
+        closer(harness.run(how, CASE, arrays, EXACT), on, off)
 
 
 @pytest.mark.parametrize(("implementation", "point"), POINTS_OF_IMPLEMENTATIONS)
-def test_rounding_is_there(implementation: str, point: str) -> None:
+def test_rounding_is_there_and_its_absence_is_noticed(implementation: str, point: str) -> None:
     check_rounding(implementation, point, "bfloat16")
 
 
@@ -90,11 +92,21 @@ def eager_result(implementation: str, numerics_: Numerics) -> harness.Arrays:
     return harness.as_float32(call.forward_and_backward(*operands, jax.random.key(0)))
 
 
+FAST_MUTANTS = [("dense", "output"), ("tiled_odd", "dp")]
+
+
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize(("implementation", "point"), POINTS_OF_IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "mutant_of",
+    slow_among(
+        POINTS_OF_IMPLEMENTATIONS, [m for m in POINTS_OF_IMPLEMENTATIONS if m not in FAST_MUTANTS]
+    ),
+    ids="-".join,
+)
 def test_mutant_that_skips_a_rounding_is_noticed(
-    implementation: str, point: str, monkeypatch: pytest.MonkeyPatch
+    mutant_of: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    implementation, point = mutant_of
     chosen = EXACT.replace(**{point: "bfloat16"})
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
     round_point = Rounder.__call__

@@ -105,7 +105,12 @@ def test_a_mutant_that_skips_the_rounding_is_noticed(
         check_point(kernels, mutant, point)
 
 
-@pytest.mark.parametrize("choice", [name for name in CHOICES if "normalize" not in name])
+# In the others presets differ, which test_kernels.py tells from each other.
+SERVED = [name for name in CHOICES if "normalize" not in name]
+IN_NO_PRESET_ALONE = ("delta=do_o_storage", "row_sum=rounded")
+
+
+@pytest.mark.parametrize("choice", slow_among(SERVED, set(SERVED) - set(IN_NO_PRESET_ALONE)))
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_choice_is_there(kernels: str, choice: str) -> None:
     case, (chosen, otherwise, reached) = CASES[kernels], CHOICES[choice]

@@ -40,11 +40,24 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+# Presets that differ from another in what δ reads alone.
+OTHER_DELTA = dict.fromkeys(
+    ("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"), "flash"
+) | {"flash": "float32_output"}
+
+
+# The cases of test_attention.py are in `exact`.
+@pytest.mark.parametrize("preset", slow_among(PRESETS, ["exact"]))
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_presets_are_as_accurate_as_plain(kernels: str, preset: str) -> None:
     case = REPEATED[kernels]
-    check_accuracy(case, kernel_call(kernels, case, PRESETS[preset]))
+    result = check_accuracy(case, kernel_call(kernels, case, PRESETS[preset]))
+    if preset in OTHER_DELTA:
+        plain = (
+            run_plain(case, kernel_call(kernels, case, PRESETS[name]))
+            for name in (preset, OTHER_DELTA[preset])
+        )
+        assert closer(result, *plain) == {"dq", "dk"}
 
 
 # Rules act in the forward pass: that of `flash`, of the public code, and of its source read
