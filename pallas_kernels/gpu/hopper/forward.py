@@ -40,6 +40,7 @@ from pallas_kernels.gpu.hopper.machine import (
     by_lane,
     constant,
     extended,
+    finish_before_waiting,
     interpreter,
     set_registers,
     tiles_of,
@@ -233,7 +234,9 @@ class _Walk(NamedTuple):
                 self.turns.pass_on()
                 s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
                 self.shared.k.release(self.steps + t)
-                for ref, x in zip(new, self._softmax(s, t, rows.m, rows.l), strict=True):
+                softmax = self._softmax(s, t, rows.m, rows.l)
+                finish_before_waiting(softmax.l)  # for P̄V, which runs meanwhile
+                for ref, x in zip(new, softmax, strict=True):
                     ref[...] = x
 
             no_score = constant((ROWS, self.tile.walk), 0, TILE)

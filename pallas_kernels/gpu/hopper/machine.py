@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 THREADS = 128  # of a warpgroup
+_NEVER = 15  # a named barrier that nobody comes to
 
 # How a warpgroup's registers hold the result of a product, and a vector along its rows or columns.
 TILE = plgpu.Layout.WGMMA
@@ -91,6 +92,30 @@ def extended(x: Array) -> Array:
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+
+
+def finish_before_waiting(x: Array) -> None:
+    """Keeps the wait for a product that follows behind all that x, ≥ 0, is computed from.
+
+    The assembler knows no order of arithmetic and such a wait, and waits first: nothing would then
+    run beside the product. It knows one of barriers and the wait, executed or not. This one is not.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(TILE,))
+    def emit(_: Any, x: Any) -> None:
+        word = ir.IntegerType.get_signless(32)
+        entries = [
+            llvm.extractelement(pair, literal(i, word)) for pair in x.registers.flat for i in (0, 1)
+        ]
+        names = [f"${i}" for i in range(len(entries))]
+        lines = [f"add.f32 sum, sum, {name};" for name in names[1:]]
+        text = f"""{{ .reg .f32 sum; .reg .pred never; mov.f32 sum, $0; {" ".join(lines)}
+            setp.lt.f32 never, sum, 0f00000000; @never bar.arrive {_NEVER}, {2 * THREADS}; }}"""
+        constraints = ",".join("f" for _ in names)
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, entries, text, constraints, has_side_effects=True)
+
+    emit(x)
 
 
 # What `at_least` gives: the bits of 1.0. Its multiples differ, modulo 2**32, up to 511.
