@@ -84,7 +84,8 @@ def dot_product_attention(
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
       implementation: `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the
         fastest of them that supports the request on the platform that the call is lowered for.
-        `'hopper'`: faster kernels for NVIDIA's H100 and H200, by name alone.
+        `'hopper'`: faster kernels for NVIDIA's H100 and H200, by name, unless JAX has
+        no Triton lowering for `'gpu'`.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
         what is rounded where.
       return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
