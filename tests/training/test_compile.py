@@ -85,12 +85,15 @@ def test_the_speed_at_the_peak_is_that_of_the_arithmetic_on_the_whole_slice():
         "attention": [],
         "model_flops": 1e12,
         "seconds_at_peak": 0.01,
-        "fits": True,
+        "fits": None,
+        "quick": True,
         "refusal": None,
         "versions": {"jax": "1", "libtpu": "2"},
         "seconds": 1.0,
     }
-    speed = dict(fit._lines(facts))["speed"]
+    lines = dict(fit._lines(facts))
+    assert lines["verdict"].startswith("too close to tell; leave out --quick, compiled quickly (")
+    speed = lines["speed"]
     assert "at most 200,000 tokens/s" in speed
     assert "about 96,000 at the 47% of the peak" in speed
     assert "estimate" in speed
@@ -128,8 +131,25 @@ def test_the_compiler_is_prepared_before_anything_starts_jax(monkeypatch):
     command = ["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny", "--config.steps=3"]
     assert main(command) == 1
     assert compile_command.os.environ == COMPILER_HOST
-    ((topology, settings, record),) = asked
+    assert main([*command, "--quick"]) == 1
+    assert compile_command.os.environ == COMPILER_HOST | {"JAX_OPTIMIZATION_LEVEL": "O1"}
+    (topology, settings, record, quick), (*_, quickly) = asked
     assert (topology, settings.steps, record) == ("v5e:2x2", 3, None)
+    assert (quick, quickly) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("needed", "quick", "fits"),
+    [
+        (99, False, True),
+        (101, False, False),
+        (86, True, True),
+        (88, True, None),
+        (101, True, False),
+    ],
+)
+def test_a_quick_look_says_where_it_cannot_tell(needed, quick, fits):
+    assert fit._fits(needed, 100.0, quick) is fits
 
 
 def test_a_config_that_is_not_there_is_named_with_those_that_are(capsys):
