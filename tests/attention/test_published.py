@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from compiling import slow_among
 from grid_inputs import Head
 from public_code import COMPILED, EAGER, Reading, Result, Rule, bf16
 from public_record import SHARE, Run, by_head, difference, reading
@@ -126,13 +127,18 @@ def test_without_a_mutation_the_reading_is_met(preset: str) -> None:
     check_same(result, mutant_reading(preset), MOST[preset])
 
 
+MUTANTS = [(preset, point) for preset in PRESETS for point in points_of(preset)]
+FAST_MUTANTS = [("published", "pv"), ("published", "tile_grads"), ("published_eager", "shift")]
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    ("preset", "point"), [(preset, point) for preset in PRESETS for point in points_of(preset)]
+    "mutant_of", slow_among(MUTANTS, [m for m in MUTANTS if m not in FAST_MUTANTS]), ids="-".join
 )
 def test_a_mutant_without_a_point_is_noticed(
-    preset: str, point: str, monkeypatch: pytest.MonkeyPatch
+    mutant_of: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    preset, point = mutant_of
     round_point = Rounder.__call__
 
     def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("text_read_once")
 
 
 def trained(path, **changes):
-    config = tiny_config(devices=1, attention__implementation="tiled", **changes)
+    fields = {"devices": 1, "model__layers": 1, "attention__implementation": "tiled"}
+    config = tiny_config(**fields, **changes)
     assert train(train_settings(config), config, path) == 0
     return RunDir(path)
 
