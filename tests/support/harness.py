@@ -180,6 +180,7 @@ SLOW = {
     "tpu": (
         *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
         *("segments", "tiles_window", "mask_padding", "mask_empty_rows_and_blocks"),
+        *("more_rows", "tiles"),
     ),
 }
 
