@@ -69,11 +69,10 @@ def compiled_once(compilations: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No figure is drawn, which takes longer than the steps."""
-    loop = "lowprec_attn.training.loop"
-    monkeypatch.setattr(f"{loop}.write_report", lambda run_dir: run_dir.report)
-    monkeypatch.setattr(f"{loop}.write_run_page", lambda run_dir, _: run_dir.page)
+def no_report() -> Iterator[None]:
+    """See `command.without_report`."""
+    with train_command.without_report():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -74,15 +74,20 @@ def launch(environment, arguments):
     return Fork(train_without_report, arguments, environment=environment)
 
 
-def train_without_report(arguments):
-    """The figures take longer than all steps."""
+@contextlib.contextmanager
+def without_report():
+    """No figure is drawn, which takes longer than the steps."""
     from lowprec_attn.training import loop
 
     with (
-        contextlib.chdir(ROOT),
         mock.patch.object(loop, "write_report", lambda run_dir: run_dir.report),
         mock.patch.object(loop, "write_run_page", lambda run_dir, _: run_dir.page),
     ):
+        yield
+
+
+def train_without_report(arguments):
+    with contextlib.chdir(ROOT), without_report():
         return main(["train", *arguments])
 
 
