@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gpu_targets import mesh_of
 from harness import Case
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_calls import call_of, check_accuracy, run
 
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
@@ -74,6 +75,23 @@ def call(case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, **opt
 )
 def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> None:
     check_accuracy(case, call(case, chosen, rule))
+
+
+@needs_mosaic
+def test_vectors_end_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, unlike here, a copy of a vector beyond the rows would hit the next head's."""
+    copy, rows = plgpu.copy_smem_to_gmem, []
+
+    def watched(source: Any, target: Any) -> None:
+        if len(source.shape) == 1:
+            first = target.transforms[-1].indices[-1].start
+            jax.debug.callback(lambda row: rows.append(int(row)), first)
+        copy(source, target)
+
+    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", watched)
+    # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
+    run(FEW, call(FEW, sizes=dataclasses.replace(SIZES, programs=1)))
+    assert rows == [0] * 3  # lse and its offset, and what dS adds
 
 
 @needs_mosaic

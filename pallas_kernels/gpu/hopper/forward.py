@@ -46,7 +46,7 @@ from pallas_kernels.gpu.hopper.machine import (
     tiles_of,
     vectors_of,
 )
-from pallas_kernels.gpu.hopper.problem import LOG2E, Problem
+from pallas_kernels.gpu.hopper.problem import LN2, Problem
 
 
 class Outputs(NamedTuple):
@@ -366,11 +366,17 @@ class _Walk(NamedTuple):
             o = o if left is None else (acc + left) / along_rows(l, acc.shape)
             saved.at[self.me][...] = o.astype(saved.dtype)
             copies.append((saved.at[self.me], self.problem.part(out.saved, *place)))
-        lse = rows.m * np.float32(self.problem.spec.scale) + jnp.log(l)
-        for i, (ref, x) in enumerate(((out.lse, lse), (out.offset, lse * np.float32(-LOG2E)))):
+        # In powers of two first: m times a number plus log2(l) is one multiply-add, whichever way
+        # the compiler takes it. A sum of two products is not: it may round either.
+        log2_sum = rows.m * np.float32(self.problem.log2_unit) + lax.log2(l)
+        vectors = []
+        for i, (ref, x) in enumerate(
+            ((out.lse, log2_sum * np.float32(LN2)), (out.offset, -log2_sum))
+        ):
             vector = self.shared.statistics.at[i, self.me]
             vector[...] = x
-            copies.append((vector, ref.at[batch, head, pl.ds(self.row, ROWS)]))
+            vectors.append((vector, ref.at[batch, head, pl.ds(self.row, ROWS)]))
         plgpu.commit_smem()
         for source, target in copies:
             plgpu.copy_smem_to_gmem(source, target)
+        self.problem.store_rows(self.row, vectors)

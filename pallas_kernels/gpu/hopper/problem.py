@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
@@ -17,6 +19,7 @@ from pallas_kernels.gpu.hopper.machine import rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
 LOG2E = math.log2(math.e)
+LN2 = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,19 @@ class Problem:
         if len(ref.shape) == 5:
             return ref.at[batch, rows, plane, head]
         return ref.at[batch, rows, head]
+
+    def store_rows(self, row: Array, copies: Sequence[tuple[Any, Any]]) -> None:
+        """Starts copies of vectors, of the query rows from `row` on, to global memory.
+
+        A warpgroup beyond the last row stores none: unlike a copy of matrices, that of a vector
+        does not stop at the end of the array's rows but goes on into those of the next head.
+        """
+
+        def start() -> None:
+            for source, target in copies:
+                plgpu.copy_smem_to_gmem(source, target)
+
+        pl.when(row < self.rows)(start)
 
     def by_query(self, tile: Tile) -> Schedule:
         """Query tiles, all heads."""

@@ -176,8 +176,8 @@ def _multiply(
             memory = shared.rows.get(tiles, me, buffer=_Q)
             memory[...] = total.astype(problem.dtype)
             plgpu.commit_smem()
-            rows = pl.ds(row, ROWS)
-            plgpu.copy_smem_to_gmem(shared.delta.at[me], dp_offset.at[turn.batch, turn.head, rows])
+            offsets = dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
+            problem.store_rows(row, [(shared.delta.at[me], offsets)])
             part = problem.part(dq, turn.batch, row, ROWS, turn.head)
             plgpu.copy_smem_to_gmem(memory, part)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
