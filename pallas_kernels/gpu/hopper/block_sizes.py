@@ -95,14 +95,16 @@ def default_block_sizes(
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
-            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(),
-            key_gradients=Tile(),
+            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True),
+            key_gradients=Tile(turns=True),
         )
     walk = kv_block or (64 if keeps_auxiliary else 128)
     return BlockSizes(
-        forward=Tile(walk=walk, slots=1 if saves_float32 else 2, turns=True),
-        query_gradients=Tile(walk=64, stages=2 if saves_float32 else 3, slots=1),
-        key_gradients=Tile(walk=64, slots=1),
+        forward=Tile(walk=walk, slots=1 if saves_float32 else 2),
+        query_gradients=Tile(
+            walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
+        ),
+        key_gradients=Tile(walk=64, slots=1, turns=True),
     )
 
 

@@ -31,6 +31,9 @@ def attend(arrays: Arrays, spec: Spec) -> tuple[Array, Array]:
     return _forward(arrays, spec)[0]
 
 
+# Each under `jit`: layers with equal calls share one trace and one lowering of its kernels, which
+# take seconds.
+@partial(jax.jit, static_argnums=1)
 def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
@@ -39,6 +42,7 @@ def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residual
     return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
 
 
+@partial(jax.jit, static_argnums=0)
 def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
     do, dlse = first_order_only(cotangents, "hopper")
     arrays, o_saved, offset = res
