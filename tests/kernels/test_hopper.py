@@ -179,7 +179,7 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
     spec = Spec(
         numerics=chosen,
         row_max=options.pop("row_max", StandardMax()),
-        scale=0.125,
+        scale=options.pop("scale", 0.125),
         window=options.pop("window", None),
         block_sizes=options.pop("sizes", SIZES),
     )
@@ -204,6 +204,7 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(mask_shape=(1, 1, 128, 128)), "lengths, segments and dense masks"),
         (request(has_bias=True), "a dense bias"),
         (request(window=(8, 8)), "a local window"),
+        (request(scale=-0.125), "scale=-0.125 (it takes numbers above 0)"),
         (request(row_max=PublishedMax()), "row_max=PublishedMax"),
         (request(PRESETS["published"]), "scores=bfloat16 (it takes float32)"),
         (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),

@@ -50,6 +50,8 @@ def unsupported(request: Request) -> str | None:
         return "lengths, segments and dense masks"
     if spec.window is not None:
         return "a local window"
+    if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
+        return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     return _unsupported_numerics(spec.numerics)

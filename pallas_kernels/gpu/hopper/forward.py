@@ -46,7 +46,7 @@ from pallas_kernels.gpu.hopper.machine import (
     tiles_of,
     vectors_of,
 )
-from pallas_kernels.gpu.hopper.problem import LN2, Problem
+from pallas_kernels.gpu.hopper.problem import Problem
 
 
 class Outputs(NamedTuple):
@@ -366,15 +366,14 @@ class _Walk(NamedTuple):
             o = o if left is None else (acc + left) / along_rows(l, acc.shape)
             saved.at[self.me][...] = o.astype(saved.dtype)
             copies.append((saved.at[self.me], self.problem.part(out.saved, *place)))
-        # In powers of two first: m times a number plus log2(l) is one multiply-add, whichever way
-        # the compiler takes it. A sum of two products is not: it may round either.
-        log2_sum = rows.m * np.float32(self.problem.log2_unit) + lax.log2(l)
+        # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
+        # round either, and other code around it would change the bits.
+        unit, to_log2 = self.problem.spec.scale, self.problem.log2_unit
+        lse = rows.m + lax.log2(l) * np.float32(1 / to_log2)
         vectors = []
-        for i, (ref, x) in enumerate(
-            ((out.lse, log2_sum * np.float32(LN2)), (out.offset, -log2_sum))
-        ):
+        for i, (ref, factor) in enumerate(((out.lse, unit), (out.offset, -to_log2))):
             vector = self.shared.statistics.at[i, self.me]
-            vector[...] = x
+            vector[...] = lse * np.float32(factor)
             vectors.append((vector, ref.at[batch, head, pl.ds(self.row, ROWS)]))
         plgpu.commit_smem()
         for source, target in copies:

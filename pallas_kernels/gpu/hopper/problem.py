@@ -19,7 +19,6 @@ from pallas_kernels.gpu.hopper.machine import rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
 LOG2E = math.log2(math.e)
-LN2 = math.log(2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
