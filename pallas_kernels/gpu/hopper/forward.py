@@ -369,7 +369,7 @@ class _Walk(NamedTuple):
         # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
         # round either, and other code around it would change the bits.
         unit, to_log2 = self.problem.spec.scale, self.problem.log2_unit
-        lse = rows.m + lax.log2(l) * np.float32(1 / to_log2)
+        lse = rows.m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
         vectors = []
         for i, (ref, factor) in enumerate(((out.lse, unit), (out.offset, -to_log2))):
             vector = self.shared.statistics.at[i, self.me]
