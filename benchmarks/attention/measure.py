@@ -25,8 +25,8 @@ def measure(problem: Problem, found: Sequence[Candidate], rounds: int) -> list[R
     """
     inputs = problem.inputs()
     calls = problem.calls(jax.default_backend())
-    prepared, refused = _prepare(problem, found, inputs, calls)
-    distances = _check(prepared, refused)
+    prepared, refused = prepare(problem, found, inputs, calls)
+    distances = check(prepared, refused)
     samples = interleave({name: prepared[name] for name in distances}, rounds)
     return [
         _refused(problem, c.name, refused[c.name])
@@ -46,10 +46,10 @@ def threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(cores())
 
 
-def _prepare(
+def prepare(
     problem: Problem, found: Sequence[Candidate], inputs: Results, calls: int
 ) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Compiles all at once."""
+    """Compiles all at once: those that are ready by name, and why others declined."""
     prepared: dict[str, Timed] = {}
     refused: dict[str, str] = {}
     with threads() as pool:
@@ -62,7 +62,7 @@ def _prepare(
     return prepared, refused
 
 
-def _check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, float]:
+def check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, float]:
     """Distances of results from those of the first candidate that runs; adds to `refused`."""
     reference: Results | None = None
     distances = {}
