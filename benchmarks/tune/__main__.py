@@ -1,0 +1,112 @@
+"""Times tiles of each GPU kernel on the device at hand; `block_sizes` has its table from here.
+
+    python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
+
+Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
+kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,
+or whose results are not those of the table's, has the reason.
+
+Every preset is tried with the first rule, and the first preset with every rule. A kernel is timed
+again only where it sees a difference: dK's and dV's, say, sees no row-max rule.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.attention.records import Record, environment, write
+from benchmarks.shapes import SHAPES
+from benchmarks.tune.sweep import IMPLEMENTATIONS, KERNELS, Call, differing, sweep
+from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
+from lowprec_attn.tables import columns
+
+# Random bits, which some presets need, are no input of a kernel here.
+_PRESETS = [name for name, n in PRESETS.items() if not (n.normalize_probs or n.needs_bits)]
+
+
+def main() -> int:
+    """Sweeps, prints, writes; returns the exit code."""
+    args = _arguments()
+    try:
+        _run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="gpu")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gpt2"], metavar="SHAPE")
+    parser.add_argument("--presets", nargs="+", choices=_PRESETS, metavar="PRESET")
+    parser.add_argument("--rules", nargs="+", choices=ROW_MAX_RULES, help="of the row maximum")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument("--stages", nargs="+", type=_positive, metavar="N", help="of a tile")
+    parser.add_argument("--rounds", type=_positive, default=5, help="samples of each tile")
+    parser.add_argument("--shown", type=_positive, default=3, help="tiles printed per kernel")
+    parser.add_argument("--out", type=Path, help="JSON lines file to write")
+    args = parser.parse_args()
+    module = IMPLEMENTATIONS[args.implementation]
+    args.presets = args.presets or module.PRESETS
+    args.rules = args.rules or module.RULES
+    args.stages = args.stages or module.STAGES
+    args.command = " ".join([parser.prog, *sys.argv[1:]])
+    return args
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _run(args: argparse.Namespace) -> None:
+    if jax.default_backend() != "gpu":
+        raise RunError("tiles are timed on a GPU, and JAX finds none here")
+    calls = list(_calls(args))
+    for call in calls:  # before the first is timed
+        call.check()
+    records: list[Record] = [{**environment(), "command": args.command}]
+    for call, kernels in differing(calls, args.kernels):
+        for part in sweep(call, kernels, args.stages, args.rounds):
+            print(table(part, args.shown), flush=True)
+            records += part
+            if args.out:
+                write(args.out, records)  # so that a run that is stopped leaves what it has
+
+
+def _calls(args: argparse.Namespace) -> Iterator[Call]:
+    """Every preset with the first rule, and the first preset with every rule."""
+    pairs = [(preset, args.rules[0]) for preset in args.presets]
+    pairs += [(args.presets[0], rule) for rule in args.rules[1:]]
+    for shape, (preset, rule) in itertools.product(args.shapes, pairs):
+        yield Call(implementation=args.implementation, shape=shape, preset=preset, row_max=rule)
+
+
+def table(records: Sequence[Record], shown: int) -> str:
+    """The fastest tiles of one kernel, and the one that `block_sizes` has."""
+    tile = IMPLEMENTATIONS[records[0]["implementation"]].Tile
+    fields = [field.name for field in dataclasses.fields(tile)]
+    named = ("shape", "preset", "row_max", "kernel")
+    rows = [(*named, *fields, "µs", "")]
+    for place, record in enumerate(records):
+        if place < shown or record["table"]:
+            took = f"{1e6 * record['seconds']:.1f}" if "seconds" in record else "refused"
+            cells = (str(record[name]) for name in (*named, *fields))
+            rows.append((*cells, took, "table" if record["table"] else ""))
+    return columns(rows, "<" * len(named) + ">" * len(fields) + "><")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

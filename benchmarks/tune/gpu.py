@@ -1,0 +1,79 @@
+"""The general GPU kernels as `sweep` times them: their tiles, inputs and functions."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from jaxtyping import Array
+
+from benchmarks.attention.timing import Results
+from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.request import Extras, Spec
+from pallas_kernels.gpu import attention
+from pallas_kernels.gpu.backward import (
+    Operands,
+    dp_offset,
+    exponent_offset,
+    key_gradients,
+    query_gradients,
+)
+from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, is_hopper
+from pallas_kernels.gpu.device import device_kind
+from pallas_kernels.gpu.forward import forward
+from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.scalars import Scalars
+
+PRESETS = ("flash",)
+RULES = ("standard",)
+STAGES = (1, 2, 3, 4)
+
+# With fewer scores per thread a tile is too small for its warps, with more it does not fit into
+# the registers.
+_SCORES_PER_THREAD = range(16, 65)
+
+
+def table(q: Array, spec: Spec) -> BlockSizes:
+    """The tiles of `block_sizes`."""
+    return attention.block_sizes(q, spec)
+
+
+def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
+    """64 or 128 of what a program owns by 32 to 128, at any head size."""
+    for owned, step, warps in itertools.product((64, 128), (32, 64, 128), (4, 8)):
+        if owned * step // (32 * warps) not in _SCORES_PER_THREAD:
+            continue
+        query, kv = (step, owned) if kernel == "key_gradients" else (owned, step)
+        yield from (Tile(query=query, kv=kv, warps=warps, stages=n) for n in stages)
+
+
+def sees(kernel: str, spec: Spec) -> Hashable:
+    """All numerics; the backward kernels, which have lse, no row-max rule."""
+    return spec.numerics, spec.row_max if kernel == "forward" else None
+
+
+def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
+    """q, k, v, dO [B, T, N, H] and the two offsets [B, N, T] of `Operands`."""
+    problem = _problem(q, k, spec, sizes, "forward")
+    out = forward(q, k, v, Scalars(), problem)
+    delta = delta_from_output(do, out.o, spec.numerics, q.dtype)[..., 0].transpose(0, 2, 1)
+    return q, k, v, do, exponent_offset(out.lse, problem), dp_offset(delta, problem)
+
+
+def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
+    """One kernel as a function of `inputs`."""
+
+    def run(q: Array, k: Array, v: Array, do: Array, *offsets: Array) -> Results:
+        problem, scalars = _problem(q, k, spec, sizes, kernel), Scalars()
+        operands = Operands(q, k, v, do, *offsets)
+        if kernel == "forward":
+            out = forward(q, k, v, scalars, problem)
+            return tuple(x for x in out if x is not None)
+        if kernel == "key_gradients":
+            return key_gradients(operands, scalars, problem)
+        return query_gradients(operands, scalars, problem)
+
+    return run
+
+
+def _problem(q: Array, k: Array, spec: Spec, sizes: BlockSizes, kernel: str) -> Problem:
+    tile, hopper = getattr(sizes, kernel), is_hopper(device_kind())
+    return Problem.of(q, k, Extras(), spec, tile, interpret=sizes.interpret, hopper=hopper)

@@ -1,0 +1,133 @@
+"""The kernels of an attention call, each timed alone over its tiles.
+
+What an implementation adds is a module with constants and functions:
+
+  PRESETS, RULES, STAGES                       tried where the command names none
+  table(q, spec) -> sizes                      the tiles of a call, a field for each kernel
+  tiles(kernel, head_size, spec, stages)       the tiles to try
+  sees(kernel, spec)                           what a kernel sees of the arithmetic: one of equals
+                                               is timed
+  inputs(q, k, v, do, spec, sizes) -> arrays   what all three kernels take
+  function(kernel, spec, sizes)                one kernel as a function of `inputs`
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.attention.measure import check, prepare
+from benchmarks.attention.problem import Problem
+from benchmarks.attention.records import Record
+from benchmarks.attention.timing import Results, Timed, in_one_program, interleave
+from benchmarks.shapes import SHAPES
+from benchmarks.tune import gpu
+from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.attention.dispatch import resolve
+from lowprec_attn.numerics import PRESETS, get_row_max
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu}
+KERNELS = ("forward", "query_gradients", "key_gradients")
+_DTYPE = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A causal attention call in bfloat16, by the names of its parts."""
+
+    implementation: str
+    shape: str
+    preset: str
+    row_max: str
+
+    @property
+    def module(self) -> ModuleType:
+        """What the implementation adds."""
+        return IMPLEMENTATIONS[self.implementation]
+
+    @property
+    def problem(self) -> Problem:
+        """Shape, dtype and inputs."""
+        return Problem(self.shape, SHAPES[self.shape], _DTYPE, backward=False)
+
+    @property
+    def spec(self) -> Spec:
+        """The arithmetic, with the tiles of the table."""
+        numerics, row_max = PRESETS[self.preset], get_row_max(self.row_max)
+        return Spec(numerics=numerics, row_max=row_max, scale=self.problem.scale, is_causal=True)
+
+    def check(self) -> None:
+        """Raises UnsupportedError where the implementation declines the call."""
+        shape = SHAPES[self.shape].qkv
+        request = Request(spec=self.spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype(_DTYPE))
+        resolve(request, self.implementation)
+
+
+def differing(calls: Iterable[Call], kernels: Sequence[str]) -> Iterator[tuple[Call, list[str]]]:
+    """Each call, with the kernels that do not look the same in a call before."""
+    known: set[object] = set()
+    for call in calls:
+        seen = {name: (call.shape, name, call.module.sees(name, call.spec)) for name in kernels}
+        new = [name for name in kernels if seen[name] not in known]
+        known.update(seen.values())
+        if new:
+            yield call, new
+
+
+def sweep(
+    call: Call, kernels: Sequence[str], stages: Sequence[int], rounds: int
+) -> Iterator[list[Record]]:
+    """The records of each kernel, fastest tile first, refused tiles last."""
+    module = call.module
+    q, k, v, do = call.problem.inputs()
+    sizes = module.table(q, call.spec)
+    arrays = jax.jit(partial(module.inputs, spec=call.spec, sizes=sizes))(q, k, v, do)
+    for name in kernels:
+        own = getattr(sizes, name)
+        tried = list(dict.fromkeys([own, *module.tiles(name, q.shape[-1], call.spec, stages)]))
+        key = {"kind": "tile", **dataclasses.asdict(call), "kernel": name}
+        records = [{**key, **dataclasses.asdict(tile), "table": tile == own} for tile in tried]
+        functions = [
+            module.function(name, call.spec, dataclasses.replace(sizes, **{name: tile}))
+            for tile in tried
+        ]
+        results = _measure(call.problem, functions, arrays, rounds)
+        for record, result in zip(records, results, strict=True):
+            record.update(result)
+        yield sorted(records, key=lambda record: record.get("seconds", float("inf")))
+
+
+def _measure(
+    problem: Problem, functions: Sequence[Callable[..., Results]], arrays: Results, rounds: int
+) -> Iterator[Record]:
+    """Median and samples of each function, or why it was refused."""
+    found = [_Kernel(str(place), function) for place, function in enumerate(functions)]
+    calls = max(problem.calls("gpu") // 2, 1)  # a kernel is some half of a call
+    ready, refused = prepare(problem, found, arrays, calls)
+    right = check(ready, refused)
+    samples = interleave({name: ready[name] for name in right}, rounds)
+    for kernel in found:
+        if kernel.name in refused:
+            yield {"refused": refused[kernel.name]}
+        else:
+            seconds = samples[kernel.name]
+            yield {
+                "seconds": float(np.median(seconds)),
+                "samples": [float(f"{x:.5g}") for x in seconds],
+            }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel with one tile, as a candidate of the benchmark."""
+
+    name: str
+    function: Callable[..., Results]
+
+    def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
+        """See `in_one_program`."""
+        return in_one_program(self.function, inputs, calls)
