@@ -1,6 +1,7 @@
 """Times tiles of each GPU kernel on the device at hand; `block_sizes` has its table from here.
 
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
+    python -m benchmarks.tune --implementation hopper --shapes gpt2 long64 long128 --out FILE
 
 Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
 kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,

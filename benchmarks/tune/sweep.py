@@ -25,12 +25,12 @@ from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record
 from benchmarks.attention.timing import Results, Timed, in_one_program, interleave
 from benchmarks.shapes import SHAPES
-from benchmarks.tune import gpu
+from benchmarks.tune import gpu, hopper
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.numerics import PRESETS, get_row_max
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu}
+IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "hopper": hopper}
 KERNELS = ("forward", "query_gradients", "key_gradients")
 _DTYPE = "bfloat16"
 

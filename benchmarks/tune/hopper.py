@@ -1,0 +1,113 @@
+"""The Hopper kernels as `sweep` times them: their tiles, inputs and functions."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from benchmarks.attention.timing import Results
+from lowprec_attn.arithmetic.request import Spec
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
+from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
+from pallas_kernels.gpu.hopper.key_gradients import key_gradients
+from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.query_gradients import Inputs as QueryInputs
+from pallas_kernels.gpu.hopper.query_gradients import query_gradients
+
+PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
+RULES = ("standard", "dynamic_max")
+STAGES = (2, 3)
+
+# Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
+# for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
+# softmax, which took a third longer (docs/hopper_kernels.md).
+_REGISTERS = {2: 232 - 32, 3: 160 - 32}
+
+# Of a program, less 2 KiB for barriers and row statistics.
+_SHARED_BYTES = 232_448 - 2048
+
+_THREADS = 128  # of a warpgroup
+
+
+def table(q: Array, spec: Spec) -> BlockSizes:
+    """The tiles of `block_sizes`."""
+    return block_sizes(q.shape[-1], spec)
+
+
+def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
+    """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
+    for warpgroups, walk, n, slots, turns in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), (False, True)
+    ):
+        tile = Tile(warpgroups=warpgroups, walk=walk, stages=n, slots=slots, turns=turns)
+        if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
+            continue
+        if _shared_bytes(kernel, tile, head_size, spec) <= _SHARED_BYTES:
+            yield tile
+
+
+def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
+    """Of a thread, for the sums over the walk and the products of a step."""
+    n = spec.numerics
+    sums = {
+        "forward": 1 + (n.saved_output == "auxiliary"),  # Ō; Ō′ − Ō
+        "query_gradients": 1 + (n.delta == "normalized"),  # dQ; Σ P k
+        "key_gradients": 2,  # dK, dV
+    }
+    products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
+    return ROWS * (sums[kernel] * head_size + products * tile.walk) / _THREADS
+
+
+def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
+    """Of a program's matrices: those of the rows that it owns, and two for every stage."""
+    entry, saved = 2, spec.numerics.saved_dtype
+    loaded = {
+        "forward": entry,  # q
+        "query_gradients": 2 * entry + (saved.itemsize if saved else entry),  # q, dO; O
+        "key_gradients": 2 * entry,  # k, v
+    }
+    own = tile.slots * loaded[kernel]
+    if kernel == "forward" and saved:
+        own += saved.itemsize
+    return head_size * (own * tile.own + 2 * entry * tile.stages * tile.walk)
+
+
+def sees(kernel: str, spec: Spec) -> Hashable:
+    """What differs between the calls that these kernels serve."""
+    saved = spec.numerics.saved_dtype
+    if kernel == "forward":
+        return saved, spec.row_max
+    if kernel == "query_gradients":
+        return saved == jnp.float32, spec.numerics.delta
+    return None
+
+
+def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
+    """q, k, v, dO, the O that δ sees [B, T, N, H]; offset, dlse and dp_offset [B, N, T]."""
+    problem = Problem.of(q, k, spec, sizes)
+    out = forward(q, k, v, problem)
+    o = out.o if out.saved is None else out.saved
+    dlse = jnp.zeros_like(out.offset)  # the loss depends on O alone
+    of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse)
+    _, dp_offset = query_gradients(of_queries, problem)
+    return *of_queries, dp_offset
+
+
+def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
+    """One kernel as a function of `inputs`."""
+
+    def run(*arrays: Array) -> Results:
+        *of_queries, dp_offset = arrays
+        x = QueryInputs(*of_queries)
+        problem = Problem.of(x.q, x.k, spec, sizes)
+        if kernel == "forward":
+            out = forward(x.q, x.k, x.v, problem)
+            return tuple(array for array in out if array is not None)
+        if kernel == "query_gradients":
+            return query_gradients(x, problem)
+        of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
+        return tuple(key_gradients(of_keys, problem))
+
+    return run

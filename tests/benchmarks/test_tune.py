@@ -1,0 +1,231 @@
+"""Tuning: which tiles are tried, what is timed once, what is refused, and the inputs of kernels."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_targets import H200, lowered, mesh_of
+from harness import Case
+
+from benchmarks.attention.timing import Results
+from benchmarks.shapes import SHAPES, Shape
+from benchmarks.tune import __main__ as command
+from benchmarks.tune import hopper
+from benchmarks.tune.sweep import IMPLEMENTATIONS, KERNELS, Call, differing, sweep
+from pallas_kernels.gpu.hopper.attention import is_available
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile
+
+needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
+
+SQUARE = Case(
+    batch=1,
+    rows=64,
+    keys=64,
+    heads=1,
+    kv_heads=1,
+    head_size=64,
+    dtype="bfloat16",
+    is_causal=True,
+)
+NARROW = Tile(warpgroups=1, walk=64, stages=1, slots=1)
+HOPPER_TILES = BlockSizes(
+    forward=NARROW, query_gradients=NARROW, key_gradients=NARROW, interpret=True
+)
+
+
+@pytest.fixture(autouse=True)
+def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for head_size in (64, 128):
+        monkeypatch.setitem(SHAPES, f"tiny{head_size}", Shape(1, 64, 1, head_size))
+
+
+def call(
+    preset: str = "flash",
+    row_max: str = "standard",
+    *,
+    shape: str = "tiny64",
+    implementation: str = "hopper",
+) -> Call:
+    return Call(implementation=implementation, shape=shape, preset=preset, row_max=row_max)
+
+
+def abstract_inputs(of: Call) -> tuple[Any, Results]:
+    """The table's tiles, and shapes and dtypes of what the kernels take."""
+    qkv = of.problem.abstract_inputs()
+    sizes = of.module.table(qkv[0], of.spec)
+    return sizes, jax.eval_shape(partial(of.module.inputs, spec=of.spec, sizes=sizes), *qkv)
+
+
+@pytest.mark.parametrize("shape", ["tiny64", "tiny128"])
+@pytest.mark.parametrize("preset", ["flash", "float32_output", "normalized_delta"])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_tiles_are_tried_once_and_the_tables_is_among_them(
+    name: str, preset: str, shape: str
+) -> None:
+    asked, head_size = call(preset, shape=shape, implementation=name), SHAPES[shape].head_size
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        sizes = asked.module.table(asked.problem.abstract_inputs()[0], asked.spec)
+    for kernel in KERNELS:
+        found = list(asked.module.tiles(kernel, head_size, asked.spec, asked.module.STAGES))
+        assert len(found) == len(set(found)) > 1
+        assert getattr(sizes, kernel) in found
+
+
+def test_a_kernel_is_timed_again_only_where_it_sees_a_difference() -> None:
+    calls = [call(preset) for preset in hopper.PRESETS]
+    plan = differing([*calls, call("flash", "dynamic_max")], KERNELS)
+    assert {(of.preset, of.row_max): kernels for of, kernels in plan} == {
+        ("flash", "standard"): list(KERNELS),
+        ("float32_output", "standard"): ["forward", "query_gradients"],
+        ("normalized_delta", "standard"): ["query_gradients"],
+        ("auxiliary_output", "standard"): ["forward"],
+        ("flash", "dynamic_max"): ["forward"],
+    }
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("kernel", "other"),
+    [
+        ("forward", call("normalized_delta")),
+        ("query_gradients", call("auxiliary_output", "dynamic_max")),
+        ("key_gradients", call("normalized_delta", "dynamic_max")),
+    ],
+)
+def test_what_a_kernel_does_not_see_is_not_in_its_program(kernel: str, other: Call) -> None:
+    sizes, arrays = abstract_inputs(call())
+
+    def program(of: Call) -> str:
+        return str(jax.make_jaxpr(hopper.function(kernel, of.spec, sizes))(*arrays))
+
+    assert hopper.sees(kernel, other.spec) == hopper.sees(kernel, call().spec)
+    assert program(other) == program(call())
+    assert kernel in program(call())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpu", harness.GPU_TILES),
+        pytest.param("hopper", HOPPER_TILES, marks=needs_mosaic),
+    ],
+)
+def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
+    """dK and dV, which rest on the results of the forward kernel and on δ, are right."""
+    module, spec = IMPLEMENTATIONS[name], call().spec
+    arrays = harness.inputs(SQUARE)
+    arrays["dlse"][:] = 0
+    operands = module.inputs(*(jnp.asarray(arrays[x]) for x in ("q", "k", "v", "do")), spec, sizes)
+    found = module.function("key_gradients", spec, sizes)(*operands)
+    expected = harness.oracle(SQUARE, arrays)
+    for gradient, exact in zip(found, (expected["dk"], expected["dv"]), strict=True):
+        error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
+        assert error < 2**-7 * np.linalg.norm(exact)  # a few roundings of half an ulp, 2**-9
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Of a kernel that gives its input, the identity matrix, after `work` products; or a fault."""
+
+    work: int
+    fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    forward: _Tile = _Tile(100)
+
+
+def _function(kernel: str, spec: Any, sizes: _Sizes) -> Callable[..., Results]:
+    def run(x: jax.Array) -> Results:
+        if sizes.forward.fault == "compiler":
+            raise ValueError("too much shared memory")
+        for _ in range(sizes.forward.work):
+            x = x @ x
+        return (-x if sizes.forward.fault == "result" else x,)
+
+    return run
+
+
+FAKE = SimpleNamespace(
+    Tile=_Tile,
+    table=lambda q, spec: _Sizes(),
+    tiles=lambda *_: (_Tile(1, "compiler"), _Tile(1, "result"), _Tile(1), _Tile(100)),
+    inputs=lambda q, k, v, do, spec, sizes: (jnp.eye(32),),
+    function=_function,
+)
+
+
+def test_records_have_the_fastest_first_and_why_others_were_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "fake", FAKE)
+    (records,) = sweep(call(implementation="fake"), ["forward"], stages=(1,), rounds=3)
+    fast, slow, *refused = records
+    assert [(x["work"], x["table"]) for x in (fast, slow)] == [(1, False), (100, True)]
+    for record in (fast, slow):
+        assert record["seconds"] == pytest.approx(sorted(record["samples"])[1], rel=1e-4)
+        assert (record["kind"], record["kernel"]) == ("tile", "forward")
+    reasons = {record["fault"]: record["refused"] for record in refused}
+    assert reasons["compiler"] == "ValueError: too much shared memory"
+    assert reasons["result"].startswith("computes something else: 2")
+
+    heading, first, own = command.table(records, shown=1).splitlines()
+    assert heading.split()[-3:] == ["work", "fault", "µs"]
+    assert not first.endswith("table")
+    assert own.endswith("table")
+    assert "refused" in command.table(records, shown=4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [
+        ("cpu", "error: tiles are timed on a GPU, and JAX finds none here"),
+        ("gpu", "error: implementation 'hopper' does not support "),
+    ],
+)
+def test_without_a_hopper_gpu_it_ends_with_one_line(
+    backend: str,
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(sys, "argv", ["tune", "--implementation", "hopper"])
+    assert command.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(error)
+
+
+@needs_mosaic
+@pytest.mark.ptx
+@pytest.mark.parametrize(
+    ("kernel", "of"),
+    [
+        ("forward", call("auxiliary_output")),
+        ("query_gradients", call("float32_output", shape="tiny128")),
+    ],
+)
+def test_the_tile_with_the_fullest_memory_compiles(kernel: str, of: Call) -> None:
+    """Without a GPU, see test_hopper_ptx.py."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
+    head_size, stages = SHAPES[of.shape].head_size, range(1, 9)
+
+    def memory(tile: Tile) -> int:
+        return hopper._shared_bytes(kernel, tile, head_size, of.spec)
+
+    fullest = max(hopper.tiles(kernel, head_size, of.spec, stages), key=memory)
+    assert memory(fullest) > 200_000
+    sizes, arrays = abstract_inputs(of)
+    sizes = dataclasses.replace(sizes, **{kernel: fullest})
+    lowered(hopper.function(kernel, of.spec, sizes), *arrays, target=H200).compile()
