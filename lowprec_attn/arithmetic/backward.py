@@ -53,6 +53,22 @@ def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.d
     return jnp.sum(products, axis=-1, keepdims=True)
 
 
+def delta_from_saved_output(
+    do: Array, o_saved: Array, rows: Array, spec: Spec, extras: Extras, dtype: np.dtype
+) -> Array:
+    """δ = rowsum(dO ∘ round_output_bwd(O_saved)), [B, K, G, T, 1].
+
+    Args:
+      do, o_saved: [B, K, G, T, H].
+      rows: global row indices [T, 1].
+      spec, extras: the call.
+      dtype: of the queries.
+    """
+    place = Place(rows, span(0, o_saved.shape[-1])[None])
+    o = Rounder.of(spec, extras)(o_saved.astype(jnp.float32), "output_bwd", place)
+    return delta_from_output(do, o, spec.numerics, dtype)
+
+
 def delta_from_probs(tile: BackwardTile) -> Array:
     """δ = rowsum(dP ∘ P) over the keys of this tile, [B, K, G, T, 1]."""
     return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)

@@ -74,7 +74,7 @@ def _backward(
     if res.o_saved is None:
         delta = backward.delta_from_probs(tile)
     else:
-        delta = backward.delta_from_output(do, res.o_saved, n, q.dtype)
+        delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
     if n.delta == "normalized":
         sums = backward.row_sums(tile, delta, k, spec, extras, place)
         dq = backward.query_gradient(tile, delta, k, spec, extras, place)

@@ -151,7 +151,10 @@ class _Walk(NamedTuple):
                 jnp.zeros_like(self.lse),
             )
         o = self.grid.query_rows(o_saved, self.i)
-        return backward.delta_from_output(self.do, o, self.spec.numerics, self.tiles.q.dtype)
+        rows = span(self.i * self.grid.block_q, self.grid.block_q)[:, None]
+        return backward.delta_from_saved_output(
+            self.do, o, rows, self.spec, self.tiles.extras, self.tiles.q.dtype
+        )
 
     def normalized(self, delta: Array) -> tuple[Array, Array]:
         """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""

@@ -223,7 +223,7 @@ def _gradient_rows(
     if out.o_saved is None:
         delta = backward.delta_from_probs(tile)
     else:
-        delta = backward.delta_from_output(do, out.o_saved, spec.numerics, q.dtype)
+        delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, q.dtype)
     if spec.numerics.delta == "normalized":
         delta = delta + backward.row_sums(tile, delta, k, spec, extras, place).shift
     # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.

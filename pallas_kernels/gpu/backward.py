@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import delta_from_output, row_shift
-from lowprec_attn.arithmetic.places import Place, tile_number
+from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, multiply_add
@@ -410,11 +410,15 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
 
 def _delta_from_output(walk: _Walk) -> Array:
     """δ = rowsum(dO ∘ O), [query, 1]."""
-    problem, ref = walk.program.problem, walk.ref
+    problem, ref, columns = walk.program.problem, walk.ref, 0
     parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
     for do, o in zip(*parts, strict=True):
+        rows, features = span(walk.start, problem.tile.query), span(columns, o.shape[1])
+        place = Place(rows[:, None], features[None])
+        o = walk.program.round_point(o.astype(jnp.float32), "output_bwd", place)
         delta = delta + delta_from_output(do, o, problem.spec.numerics, problem.dtype)
+        columns += o.shape[1]
     return delta
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic.backward import delta_from_output
+from lowprec_attn.arithmetic.backward import delta_from_saved_output
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
+from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import (
     Extras,
     Request,
@@ -157,7 +158,8 @@ def _backward(
     if res.o_saved is None:
         delta = _by_row(delta_from_probs(operands(by_query), scalars, by_query), by_query)
     else:
-        delta = delta_from_output(do, res.o_saved, n, inputs.q.dtype)[..., 0]
+        rows, dtype = span(0, do.shape[-2])[:, None], inputs.q.dtype
+        delta = delta_from_saved_output(do, res.o_saved, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     if n.delta == "normalized":  # dQ comes first: it finds the δ of dK and dV
         dq, found = query_gradients(operands(by_query, delta, dlse), scalars, by_query)

@@ -55,6 +55,7 @@ ROUNDED_IN = {
     "normalizer": {"forward"},
     "lse": {"forward"},
     "output": {"forward"},
+    "output_bwd": {QUERY},
     "probs_bwd": {KEY},
     "dp": {KEY, QUERY},
     "ds": {KEY, QUERY},

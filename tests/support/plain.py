@@ -164,7 +164,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     if n.delta == "dp_p":
         products = dp * p
     else:
-        products = do * fwd.o_saved
+        products = do * round_nearest(fwd.o_saved, n.output_bwd)
         if n.delta == "do_o_storage":
             products = round_nearest(products, Rounding(n.rounding_at("output", np_dtype).format))
     delta = products.sum(-1, keepdims=True, dtype=np.float32)

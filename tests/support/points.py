@@ -19,6 +19,7 @@ ROUNDINGS: dict[str, set[str]] = {
     "normalizer": ALL,
     "lse": {"lse", "dq", "dk", "dv"},
     "output": {"out"},  # `exact` saves the unrounded O for δ
+    "output_bwd": {"dq", "dk"},
     "probs_bwd": {"dv"},
     "dp": {"dq", "dk"},
     "ds": {"dq", "dk"},
