@@ -2,7 +2,7 @@
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
-arrays of every layer from a backward pass of your own model.
+arrays of every layer from a backward pass of your own model, `TorchCapture` from one in PyTorch.
 """
 
 from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture
@@ -15,6 +15,7 @@ from lowprec_attn.diagnostics.rows import (
 )
 from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.diagnostics.signed_errors import signed_error
+from lowprec_attn.diagnostics.torch_capture import TorchCapture
 from lowprec_attn.diagnostics.weights import (
     across_steps,
     outer_product_similarity,
@@ -28,6 +29,7 @@ __all__ = [
     "DOMINATED",
     "Capture",
     "CaptureError",
+    "TorchCapture",
     "across_steps",
     "attention_signals",
     "capture",
