@@ -7,7 +7,7 @@ arithmetic, and prints one table of all heads, worst first, and a verdict for ea
 The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer it tries
 cures on the same arrays and says what each leaves of the error.
 
-Exit codes: 0 nothing found; 3 something found; 1 a file or option that cannot serve.
+Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot serve.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _EPILOG = """Ō (the output before division by the row sum) and δ = rowsum(dO �
 exact arithmetic on the same scores, O with exact arithmetic throughout. Coherence is
 ‖Σx‖ / √(Σ‖x‖²) over the rows: about 1 for errors of random sign, the square root of the number
 of rows if all are alike. The arrays are those after any position encoding. Exit code 0: nothing
-found, 3: something found, 1: bad input."""
+that warns, 3: a warning, 1: bad input."""
 
 _KV_BLOCK_HELP = "keys per online-softmax step (default: that of the preset, else 256)"
 

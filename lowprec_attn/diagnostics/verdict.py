@@ -69,7 +69,7 @@ class Finding(NamedTuple):
       arithmetic: label of the arithmetic under which it was found, None where none plays a part.
       heads: heads that meet it, worst first.
       worth: what the rule was worth in runs of the lab; empty for what is no rule.
-      warns: whether it counts as something found.
+      warns: whether it is a warning, for which `diagnose` ends with exit code 3.
     """
 
     kind: Kind
@@ -159,7 +159,8 @@ def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:
             coherence_of(signals, "output_error", "output_rms", rows),
         )
 
-    return _worst("coherence", measured, severity, claim, NOT_MET_IN_THE_LAB)
+    found = _worst("coherence", measured, severity, claim, NOT_MET_IN_THE_LAB)
+    return None if found is None else found._replace(warns=False)
 
 
 def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
