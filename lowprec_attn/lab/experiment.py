@@ -174,15 +174,17 @@ class Experiment:
         arms = tuple(arm for arm in self.arms if arm.name in chosen)
         return dataclasses.replace(self, arms=arms)
 
-    def arguments(self, trial: Trial) -> list[str]:
-        """The arguments of `train.py` for a run, without its directory."""
+    def fields(self, trial: Trial) -> Fields:
+        """All fields that are set for a run."""
         fields = {**self.shared, **trial.arm.overrides}
         if trial.seed is not None:
             fields["seed"] = str(trial.seed)
-        return [
-            f"--config={self.config}",
-            *(f"--config.{name}={_of_seed(value, trial.seed)}" for name, value in fields.items()),
-        ]
+        return {name: _of_seed(value, trial.seed) for name, value in fields.items()}
+
+    def arguments(self, trial: Trial) -> list[str]:
+        """The arguments of `train.py` for a run, without its directory."""
+        set_fields = (f"--config.{name}={value}" for name, value in self.fields(trial).items())
+        return [f"--config={self.config}", *set_fields]
 
 
 def _of_seed(value: str, seed: int | None) -> str:

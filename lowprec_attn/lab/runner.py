@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lowprec_attn.data import tokens
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab.comparison import unwanted_differences
-from lowprec_attn.lab.experiment import Experiment
+from lowprec_attn.lab.experiment import Experiment, Trial
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
@@ -38,20 +39,21 @@ def run_arms(
       slots: where they run; see `lab.processes`.
 
     Raises:
+      DataError: a text that an arm is to read cannot be read; no arm has started.
       RunError: an arm failed, or the arms differ in more than their overrides.
     """
     runs = {trial.name: ArmRun(workdir, trial.name) for trial in experiment.trials}
     with locked(workdir) as lock:
-        tasks = []
+        left = []
         for trial in experiment.trials:
             run = runs[trial.name]
             run.define(experiment, trial)
             if run.outcome().finished:
                 _say(f"{run.name}: {run.outcome().text}")
             else:
-                command = [*TRAIN, *experiment.arguments(trial)]
-                command.append(f"--workdir={run.run_dir.path}")
-                tasks.append(Task(run.name, command, run.log))
+                left.append(trial)
+        _require_texts(experiment, left)
+        tasks = [_task(experiment, trial, runs[trial.name]) for trial in left]
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:
             failures = _watch(runs, events)
     unfinished = [run.name for run in runs.values() if not run.outcome().finished]
@@ -61,6 +63,18 @@ def run_arms(
     problems += unwanted_differences([run for run in runs.values() if run.started])
     if problems:
         raise RunError("\n".join(problems))
+
+
+def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
+    """Opens every text that is set once: otherwise each arm would fail for the same reason."""
+    fields = [experiment.fields(trial) for trial in trials]
+    for path in dict.fromkeys(of["data.path"] for of in fields if "data.path" in of):
+        tokens.load(path)
+
+
+def _task(experiment: Experiment, trial: Trial, run: ArmRun) -> Task:
+    command = [*TRAIN, *experiment.arguments(trial), f"--workdir={run.run_dir.path}"]
+    return Task(run.name, command, run.log)
 
 
 def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 
 import command
@@ -162,6 +163,21 @@ def test_bad_arguments_give_one_line(lab, capsys):
     with pytest.raises(SystemExit):
         lab({"a": "finish"}, "--steps=3")
     assert "unrecognized arguments: --steps=3" in capsys.readouterr().err
+
+
+def test_a_text_that_cannot_be_read_is_told_once_before_any_arm_starts(lab, tmp_path):
+    acts, text = {"a": "finish", "b": "finish"}, tmp_path / "text"
+    head = f"seeds = [1, 2]\n[shared]\ndata.path = '{text}'"
+    for told in ("does not exist", "train.bin is missing"):
+        code, output = lab(acts, head=head)
+        assert (code, output.count("\n"), output.count(told)) == (EXIT_BAD_INPUT, 1, 1)
+        assert not list(lab.out.glob("*.log"))
+        text.mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        (text / f"{split}.bin").write_bytes(bytes(2))
+    assert lab(acts, head=head)[0] == 0
+    shutil.rmtree(text)  # which finished arms no longer need
+    assert lab(acts, head=head)[0] == 0
 
 
 def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
