@@ -75,6 +75,28 @@ def test_every_extra_that_is_advised_exists(pages):
 
 
 @pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("ml_collections", "train"),
+        ("orbax.checkpoint", "train"),
+        ("tensorboardX", "train"),
+        ("tiktoken", "data"),
+        ("safetensors", "diagnose"),
+        ("wandb", "wandb"),
+        ("etils.epath", "train"),  # of orbax-checkpoint
+    ],
+)
+def test_the_advice_for_a_module_names_the_extra_that_brings_it(monkeypatch, module, extra):
+    assert installation.command_for(module) == installation.command(extra)
+    lines = [f'{line}; extra == "{name}"' for name, of in PROJECT["optional-dependencies"].items()
+             for line in of]  # fmt: skip
+    monkeypatch.setattr(installation, "_CHECKOUT", ROOT / "nowhere")
+    monkeypatch.setattr(installation, "address", lambda: "somewhere")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy>=2.0", *lines])
+    assert installation.command_for(module) == installation.command(extra)
+
+
+@pytest.mark.parametrize(
     ("missing", "command"),
     [
         ("ml_collections", ["train", "--config=gpt2_bf16:tiny"]),
@@ -90,4 +112,4 @@ def test_a_command_without_its_packages_is_one_line(monkeypatch, capsys, missing
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert missing in line
-    assert installation.command("train,data") in line
+    assert line.endswith(f"; {installation.command('train')}")

@@ -106,7 +106,7 @@ def _is_own(error: ModuleNotFoundError) -> bool:
 
 
 def _not_installed(error: ModuleNotFoundError) -> str:
-    return f"{error}; {installation.command('train,data')}"
+    return f"{error}; {installation.command_for(error.name or '')}"
 
 
 def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
