@@ -130,7 +130,9 @@ def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head
 
 
 def _largest_product(layer: Layer, measured: Iterable[verdict.Signals]) -> float:
-    """The largest |q·k|; 0 where the scale hides it."""
+    """The largest |q·k|; 0 where the scale hides it, infinite where a score is NaN."""
     if not layer.factor:
         return 0.0
-    return max(float(np.max(s["score_maximum"])) for s in measured) / abs(layer.factor)
+    scores = np.array([s["score_maximum"] for s in measured], np.float32)
+    # Of finite q and k, NaN comes of products that overflow.
+    return float(np.max(np.where(np.isnan(scores), np.inf, scores))) / abs(layer.factor)

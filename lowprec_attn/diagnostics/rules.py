@@ -40,7 +40,8 @@ class Rule(NamedTuple):
       threshold: a NaN meets it too.
       meaning: what it says, with {value} for the signal.
       worth: what it was worth in runs that exploded and in those that did not (docs/failure.md).
-      least_score: heads whose `score_maximum` was measured and is smaller do not meet it.
+      least_score: heads whose `score_maximum` was measured and is smaller do not meet it, unless
+        the signal is NaN.
       only_with: the rule that a layer must meet beside this one for a warning, None for none. A
         signal that is not finite warns by itself.
     """
@@ -64,12 +65,13 @@ class Rule(NamedTuple):
     def severity(self, signals: Signals) -> np.ndarray:
         """The signal of each head that meets the rule (NaN counts as inf), −inf elsewhere [N]."""
         value = self.value(signals)
-        value = np.where(np.isnan(value), np.float32(np.inf), value)
+        is_nan = np.isnan(value)
+        value = np.where(is_nan, np.float32(np.inf), value)
         met = value >= self.threshold
         if self.least_score and "score_maximum" in signals:
             # Not "≥": a head whose scores are NaN is not let off.
             met &= ~(np.asarray(signals["score_maximum"], np.float32) < self.least_score)
-        return np.where(met, value, np.float32(-np.inf))
+        return np.where(met | is_nan, value, np.float32(-np.inf))
 
 
 RULES: tuple[Rule, ...] = (

@@ -30,7 +30,7 @@ Errors over n rows are coherent if all of these hold:
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -186,7 +186,8 @@ def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
     if not _has_delta(measured) or kinds & {"row_sums", "delta", "non_finite"}:
         return findings
     shares = {name: _largest(name, measured) for name in ("row_sums", "delta")}
-    if any(shares[rule.name] >= SMALL * rule.threshold for rule in RULES if rule.name in shares):
+    # "not all <" rather than "any ≥": a NaN is not small.
+    if not all(shares[r.name] < SMALL * r.threshold for r in RULES if r.name in shares):
         return findings
     return [
         finding._replace(
@@ -203,13 +204,18 @@ def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
 
 
 def _largest(name: Name, measured: Mapping[str, Signals]) -> float:
-    """The signal of a rule, in the worst head under the worst arithmetic."""
+    """The signal of a rule, in the worst head under the worst arithmetic; NaN if one is."""
     (rule,) = (rule for rule in RULES if rule.name == name)
-    return max(float(np.max(rule.value(signals))) for signals in measured.values())
+    return _maximum(rule.value(signals) for signals in measured.values())
+
+
+def _maximum(values: Iterable[np.ndarray]) -> float:
+    """The largest of all; NaN if one is, which `max` would tell only of the first."""
+    return float(np.max([np.max(value) for value in values]))
 
 
 def _non_finite(signals: Signals) -> np.ndarray:
-    errors = [value for name, value in signals.items() if name.endswith("_rms")]
+    errors = [x for name, x in signals.items() if name.endswith(("_rms", "_coherence"))]
     is_finite = np.all(np.isfinite([*errors, signals["score_maximum"]]), axis=0)
     return np.where(is_finite, -np.inf, 1.0)
 
@@ -217,7 +223,7 @@ def _non_finite(signals: Signals) -> np.ndarray:
 def _nothing(measured: Mapping[str, Signals], rows: int) -> str:
     has_delta = _has_delta(measured)
     error = "delta_error" if has_delta else "unnormalized_error"
-    largest = max(float(np.max(signals[f"{error}_coherence"])) for signals in measured.values())
+    largest = _maximum(signals[f"{error}_coherence"] for signals in measured.values())
     if math.sqrt(rows) < COHERENCE:
         return (
             f"no rule is met, but {rows} rows are too few to tell a persistent sign from chance "

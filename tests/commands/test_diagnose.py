@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
-from lowprec_attn.diagnose import array_file
+from lowprec_attn.diagnose import array_file, examination
 from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.examination import Examination
 from lowprec_attn.diagnose.layer import Layer
@@ -480,10 +480,12 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         # With δ judged, a coherent Ō alone is no finding.
         ({"unnormalized_error_coherence": (9, 1)}, 1024, ["none"], ()),
         ({"output_error_rms": (1, np.nan)}, 1024, ["non_finite"], (1,)),
+        ({"delta_error_coherence": (np.nan, 1)}, 1024, ["non_finite"], (0,)),
         ({"output_error_rms": (1, np.nan), "score_maximum": (600, 1)}, 1024,
          ["non_finite", "scores"], (1,)),
-        # NaN is no share at all.
+        # NaN is no share at all, and small scores do not make it one.
         ({SHARE: (0, np.nan)}, 1024, ["delta"], (1,)),
+        ({SHARE: (0, np.nan), "score_maximum": (600, 1)}, 1024, ["delta", "scores"], (1,)),
     ],
 )  # fmt: skip
 def test_the_rules_of_the_verdict(changes, rows, kinds, heads):
@@ -518,6 +520,16 @@ def test_errors_of_delta_alone_are_no_warning(changes, warns):
     assert all(finding.warns for finding in others)
     layer = Layer("a.npz", "", *[np.zeros((1, 2, 2, 4))] * 3)
     assert Examination(layer, {}, findings).found == (warns or bool(others))
+
+
+@pytest.mark.parametrize("order", [("flash", "published"), ("published", "flash")])
+def test_a_nan_of_one_arithmetic_is_not_passed_over(order):
+    broken = signals(**{SHARE: (0, np.nan), "score_maximum": (np.nan, 1)})
+    measured = {label: broken if label == "flash" else signals() for label in order}
+    assert np.isnan(verdict._largest("delta", measured))
+    layer = Layer("a.npz", "", *[np.zeros((1, 2, 2, 4))] * 3)
+    assert examination._largest_product(layer, measured.values()) == np.inf
+    assert {f.kind for f in verdict.judge(measured, 1024)} == {"non_finite", "delta", "scores"}
 
 
 def test_without_do_large_scores_stay_undecided():
