@@ -66,48 +66,12 @@ def load(path: Path, layout: Layout = "BTNH") -> list[Layer]:
 def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) -> Layer:
     where = f"{path}: {name}" if name else str(path)
     facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
+    _check_facts(where, facts)
     arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
-    notes = _conversions(found)
-    ranks = {arrays[which].ndim for which in _WITH_HEADS if which in arrays}
-    if len(ranks) > 1 or not ranks <= {3, 4}:
-        listed = ", ".join(f"{w} {arrays[w].shape}" for w in _WITH_HEADS if w in arrays)
-        raise DiagnoseError(
-            f"{where}: arrays must all be {layout} or all {layout[1:]}, got shapes {listed}"
-        )
-    if ranks == {3}:
-        arrays = {which: array[None] for which, array in arrays.items()}
-    if layout == "BNTH":
-        arrays |= {w: arrays[w].swapaxes(1, 2) for w in _WITH_HEADS if w in arrays}
-    head_size = arrays["q"].shape[-1]
-    arrays, filled = _of_one_head_size(arrays)
-    notes += filled
+    arrays, filled = _of_one_head_size(_rows_first(where, arrays, layout))
     _check_shapes(where, arrays)
-    _, length, heads, _ = arrays["q"].shape
-    if heads > length and layout == "BTNH":
-        notes.append(
-            f"read as {length} rows of {heads} heads; if the heads come first, as in torch, "
-            "use --layout BNTH"
-        )
-    ignored = facts.get("ignored")
-    if ignored is not None and ignored.size:
-        notes.append(
-            f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
-            "there were none; --causal, if that is what a mask does"
-        )
-    for fact in ("is_causal", "scale", "masked"):
-        if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
-            raise DiagnoseError(
-                f"{where}: {fact} must be one number or truth value, got shape "
-                f"{facts[fact].shape} of {facts[fact].dtype}"
-            )
-    if "masked" in facts and facts["masked"].item():
-        notes.append(
-            "a mask of the call was not kept: rows are judged as if there were none; take a batch "
-            "without padding"
-        )
-    scale = float(facts["scale"].item()) if "scale" in facts else None
-    if scale is None and filled:
-        scale = head_size**-0.5
+    notes = [*_conversions(found), *filled, *_doubts(arrays["q"], layout), *_not_kept(facts)]
+    head_size = found["q"].shape[-1]  # before zeros fill it
     return Layer(
         str(path),
         name,
@@ -119,10 +83,69 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
         o=arrays.get("o"),
         lse=arrays.get("lse"),
         is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
-        scale=scale,
+        scale=_scale(facts, head_size if filled else None),
         window=_window(where, facts["window"], arrays) if "window" in facts else None,
         notes=tuple(notes),
     )
+
+
+def _rows_first(where: str, arrays: dict[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
+    """The arrays with a batch axis, those with heads as [B, T, N, H]."""
+    ranks = {arrays[which].ndim for which in _WITH_HEADS if which in arrays}
+    if len(ranks) > 1 or not ranks <= {3, 4}:
+        listed = ", ".join(f"{w} {arrays[w].shape}" for w in _WITH_HEADS if w in arrays)
+        raise DiagnoseError(
+            f"{where}: arrays must all be {layout} or all {layout[1:]}, got shapes {listed}"
+        )
+    if ranks == {3}:
+        arrays = {which: array[None] for which, array in arrays.items()}
+    if layout == "BNTH":
+        arrays = arrays | {w: arrays[w].swapaxes(1, 2) for w in _WITH_HEADS if w in arrays}
+    return arrays
+
+
+def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
+    for fact in ("is_causal", "scale", "masked"):
+        if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
+            raise DiagnoseError(
+                f"{where}: {fact} must be one number or truth value, got shape "
+                f"{facts[fact].shape} of {facts[fact].dtype}"
+            )
+
+
+def _scale(facts: dict[str, np.ndarray], head_size: int | None) -> float | None:
+    """What the file says; else 1/√H where `head_size` is not that of the arrays; else None."""
+    if "scale" in facts:
+        return float(facts["scale"].item())
+    return None if head_size is None else head_size**-0.5
+
+
+def _doubts(q: np.ndarray, layout: Layout) -> list[str]:
+    """A note where q [B, T, N, H] looks as if the axes had another order."""
+    _, length, heads, _ = q.shape
+    if heads <= length or layout == "BNTH":
+        return []
+    return [
+        f"read as {length} rows of {heads} heads; if the heads come first, as in torch, use "
+        "--layout BNTH"
+    ]
+
+
+def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
+    """Notes on what the call had and the file has not."""
+    notes = []
+    ignored = facts.get("ignored")
+    if ignored is not None and ignored.size:
+        notes.append(
+            f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
+            "there were none; --causal, if that is what a mask does"
+        )
+    if "masked" in facts and facts["masked"].item():
+        notes.append(
+            "a mask of the call was not kept: rows are judged as if there were none; take a batch "
+            "without padding"
+        )
+    return notes
 
 
 def _read(path: Path) -> dict[str, dict[str, np.ndarray]]:
