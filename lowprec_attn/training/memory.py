@@ -26,20 +26,33 @@ class MemoryShortageError(RunError):
 def least_bytes(settings: TrainSettings, devices: int) -> int:
     """What every device holds at once, at least, during a training step, in bytes.
 
-    Float32 parameters, their gradients and Adam's two moments; and of every token and layer what
-    the backward pass reads and no compiler computes again, in the format of the activations: the
-    inputs of both halves of a block, q, k, v and O (6 d) and the hidden layer of the MLP (4 d).
+    Float32 parameters and Adam's two moments; of every token and layer what the backward pass reads
+    and no compiler computes again, in the format of the activations: the inputs of both halves of a
+    block, q, k, v and O (6 d) and the hidden layer of the MLP (4 d); and the larger of two things
+    that need not be there together: gradients, and the scores of `dense` in the last layer.
 
     Args:
       settings: of the run.
       devices: of the run.
     """
     model = settings.model
+    parameters = parameter_count(model)
     moments = 8 / devices if settings.shard_optimizer else 8
-    state = int((4 + 4 + moments) * parameter_count(model))
+    state = int((4 + moments) * parameters)
     sequences = settings.batch_size // settings.accumulation_steps // devices
     values = 10 * model.width * model.layers * sequences * model.context
-    return state + values * jnp.dtype(model.activation_dtype).itemsize
+    activations = values * jnp.dtype(model.activation_dtype).itemsize
+    # dP in float32 as it leaves its product, beside S, which a compiler may keep in 16 bits.
+    scores = (4 + 2) * sequences * _dense_heads(settings) * model.context**2
+    return state + activations + max(4 * parameters, scores)
+
+
+def _dense_heads(settings: TrainSettings) -> int:
+    """How many heads the last layer computes by `dense` in one call, which holds all scores."""
+    is_dense = settings.attention.implementation == "dense"
+    groups = settings.attention.layers[-1]
+    called = [g for g in groups if is_dense or g.numerics.normalize_probs]  # which no other serves
+    return max((len(group.heads) for group in called), default=0)
 
 
 def require_memory(settings: TrainSettings, devices: Devices) -> None:
