@@ -22,12 +22,10 @@ from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
-# `implementation=None` takes the first that supports the request: the fastest, but for `hopper`,
-# which serves nothing that `gpu` does not. It is asked for by name until its present form has been
-# run on a device, see docs/hopper_kernels.md; under a JAX without `gpu`'s lowering it comes first.
+# `implementation=None` takes the first that supports the request, which is the fastest.
 IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "gpu": gpu,
     "hopper": hopper,
+    "gpu": gpu,
     "tpu": tpu,
     "tiled": tiled,
     "dense": dense,

@@ -5,12 +5,13 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from gpu_targets import mesh_of
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve_by_platform
 from lowprec_attn.numerics import StandardMax
+from pallas_kernels.gpu.hopper.attention import is_available
 
 
 def request(numerics_=numerics.FLASH, **options):
@@ -39,7 +40,7 @@ def test_what_the_kernels_decline_goes_to_the_same_arithmetic_elsewhere(asked, n
 
 @pytest.mark.parametrize(("capability", "name"), [("7.5", "tiled"), ("8.0", "gpu")])
 def test_gpus_older_than_ampere_keep_tiled(capability, name, monkeypatch):
-    device = types.SimpleNamespace(compute_capability=capability)
+    device = types.SimpleNamespace(compute_capability=capability, device_kind="a GPU")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     assert resolve_by_platform(request(), None)["cuda"] == name
@@ -57,20 +58,21 @@ def test_the_kernels_cannot_be_forced_where_there_is_no_such_device(name):
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-def test_the_platform_that_a_call_is_lowered_for_decides():
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"])
+def test_the_platform_that_a_call_is_lowered_for_decides(kind):
     def loss(q):
         out = attention.dot_product_attention(q, q, q, is_causal=True)
         return out.astype(jnp.float32).sum()
 
     q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):  # lowering asks what the GPU is
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):  # lowering asks what the GPU is
         traced = jax.jit(jax.grad(loss)).trace(q)
-        assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+        for_cpu = traced.lower(lowering_platforms=("cpu",)).as_text()
         for_gpu = traced.lower(lowering_platforms=("cuda",)).as_text()
         for_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
     for kernel in ("forward", "key_gradients", "query_gradients"):
+        assert f"attention_{kernel}" not in for_cpu
         assert f"attention_{kernel}" in for_gpu
         assert f"attention_{kernel}" in for_tpu
     assert "tpu_custom_call" in for_tpu
+    assert ("mosaic_gpu" in for_gpu) == (kind == "NVIDIA H200" and is_available())

@@ -184,7 +184,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "implementation": (
         lambda: attend(implementation="cuda"),
-        "unknown implementation 'cuda'; there are gpu, hopper, tpu, tiled, dense",
+        "unknown implementation 'cuda'; there are hopper, gpu, tpu, tiled, dense",
     ),
     "block size": (lambda: tiled.BlockSizes(query=0), "block size query must be positive, got 0"),
     "mesh axis": (
@@ -228,7 +228,8 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no implementation left": (
         lambda: attend(numerics=STANDARD.replace(kv_block=2)),
-        "no implementation.* serves this call. gpu: .*tiled: normalize_probs.*dense: kv_block=2",
+        "no implementation.* serves this call. hopper: .*gpu: .*tiled: normalize_probs"
+        ".*dense: kv_block=2",
     ),
     "no alternative": (
         lambda: attend(numerics=STANDARD.replace(kv_block=2), implementation="dense"),

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_calls import call_of, check_accuracy, run
 
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.attention import dot_product_attention
 from lowprec_attn.attention.dispatch import UnsupportedError, resolve
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
@@ -33,17 +34,14 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import Tile, default_block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
 
-TILE = Tile(walk=64)
-SIZES = BlockSizes(
-    forward=TILE, query_gradients=TILE, key_gradients=TILE, programs=2, interpret=True
-)
+SIZES = harness.HOPPER_TILES
 # Three query tiles of two warpgroups' rows, the last half empty; heads that share their keys.
 GROUPED = Case(
     batch=1, rows=320, keys=320, kv_heads=1, head_size=64, dtype="bfloat16", is_causal=True
@@ -121,7 +119,7 @@ def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
 @needs_mosaic
 def test_three_warpgroups_of_which_two_see_fewer_steps() -> None:
     case = dataclasses.replace(GROUPED, rows=192, keys=192, heads=1)
-    tall = dataclasses.replace(TILE, warpgroups=3, stages=1, slots=1)
+    tall = dataclasses.replace(harness.HOPPER_TILE, warpgroups=3, stages=1, slots=1)
     sizes = dataclasses.replace(SIZES, forward=tall, query_gradients=tall, key_gradients=tall)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():
@@ -131,7 +129,7 @@ def test_three_warpgroups_of_which_two_see_fewer_steps() -> None:
 @needs_mosaic
 def test_many_tiles_of_one_program_in_one_buffer() -> None:
     """Otherwise q would wait for memory that is freed after q has come."""
-    narrow = dataclasses.replace(TILE, warpgroups=1, stages=1, slots=1)
+    narrow = dataclasses.replace(harness.HOPPER_TILE, warpgroups=1, stages=1, slots=1)
     sizes = dataclasses.replace(
         SIZES, forward=narrow, query_gradients=narrow, key_gradients=narrow, programs=1
     )
@@ -147,6 +145,25 @@ def test_packed_arrays_give_the_same_bits() -> None:
     result, expected = run(case, call(case, packed=True)), run(case, call(case))
     for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+def test_vmap_gives_the_bits_of_a_loop() -> None:
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sin(dot_product_attention(q, k, v, block_sizes=SIZES, **how)).sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    how = {"is_causal": True, "numerics": FLASH, "implementation": "hopper"}
+    q, k, v = (
+        jax.random.normal(key, (2, 1, 128, 1, 64), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
+    found = jax.vmap(gradients, in_axes=(0, None, 0))(q, k[0], v)
+    for i in range(2):
+        for x, expected in zip(found, gradients(q[i], k[0], v[i]), strict=True):
+            np.testing.assert_array_equal(x[i], expected)
 
 
 @pytest.mark.parametrize("in_pairs", [True, False])
@@ -219,8 +236,18 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
     assert reason in str(raised.value)
 
 
-def test_it_is_asked_for_by_name() -> None:
-    assert resolve(request(sizes=None, platform="cuda")) == "gpu"
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("asked", "kind", "name"),
+    [
+        (request(sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (request(sizes=None, platform="cuda"), "NVIDIA A100-SXM4-80GB", "gpu"),
+        (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+    ],
+)
+def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
+    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
+        assert resolve(asked) == name
 
 
 @needs_mosaic

@@ -22,6 +22,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import Numerics, RowMax
 from pallas_kernels.gpu import block_sizes as gpu
+from pallas_kernels.gpu.hopper import block_sizes as hopper
 from pallas_kernels.tpu import block_sizes as tpu
 
 Arrays = dict[str, np.ndarray]
@@ -63,6 +64,14 @@ GPU_TALL = gpu.BlockSizes(
     forward=gpu.Tile(query=32, kv=64, stages=1),
     key_gradients=gpu.Tile(query=32, kv=16, stages=1),
     query_gradients=gpu.Tile(query=16, kv=32, stages=1),
+    interpret=True,
+)
+HOPPER_TILE = hopper.Tile(walk=64)
+HOPPER_TILES = hopper.BlockSizes(
+    forward=HOPPER_TILE,
+    query_gradients=HOPPER_TILE,
+    key_gradients=HOPPER_TILE,
+    programs=2,
     interpret=True,
 )
 # Memory that was never written is NaN, a read out of bounds raises, and a race is reported.
