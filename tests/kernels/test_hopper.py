@@ -76,20 +76,32 @@ def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> Non
 
 
 @needs_mosaic
-def test_vectors_end_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device, unlike here, a copy of a vector beyond the rows would hit the next head's."""
-    copy, rows = plgpu.copy_smem_to_gmem, []
+def test_no_vector_ends_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device, unlike here, a copy of a vector beyond its end hits the next head's rows."""
+    ends: dict[int, list[int]] = {0: [], 1: []}  # of what is read, of what is written
 
-    def watched(source: Any, target: Any) -> None:
-        if len(source.shape) == 1:
-            first = target.transforms[-1].indices[-1].start
-            jax.debug.callback(lambda row: rows.append(int(row)), first)
-        copy(source, target)
+    def watch(name: str, array: int) -> None:
+        copy = getattr(plgpu, name)
 
-    monkeypatch.setattr(plgpu, "copy_smem_to_gmem", watched)
+        def watched(*refs: Any) -> None:
+            *_, length = refs[array].ref.shape
+            if len(refs[array].shape) == 1:
+                rows = refs[array].transforms[-1].indices[-1]
+                jax.debug.callback(
+                    lambda row: ends[array].append(length - int(row) - rows.size), rows.start
+                )
+            copy(*refs)
+
+        monkeypatch.setattr(plgpu, name, watched)
+
+    watch("copy_gmem_to_smem", 0)
+    watch("copy_smem_to_gmem", 1)
     # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
-    run(FEW, call(FEW, sizes=dataclasses.replace(SIZES, programs=1)))
-    assert rows == [0] * 3  # lse and its offset, and what dS adds
+    walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
+    run(FEW, call(FEW, sizes=dataclasses.replace(SIZES, programs=1, key_gradients=walk)))
+    # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups.
+    assert ends[0] == [0] * 4
+    assert sorted(ends[1]) == [0] * 3 + [64] * 3
 
 
 @needs_mosaic

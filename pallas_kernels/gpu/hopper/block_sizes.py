@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from lowprec_attn.arithmetic.request import Spec
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
+WALKS = (64, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Tile:
     turns: bool = False
 
     def __post_init__(self) -> None:
-        ranges = {"warpgroups": (1, 2, 3), "walk": (64, 128), "slots": (1, 2)}
+        ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")

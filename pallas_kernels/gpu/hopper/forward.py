@@ -86,7 +86,8 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     tile, n = problem.sizes.forward, problem.spec.numerics
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     workers, head = tile.warpgroups, problem.head_size
-    statistics = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.rows), jnp.float32)
+    vectors = (problem.batch, problem.heads, problem.vector_rows)
+    statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
     out: list[Any] = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
     saved = probs = None
     if n.saved_dtype is not None:

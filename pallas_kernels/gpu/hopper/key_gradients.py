@@ -35,7 +35,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 
 
 class Inputs(NamedTuple):
-    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, T]."""
+    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`]."""
 
     q: Any
     k: Any

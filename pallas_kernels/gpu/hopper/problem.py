@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile
+from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile
 from pallas_kernels.gpu.hopper.machine import rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
@@ -76,6 +76,15 @@ class Problem:
         return math.frexp(self.spec.scale)[0] == 0.5
 
     @property
+    def vector_rows(self) -> int:
+        """T of the kernels' own vectors [B, N, T]: whole steps, so that none ends within one.
+
+        What is beyond the last row is that of a row of zeros: finite, where the next head's numbers
+        would make P infinite, which no zero of dO takes back.
+        """
+        return -(-self.rows // max(WALKS)) * max(WALKS)
+
+    @property
     def normalizes_delta(self) -> bool:
         """Whether δ = Σ P dP / Σ P of the backward pass itself."""
         return self.spec.numerics.delta == "normalized"
@@ -97,7 +106,7 @@ class Problem:
     def store_rows(self, row: Array, copies: Sequence[tuple[Any, Any]]) -> None:
         """Starts copies of vectors, of the query rows from `row` on, to global memory.
 
-        A warpgroup beyond the last row stores none: unlike a copy of matrices, that of a vector
+        A warpgroup beyond `vector_rows` stores none: unlike a copy of matrices, that of a vector
         does not stop at the end of the array's rows but goes on into those of the next head.
         """
 
@@ -105,11 +114,11 @@ class Problem:
             for source, target in copies:
                 plgpu.copy_smem_to_gmem(source, target)
 
-        pl.when(row < self.rows)(start)
+        pl.when(row < self.vector_rows)(start)
 
     def by_query(self, tile: Tile) -> Schedule:
         """Query tiles, all heads."""
-        return self._schedule(-(-self.rows // tile.own), self.heads, longest_last=True)
+        return self._schedule(-(-self.vector_rows // tile.own), self.heads, longest_last=True)
 
     def by_key(self, tile: Tile) -> Schedule:
         """Key tiles, all key heads."""

@@ -44,8 +44,8 @@ from pallas_kernels.gpu.hopper.problem import Problem
 class Inputs(NamedTuple):
     """q, k, v (or one packed array each), dO and the O that δ sees; two offsets [B, N, T].
 
-    `offset` is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient of lse, which
-    enters dS = P ∘ (dP − δ + dlse) beside δ.
+    `offset`, of `vector_rows`, is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient
+    of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ.
     """
 
     q: Any
@@ -71,7 +71,8 @@ _Q, _DO, _O = range(3)  # buffers of the ring of rows, in which they are loaded
 
 
 def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
-    """dQ, and what dS adds to dP, [B, N, T]: −δ + dlse, times scale unless `scales_last`.
+    """dQ, and what dS adds to dP, [B, N, T], of `vector_rows`: −δ + dlse, times scale unless
+    `scales_last`.
 
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
     """
@@ -144,11 +145,11 @@ def _multiply(
         full, end = problem.key_steps(row, ROWS, tile.walk)
 
         def differentiate() -> None:
-            # A warpgroup beyond the last row reads the last ones instead, and stores nothing.
-            inside = pl.ds(jnp.minimum(row, problem.rows - ROWS), ROWS)
+            # A warpgroup beyond the last row reads the last ones instead.
             offset, dlse = (
                 load(ref.at[turn.batch, turn.head, inside], PER_ROW, straight=False)
                 for ref in (x.offset, x.dlse)
+                for inside in [pl.ds(jnp.minimum(row, ref.shape[-1] - ROWS), ROWS)]
             )
             shared.rows.wait(tiles)
             o, do = (

@@ -39,7 +39,8 @@ def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residual
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     out = forward(q, k, v, _problem(q, k, spec))
     saved = out.o if out.saved is None else out.saved
-    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, saved, out.offset)
+    lse = out.lse[..., : q.shape[1]].transpose(0, 2, 1)
+    return (out.o, lse), _Residuals(arrays, saved, out.offset)
 
 
 @partial(jax.jit, static_argnums=0)
