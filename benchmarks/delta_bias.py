@@ -1,17 +1,17 @@
 """Has the error of δ a mean? At one checkpoint of a run, over many sequences and random bits.
 
-    python -m benchmarks.delta_bias runs/mine --draws 1500 [--out FILE.jsonl]
+    python -m benchmarks.delta_bias runs/seed1 runs/seed2 --draws 1500 [--out FILE.jsonl]
 
 The error of δ = rowsum(dO ∘ O), of each row: what the run computes less what exact arithmetic does.
 An error e of O makes it dO · e. Where the forward pass has seen e too, dO is taken at O + e and is
 g + H e. With H positive, as about a minimum, dO · e then has a positive mean even if e has none.
 
 Every draw is a sequence of the training text with random bits of its own. The mean of all is given
-over the error's RMS, with its standard error, by layer and head.
+over the error's RMS, with its standard error, by layer and head. Several runs are measured one
+after the other, up to the first that cannot be.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
@@ -25,13 +25,10 @@ import numpy as np
 
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, read_json
-from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
-from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
 from lowprec_attn.training.run import open_corpus
+from lowprec_attn.training.saved_model import recorded_settings, restore
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import make_signals
 from lowprec_attn.training.step import make_steps, root_key, step_key
@@ -62,22 +59,18 @@ def bias(errors: Errors) -> Bias:
 def measure(path: Path, draws: int) -> tuple[int, Errors]:
     """The step of a run's newest checkpoint, and the errors there."""
     run_dir = RunDir(path)
-    config = dict(read_json(run_dir.config))
-    config.pop("text_sha256", None)
-    settings = train_settings(config)
-    settings = dataclasses.replace(settings, devices=1, shard_optimizer=False)
-    devices = run_devices(settings)
-    with Checkpoints(run_dir.checkpoints) as checkpoints:
-        restored = checkpoints.restore(make_program(settings, devices).state)
-    if restored is None:
+    settings = recorded_settings(read_json(run_dir.config))
+    saved = restore(settings, run_dir)
+    if saved is None:
         raise UserError(f"{path}: holds no complete checkpoint; train with checkpoint_every > 0")
-    signals = devices.jit(make_signals(settings, make_steps(settings, devices.attend_whole)))
+    steps = make_steps(settings, saved.devices.attend_whole)
+    signals = saved.devices.jit(make_signals(settings, steps))
     root, found = root_key(settings), []
     for draw, ids in enumerate(_sequences(settings, draws)):
-        key = step_key(root, jnp.int32(restored.step + draw))
-        layers, _ = signals(restored.state.params, ids[:, :-1], ids[:, 1:], key)
+        key = step_key(root, jnp.int32(saved.step + draw))
+        layers, _ = signals(saved.params, ids[:, :-1], ids[:, 1:], key)
         found.append(jax.device_get(layers))
-    return restored.step, Errors(
+    return saved.step, Errors(
         *(
             np.array([[draw[layer][name] for layer in draw] for draw in found])
             for name in ("delta_error_mean", "delta_error_rms")
@@ -93,35 +86,42 @@ def _sequences(settings: TrainSettings, draws: int) -> Iterator[np.ndarray]:
 
 
 def main() -> int:
-    """Measures, prints, writes; returns the exit code."""
+    """Measures each run, prints, writes; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.delta_bias",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="directory of a run with a checkpoint")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="directory of a run with a checkpoint"
+    )
     parser.add_argument("--draws", type=int, default=1500, help="sequences, at least 2")
     parser.add_argument("--out", type=Path, help="JSON lines file to append to")
     args = parser.parse_args()
     if args.draws < 2:
         parser.error(f"--draws must be at least 2, got {args.draws}")
     try:
-        step, errors = measure(args.run, args.draws)
+        for run in args.runs:
+            step, errors = measure(run, args.draws)
+            _report(run, step, args.draws, bias(errors), args.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    found = bias(errors)
+    return 0
+
+
+def _report(run: Path, step: int, draws: int, found: Bias, out: Path | None) -> None:
+    """Prints a table, and appends a line to `out`."""
     rows = [("layer", "head", "mean / RMS", "standard error")]
     for layer, head in np.ndindex(found.mean.shape):
         mean, spread = (x[layer, head] for x in found)
         rows.append((str(layer), str(head), f"{mean:+.4f}", f"{spread:.4f}"))
-    print(f"{args.run}, step {step}, {args.draws} sequences")
-    print(columns(rows, ">>>>"))
-    if args.out:
-        record = {"run": args.run.name, "step": step, "draws": args.draws}
+    print(f"{run}, step {step}, {draws} sequences")
+    print(columns(rows, ">>>>"), flush=True)  # the next run takes minutes
+    if out:
+        record = {"run": run.name, "step": step, "draws": draws}
         record |= {name: x.round(5).tolist() for name, x in found._asdict().items()}
-        append_line(args.out, json.dumps(record))
-    return 0
+        append_line(out, json.dumps(record))
 
 
 if __name__ == "__main__":

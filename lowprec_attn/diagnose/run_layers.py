@@ -1,6 +1,5 @@
 """Reads the layers of a run directory: its newest checkpoint on one sequence."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,12 +15,10 @@ from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.files import read_json
 from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
-from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.config import ConfigError, train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.config import ConfigError
 from lowprec_attn.training.run import open_corpus
+from lowprec_attn.training.saved_model import recorded_settings, restore
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import LayerArrays, as_computed, make_layers
 from lowprec_attn.training.step import make_loss, root_key, step_key
@@ -50,15 +47,13 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
     config = read_json(run_dir.config)
     if not isinstance(config, dict):
         raise DiagnoseError(f"{run_dir.config} holds {type(config).__name__}, not a config")
-    digests = config.pop("text_sha256", None)
     try:
-        settings = train_settings(config)
+        settings = recorded_settings(config)
     except ConfigError as error:
         raise DiagnoseError(
             f"{run_dir.config}: {error}; it was written by another version, or by hand"
         ) from error
-    settings = dataclasses.replace(settings, devices=1, shard_optimizer=False)
-    ids, of_text = _sequence(settings, digests, text)
+    ids, of_text = _sequence(settings, config.get("text_sha256"), text)
     try:
         step, layers = _layers(settings, run_dir, ids)
     except attention.UnsupportedError as error:
@@ -94,23 +89,20 @@ def _layers(
     settings: TrainSettings, run_dir: RunDir, ids: Int32[np.ndarray, "1 ids"]
 ) -> tuple[int, list[Layer]]:
     """The step of the checkpoint, and its layers on one sequence."""
-    devices = run_devices(settings)
-    program = make_program(settings, devices)
-    with Checkpoints(run_dir.checkpoints) as checkpoints:
-        restored = checkpoints.restore(program.state)
-    if restored is None:
+    saved = restore(settings, run_dir)
+    if saved is None:
         raise DiagnoseError(f"{run_dir.path}: holds no complete checkpoint; train on, or wait")
-    loss = make_loss(settings.model, settings.attention, devices.attend_whole)
-    layers_of = devices.jit(make_layers(settings.model, loss))
-    key = step_key(root_key(settings), jnp.int32(restored.step))
-    arrays = layers_of(restored.state.params, ids[:, :-1], ids[:, 1:], key)
+    loss = make_loss(settings.model, settings.attention, saved.devices.attend_whole)
+    layers_of = saved.devices.jit(make_layers(settings.model, loss))
+    key = step_key(root_key(settings), jnp.int32(saved.step))
+    arrays = layers_of(saved.params, ids[:, :-1], ids[:, 1:], key)
     layers = [
         layer._replace(own=as_computed(settings.attention, i, of))
         for i, (layer, of) in enumerate(
             zip(as_layers(str(run_dir.path), settings.model, arrays), arrays, strict=True)
         )
     ]
-    return restored.step, layers
+    return saved.step, layers
 
 
 def as_layers(source: str, model: ModelSettings, arrays: Sequence[LayerArrays]) -> list[Layer]:

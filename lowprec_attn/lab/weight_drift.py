@@ -5,7 +5,6 @@ between the weights that it ends at and those of another run: the largest differ
 Wasserstein distance. Another initialisation and another precision are their yardsticks.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_json
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.saved_model import recorded_settings, restore
 
 _NEWEST = 2**31  # steps are counted in int32
 
@@ -100,13 +97,8 @@ def _steps(path: Path) -> list[int]:
 def _weights(path: Path, step: int) -> dict[str, np.ndarray]:
     """By their places in the model."""
     run_dir = RunDir(path)
-    config = read_json(run_dir.config)
-    config.pop("text_sha256", None)
-    settings = dataclasses.replace(train_settings(config), devices=1, shard_optimizer=False)
-    program = make_program(settings, run_devices(settings))
-    with Checkpoints(run_dir.checkpoints) as checkpoints:
-        restored = checkpoints.restore(program.state, step)
-    if restored is None or restored.step != step:
+    saved = restore(recorded_settings(read_json(run_dir.config)), run_dir, step)
+    if saved is None or saved.step != step:
         raise RunError(
             f"{path}: checkpoint {step} is damaged; leave the run out, or train it again"
         )
@@ -114,7 +106,7 @@ def _weights(path: Path, step: int) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(place, simple=True, separator="/").removesuffix("/value"): np.asarray(
             x
         )
-        for place, x in jax.tree.leaves_with_path(jax.device_get(restored.state.params))
+        for place, x in jax.tree.leaves_with_path(jax.device_get(saved.params))
     }
 
 

@@ -1,9 +1,10 @@
-"""The mean of δ's errors: its units, its standard error, and a run's checkpoint."""
+"""The mean of δ's errors: its units, its standard error, and the checkpoints of runs."""
 
 import json
 import sys
 
 import numpy as np
+import pytest
 from tiny import tiny_config
 
 from benchmarks import delta_bias
@@ -30,19 +31,56 @@ def test_a_mean_is_found_in_units_of_the_rms_and_zero_where_nothing_errs() -> No
     assert found.mean[0, 2] == found.error[0, 2] == 0
 
 
-def test_a_run_is_measured_at_its_checkpoint(tmp_path, text, monkeypatch, capsys) -> None:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, text):
+    """Two runs of one layer with a checkpoint of step 7 and of step 9, and one without."""
+    directory = tmp_path_factory.mktemp("runs")
     points = {"output": "bf16_m1:stochastic", "saved_output": "same"}
     changes = {f"attention__points__{name}": value for name, value in points.items()}
-    config = tiny_config(data__path=str(text), model__layers=1, devices=1, **changes)
-    settings = train_settings(config)
-    program = make_program(settings, run_devices(settings))
-    with RunDir.open(tmp_path, config) as run_dir, Checkpoints(run_dir.checkpoints) as checkpoints:
-        checkpoints.save(7, program.init(root_key(settings)), {})
-    out = tmp_path / "bias.jsonl"
-    command = ["delta_bias", str(tmp_path), "--draws", "3", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
-    assert delta_bias.main() == 0
-    assert "step 7, 3 sequences" in capsys.readouterr().out
-    record = json.loads(out.read_text())
-    assert np.shape(record["mean"]) == (1, settings.model.heads)
-    assert (np.array(record["error"]) > 0).all()  # each draw has sequence and bits of its own
+    for seed, step in ((1, 7), (2, 9), (3, None)):
+        config = tiny_config(data__path=str(text), model__layers=1, devices=1, seed=seed, **changes)
+        settings = train_settings(config)
+        program = make_program(settings, run_devices(settings))
+        recorded = config | {"text_sha256": {"train": "", "val": ""}}
+        with (
+            RunDir.open(directory / f"seed{seed}", recorded) as run_dir,
+            Checkpoints(run_dir.checkpoints) as checkpoints,
+        ):
+            if step is not None:
+                checkpoints.save(step, program.init(root_key(settings)), {})
+    return directory
+
+
+def measured(monkeypatch, capsys, *argv):
+    """Exit code, output and errors of the command."""
+    monkeypatch.setattr(sys, "argv", ["delta_bias", "--draws", "3", *map(str, argv)])
+    return delta_bias.main(), *capsys.readouterr()
+
+
+def test_runs_are_measured_at_their_checkpoints(runs, tmp_path, monkeypatch, capsys) -> None:
+    paths, out = [runs / "seed1", runs / "seed2"], tmp_path / "bias.jsonl"
+    code, printed, _ = measured(monkeypatch, capsys, *paths, "--out", out)
+    assert code == 0
+    for path, step in zip(paths, (7, 9), strict=True):
+        assert f"{path}, step {step}, 3 sequences" in printed
+    first, second = records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["run"], r["step"], r["draws"]) for r in records] == [
+        ("seed1", 7, 3),
+        ("seed2", 9, 3),
+    ]
+    for record in records:
+        assert np.shape(record["mean"]) == (1, tiny_config()["model"]["heads"])
+        assert (np.array(record["error"]) > 0).all()  # each draw has sequence and bits of its own
+    assert first["mean"] != second["mean"]
+
+
+def test_what_was_measured_before_a_run_that_cannot_be_is_kept(
+    runs, tmp_path, monkeypatch, capsys
+) -> None:
+    names, out = ("seed1", "seed3", "seed2"), tmp_path / "bias.jsonl"
+    code, _, errors = measured(monkeypatch, capsys, *(runs / n for n in names), "--out", out)
+    assert code == 1
+    assert errors == (
+        f"error: {runs}/seed3: holds no complete checkpoint; train with checkpoint_every > 0\n"
+    )
+    assert json.loads(out.read_text())["run"] == "seed1"

@@ -1,0 +1,55 @@
+"""The model of a run at a checkpoint, for what measures it beside its training."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.devices import Devices, run_devices
+from lowprec_attn.training.program import make_program
+from lowprec_attn.training.settings import TrainSettings
+
+
+class SavedModel(NamedTuple):
+    """A run's model at a checkpoint.
+
+    Attributes:
+      step: of the checkpoint.
+      params: on the devices.
+      devices: of the settings that it was restored with.
+    """
+
+    step: int
+    params: Any
+    devices: Devices
+
+
+def recorded_settings(config: Mapping[str, Any]) -> TrainSettings:
+    """The settings in a run's `config.json`, for one device.
+
+    Raises:
+      ConfigError: it was written by another version, or by hand.
+    """
+    fields = {name: value for name, value in config.items() if name != "text_sha256"}
+    return dataclasses.replace(train_settings(fields), devices=1, shard_optimizer=False)
+
+
+def restore(
+    settings: TrainSettings, run_dir: RunDir, last_step: int | None = None
+) -> SavedModel | None:
+    """The model at the newest intact checkpoint, None where none was ever completed.
+
+    Args:
+      settings: of the run.
+      run_dir: its directory.
+      last_step: as `Checkpoints.restore` takes it.
+
+    Raises:
+      RunError: as `Checkpoints.restore` and `run_devices`.
+    """
+    devices = run_devices(settings)
+    with Checkpoints(run_dir.checkpoints) as checkpoints:
+        restored = checkpoints.restore(make_program(settings, devices).state, last_step)
+    return None if restored is None else SavedModel(restored.step, restored.state.params, devices)
