@@ -56,6 +56,9 @@ class BlockSizes:
       forward: O and lse; its `walk` is the keys of an online-softmax step.
       query_gradients: dQ and δ.
       key_gradients: dK and dV.
+      unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
+        an order that differs from run to run, as the last bits of dQ then do. For
+        `delta='normalized'`, which needs δ before, there is no such sum.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without turns: for tests. The bits are the same.
@@ -65,6 +68,7 @@ class BlockSizes:
     forward: Tile
     query_gradients: Tile
     key_gradients: Tile
+    unordered: bool = False
     programs: int = 132
     from_memory: bool = False
     interpret: bool = False
@@ -81,8 +85,9 @@ def default_block_sizes(
     saves_float32: bool = False,
     keeps_auxiliary: bool = False,
     sums_keys: bool = False,
+    unordered: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, tuned on one NVIDIA H200.
+    """The tiles of a head size, tuned on one NVIDIA H200 but for those of `unordered`.
 
     Args:
       head_size: 64 or 128.
@@ -92,12 +97,14 @@ def default_block_sizes(
         registers.
       sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
         registers.
+      unordered: of `BlockSizes`.
     """
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
             query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True),
-            key_gradients=Tile(turns=True),
+            key_gradients=Tile(walk=64, stages=3) if unordered else Tile(turns=True),
+            unordered=unordered,
         )
     walk = kv_block or (64 if keeps_auxiliary else 128)
     return BlockSizes(
@@ -105,7 +112,8 @@ def default_block_sizes(
         query_gradients=Tile(
             walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
         ),
-        key_gradients=Tile(walk=64, slots=1, turns=True),
+        key_gradients=Tile(walk=64, slots=1, turns=not unordered),
+        unordered=unordered,
     )
 
 
