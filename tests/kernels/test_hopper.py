@@ -1,7 +1,8 @@
 """The Hopper kernels in the interpreter: cases, rules, packed arrays, schedule, refusals.
 
-The interpreter reports races and barriers that are left half used. It takes P̄, P and dS from shared
-memory; that registers give the same bits is a test of `test_hopper_device.py`.
+The interpreter reports races, those of products with the help of `product_races`, and barriers that
+are left half used. It takes P̄, P and dS from shared memory; that registers give the same bits is a
+test of `test_hopper_device.py`.
 """
 
 import collections
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 from gpu_targets import mesh_of
 from harness import Case
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_calls import call_of, check_accuracy, run
+from product_races import check_products
 
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dot_product_attention
@@ -36,10 +39,11 @@ from lowprec_attn.numerics import (
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import Tile, default_block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.machine import TILE, accumulator, interpreter, load, tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.schedule import Schedule
 
-pytestmark = pytest.mark.usefixtures("no_races")
+pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
 
 SIZES = harness.HOPPER_TILES
@@ -51,6 +55,12 @@ MORE_KEYS = dataclasses.replace(GROUPED, rows=64, keys=192, kv_heads=2, is_causa
 FEW = dataclasses.replace(MORE_KEYS, heads=1, kv_heads=1)
 WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=128, is_causal=True)
 TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
+
+
+@pytest.fixture
+def products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hopper.is_available():
+        check_products(monkeypatch)
 
 
 def call(case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, **options: Any) -> Any:
@@ -103,6 +113,52 @@ def test_no_vector_ends_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups.
     assert ends[0] == [0] * 4
     assert sorted(ends[1]) == [0] * 3 + [64] * 3
+
+
+@needs_mosaic
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_race_of_a_product_is_seen(waits: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """Warpgroup 1 multiplies what warpgroup 0 has written, having waited for it or not."""
+
+    def kernel(x: Any, out: Any, operand: Any, result: Any, written: Any) -> None:
+        def write() -> None:
+            operand[...] = load(x, TILE)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(written)
+
+        def multiply() -> None:
+            if waits:
+                plgpu.barrier_wait(written)
+
+            def product(total: Any) -> jax.Array:
+                plgpu.wgmma(total, operand, operand)
+                return total[...]
+
+            result[...] = pl.run_scoped(product, accumulator(64, 64))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(result, out)
+            plgpu.wait_smem_to_gmem(0)
+            if not waits:  # the barrier is not what is tested
+                plgpu.barrier_wait(written)
+
+        me = jax.lax.axis_index("warpgroup")
+        pl.when(me == 0)(write)
+        pl.when(me == 1)(multiply)
+
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
+        scratch_types=[
+            tiles_of((64, 64), jnp.bfloat16),
+            tiles_of((64, 64), jnp.float32),
+            plgpu.Barrier(num_arrivals=1),
+        ],
+        num_threads=2,
+        thread_name="warpgroup",
+        **interpreter(on=True),
+    )(x).block_until_ready()
+    assert ("RACE DETECTED" in capfd.readouterr().out) != waits
 
 
 @needs_mosaic
