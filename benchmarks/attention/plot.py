@@ -11,7 +11,7 @@ from benchmarks.attention.problem import PASSES
 from benchmarks.attention.records import Record, problems
 from benchmarks.shapes import SHAPES, SWEEP
 
-_OWN = ("gpu ", "tpu ", "tiled ")
+_OWN = ("hopper ", "gpu ", "tpu ", "tiled ")
 
 
 def save(records: Sequence[Record], prefix: Path) -> list[Path]:

@@ -96,11 +96,14 @@ class QuerySums(NamedTuple):
         added[self.me] = total
         plgpu.commit_smem()
         batch, row, head, tile = place
-        part = tile * self.tile.warpgroups + self.me if not together else tile
+        part = tile * self.tile.warpgroups + self.me
         rows = pl.ds(row + row_block * ROWS, ROWS)
         target = self.dq.at[part if self.problem.sizes.interpret else 0, batch, rows, head]
-        how = {} if self.problem.sizes.interpret else {"reduction_op": "add"}
-        plgpu.copy_smem_to_gmem(added.at[self.me], target.at[:, pl.ds(column, ROWS)], **how)
+        plgpu.copy_smem_to_gmem(
+            added.at[self.me],
+            target.at[:, pl.ds(column, ROWS)],
+            reduction_op=None if self.problem.sizes.interpret else "add",
+        )
 
     def wait(self, steps: Array) -> None:
         """Until nobody reads this warpgroup's dSᵀ and k for the steps of a key tile done so far."""
@@ -123,9 +126,11 @@ class _Shared(NamedTuple):
 def sums(problem: Problem) -> Any:
     """dQ to be added to, 0, as a mutable array [parts, B, T, N, H].
 
-    There is one part, or, for the interpreter, which knows no sum in memory, one per 64 keys.
+    There is one part, or, for the interpreter, which knows no sum in memory, one for every
+    warpgroup of every key tile.
     """
-    parts = -(-problem.keys // ROWS) + 2 if problem.sizes.interpret else 1
+    tile = problem.sizes.key_gradients
+    parts = problem.by_key(tile).tiles * tile.warpgroups if problem.sizes.interpret else 1
     shape = (parts, problem.batch, problem.rows, problem.heads, problem.head_size)
     return jax.new_ref(jnp.zeros(shape, jnp.float32))
 
