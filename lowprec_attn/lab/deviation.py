@@ -58,6 +58,7 @@ ARMS: dict[str, Arm] = {
         "every operation rounded (tiled, published_eager)", PUBLISHED_EAGER, "tiled", in_tiles=True
     ),
     "gpu": Arm("Pallas kernel (gpu, flash)", FLASH, "gpu", "gpu"),
+    "hopper": Arm("Pallas kernel (hopper, flash)", FLASH, "hopper", "gpu"),
     "cudnn": Arm("jax.nn, cuDNN", None, "cudnn", "gpu"),
 }
 
