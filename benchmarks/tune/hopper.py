@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
+from pallas_kernels.gpu.hopper import query_sums
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -32,7 +33,7 @@ _THREADS = 128  # of a warpgroup
 
 
 def table(q: Array, spec: Spec) -> BlockSizes:
-    """The tiles of `block_sizes`."""
+    """The tiles of `block_sizes`, or those that the call names."""
     return block_sizes(q.shape[-1], spec)
 
 
@@ -108,6 +109,9 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
         if kernel == "query_gradients":
             return query_gradients(x, problem)
         of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
-        return tuple(key_gradients(of_keys, problem))
+        if not problem.sums_queries:
+            return tuple(key_gradients(of_keys, problem))
+        dq = query_sums.sums(problem)
+        return *key_gradients(of_keys, problem, dq=dq), query_sums.rounded(dq, problem)
 
     return run
