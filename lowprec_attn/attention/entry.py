@@ -82,10 +82,9 @@ def dot_product_attention(
       row_max: a row-max rule, or the name of one such as `'dynamic_max'`, likewise.
       rng_key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
-      implementation: `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None for the
-        fastest of them that supports the request on the platform that the call is lowered for.
-        `'hopper'`: faster kernels for NVIDIA's H100 and H200, by name, unless JAX has
-        no Triton lowering for `'gpu'`.
+      implementation: `'hopper'`, `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None
+        for the fastest of them that supports the request on the platform that the call is lowered
+        for.
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
         what is rounded where.
       return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
