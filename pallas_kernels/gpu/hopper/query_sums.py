@@ -20,6 +20,18 @@ from pallas_kernels.gpu.hopper.machine import accumulator, tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
 
 
+class _Shared(NamedTuple):
+    """Shared memory: dSᵀ of every warpgroup, in blocks of 64 queries, and what is added next.
+
+    Barriers, where warpgroups take each other's dSᵀ: all have written it, all have read it.
+    """
+
+    operand: Any
+    added: Any
+    written: Any = None
+    read: Any = None
+
+
 class QuerySums(NamedTuple):
     """What the warpgroups of a program add to dQ.
 
@@ -35,7 +47,7 @@ class QuerySums(NamedTuple):
     """
 
     dq: Any
-    refs: "_Shared"
+    refs: _Shared
     problem: Problem
     tile: Tile
     me: Array
@@ -109,18 +121,6 @@ class QuerySums(NamedTuple):
         """Until nobody reads this warpgroup's dSᵀ and k for the steps of a key tile done so far."""
         if (read := self.refs.read) is not None:
             pl.when(steps > 0)(lambda: plgpu.barrier_wait(read))
-
-
-class _Shared(NamedTuple):
-    """Shared memory: dSᵀ of every warpgroup, in blocks of 64 queries, and what is added next.
-
-    Barriers, where warpgroups take each other's dSᵀ: all have written it, all have read it.
-    """
-
-    operand: Any
-    added: Any
-    written: Any = None
-    read: Any = None
 
 
 def sums(problem: Problem) -> Any:
