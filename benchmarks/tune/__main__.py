@@ -65,7 +65,9 @@ def _arguments() -> argparse.Namespace:
     if args.unordered:
         if args.implementation != "hopper":
             parser.error(f"--unordered is of hopper, got --implementation {args.implementation}")
-        args.kernels = ["key_gradients"]
+        args.kernels, args.presets = ["key_gradients"], args.presets or ["flash"]
+        if any(PRESETS[name].delta == "normalized" for name in args.presets):
+            parser.error(f"a normalized δ keeps the order of dQ, got --presets {args.presets}")
     module = IMPLEMENTATIONS[args.implementation]
     args.presets = args.presets or module.PRESETS
     args.rules = args.rules or module.RULES

@@ -212,13 +212,26 @@ def test_without_a_hopper_gpu_it_ends_with_one_line(
     assert line.startswith(error)
 
 
-def test_other_kernels_have_no_sum_without_an_order(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([], "--unordered is of hopper, got --implementation gpu"),
+        (
+            ["--implementation", "hopper", "--presets", "normalized_delta"],
+            "a normalized δ keeps the order of dQ, got --presets ['normalized_delta']",
+        ),
+    ],
+)
+def test_what_has_no_sum_without_an_order_is_refused(
+    options: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tune", "--unordered"])
+    monkeypatch.setattr(sys, "argv", ["tune", "--unordered", *options])
     with pytest.raises(SystemExit):
         command.main()
-    assert "--unordered is of hopper, got --implementation gpu" in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 @needs_mosaic
