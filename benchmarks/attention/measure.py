@@ -36,6 +36,7 @@ def measure(problem: Problem, found: Sequence[Candidate], rounds: int) -> list[R
             "calls": calls,
             "method": prepared[c.name].method,
             "distance": distances[c.name],
+            "same_bits": _repeats(prepared[c.name]),
         }
         for c in found
     ]
@@ -80,6 +81,17 @@ def check(prepared: dict[str, Timed], refused: dict[str, str]) -> dict[str, floa
         else:
             refused[name] = f"computes something else: {distance:.2g} from the first one's results"
     return distances
+
+
+def _repeats(timed: Timed, runs: int = 4) -> bool:
+    """Whether further runs gave the bits of the first: how deterministic it was here."""
+    first, *others = (timed.results() for _ in range(runs))
+    return all(bool(_same(first, other)) for other in others)
+
+
+@jax.jit
+def _same(x: Results, y: Results) -> Array:
+    return jnp.all(jnp.stack([jnp.array_equal(a, b) for a, b in zip(x, y, strict=True)]))
 
 
 @jax.jit

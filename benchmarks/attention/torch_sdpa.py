@@ -1,6 +1,8 @@
 """PyTorch's scaled dot product attention, in the same process and on the same inputs."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,10 +19,12 @@ class TorchCandidate:
     Attributes:
       name: what tables and records call it.
       backend: a name of `torch.nn.attention.SDPBackend`.
+      deterministic: gradients with the same bits on every run, where the backend has such a mode.
     """
 
     name: str
     backend: str
+    deterministic: bool = False
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
         """Queues all calls of a sample between two CUDA events.
@@ -29,13 +33,11 @@ class TorchCandidate:
           ImportError, RuntimeError: no PyTorch with CUDA here, or the backend declines.
         """
         import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         jax.block_until_ready(inputs)  # PyTorch reads the same memory on a stream of its own
         q, k, v, do = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
         for x in (q, k, v):
             x.requires_grad_(problem.backward)
-        backend = getattr(SDPBackend, self.backend)
 
         def call() -> tuple[Any, ...]:
             o = torch.nn.functional.scaled_dot_product_attention(
@@ -44,7 +46,7 @@ class TorchCandidate:
             return (o, *torch.autograd.grad(o, (q, k, v), do)) if problem.backward else (o,)
 
         def results() -> Results:
-            with sdpa_kernel(backend):
+            with self._chosen():
                 outputs = [x.detach().transpose(1, 2).contiguous() for x in call()]
             torch.cuda.synchronize()
             return tuple(jnp.from_dlpack(x) for x in outputs)
@@ -52,7 +54,7 @@ class TorchCandidate:
         def seconds() -> float:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
-            with sdpa_kernel(backend):
+            with self._chosen():
                 start.record()
                 for _ in range(calls):
                     call()
@@ -62,10 +64,28 @@ class TorchCandidate:
 
         return Timed(results, seconds, "all calls queued, CUDA events")
 
+    @contextlib.contextmanager
+    def _chosen(self) -> Iterator[None]:
+        """Within it PyTorch takes this backend, in this mode."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed too
+        torch.use_deterministic_algorithms(self.deterministic)
+        try:
+            with sdpa_kernel(getattr(SDPBackend, self.backend)):
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
 
 def torch_candidates() -> list[TorchCandidate]:
-    """FlashAttention-2 and cuDNN as PyTorch brings them."""
+    """FlashAttention-2 and cuDNN as PyTorch brings them, and in their deterministic modes."""
     return [
         TorchCandidate("torch flash", "FLASH_ATTENTION"),
         TorchCandidate("torch cudnn", "CUDNN_ATTENTION"),
+        TorchCandidate("torch flash deterministic", "FLASH_ATTENTION", deterministic=True),
+        TorchCandidate("torch cudnn deterministic", "CUDNN_ATTENTION", deterministic=True),
     ]

@@ -1,5 +1,6 @@
 """The benchmark: fair samples, nothing dropped in silence, and the verdicts on its ratios."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -168,15 +169,34 @@ def test_candidates_that_decline_are_listed(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     records = measure(tiny(), found, rounds=2)
     assert [r["name"] for r in records] == [c.name for c in found]
-    assert [r["kind"] for r in records] == ["time"] + ["refused"] * 6
+    assert [r["kind"] for r in records] == ["time"] + ["refused"] * 8
     reasons = [r["reason"] for r in records[1:]]
-    assert all("torch" in reason for reason in reasons[:2])
-    assert "tokamax" in reasons[2]
-    assert "CUDA" in reasons[4]
-    assert "normalize_probs" in reasons[5]
+    assert all("torch" in reason for reason in reasons[:4])
+    assert "tokamax" in reasons[4]
+    assert "CUDA" in reasons[6]
+    assert "normalize_probs" in reasons[7]
     assert not any("\n" in reason for reason in reasons)
     printed = "\n".join(table.time_lines(records))
     assert all(reason in printed for reason in reasons)
+
+
+def test_records_say_whether_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second candidate gives other last bits on every run, as sums without an order do."""
+    count = itertools.count()
+
+    def prepare(self: timing.JaxCandidate, *call: Any) -> timing.Timed:
+        ready = in_order(self, *call)
+        if self.name == "in order":
+            return ready
+        return dataclasses.replace(ready, results=lambda: drifted(ready.results()))
+
+    def drifted(results: timing.Results) -> timing.Results:
+        return tuple(x + jnp.finfo(x.dtype).eps * next(count) for x in results)
+
+    in_order = timing.JaxCandidate.prepare
+    monkeypatch.setattr(timing.JaxCandidate, "prepare", prepare)
+    found = [dataclasses.replace(peers.jax_nn("xla"), name=name) for name in ("in order", "any")]
+    assert [r["same_bits"] for r in measure(tiny(), found, rounds=1)] == [True, False]
 
 
 @pytest.mark.parametrize("backward", [False, True])
