@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn.errors import UserError
-from lowprec_attn.files import append_line, read_json
+from lowprec_attn.files import append_line
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.run import open_corpus
-from lowprec_attn.training.saved_model import recorded_settings, restore
+from lowprec_attn.training.saved_model import restore, settings_of
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import make_signals
 from lowprec_attn.training.step import make_steps, root_key, step_key
@@ -58,9 +58,8 @@ def bias(errors: Errors) -> Bias:
 
 def measure(path: Path, draws: int) -> tuple[int, Errors]:
     """The step of a run's newest checkpoint, and the errors there."""
-    run_dir = RunDir(path)
-    settings = recorded_settings(read_json(run_dir.config))
-    saved = restore(settings, run_dir)
+    settings = settings_of(path)
+    saved = restore(settings, RunDir(path))
     if saved is None:
         raise UserError(f"{path}: holds no complete checkpoint; train with checkpoint_every > 0")
     steps = make_steps(settings, saved.devices.attend_whole)

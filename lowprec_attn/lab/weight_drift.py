@@ -14,10 +14,9 @@ import numpy as np
 from scipy.stats import wasserstein_distance
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_json
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.saved_model import recorded_settings, restore
+from lowprec_attn.training.saved_model import restore, settings_of
 
 _NEWEST = 2**31  # steps are counted in int32
 
@@ -37,7 +36,8 @@ def compare(base: Path, others: list[Path]) -> Iterator[dict[str, Any]]:
       others: run directories of models of the same shape.
 
     Raises:
-      UserError: one is no run directory, they share no step, or their models differ.
+      UserError: one is no run directory, they share no step, their models differ, or a weight is
+        not finite.
     """
     steps = {path: _steps(path) for path in (base, *others)}
     for other in others:
@@ -82,11 +82,9 @@ def _distances(a: dict[str, np.ndarray], b: dict[str, np.ndarray], other: Path) 
 
 def _steps(path: Path) -> list[int]:
     """Steps of which there is a checkpoint, ascending."""
-    run_dir = RunDir(path)
-    if not run_dir.config.is_file():
-        raise RunError(f"{path} is not a run directory: it has no config.json")
+    settings_of(path)  # an error now, before weights are read
     found: list[int] = []
-    with Checkpoints(run_dir.checkpoints) as checkpoints:
+    with Checkpoints(RunDir(path).checkpoints) as checkpoints:
         step = checkpoints.newest(_NEWEST)
         while step is not None:
             found.insert(0, step)
@@ -96,18 +94,21 @@ def _steps(path: Path) -> list[int]:
 
 def _weights(path: Path, step: int) -> dict[str, np.ndarray]:
     """By their places in the model."""
-    run_dir = RunDir(path)
-    saved = restore(recorded_settings(read_json(run_dir.config)), run_dir, step)
+    saved = restore(settings_of(path), RunDir(path), step)
     if saved is None or saved.step != step:
         raise RunError(
             f"{path}: checkpoint {step} is damaged; leave the run out, or train it again"
         )
-    return {
-        jax.tree_util.keystr(place, simple=True, separator="/").removesuffix("/value"): np.asarray(
-            x
-        )
-        for place, x in jax.tree.leaves_with_path(jax.device_get(saved.params))
-    }
+    found = {}
+    for place, x in jax.tree.leaves_with_path(jax.device_get(saved.params)):
+        name = jax.tree_util.keystr(place, simple=True, separator="/").removesuffix("/value")
+        if not np.isfinite(x).all():
+            raise RunError(
+                f"{path}: {name} of checkpoint {step} is not finite, so that it has no distance; "
+                "remove that checkpoint, or leave the run out"
+            )
+        found[name] = np.asarray(x)
+    return found
 
 
 def _listed(steps: list[int]) -> str:

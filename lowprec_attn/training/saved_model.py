@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import read_record
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.config import ConfigError, train_settings
 from lowprec_attn.training.devices import Devices, run_devices
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
@@ -34,6 +37,23 @@ def recorded_settings(config: Mapping[str, Any]) -> TrainSettings:
     """
     fields = {name: value for name, value in config.items() if name != "text_sha256"}
     return dataclasses.replace(train_settings(fields), devices=1, shard_optimizer=False)
+
+
+def settings_of(path: Path) -> TrainSettings:
+    """The settings of a run directory, for one device.
+
+    Raises:
+      UserError: it is none, or its config is damaged or of another version.
+    """
+    config = RunDir(path).config
+    if not config.is_file():
+        raise RunError(f"{path} is not a run directory: it has no config.json")
+    try:
+        return recorded_settings(read_record(config))
+    except ConfigError as error:
+        raise RunError(
+            f"{config}: {error}; it was written by another version, or by hand"
+        ) from error
 
 
 def restore(

@@ -84,3 +84,16 @@ def test_what_was_measured_before_a_run_that_cannot_be_is_kept(
         f"error: {runs}/seed3: holds no complete checkpoint; train with checkpoint_every > 0\n"
     )
     assert json.loads(out.read_text())["run"] == "seed1"
+
+
+def test_a_mistyped_path_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    code, _, errors = measured(monkeypatch, capsys, tmp_path / "seed1")
+    assert code == 1
+    assert errors == f"error: {tmp_path}/seed1 is not a run directory: it has no config.json\n"
+
+
+def test_a_damaged_config_is_one_line(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "config.json").write_text('{"seed": 1}')
+    code, _, errors = measured(monkeypatch, capsys, tmp_path)
+    assert code == 1
+    assert str(tmp_path / "config.json") in errors and errors.count("\n") == 1

@@ -172,6 +172,22 @@ def test_runs_that_cannot_be_compared(runs, tmp_path):
         list(weight_drift.compare(directory / "base", [tmp_path / "new"]))
 
 
+def test_weights_that_are_not_finite_have_no_distance(runs, tmp_path, text):
+    directory, _ = runs
+    config = tiny_config(data__path=str(text), model__layers=1, devices=1, seed=1)
+    settings = train_settings(config)
+    state = make_program(settings, run_devices(settings)).init(root_key(settings))
+    scale = state.params["norm"]["scale"]
+    scale[...] = scale[...].at[3].set(np.nan)
+    with (
+        RunDir.open(tmp_path / "exploded", config) as run_dir,
+        Checkpoints(run_dir.checkpoints) as checkpoints,
+    ):
+        checkpoints.save(4, state, {})
+    with pytest.raises(RunError, match=r"norm/scale of checkpoint 4 is not finite"):
+        list(weight_drift.compare(directory / "base", [tmp_path / "exploded"]))
+
+
 def test_weights_are_drawn_beside_what_was_measured(runs, tmp_path, capsys):
     directory, _ = runs
     options = ["--runs", *(str(directory / name) for name in ("base", "moved", "other"))]
