@@ -50,6 +50,19 @@ def test_the_arms_of_first_sight_differ_in_their_arithmetic_alone(monkeypatch):
     assert changed.replace(pv="bfloat16", saved_output="same") == heads["probe"].numerics
 
 
+@pytest.mark.parametrize(
+    "path",
+    sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("results/**/*.toml")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_every_definition_of_the_repository_makes_different_settings(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    defined = experiment.load(path)
+    defined = defined.with_seeds(defined.seeds[:1])
+    settings = [settings_of(trial, defined) for trial in defined.trials]
+    assert all(a != b for i, a in enumerate(settings) for b in settings[:i])
+
+
 def test_flags_reach_every_arm_but_not_what_distinguishes_them():
     defined = experiment.load(FIRST_SIGHT).with_flags(
         ["--config.steps=7", "--config.data.path=a=b"]

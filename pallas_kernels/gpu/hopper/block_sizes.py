@@ -23,6 +23,8 @@ class Tile:
       stages: steps whose operands are in shared memory at once, at least 1.
       slots: tiles whose own operands are, 1 or 2.
       turns: warpgroups start their products by turns.
+      held: of dQ's kernel and that of dK and dV: a turn has the products that end a step and those
+        that begin the next, instead of the latter alone.
 
     Raises:
       ValueError: a size out of range.
@@ -33,6 +35,7 @@ class Tile:
     stages: int = 2
     slots: int = 2
     turns: bool = False
+    held: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}
@@ -76,6 +79,8 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
+        if self.unordered and self.key_gradients.held:
+            raise ValueError("unordered dQ takes no turns that are held: its warpgroups exchange dS")
 
 
 def default_block_sizes(
@@ -102,8 +107,8 @@ def default_block_sizes(
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
-            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True),
-            key_gradients=Tile(walk=64, stages=3) if unordered else Tile(turns=True),
+            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True, held=True),
+            key_gradients=Tile(walk=64) if unordered else Tile(turns=True, held=True),
             unordered=unordered,
         )
     walk = kv_block or (64 if keeps_auxiliary else 128)
@@ -112,7 +117,9 @@ def default_block_sizes(
         query_gradients=Tile(
             walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
         ),
-        key_gradients=Tile(walk=64, slots=1, turns=not unordered),
+        key_gradients=Tile(walk=64, slots=1)
+        if unordered
+        else Tile(walk=64, stages=3, slots=1, turns=True, held=True),
         unordered=unordered,
     )
 

@@ -181,7 +181,9 @@ def _multiply(
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_key(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
+    turns = Turns(
+        tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory, held=tile.held
+    )
     turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -231,7 +233,9 @@ class _Walk(NamedTuple):
     def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
         end = self.steps.length * self.problem.group
+        self.turns.enter()
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
+        self.turns.leave()
         if self.sums is not None:
             self.sums.wait(end)
         return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
@@ -243,8 +247,9 @@ class _Walk(NamedTuple):
             partial(self._factors_of_ds, t), accumulator(*shape), accumulator(*shape)
         )
         memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
-        plgpu.wgmma(dv, as_operand(probs.astype(problem.dtype), memory), do.get(n))
-        ds = (probs * shifted_dp).astype(problem.dtype)
+        left, ds = (x.astype(problem.dtype) for x in (probs, probs * shifted_dp))
+        self.turns.wait_to_end()
+        plgpu.wgmma(dv, as_operand(left, memory), do.get(n))
         if memory is not None:
             plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
         plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
@@ -263,7 +268,7 @@ class _Walk(NamedTuple):
         row = step * self.tile.walk
         k, v = (self.shared.keys.get(self.tiles, self.me, buffer=b) for b in (0, 1))
         q.wait(n)
-        self.turns.wait()
+        self.turns.wait_to_begin()
         plgpu.wgmma(s_sum, k, q.get(n).T)
         do.wait(n)
         plgpu.wgmma(dp_sum, v, do.get(n).T)

@@ -198,12 +198,17 @@ class Turns:
 
     Named barriers of the machine, one per warpgroup: `wait` for one's turn, `pass_on` gives it to
     the next. FlashAttention-3 (arXiv 2407.08608, section 3.1) calls it pingpong.
+
+    Where they are `held`, a turn has the products that end a step and those that begin the next,
+    with nobody's in between: `enter` a walk, `wait_to_end` a step, `pass_on` within the next one,
+    `leave` the walk. Otherwise it has those that begin a step.
     """
 
     _FIRST = 8  # Mosaic GPU takes named barriers from 0 upwards
 
-    def __init__(self, workers: int, me: Array, *, on: bool) -> None:
+    def __init__(self, workers: int, me: Array, *, on: bool, held: bool = False) -> None:
         self._workers, self._me, self._on = workers, me, on and workers > 1
+        self._held = held
 
     def start(self) -> None:
         """Before the first `wait`: warpgroup 0 begins."""
@@ -219,6 +224,26 @@ class Turns:
         """The next warpgroup's turn."""
         if self._on:
             self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._workers)))
+
+    def enter(self) -> None:
+        """Before a walk's first step."""
+        if self._held:
+            self.wait()
+
+    def wait_to_begin(self) -> None:
+        """Before the products that begin a step."""
+        if not self._held:
+            self.wait()
+
+    def wait_to_end(self) -> None:
+        """Before the products that end a step."""
+        if self._held:
+            self.wait()
+
+    def leave(self) -> None:
+        """After a walk's last step."""
+        if self._held:
+            self.pass_on()
 
     def end(self) -> None:
         """After the last `pass_on`: nobody waits for a turn any more."""

@@ -133,7 +133,9 @@ def _multiply(
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
+    turns = Turns(
+        tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory, held=tile.held
+    )
     turns.start()
 
     def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -214,7 +216,9 @@ class _Walk(NamedTuple):
     def run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
         """Σ dS k over the steps before `end`; if asked for Σ P k too, that, Σ dS and Σ P [64]."""
         none = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
+        self.turns.enter()
         sums = lax.fori_loop(0, end, lambda t, sums: self._step(t, dq, pk, sums), none)
+        self.turns.leave()
         products = (plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dq, pk) if x is not None)
         return *products, *(x.sum(axis=1) for x in sums)
 
@@ -235,6 +239,7 @@ class _Walk(NamedTuple):
         if pk is not None:
             r, s = sums
             sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
+        self.turns.wait_to_end()
         plgpu.wgmma(dq, as_operand(ds.astype(dtype), memory), self.shared.k.get(n))
         plgpu.wgmma_wait(0)
         self.shared.k.release(n)
@@ -244,7 +249,7 @@ class _Walk(NamedTuple):
         """P and dP of step t, not rounded."""
         n, rows = self.steps + t, self.shared.rows
         self.shared.k.wait(n)
-        self.turns.wait()
+        self.turns.wait_to_begin()
         plgpu.wgmma(s_sum, rows.get(self.tiles, self.me, buffer=_Q), self.shared.k.get(n).T)
         self.shared.v.wait(n)
         plgpu.wgmma(dp_sum, rows.get(self.tiles, self.me, buffer=_DO), self.shared.v.get(n).T)
