@@ -3,10 +3,10 @@
     python -m benchmarks.profile --shapes long64 --only 'hopper flash' 'torch cudnn' --out FILE
 
 It needs NVIDIA's `ncu`, and a GPU whose counters this user may read. Each candidate of
-`benchmarks.attention` runs one forward and backward pass in a process of its own, under `ncu`, which
-runs every kernel several times. The clock is left as it is: a single kernel runs at a higher one
-than a loop of them, so that times are below those of `benchmarks.attention`. Shares are of what a
-multiprocessor can do in the cycles in which it works.
+`benchmarks.attention` runs one forward and backward pass in a process of its own, under `ncu`,
+which runs every kernel several times. The clock is left as it is: a single kernel runs at a higher
+one than a loop of them, so that times are below those of `benchmarks.attention`. Shares are of what
+a multiprocessor can do in the cycles in which it works.
 """
 
 import argparse

@@ -39,7 +39,8 @@ def candidates(platform: str, *, points: bool = False) -> list[Candidate]:
     """
     found: list[Candidate] = [peers.jax_nn("xla")]
     if platform == "gpu":
-        found += [peers.jax_nn("cudnn"), *peers.jax_pallas(), *torch_candidates()]
+        found += [peers.jax_nn("cudnn"), peers.jax_nn("cudnn", deterministic=True)]
+        found += [*peers.jax_pallas(), *torch_candidates()]
         found += [peers.tokamax("triton"), peers.tokamax("mosaic")]
     found += [*own.presets(platform), *own.steps(platform)]
     if points:

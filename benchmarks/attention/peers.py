@@ -18,8 +18,12 @@ _PALLAS_SIZES = {
 }
 
 
-def jax_nn(implementation: str) -> JaxCandidate:
-    """`jax.nn.dot_product_attention` by XLA or cuDNN."""
+# XLA asks cuDNN for a backward pass with an order of its sums; otherwise it takes the faster one.
+_DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+
+def jax_nn(implementation: str, *, deterministic: bool = False) -> JaxCandidate:
+    """`jax.nn.dot_product_attention` by XLA or cuDNN; deterministic: the same bits on every run."""
 
     def attention(problem: Problem) -> Attention:
         return functools.partial(
@@ -29,7 +33,10 @@ def jax_nn(implementation: str) -> JaxCandidate:
             implementation=implementation,
         )
 
-    return JaxCandidate(f"jax.nn {implementation}", attention)
+    name = f"jax.nn {implementation}"
+    if deterministic:
+        return JaxCandidate(f"{name} deterministic", attention, _DETERMINISTIC)
+    return JaxCandidate(name, attention)
 
 
 def jax_pallas() -> list[JaxCandidate]:

@@ -45,10 +45,14 @@ class Candidate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class JaxCandidate:
-    """Attention as a JAX function, chosen per problem; `attention` raises where it declines."""
+    """Attention as a JAX function, chosen per problem; `attention` raises where it declines.
+
+    `options`: of the compiler, as `jax.stages.Lowered.compile` takes them.
+    """
 
     name: str
     attention: Callable[[Problem], Attention]
+    options: Mapping[str, bool] | None = None
 
     def function(self, problem: Problem) -> Callable[..., Results]:
         """(q, k, v, dO) -> (O,) or (O, dQ, dK, dV)."""
@@ -65,13 +69,18 @@ class JaxCandidate:
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
         """See `in_one_program`."""
-        return in_one_program(self.function(problem), inputs, calls)
+        return in_one_program(self.function(problem), inputs, calls, self.options)
 
 
-def in_one_program(function: Callable[..., Results], inputs: Results, calls: int) -> Timed:
-    """Compiles a program that makes all calls of a sample; see `repeat`."""
+def in_one_program(
+    function: Callable[..., Results],
+    inputs: Results,
+    calls: int,
+    options: Mapping[str, bool] | None = None,
+) -> Timed:
+    """Compiles a program that makes all calls of a sample; see `repeat` and `JaxCandidate`."""
     looped = function if calls == 1 else repeat(function, calls)
-    program = jax.jit(looped).lower(*inputs).compile()
+    program = jax.jit(looped).lower(*inputs).compile(compiler_options=options and {**options})
 
     def seconds() -> float:
         start = time.perf_counter()

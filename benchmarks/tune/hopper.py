@@ -8,7 +8,6 @@ from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
-from pallas_kernels.gpu.hopper import query_sums
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -20,6 +19,9 @@ from pallas_kernels.gpu.hopper.query_gradients import query_gradients
 PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
 RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
+
+# None, those that begin a step, and those held from the end of a step on.
+_TURNS: tuple[dict[str, bool], ...] = ({}, {"turns": True}, {"turns": True, "held": True})
 
 # Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
 # for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
@@ -33,16 +35,17 @@ _THREADS = 128  # of a warpgroup
 
 
 def table(q: Array, spec: Spec) -> BlockSizes:
-    """The tiles of `block_sizes`, or those that the call names."""
+    """The tiles of `block_sizes`."""
     return block_sizes(q.shape[-1], spec)
 
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
-    for warpgroups, walk, n, slots, turns in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), (False, True)
+    turns = _TURNS[:2] if kernel == "forward" else _TURNS
+    for warpgroups, walk, n, slots, turn in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), turns
     ):
-        tile = Tile(warpgroups=warpgroups, walk=walk, stages=n, slots=slots, turns=turns)
+        tile = Tile(warpgroups=warpgroups, walk=walk, stages=n, slots=slots, **turn)
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue
         if _shared_bytes(kernel, tile, head_size, spec) <= _SHARED_BYTES:
@@ -109,9 +112,6 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
         if kernel == "query_gradients":
             return query_gradients(x, problem)
         of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
-        if not problem.sums_queries:
-            return tuple(key_gradients(of_keys, problem))
-        dq = query_sums.sums(problem)
-        return *key_gradients(of_keys, problem, dq=dq), query_sums.rounded(dq, problem)
+        return tuple(key_gradients(of_keys, problem))
 
     return run

@@ -368,3 +368,12 @@ def test_figures_of_sweep_and_memory(tmp_path: Path) -> None:
     paths = plot.save([*rows, *grown], tmp_path / "bench")
     assert [path.name for path in paths] == ["bench_sweep.png", "bench_memory.png"]
     assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_compiler_options_reach_the_compiler() -> None:
+    """An unknown option is refused, so that one that is known has been read."""
+    known = dataclasses.replace(peers.jax_nn("xla"), options={"xla_cpu_enable_fast_math": False})
+    unknown = dataclasses.replace(known, name="unknown", options={"xla_no_such_option": True})
+    records = measure(tiny(), [known, unknown], rounds=1)
+    assert [r["kind"] for r in records] == ["time", "refused"]
+    assert "xla_no_such_option" in records[1]["reason"]

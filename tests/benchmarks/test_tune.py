@@ -116,22 +116,17 @@ def test_what_a_kernel_does_not_see_is_not_in_its_program(kernel: str, other: Ca
     [
         ("gpu", harness.GPU_TILES),
         pytest.param("hopper", HOPPER_TILES, marks=needs_mosaic),
-        pytest.param(
-            "hopper", dataclasses.replace(HOPPER_TILES, unordered=True), marks=needs_mosaic
-        ),
     ],
-    ids=["gpu", "hopper", "hopper, unordered"],
 )
 def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
-    """dK, dV and an unordered dQ, which rest on the results of the forward kernel and δ."""
+    """dK and dV, which rest on the results of the forward kernel and on δ, are right."""
     module, spec = IMPLEMENTATIONS[name], call().spec
     arrays = harness.inputs(SQUARE)
     arrays["dlse"][:] = 0
     operands = module.inputs(*(jnp.asarray(arrays[x]) for x in ("q", "k", "v", "do")), spec, sizes)
     found = module.function("key_gradients", spec, sizes)(*operands)
     expected = harness.oracle(SQUARE, arrays)
-    names = ("dk", "dv", "dq") if getattr(sizes, "unordered", False) else ("dk", "dv")
-    for gradient, exact in zip(found, (expected[x] for x in names), strict=True):
+    for gradient, exact in zip(found, (expected["dk"], expected["dv"]), strict=True):
         error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
         assert error < 2**-7 * np.linalg.norm(exact)  # a few roundings of half an ulp, 2**-9
 
@@ -210,28 +205,6 @@ def test_without_a_hopper_gpu_it_ends_with_one_line(
     assert printed.out == ""
     (line,) = printed.err.splitlines()
     assert line.startswith(error)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ([], "--unordered is of hopper, got --implementation gpu"),
-        (
-            ["--implementation", "hopper", "--presets", "normalized_delta"],
-            "a normalized δ keeps the order of dQ, got --presets ['normalized_delta']",
-        ),
-    ],
-)
-def test_what_has_no_sum_without_an_order_is_refused(
-    options: list[str],
-    error: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["tune", "--unordered", *options])
-    with pytest.raises(SystemExit):
-        command.main()
-    assert error in capsys.readouterr().err
 
 
 @needs_mosaic

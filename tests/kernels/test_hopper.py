@@ -215,48 +215,9 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
 @needs_mosaic
 def test_packed_arrays_give_the_same_bits() -> None:
     case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2)
-    for sizes in (SIZES, dataclasses.replace(SIZES, unordered=True)):
-        result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
-        for name, x in expected.items():
-            np.testing.assert_array_equal(result[name], x)
-
-
-@needs_mosaic
-@pytest.mark.parametrize(
-    ("case", "walk"),
-    [
-        (GROUPED, 128),
-        (dataclasses.replace(MORE_KEYS, head_size=128), 64),
-        (dataclasses.replace(GROUPED, kv_heads=2), 64),
-    ],
-    ids=["rows of all keys", "columns of all keys", "own keys"],
-)
-def test_dq_without_an_order(case: Case, walk: int) -> None:
-    """dV is the same; δ and dQ are summed in another order, which tips a rounding now and then."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, walk=walk, slots=1)
-    sizes = dataclasses.replace(SIZES, key_gradients=tile)
-    how = call(case, sizes=dataclasses.replace(sizes, unordered=True))
-    result, expected = run(case, how), run(case, call(case, sizes=sizes))
-    np.testing.assert_array_equal(result["dv"], expected["dv"])
-    for name in ("dq", "dk"):
-        assert np.mean(result[name] != expected[name]) < 0.01
-    check_accuracy(case, how)
-
-
-@needs_mosaic
-def test_a_normalized_delta_keeps_the_order() -> None:
-    sizes = dataclasses.replace(SIZES, unordered=True)
-    result = run(FEW, call(FEW, NORMALIZED_DELTA, sizes=sizes))
-    for name, x in run(FEW, call(FEW, NORMALIZED_DELTA)).items():
+    result, expected = (run(case, call(case, packed=packed)) for packed in (True, False))
+    for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
-
-
-@needs_mosaic
-def test_steps_of_several_blocks_of_dq_are_refused() -> None:
-    walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
-    sizes = dataclasses.replace(SIZES, key_gradients=walk, unordered=True)
-    with pytest.raises(ValueError, match=r"a step of 64 queries at head size 128.*got walk=128"):
-        run(WIDE, call(WIDE, sizes=sizes))
 
 
 @needs_mosaic

@@ -42,6 +42,8 @@ class Tile:
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
+        if self.held and not self.turns:
+            raise ValueError("held=True needs turns=True: there is no turn to hold")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
@@ -59,9 +61,6 @@ class BlockSizes:
       forward: O and lse; its `walk` is the keys of an online-softmax step.
       query_gradients: dQ and δ.
       key_gradients: dK and dV.
-      unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
-        an order that differs from run to run, as the last bits of dQ then do. For
-        `delta='normalized'`, which needs δ before, there is no such sum.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without turns: for tests. The bits are the same.
@@ -71,7 +70,6 @@ class BlockSizes:
     forward: Tile
     query_gradients: Tile
     key_gradients: Tile
-    unordered: bool = False
     programs: int = 132
     from_memory: bool = False
     interpret: bool = False
@@ -79,8 +77,6 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
-        if self.unordered and self.key_gradients.held:
-            raise ValueError("unordered dQ takes no turns that are held: its warpgroups exchange dS")
 
 
 def default_block_sizes(
@@ -90,9 +86,8 @@ def default_block_sizes(
     saves_float32: bool = False,
     keeps_auxiliary: bool = False,
     sums_keys: bool = False,
-    unordered: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, tuned on one NVIDIA H200 but for those of `unordered`.
+    """The tiles of a head size, tuned on one NVIDIA H200.
 
     Args:
       head_size: 64 or 128.
@@ -102,14 +97,12 @@ def default_block_sizes(
         registers.
       sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
         registers.
-      unordered: of `BlockSizes`.
     """
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
             query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True, held=True),
-            key_gradients=Tile(walk=64) if unordered else Tile(turns=True, held=True),
-            unordered=unordered,
+            key_gradients=Tile(turns=True, held=True),
         )
     walk = kv_block or (64 if keeps_auxiliary else 128)
     return BlockSizes(
@@ -117,10 +110,7 @@ def default_block_sizes(
         query_gradients=Tile(
             walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
         ),
-        key_gradients=Tile(walk=64, slots=1)
-        if unordered
-        else Tile(walk=64, stages=3, slots=1, turns=True, held=True),
-        unordered=unordered,
+        key_gradients=Tile(walk=64, stages=3, slots=1, turns=True, held=True),
     )
 
 

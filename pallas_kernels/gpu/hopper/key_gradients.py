@@ -32,8 +32,6 @@ from pallas_kernels.gpu.hopper.machine import (
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.query_sums import QuerySums
-from pallas_kernels.gpu.hopper.schedule import Turn
 
 
 class Inputs(NamedTuple):
@@ -49,13 +47,12 @@ class Inputs(NamedTuple):
 
 class _Shared(NamedTuple):
     """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
-    offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here."""
+    offsets; Pᵀ and dSᵀ where they are kept there."""
 
     keys: Any
     q: Any
     do: Any
     operand: Any
-    dq: Any
 
 
 class _Steps(NamedTuple):
@@ -75,15 +72,12 @@ class _Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-def key_gradients(
-    x: Inputs, problem: Problem, *, gradients: Any | None = None, dq: Any | None = None
-) -> Any:
+def key_gradients(x: Inputs, problem: Problem, *, gradients: Any | None = None) -> Any:
     """dK and dV.
 
     Args:
       x, problem: the call.
       gradients: a packed array's gradient, as a mutable array, whose planes 1 and 2 are written.
-      dq: the sums of `query_sums`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
     workers, head = tile.warpgroups, problem.head_size
@@ -98,7 +92,6 @@ def key_gradients(
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         operand,
-        None if dq is None else QuerySums.shared(problem, tile),
     )
     shape = (problem.batch, problem.keys, problem.kv_heads, head)
     kernel = plgpu.kernel(
@@ -113,12 +106,11 @@ def key_gradients(
         kernel_name="attention_key_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return kernel(*x, *(ref for ref in (dq, gradients) if ref is not None))
+    return kernel(*x) if gradients is None else kernel(*x, gradients)
 
 
 def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
-    dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(
         keys=Ring(scratch.keys, tile.slots),
@@ -127,8 +119,7 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
-    sums = None if dq is None else QuerySums(dq, scratch.dq, problem, tile, me)
-    pl.when(me < loader)(lambda: _multiply(dk, dv, sums, shared, problem, tile))
+    pl.when(me < loader)(lambda: _multiply(dk, dv, shared, problem, tile))
 
 
 def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> _Steps:
@@ -175,9 +166,7 @@ def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
     shared.do.drain(steps)
 
 
-def _multiply(
-    dk: Any, dv: Any, sums: QuerySums | None, shared: _Shared, problem: Problem, tile: Tile
-) -> None:
+def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -> None:
     set_registers(tile.warpgroups, loads=False)
     program, schedule = lax.axis_index("program"), problem.by_key(tile)
     me = lax.axis_index("warpgroup")
@@ -192,7 +181,7 @@ def _multiply(
         start = turn.tile * tile.own
         steps = _steps(problem, tile, start, turn.exists, first)
         key = start + me * ROWS
-        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn, sums)
+        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn.head)
 
         def differentiate() -> None:
             shared.keys.wait(tiles)
@@ -227,8 +216,7 @@ class _Walk(NamedTuple):
     tiles: Array
     steps: _Steps
     key: Array
-    turn: Turn
-    sums: QuerySums | None
+    kv_head: Array
 
     def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
@@ -236,8 +224,6 @@ class _Walk(NamedTuple):
         self.turns.enter()
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
         self.turns.leave()
-        if self.sums is not None:
-            self.sums.wait(end)
         return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
 
     def _step(self, t: Array, dk: Any, dv: Any) -> None:
@@ -253,10 +239,6 @@ class _Walk(NamedTuple):
         if memory is not None:
             plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
         plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
-        if self.sums is not None:
-            head, step = self.steps.of(t, self.turn.head, problem.group)
-            place = self.turn.batch, step * self.tile.walk, head, self.turn.tile
-            self.sums.add(ds, t, partial(self.shared.keys.get, self.tiles), place)
         plgpu.wgmma_wait(0)
         do.release(n)
         q.release(n)
@@ -264,7 +246,7 @@ class _Walk(NamedTuple):
     def _factors_of_ds(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
         """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last."""
         n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
-        _, step = self.steps.of(t, self.turn.head, problem.group)
+        _, step = self.steps.of(t, self.kv_head, problem.group)
         row = step * self.tile.walk
         k, v = (self.shared.keys.get(self.tiles, self.me, buffer=b) for b in (0, 1))
         q.wait(n)

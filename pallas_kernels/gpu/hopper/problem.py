@@ -90,11 +90,6 @@ class Problem:
         return self.spec.numerics.delta == "normalized"
 
     @property
-    def sums_queries(self) -> bool:
-        """Whether dQ is summed by the kernel of dK and dV."""
-        return self.sizes.unordered and not self.normalizes_delta
-
-    @property
     def keeps_auxiliary(self) -> bool:
         """Whether δ sees O′, from unrounded P̄."""
         return self.spec.numerics.saved_dtype == jnp.bfloat16

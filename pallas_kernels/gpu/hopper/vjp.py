@@ -4,12 +4,11 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
-from pallas_kernels.gpu.hopper import query_gradients, query_sums
+from pallas_kernels.gpu.hopper import query_gradients
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -50,16 +49,6 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     arrays, o_saved, offset = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     problem = _problem(q, k, spec)
-    if problem.sums_queries:
-        sums = query_sums.sums(problem)
-        dp_offset = query_sums.offset_of_dp(o_saved, do, dlse, problem)
-        keys = KeyInputs(q, k, v, do, offset, dp_offset)
-        if not problem.packed:
-            dk, dv = key_gradients(keys, problem, dq=sums)
-            return ((query_sums.rounded(sums, problem), dk, dv),)
-        gradients = jax.new_ref(jnp.zeros_like(q))
-        key_gradients(keys, problem, gradients=gradients, dq=sums)
-        return ((gradients[...].at[:, :, 0].set(query_sums.rounded(sums, problem)),),)
     inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
     dq, dp_offset = query_gradients.query_gradients(inputs, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)

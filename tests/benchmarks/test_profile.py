@@ -1,0 +1,66 @@
+"""The profile of kernels: what is read from Nsight Compute's output, and what cannot be."""
+
+import csv
+import io
+import sys
+
+import pytest
+
+from benchmarks import profile
+from lowprec_attn.errors import RunError
+
+# As `ncu --csv --page raw` writes it: notes, names, units, a kernel a line.
+NOTES = ["==PROF== Connected to process 1980 (/usr/bin/python3.12)", ""]
+UNITS = {"gpu__time_duration.sum": "ns", "smsp__inst_executed.sum": "inst"}
+
+
+def output(*kernels: dict[str, str]) -> list[str]:
+    text = io.StringIO()
+    names = ["ID", "Kernel Name", *(c.counter for c in profile._COUNTERS.values()), "another"]
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL)
+    writer.writerow(names)
+    writer.writerow([UNITS.get(name, "") for name in names])
+    for i, kernel in enumerate(kernels):
+        given = {"ID": str(i), "another": "no data"} | kernel
+        writer.writerow([given.get(name, "50.00") for name in names])
+    return NOTES + text.getvalue().splitlines()
+
+
+def test_counters_are_read_in_the_units_of_records() -> None:
+    lines = output(
+        {"Kernel Name": "attention_forward", "gpu__time_duration.sum": "629,824"},
+        {"Kernel Name": "sdpa_bprop", "smsp__inst_executed.sum": "597,714,420"},
+    )
+    forward, backward = profile.kernels(lines)
+    assert (forward["kernel"], forward["seconds"]) == ("attention_forward", 629.8e-6)
+    assert forward["products"] == forward["issue_slots"] == 0.5
+    assert backward["instructions"] == 597.7e6
+
+
+def test_a_counter_that_is_missing_is_named() -> None:
+    lines = [line.replace("pipe_xu", "pipe_other") for line in output({"Kernel Name": "k"})]
+    with pytest.raises(RunError, match="ncu did not count sm__inst_executed_pipe_xu"):
+        list(profile.kernels(lines))
+
+
+def test_no_kernel_is_no_record() -> None:
+    assert list(profile.kernels(output())) == []
+    assert list(profile.kernels(NOTES)) == []
+
+
+def test_the_table_has_microseconds_and_percent() -> None:
+    (record,) = profile.kernels(output({"Kernel Name": "k", "gpu__time_duration.sum": "1,500"}))
+    head, line = profile.table([{"shape": "gpt2", "name": "hopper flash", **record}]).splitlines()
+    assert head.split()[:4] == ["shape", "candidate", "kernel", "µs"]
+    assert line.split() == ["gpt2", "hopper", "flash", "k", "2", *["50"] * 5]
+
+
+def test_without_the_profiler_or_a_gpu_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["profile"])
+    for found, missing in ((None, "ncu (of NVIDIA Nsight Compute)"), ("/bin/ncu", "a GPU")):
+        monkeypatch.setattr(profile.shutil, "which", lambda _, found=found: found)
+        assert profile.main() == 2
+        error = capsys.readouterr().err
+        assert error == f"error: kernels are profiled with {missing}, which is not found here\n"
