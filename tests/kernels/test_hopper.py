@@ -37,7 +37,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import Tile, default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.machine import TILE, accumulator, interpreter, load, tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -346,11 +346,18 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"warpgroups": 4}, "warpgroups must be one of"),
         ({"walk": 32}, "walk must be one of"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
+        ({"held": True}, "held=True needs turns=True"),
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Tile(**options)
+
+
+def test_turns_are_not_held_forward() -> None:
+    held = Tile(turns=True, held=True)
+    with pytest.raises(ValueError, match="held in the backward kernels alone"):
+        BlockSizes(forward=held, query_gradients=held, key_gradients=held)
 
 
 @needs_mosaic

@@ -27,7 +27,7 @@ class Tile:
         that begin the next, instead of the latter alone.
 
     Raises:
-      ValueError: a size out of range.
+      ValueError: a size out of range, or turns that are held where there are none.
     """
 
     warpgroups: int = 2
@@ -65,6 +65,9 @@ class BlockSizes:
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without turns: for tests. The bits are the same.
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
+
+    Raises:
+      ValueError: turns that are held forward.
     """
 
     forward: Tile
@@ -77,6 +80,8 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
+        if self.forward.held:
+            raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
 
 
 def default_block_sizes(
