@@ -95,15 +95,17 @@ def _report(args: argparse.Namespace) -> None:
     if records.paths(args.results):
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
-    directories = [path for path in sorted(args.results.glob("*/")) if records.paths(path)]
-    if not directories:
+    directories = [path for path in sorted(args.results.rglob("*/")) if records.paths(path)]
+    # What lies deeper looks at the runs of the experiment above it once more.
+    counted = [path for path in directories if path.parent == args.results]
+    if not counted:
         raise RunError(f"{args.results} holds no records (*.jsonl), and no directory of such")
     if args.figure is not None:
         raise RunError("--figure takes the records of one experiment, not a directory of several")
-    arms = {path.name: _report_one(args, path, path / "figure.png") for path in directories}
+    arms = {path: _report_one(args, path, path / "figure.png") for path in directories}
     path = args.results / "summary.md"
     with writing(path):
-        path.write_text(summary(arms), encoding="utf-8")
+        path.write_text(summary({path.name: arms[path] for path in counted}), encoding="utf-8")
     print(path)
 
 

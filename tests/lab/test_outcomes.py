@@ -304,9 +304,12 @@ def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, cap
     both = tmp_path / "both"
     for name in ("first", "second"):
         shutil.copytree(collected, both / name)
+    shutil.copytree(collected, both / "second" / "again")
     assert main(["lab", "report", str(both), "--positive-control", "bad"]) == 0
     text = (both / "summary.md").read_text()
-    assert text.count("| positive control | 2 of 2") == 2
+    assert text.count("| positive control | 2 of 2") == 2  # what lies deeper is not counted again
+    again, second = (both / name / "table.md" for name in ("second/again", "second"))
+    assert again.read_text() == second.read_text()
     assert "- second: no arm is the negative control" in text
     assert (both / "first" / "table.md").exists() and (both / "second" / "figure.png").exists()
     assert main(["lab", "report", str(both), "--figure", "x.png"]) == 1
