@@ -121,12 +121,12 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    across = tables.across_steps_table(arms)
-    parts = [*([across] if across else []), tables.score_table(arms, args.layer, args.steps)]
+    parts = [tables.across_steps_table(arms)]
     if several or any(arm.arm.control for arm in arms):
-        warnings = warning_table({directory.name: arms})
-        parts = [tables.outcome_table(found), *([warnings] if warnings else []), *parts]
-    text = "\n".join(parts)
+        parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
+    parts = [f"{records.tokens_read(arms)}\n", *parts]
+    parts.append(tables.score_table(arms, args.layer, args.steps))
+    text = "\n".join(part for part in parts if part)
     drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)
     with writing(figure):
         (directory / "table.md").write_text(text, encoding="utf-8")
