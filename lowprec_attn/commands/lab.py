@@ -7,6 +7,7 @@ from lowprec_attn.commands.config import config_file
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import writing
 from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
+from lowprec_attn.lab.bias import bias_table
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
 from lowprec_attn.lab.records import ArmRecord
@@ -121,7 +122,7 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    parts = [tables.across_steps_table(arms)]
+    parts = [bias_table(directory, arms), tables.across_steps_table(arms)]
     if several or any(arm.arm.control for arm in arms):
         parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
