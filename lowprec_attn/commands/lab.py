@@ -7,6 +7,7 @@ from lowprec_attn.commands.config import config_file
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import writing
 from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
+from lowprec_attn.lab.bias import bias_table
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
 from lowprec_attn.lab.records import ArmRecord
@@ -95,15 +96,17 @@ def _report(args: argparse.Namespace) -> None:
     if records.paths(args.results):
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
-    directories = [path for path in sorted(args.results.glob("*/")) if records.paths(path)]
-    if not directories:
+    directories = [path for path in sorted(args.results.rglob("*/")) if records.paths(path)]
+    # What lies deeper looks at the runs of the experiment above it once more.
+    counted = [path for path in directories if path.parent == args.results]
+    if not counted:
         raise RunError(f"{args.results} holds no records (*.jsonl), and no directory of such")
     if args.figure is not None:
         raise RunError("--figure takes the records of one experiment, not a directory of several")
-    arms = {path.name: _report_one(args, path, path / "figure.png") for path in directories}
+    arms = {path: _report_one(args, path, path / "figure.png") for path in directories}
     path = args.results / "summary.md"
     with writing(path):
-        path.write_text(summary(arms), encoding="utf-8")
+        path.write_text(summary({path.name: arms[path] for path in counted}), encoding="utf-8")
     print(path)
 
 
@@ -119,12 +122,12 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    across = tables.across_steps_table(arms)
-    parts = [*([across] if across else []), tables.score_table(arms, args.layer, args.steps)]
+    parts = [bias_table(directory, arms), tables.across_steps_table(arms)]
     if several or any(arm.arm.control for arm in arms):
-        warnings = warning_table({directory.name: arms})
-        parts = [tables.outcome_table(found), *([warnings] if warnings else []), *parts]
-    text = "\n".join(parts)
+        parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
+    parts = [f"{records.tokens_read(arms)}\n", *parts]
+    parts.append(tables.score_table(arms, args.layer, args.steps))
+    text = "\n".join(part for part in parts if part)
     drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)
     with writing(figure):
         (directory / "table.md").write_text(text, encoding="utf-8")

@@ -1,7 +1,8 @@
 """Figures of a set of arms: the loss of every seed, or the largest |score| of every layer."""
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib import colormaps
@@ -11,10 +12,11 @@ from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.outcomes import ArmOutcome
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.runs.explosion import smoothed_losses
 
 _COLUMNS = 4
+_CHARACTERS_PER_INCH = 17  # at a font size of 8
 _ARM, _CONTROL = "C0", "0.75"
 _EXPLOSION: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
 
@@ -58,8 +60,15 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     if control is not None:
         lines.append(Line2D([], [], color=_CONTROL, label="negative control"))
     lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
+    _write_tokens(figure, (record for outcome in found for record in outcome.records.values()))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
+
+
+def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
+    """Above all panels, what the runs have read."""
+    width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
+    figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=8)
 
 
 def _mark_explosions(loss: Axes, outcome: ArmOutcome) -> None:
@@ -98,6 +107,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
         axis.remove()
     for axis in axes[:, 0]:
         axis.set_ylabel("largest |score|")
+    _write_tokens(figure, records)
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside lower center",

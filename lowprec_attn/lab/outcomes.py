@@ -40,6 +40,11 @@ class ArmOutcome:
     excess: Mapping[int, float]
 
     @property
+    def mechanism(self) -> str:
+        """That of its runs, whose arithmetic is one."""
+        return next(iter(self.records.values())).mechanism
+
+    @property
     def exploded(self) -> int:
         """How many seeds exploded."""
         return sum(word == "exploded" for word in self.words.values())

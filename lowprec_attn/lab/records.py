@@ -9,13 +9,16 @@ that are not finite are the texts "nan", "inf" and "-inf".
 import dataclasses
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, sha256, write_atomically, writing
 from lowprec_attn.lab.experiment import Arm
+from lowprec_attn.lab.mechanism import mechanism
 from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs import metrics, rollbacks
 from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
@@ -136,8 +139,11 @@ class ArmRecord:
 
     Attributes:
       arm: its name and overrides.
+      mechanism: that its arithmetic is open to; see `lab.mechanism`.
       seed: of the run.
       steps: that it took.
+      step_tokens: that each of them took.
+      text_tokens: of the whole training text, None where that is not known; see `text_lengths`.
       explosion: the step at which the loss exploded, or None; see `runs.explosion`.
       runaway: where a layer's scores ran away first, or None.
       losses: of training, by step; not all steps are kept.
@@ -150,8 +156,11 @@ class ArmRecord:
     """
 
     arm: Arm
+    mechanism: str
     seed: int
     steps: int
+    step_tokens: int
+    text_tokens: int | None
     explosion: int | None
     runaway: Runaway | None
     losses: Mapping[int, float]
@@ -162,8 +171,12 @@ class ArmRecord:
     held_out: int | None = None
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, lengths: Mapping[str, int] = MappingProxyType({})) -> Self:
         """Reads what `write` has written.
+
+        Args:
+          path: of the record.
+          lengths: of texts; see `text_lengths`.
 
         Raises:
           RecordError: the file is something else.
@@ -172,6 +185,7 @@ class ArmRecord:
             header, *records = [json.loads(line) for line in path.read_text().splitlines()]
             losses = {r["step"]: float(r["loss"]) for r in records if "loss" in r}
             signals = _by_step(records)
+            config = header["config"]
             # Records of earlier versions say neither; then what they kept has to do.
             if "explosion" not in header:
                 header["explosion"] = _explosion(losses, header["failure"])
@@ -181,8 +195,11 @@ class ArmRecord:
                 header["held_out"] = _held_out(records, header["failure"])
             return cls(
                 arm=Arm(header["arm"], header["overrides"], header.get("control")),
-                seed=header["config"]["seed"],
+                mechanism=mechanism(config),
+                seed=config["seed"],
                 steps=header.get("steps", max(losses, default=-1) + 1),
+                step_tokens=config["batch_size"] * config["model"]["context"],
+                text_tokens=lengths.get(config.get("text_sha256", {}).get("train")),
                 explosion=header["explosion"],
                 runaway=header["runaway"] and Runaway(**header["runaway"]),
                 losses=losses,
@@ -253,6 +270,41 @@ def _layers(signals: Mapping[str, Mapping[str, list[Any]]]) -> list[Mapping[str,
     ]
 
 
+def text_lengths(directory: Path) -> dict[str, int]:
+    """Tokens by the SHA-256 of a training text, from the nearest `texts.toml`: here or above.
+
+    A record says which text a run read and not how long it is.
+
+    Raises:
+      RecordError: the file is damaged.
+    """
+    for place in (directory.absolute(), *directory.absolute().parents):
+        path = place / "texts.toml"
+        if path.is_file():
+            try:
+                return tomllib.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise RecordError(f"{path} is not TOML: {error}") from error
+    return {}
+
+
+def tokens_read(records: Iterable[ArmRecord]) -> str:
+    """A sentence: how many tokens the longest run took, and how many epochs that is."""
+    steps: dict[tuple[int, int | None], int] = {}
+    for record in records:
+        kind = (record.step_tokens, record.text_tokens)
+        steps[kind] = max(steps.get(kind, 0), record.steps)
+    texts = []
+    for (step_tokens, text_tokens), longest in steps.items():
+        tokens = longest * step_tokens
+        epochs = "" if text_tokens is None else f" or {tokens / text_tokens:.2g} epochs"
+        texts.append(
+            f"{step_tokens:,} tokens a step: {tokens / 1e6:.3g} million{epochs} in the "
+            f"{longest:,} steps of the longest run"
+        )
+    return "; ".join(texts) + "."
+
+
 def paths(directory: Path) -> list[Path]:
     """The files of records in a directory."""
     return sorted(directory.glob("*.jsonl"))
@@ -265,7 +317,8 @@ def read_all(directory: Path) -> list[ArmRecord]:
       RecordError: there are none, two are of one arm and seed, or a file is something else or has
         not the signals that a report needs.
     """
-    records = [ArmRecord.read(path) for path in paths(directory)]
+    lengths = text_lengths(directory)
+    records = [ArmRecord.read(path, lengths) for path in paths(directory)]
     records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
         raise RecordError(f"{directory} holds no records of arms (*.jsonl)")

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from lowprec_attn.lab.outcomes import ArmOutcome, outcomes, undecided
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.lab.warnings import loss_table, warning_table
 from lowprec_attn.runs.explosion import (
     RUNAWAY_AFTER_STEPS,
@@ -20,13 +20,15 @@ def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     Args:
       experiments: runs by the name of their experiment.
     """
-    rows, reasons = [], []
+    rows, reasons, read = [], [], []
     for name, records in experiments.items():
         found = outcomes(records)
         rows += [[name, *_row(outcome)] for outcome in found]
+        read.append(f"- {name}: {tokens_read(records)}")
         reasons += [f"- {name}: {reason}" for reason in undecided(found)]
-    header = ["experiment", "arm", "role", "exploded", "95 % interval", "median step", "censored"]
-    parts = [markdown(header, rows)]
+    header = ["experiment", "arm", "mechanism", "role", "exploded", "95 % interval"]
+    header += ["median step", "censored"]
+    parts = [markdown(header, rows), "Tokens read:\n", "\n".join(read) + "\n"]
     if reasons:
         parts.append("Where a control fails or is missing, nothing is decided:\n")
         parts.append("\n".join(reasons) + "\n")
@@ -84,6 +86,7 @@ def _row(outcome: ArmOutcome) -> list[str]:
     median = outcome.median_explosion
     return [
         outcome.arm.name,
+        outcome.mechanism,
         f"{outcome.arm.control} control" if outcome.arm.control else "",
         f"{outcome.exploded} of {len(outcome.records)}",
         "{:.0%} to {:.0%}".format(*outcome.interval),

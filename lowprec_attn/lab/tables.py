@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
+from lowprec_attn.lab.mechanism import NEITHER
 from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, undecided
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
@@ -23,6 +24,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     seeds = sorted({seed for outcome in found for seed in outcome.records})
     header = [
         "arm",
+        "mechanism",
         "exploded",
         "95 % interval",
         "explosion",
@@ -32,9 +34,11 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     ]
     titles = panel_titles(outcome.arm for outcome in found)
     rows = [_outcome_row(outcome, seeds) for outcome in found]
+    many = len(seeds) > _SEEDS_LISTED
     for row, outcome in zip(rows, found, strict=True):
-        if titles[outcome.arm.name] == outcome.arm.name != outcome.arm.title:
-            row[0] = f"{outcome.arm.name}: {row[0]}"  # as the figure calls it
+        name = outcome.arm.name
+        if name != outcome.arm.title and (many or titles[name] == name):
+            row[0] = f"{name}: {row[0]}"  # as the figure and the table of seeds call it
     if any(record.rollbacks for outcome in found for record in outcome.records.values()):
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
@@ -42,15 +46,38 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     reasons = undecided(found)
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
-    order = ", in this order" if 1 < len(seeds) <= _SEEDS_LISTED else ""
+    order = ", in this order" if len(seeds) > 1 and not many else ""
     legend = (
-        f"{listed}{order}. Explosion: the step from which the training loss, a mean of "
-        f"{SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats above its best for {LASTING_STEPS} "
-        f"steps, or at which it was not finite. *Healthy*: none, up to {HEALTHY_AFTER} times the "
-        f"step of the seed's positive control. *Censored*: none, but the run is shorter, or that "
-        f"control did not explode. Intervals are Wilson's, without the censored runs."
+        f"{listed}{order}. Mechanism: *A*, a row statistic is rounded; *B*, O or P̄V is rounded and "
+        f"δ reads it; in brackets the points that do; {NEITHER}, neither. Explosion: the step from "
+        f"which the training loss, a mean of {SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats "
+        f"above its best for {LASTING_STEPS} steps, or at which it was not finite. *Healthy*: "
+        f"none, up to {HEALTHY_AFTER} times the step of the seed's positive control. *Censored*: "
+        f"none, but the run is shorter, or that control did not explode. Intervals are Wilson's, "
+        f"without the censored runs."
     )
-    return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}"
+    each = f"\n{_seed_table(found, seeds)}" if many else ""
+    return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}{each}"
+
+
+def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
+    """One row a seed: of every arm the first steps that the outcome table only counts."""
+    legend = (
+        "By seed: the step of explosion, or what became of the run; after a semicolon, where its "
+        "scores ran away, the first step and the layer."
+    )
+    rows = [[str(seed), *(_first_steps(outcome, seed) for outcome in found)] for seed in seeds]
+    table = markdown(["seed", *(outcome.arm.name for outcome in found)], rows)
+    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+
+
+def _first_steps(outcome: ArmOutcome, seed: int) -> str:
+    record = outcome.records.get(seed)
+    if record is None:
+        return "no run"
+    end = outcome.words[seed] if record.explosion is None else f"{record.explosion:,}"
+    runaway = record.runaway
+    return f"{end}; {runaway.step:,} in {runaway.layer}" if runaway else end
 
 
 def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
@@ -58,6 +85,7 @@ def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
     median = outcome.median_explosion
     return [
         f"{outcome.arm.title}{control}",
+        outcome.mechanism,
         f"{outcome.exploded} of {len(outcome.records)}",
         "{:.0%} to {:.0%}".format(*outcome.interval),
         _explosions(outcome, seeds),

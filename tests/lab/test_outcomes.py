@@ -21,8 +21,11 @@ def record(name, seed, steps, explosion=None, loss=3.0, runaway=None):
     signals = {"score_maximum": [2.0], "query_weight_norm": [1.0]}
     return records.ArmRecord(
         arm=Arm(name, {"x": name}, CONTROLS.get(name)),
+        mechanism="B (pv)",
         seed=seed,
         steps=steps,
+        step_tokens=512,
+        text_tokens=None,
         explosion=explosion,
         runaway=runaway,
         losses=dict.fromkeys(range(0, steps, 10), loss),
@@ -142,6 +145,7 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
     text = tables.outcome_table(list(decided(*runs, seeds=(1, 2, 3)).values()))
     found = rows(text)
     assert found["x=arm"] == [
+        "B (pv)",
         "1 of 2",
         "9% to 91%",
         "800 / no run / healthy",
@@ -149,7 +153,7 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
         "1,200 in 4 / no run / –",
         "– / no run / +0.250",
     ]
-    assert found["x=bad (positive control)"][2:4] == ["1,000 / 1,000 / 1,000", "1,000"]
+    assert found["x=bad (positive control)"][3:5] == ["1,000 / 1,000 / 1,000", "1,000"]
     assert found["x=good (negative control)"][-1] == "–"
     assert text.startswith("Seeds 1, 2, 3, in this order")
     assert "Nothing is decided" not in text
@@ -173,17 +177,23 @@ def test_the_table_of_many_seeds_counts_them():
     runs += [record("arm", seed, 2000, loss=3 + seed / 100) for seed in seeds[12:17]]
     runs += [record("arm", seed, 100) for seed in seeds[17:]]
     text = tables.outcome_table(list(decided(*runs, seeds=seeds).values()))
-    assert "18, 19, 20. Explosion" in text
+    assert "18, 19, 20. Mechanism" in text
     found = rows(text)
-    assert found["x=arm"][:5] == [
+    assert found["arm: x=arm"][1:6] == [
         "12 of 20",
         "47% to 87%",
         "791 to 802 / 5 healthy / 3 censored",
         "796",
         "12 of 20, from 1,200 on",
     ]
-    assert found["x=arm"][5] == "+0.000 to +0.170"
-    assert found["x=good (negative control)"][2:] == ["20 healthy", "–", "–", "–"]
+    assert found["arm: x=arm"][6] == "+0.000 to +0.170"
+    assert found["good: x=good (negative control)"][3:] == ["20 healthy", "–", "–", "–"]
+    lines = text.splitlines()[-22:]
+    heading, _, *of_seed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert heading == ["seed", "bad", "good", "arm"]
+    assert of_seed[0] == ["1", "1,000", "healthy", "791; 1,200 in 4"]
+    assert of_seed[12] == ["13", "1,000", "healthy", "healthy"]
+    assert of_seed[19] == ["20", "1,000", "healthy", "censored"]
 
 
 def test_a_table_that_decides_nothing_says_so():
@@ -263,8 +273,10 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     monkeypatch.setattr(figures, "loss_figure", lambda found: drawn.append(found) or whole(found))
     text = report(collected, "--positive-control", "bad", "--negative-control", "good")
     assert "act=finish (positive control)" in text
-    assert rows(text)["act=finish (positive control)"][2] == "230 / 230"
-    assert rows(text)["act=slow (negative control)"][2] == "healthy / healthy"
+    assert text.startswith("128 tokens a step: 0.05 million in the 391 steps of the longest run.\n")
+    text = text[text.index("Seeds 1, 2") :]
+    assert rows(text)["act=finish (positive control)"][3] == "230 / 230"
+    assert rows(text)["act=slow (negative control)"][3] == "healthy / healthy"
     assert "Nothing is decided" not in text
     assert [found.words for found in drawn[0]] == [
         {1: "exploded", 2: "exploded"},
@@ -304,9 +316,12 @@ def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, cap
     both = tmp_path / "both"
     for name in ("first", "second"):
         shutil.copytree(collected, both / name)
+    shutil.copytree(collected, both / "second" / "again")
     assert main(["lab", "report", str(both), "--positive-control", "bad"]) == 0
     text = (both / "summary.md").read_text()
-    assert text.count("| positive control | 2 of 2") == 2
+    assert text.count("| positive control | 2 of 2") == 2  # what lies deeper is not counted again
+    again, second = (both / name / "table.md" for name in ("second/again", "second"))
+    assert again.read_text() == second.read_text()
     assert "- second: no arm is the negative control" in text
     assert (both / "first" / "table.md").exists() and (both / "second" / "figure.png").exists()
     assert main(["lab", "report", str(both), "--figure", "x.png"]) == 1
@@ -322,8 +337,9 @@ def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(
     alone = report(collected, "--seeds", "2")
     assert "Seed" not in alone
     controlled = report(collected, "--seeds", "2", "--negative-control", "good")
-    assert controlled.startswith("Seed 2. ")
-    assert controlled.endswith(alone)
+    read, tables = alone.split("\n", 1)
+    assert controlled.startswith(f"{read}\n\nSeed 2. ")
+    assert controlled.endswith(tables)
     assert main(["lab", "report", str(collected), "--seeds", "3"]) == 1
     assert "there is no record of seed 3; seeds are 1, 2" in capsys.readouterr().err
     assert main(["lab", "report", str(collected), "--positive-control", "nobody"]) == 1

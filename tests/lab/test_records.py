@@ -1,11 +1,8 @@
 """What is collected of arms, and the table and the figures made of it."""
 
 import json
-import shutil
 
 import pytest
-from command import ROOT
-from matplotlib.figure import Figure
 from stand_in import rewrite
 
 from lowprec_attn.commands.main import main
@@ -155,22 +152,3 @@ def test_a_value_that_is_not_a_number_is_the_largest(collected):
     (record,) = [r for r in records.read_all(collected) if r.arm.name == "calm"]
     record.signals[10][0]["score_maximum"][:] = [1.0, float("nan")]
     assert record.largest("score_maximum", 10, 0) != record.largest("score_maximum", 10, 0)
-
-
-CONTROLS = ("--positive-control", "published_lse_bf16", "--negative-control", "exact")
-
-
-@pytest.mark.parametrize(("name", "options"), [("first_sight", ()), ("lse_rounding", CONTROLS)])
-def test_the_committed_table_is_that_of_the_committed_records(tmp_path, monkeypatch, name, options):
-    monkeypatch.setattr(figures, "score_figure", lambda *_: Figure())
-    monkeypatch.setattr(figures, "loss_figure", lambda *_: Figure())
-    results = ROOT / "results" / name
-    for path in results.glob("*.jsonl"):
-        shutil.copy(path, tmp_path)
-    assert main(["lab", "report", str(tmp_path), *options]) == 0
-    assert (tmp_path / "table.md").read_text() == (results / "table.md").read_text()
-    page = (results / "README.md").read_text()
-    first = next(
-        part for part in (results / "table.md").read_text().split("\n\n") if part[0] == "|"
-    )
-    assert first.rstrip() in page

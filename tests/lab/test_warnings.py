@@ -19,8 +19,11 @@ def record(explosion, values, name="score_maximum", arm="arm"):
     quiet = {name: [0.0, 0.0]}
     return ArmRecord(
         arm=Arm(arm, {}, None),
+        mechanism="–",
         seed=1,
         steps=1000,
+        step_tokens=512,
+        text_tokens=None,
         explosion=explosion,
         runaway=None,
         losses={},

@@ -12,6 +12,11 @@ run = pathlib.Path(config.pop("workdir"))
 run.mkdir(exist_ok=True)
 same = ("versions", "backend", "device_kind", "device_count", "commit")
 config["seed"] = int(config.get("seed", 42))
+sizes = dict.fromkeys(("layers", "heads", "width", "context", "vocab_size"), 16)
+words = dict.fromkeys(("init", "scale_placement"), "gpt2")
+config["model"] = {**sizes, **words, "activation_dtype": "bfloat16"}
+config["attention"] = {"numerics": "flash", "row_max": "standard"}
+config["batch_size"] = 8
 (run / "config.json").write_text(json.dumps(config))
 (run / "environment.json").write_text(json.dumps([dict.fromkeys(same, "x")]))
 (run / "data_order.txt").write_text(f"{config['seed']},2\\n3,4\\n")

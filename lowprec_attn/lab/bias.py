@@ -1,0 +1,72 @@
+"""Means of δ's error at one step of each run, which `benchmarks.delta_bias` has measured."""
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowprec_attn.lab.experiment import Trial
+from lowprec_attn.lab.records import ArmRecord, RecordError
+from lowprec_attn.tables import markdown
+
+Line = Mapping[str, Any]
+"""Of a run: its name, step and draws, and by layer and head mean over RMS and standard error."""
+
+
+def bias_table(directory: Path, records: Sequence[ArmRecord]) -> str | None:
+    """One row an arm and layer, one column a seed; None where nothing was measured.
+
+    Args:
+      directory: that may hold `bias.ndjson`.
+      records: of the directory; what was measured in other runs is left out.
+
+    Raises:
+      RecordError: the file is damaged, or a record has no scores at the step of the measurement.
+    """
+    path = directory / "bias.ndjson"
+    if not path.exists():
+        return None
+    runs = {Trial(record.arm, record.seed).name: record for record in records}
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        measured = [(line, runs[line["run"]]) for line in lines if line["run"] in runs]
+        return _table(measured) if measured else None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise RecordError(f"{path} is not of the records beside it ({error!r})") from error
+
+
+def _table(measured: Sequence[tuple[Line, ArmRecord]]) -> str:
+    seeds = sorted({record.seed for _, record in measured})
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for line, record in measured:
+        for layer, cell in _cells(line, record):
+            rows.setdefault((record.arm.title, layer), {})[record.seed] = cell
+    steps, draws = ({line[name] for line, _ in measured} for name in ("step", "draws"))
+    errors = [error for line, _ in measured for heads in line["error"] for error in heads]
+    legend = (
+        f"The mean of δ's error over its RMS at step {_several(steps)}, over {_several(draws)} "
+        f"sequences (`python -m benchmarks.delta_bias`): of a layer the smallest and largest of "
+        f"its heads, each with a standard error of {min(errors):.2g} to {max(errors):.2g}; in "
+        "brackets the largest |score|, in the layer that has it. Then the mean of all heads with "
+        "its standard error, as if they were independent."
+    )
+    body = [[*row, *(cells.get(seed, "–") for seed in seeds)] for row, cells in rows.items()]
+    table = markdown(["arm", "layer", *(f"seed {seed}" for seed in seeds)], body)
+    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+
+
+def _several(numbers: set[int]) -> str:
+    return ", ".join(f"{number:,}" for number in sorted(numbers))
+
+
+def _cells(line: Line, record: ArmRecord) -> Iterator[tuple[str, str]]:
+    means, step = line["mean"], line["step"]
+    scores = [record.largest("score_maximum", step, layer) for layer in range(len(means))]
+    for layer, heads in enumerate(means):
+        score = f" ({scores[layer]:,.0f})" if scores[layer] == max(scores) else ""
+        yield str(layer), f"{min(heads):+.4f} to {max(heads):+.4f}{score}"
+    every = [mean for heads in means for mean in heads]
+    error = math.hypot(*(error for heads in line["error"] for error in heads)) / len(every)
+    yield "all", f"{sum(every) / len(every):+.4f} ± {error:.4f}"

@@ -1,0 +1,64 @@
+"""Which of the two mechanisms of docs/failure.md a run is open to, read off its arithmetic.
+
+A: a row statistic is rounded, so that Σ_j P of the backward pass is not 1. (`shift` rounds what l
+sums, `row_sum` adds what `probs` has rounded.)
+B: O, or the product P̄V that it is made of, is rounded, and δ reads it. A rounded operand P̄ is
+not counted.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn.gpt2.settings import ModelSettings
+from lowprec_attn.numerics import Numerics
+from lowprec_attn.training.config import attention_settings
+
+NEITHER = "–"
+
+_STATISTICS = ("shift", "stats", "normalizer", "lse")
+_PRODUCTS = ("pv", "rescale", "accumulator")
+# Fields that configs of earlier versions lack; they are no part of attention.
+_LATER_FIELDS = {"logits_dtype": "float32", "qk_norm": False, "z_loss": 0.0}
+
+
+def mechanism(config: Mapping[str, Any]) -> str:
+    """Such as `A (lse)` or `A (normalizer), B (pv, output)`: the points at fault, of all heads.
+
+    Args:
+      config: of the run, as recorded. What a rollback changes later does not count.
+
+    Raises:
+      KeyError, TypeError, ConfigError: it is none.
+    """
+    model = ModelSettings(**{**_LATER_FIELDS, **config["model"]})
+    dtype = jnp.dtype(model.activation_dtype)
+    layers = attention_settings(config["attention"], model).layers
+    arithmetic = {group.numerics for layer in layers for group in layer}
+    parts = [
+        f"{name} ({', '.join(points)})"
+        for name, found in (("A", _of_statistics), ("B", _of_output))
+        if (points := dict.fromkeys(p for numerics in arithmetic for p in found(numerics, dtype)))
+    ]
+    return ", ".join(parts) or NEITHER
+
+
+def _of_statistics(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
+    yield from _rounded(numerics, _STATISTICS, dtype)
+    if numerics.row_sum == "rounded" and not numerics.probs.is_identity:
+        yield "row_sum"
+
+
+def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
+    if numerics.delta in ("dp_p", "normalized"):
+        return
+    read = {"same": (*_PRODUCTS, "output"), "float32": _PRODUCTS, "auxiliary": ()}
+    yield from _rounded(numerics, (*read[numerics.saved_output], "output_bwd"), dtype)
+    if numerics.saved_output == "auxiliary":
+        yield "saved_output"  # O′ is kept in bfloat16
+
+
+def _rounded(numerics: Numerics, points: tuple[str, ...], dtype: np.dtype) -> Iterator[str]:
+    return (point for point in points if not numerics.rounding_at(point, dtype).is_identity)

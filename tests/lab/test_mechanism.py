@@ -1,0 +1,72 @@
+"""What the report calls mechanism A and B, against the arithmetic and against what was recorded."""
+
+import json
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.lab.mechanism import mechanism
+
+MODEL = {
+    **dict.fromkeys(("layers", "heads"), 2),
+    **dict.fromkeys(("width", "context", "vocab_size"), 16),
+    "init": "gpt2",
+    "scale_placement": "scores",
+    "activation_dtype": "bfloat16",
+}
+
+
+def of(numerics, **fields):
+    attention = {"numerics": numerics, "row_max": "standard", **fields}
+    return mechanism({"model": MODEL, "attention": attention})
+
+
+@pytest.mark.parametrize(
+    ("numerics", "points", "found"),
+    [
+        ("exact", {}, "–"),
+        ("exact", {"lse": "bf16_m2"}, "A (lse)"),
+        ("exact", {"lse": "bf16_m2", "delta": "normalized"}, "A (lse)"),
+        ("exact", {"row_sum": "rounded"}, "–"),  # of P̄ in float32
+        ("exact", {"output": "bf16_m2"}, "–"),  # δ reads O in float32
+        ("exact", {"output": "bf16_m2", "saved_output": "same"}, "B (output)"),
+        ("exact", {"saved_output": "same"}, "B (output)"),  # in the format of q
+        ("exact", {"output_bwd": "bf16_m1"}, "B (output_bwd)"),
+        ("exact", {"pv": "bf16_m2"}, "B (pv)"),
+        ("exact", {"pv": "bf16_m2", "delta": "dp_p"}, "–"),
+        ("exact", {"pv": "bf16_m2", "saved_output": "auxiliary"}, "B (saved_output)"),
+        ("flash", {"row_sum": "rounded"}, "A (row_sum), B (output)"),
+        ("published", {}, "A (normalizer), B (pv, output)"),
+        ("published", {"delta": "normalized"}, "A (normalizer)"),
+    ],
+)
+def test_the_mechanism_is_read_off_the_points(numerics, points, found):
+    assert of(numerics, points=points) == found
+
+
+def test_an_arithmetic_of_one_layer_or_head_counts():
+    assert of("exact", layers={"1": {"numerics": "flash"}}) == "B (output)"
+    assert of("flash", heads={"0": {"points": {"lse": "bfloat16"}}}) == "A (lse), B (output)"
+
+
+def first_signals(path):
+    """Header, and the signals of the first recorded step."""
+    with path.open(encoding="utf-8") as lines:
+        header = json.loads(next(lines))
+        signals = next(line for line in map(json.loads, lines) if "signals" in line)
+    return header, signals["signals"].values()
+
+
+def test_in_the_records_rows_of_p_are_off_from_the_start_under_mechanism_a_alone():
+    checked = set()
+    for path in (ROOT / "results" / "failure").glob("*/*1.jsonl"):  # a seed or two of each arm
+        header, layers = first_signals(path)
+        if header["config"].get("resume_from") or any(
+            "p_row_sum_error_rms" not in layer for layer in layers
+        ):
+            continue
+        off = max(float(x) for layer in layers for x in layer["p_row_sum_error_rms"])
+        found = mechanism(header["config"])
+        assert (off > 1e-5) == found.startswith("A"), (path, off, found)
+        checked.add(found)
+    assert len(checked) > 5
