@@ -96,8 +96,12 @@ def _departure(series: Series, quantity: Quantity, one: Departure) -> str:
 
 
 def worths(series: Series) -> list[tuple[str, str]]:
-    """What the ratios were worth in the lab, by the name of the quantity."""
-    return [(quantity.label, f"{quantity.worth}.") for quantity in _known(series)]
+    """What the ratios of each quantity by which a layer left were worth in the lab, by its name."""
+    return [
+        (quantity.label, f"{quantity.worth}.")
+        for quantity in _known(series)
+        if trend.departures(series.values[quantity.signal], quantity)
+    ]
 
 
 def rows(series: Series) -> list[list[str]]:

@@ -19,7 +19,10 @@ AdamValues = dict[str, dict[str, Array]]
 
 
 class AdamDirections(NamedTuple):
-    """m̂ / (√v̂ + ε) of W_Q and W_K of every layer, after so many updates."""
+    """m̂ / (√v̂ + ε) of W_Q and W_K of every layer, after so many updates.
+
+    They take 8·d² bytes a layer while a measured step runs: 57 MB for GPT-2 124M.
+    """
 
     of_layers: dict[str, dict[str, Array]]
     updates: Array
@@ -54,9 +57,9 @@ def make_adam_signals(settings: OptimizerSettings, steps: int, layers: int) -> A
     learning rate nor weight decay:
 
       query_update_autocorrelation, key_…  cos(u of this step, u of the last). NaN where this step
-                     was withheld. Gradients that are independent from step to step have
+                     was withheld. Gradients that are independent from step to step give
                      about β₁, for m keeps so much of itself. Molybog et al. (arXiv 2304.09871)
-                     trace divergence to gradients that are not.
+                     connect divergence under Adam with gradients that are not independent.
       query_update_next_layer, key_…       cos(u, u of the next layer) of the last update, where
                      there is one of the same shape; about 0 ± 1/d for unrelated [d, d] weights.
 

@@ -592,6 +592,7 @@ def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
     assert "no layer left its past or the others" in text
     assert "A layer's own past takes 3 measurements and one after them" in text
     assert "There are no other layers to compare with" in text
+    assert "In the lab" not in text
 
 
 def test_what_is_no_series_is_one_line(tmp_path):
