@@ -5,7 +5,8 @@ by one step of a model: the newest checkpoint of a run directory, or a Hugging F
 It computes attention in each arithmetic asked for (that of a run in its own) and in exact
 arithmetic, and prints one table of all heads, worst first, and a verdict for each layer.
 The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer it tries
-cures on the same arrays and says what each leaves of the error.
+cures on the same arrays and says what each leaves of the error. Of a run, and of captures of
+several steps (`--series`), it also says which layer leaves its past or the others.
 
 Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot serve.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from lowprec_attn.diagnose import array_file, page, wording
+from lowprec_attn.diagnose import series as trends
 from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.examination import (
     Examination,
@@ -30,6 +32,8 @@ from lowprec_attn.diagnose.examination import (
 )
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnose.series import Series
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_writable, writing
 from lowprec_attn.numerics import (
     PRESETS,
@@ -73,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the model of a folder runs on: text, or token ids as .npy or .bin (default: of "
         "a run, its held-out text)",
     )
+    add(
+        "--series",
+        action="store_true",
+        help="the files are captures of one model at several steps, in their order: also say which "
+        "layer leaves its past or the others, layers matched by name",
+    )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(
         "--full",
@@ -107,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     """
     arithmetics = _arithmetics(args)
     _check_options(args)
-    layers = [_as_asked(layer, args) for path in args.source for layer in _load(path, args)]
+    loaded = [[_as_asked(layer, args) for layer in _load(path, args)] for path in args.source]
+    layers = [layer for of_source in loaded for layer in of_source]
     of_runs = [layer for layer in layers if layer.own is not None]
     if args.numerics is None and of_runs:
         if args.row_max != "standard" or args.kv_block is not None:
@@ -117,17 +128,24 @@ def run(args: argparse.Namespace) -> int:
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
     print("\n".join(wording.preface(layers, arithmetics)))
-    examined = worst_first(
-        examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
-        for layer in layers
-    )
+    by_source = [
+        [
+            examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
+            for layer in of_source
+        ]
+        for of_source in loaded
+    ]
+    series = _series(args, by_source)
+    examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
     print(f"\n{_table(examined, layers, args.rows)}")
     print("\n" + "\n".join(_verdicts(examined)))
+    for one in series:
+        print("\n" + "\n".join(_trend(one)))
     if args.json is not None:
-        _write_json(args, examined, arithmetics)
+        _write_json(args, examined, arithmetics, series)
     if args.html is not None:
-        page.write(args.html, examined, arithmetics)
+        page.write(args.html, examined, arithmetics, series)
     return EXIT_FOUND if any(one.found for one in examined) else 0
 
 
@@ -145,6 +163,22 @@ def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
             "it out"
         )
     return array_file.load(path, args.layout)
+
+
+def _series(args: argparse.Namespace, examined: Sequence[Sequence[Examination]]) -> list[Series]:
+    """Of the files together with `--series`; else of every run by itself."""
+    if args.series:
+        return [trends.of_files(list(zip(map(str, args.source), examined, strict=True)))]
+    found = []
+    for path, of_source in zip(args.source, examined, strict=True):
+        if any(one.layer.own is not None for one in of_source):
+            from lowprec_attn.diagnose import run_layers  # as in `_load`
+
+            try:
+                found.append(run_layers.series(path))
+            except RunError as error:  # the checkpoint was examined all the same
+                print(f"note: no trend: {error}")
+    return [one for one in found if one is not None]
 
 
 def _as_asked(layer: Layer, args: argparse.Namespace) -> Layer:
@@ -179,6 +213,11 @@ def _preset(name: str, kv_block: KvBlock | None) -> Numerics:
 
 
 def _check_options(args: argparse.Namespace) -> None:
+    if args.series and (len(args.source) < 2 or any(path.is_dir() for path in args.source)):
+        raise DiagnoseError(
+            "--series takes two files or more, of one model at several steps in their order; of a "
+            "run directory it needs no option"
+        )
     if args.scale is not None and not math.isfinite(args.scale):
         raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
     if args.rows < 0:
@@ -214,8 +253,17 @@ def _verdicts(examined: Sequence[Examination]) -> list[str]:
     ]
 
 
+def _trend(series: Series) -> list[str]:
+    first, *rest = trends.sentences(series)
+    worths = trends.worths(series)
+    return [first, *(f"  {line}" for line in rest), *(f"In the lab, {k}: {w}" for k, w in worths)]
+
+
 def _write_json(
-    args: argparse.Namespace, examined: Sequence[Examination], arithmetics: Sequence[Arithmetic]
+    args: argparse.Namespace,
+    examined: Sequence[Examination],
+    arithmetics: Sequence[Arithmetic],
+    series: Sequence[Series],
 ) -> None:
     report = {
         "verdict": _found(examined[0])[0],
@@ -241,6 +289,7 @@ def _write_json(
             }
             for one in examined
         ],
+        "trend": [trends.as_json(one) for one in series],
     }
     with writing(args.json):
         args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")

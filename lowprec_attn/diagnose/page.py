@@ -4,21 +4,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
+from lowprec_attn.diagnose import series as trends
 from lowprec_attn.diagnose import wording
 from lowprec_attn.diagnose.examination import Examination, heads
 from lowprec_attn.diagnose.measurement import Arithmetic
+from lowprec_attn.diagnose.series import Series
 from lowprec_attn.runs.pages.markup import element, table, write_page
 
 _TITLE = "lowprec-attn diagnose"
 
 
-def write(path: Path, examined: Sequence[Examination], arithmetics: Sequence[Arithmetic]) -> None:
+def write(
+    path: Path,
+    examined: Sequence[Examination],
+    arithmetics: Sequence[Arithmetic],
+    series: Sequence[Series] = (),
+) -> None:
     """Writes the same as the command prints, with every row of the table.
 
     Args:
       path: where to.
       examined: layers, worst first.
       arithmetics: that were asked for.
+      series: that the trend is of.
 
     Raises:
       DiskError: the disk refuses.
@@ -36,8 +44,20 @@ def write(path: Path, examined: Sequence[Examination], arithmetics: Sequence[Ari
     if worths := wording.worths(examined):
         content.append(element("h2", "What the rules were worth in the lab"))
         content += _paragraphs(f"{kind}: {worth}" for kind, worth in worths)
+    content += [part for one in series for part in _trend(one)]
     content.append(element("h2", "Heads, worst first"))
     write_page(path, _TITLE, [*content, *_heads(examined)])
+
+
+def _trend(series: Series) -> list[Element]:
+    header, *body = trends.rows(series)
+    worths = (f"In the lab, {label}: {worth}" for label, worth in trends.worths(series))
+    return [
+        element("h2", "Trend"),
+        *_paragraphs(trends.sentences(series)),
+        table(header, body, range(1, len(header))),
+        *_paragraphs(worths),
+    ]
 
 
 def _heads(examined: Sequence[Examination]) -> list[Element]:

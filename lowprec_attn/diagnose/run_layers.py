@@ -12,9 +12,12 @@ from lowprec_attn import attention
 from lowprec_attn.diagnose import sequence
 from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.layer import Layer
+from lowprec_attn.diagnose.series import Series
+from lowprec_attn.diagnostics.trend import QUANTITIES
 from lowprec_attn.files import read_json
 from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError
 from lowprec_attn.training.run import open_corpus
@@ -63,6 +66,36 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
         ) from error
     notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:])
     return [layer._replace(source=str(path), notes=notes) for layer in layers]
+
+
+def series(path: Path) -> Series | None:
+    """What a run has recorded at its diagnostics; None where it has fewer than two.
+
+    Args:
+      path: the run directory.
+
+    Raises:
+      MetricsError: its metrics are damaged.
+    """
+    run_dir = RunDir(path)
+    if not run_dir.metrics.exists():
+        return None
+    lines = metrics.read(run_dir.metrics)
+    by_step = {line["step"]: line["signals"] for line in lines if "signals" in line}
+    if len(by_step) < 2:
+        return None
+    steps, count = sorted(by_step), max(map(len, by_step.values()))
+    layers = [[by_step[step].get(f"layer_{i}", {}) for i in range(count)] for step in steps]
+    names = [quantity.signal for quantity in QUANTITIES]
+    return Series(
+        source=str(path),
+        places=tuple(f"step {step:,}" for step in steps),
+        layers=tuple(f"layer_{i:02d}" for i in range(count)),
+        values={
+            name: np.array([[np.max(layer.get(name, np.nan)) for layer in row] for row in layers])
+            for name in names
+        },
+    )
 
 
 def _sequence(

@@ -539,6 +539,74 @@ def test_without_do_large_scores_stay_undecided():
     assert finding.kind == "scores"
 
 
+def captures(tmp_path, sizes):
+    """Files of three layers, the second with q multiplied by the size of its step."""
+    paths = []
+    for i, size in enumerate(sizes):
+        arrays = {}
+        for layer in range(3):
+            of = {n: x[:, :32].astype(np.float32) for n, x in healthy_arrays(layer).items()}
+            of["q"] = of["q"] * (size if layer == 1 else 1)
+            arrays |= {f"layer_{layer}/{name}": array for name, array in of.items()}
+        paths.append(tmp_path / f"step{i}.npz")
+        np.savez(paths[-1], **arrays)
+    return paths
+
+
+def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
+    paths = captures(tmp_path, [1, 1, 1, 1, 60])
+    out, html = tmp_path / "out.json", tmp_path / "page.html"
+    code = run("--series", *paths, "--numerics", "exact", "--json", out, "--html", html)
+    text = capsys.readouterr().out
+    _, _, told = text.partition("Trend over 5 measurements, ")
+    assert told.startswith(f"{paths[0]} to {paths[4]}; this is no warning")
+    assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
+    assert "times their median) and its past at" in told
+    assert "W_Q" not in told  # of a capture it is not known
+    assert "In the lab, largest |score|: left its past: before 154 of 177" in told
+    report = json.loads(out.read_text())
+    ((trend,), worst) = report["trend"], report["verdict"]
+    scores = trend["quantities"]["score_maximum"]
+    assert trend["layers"] == ["layer_0", "layer_1", "layer_2"]
+    assert scores["left"] == [{"layer": "layer_1", "own": str(paths[4]), "others": str(paths[4])}]
+    assert scores["own"][2] == [None] * 3
+    assert scores["own"][4] == pytest.approx([1, 60, 1], rel=1e-3)
+    values = np.array(scores["values"])
+    assert scores["others"][4][1] == pytest.approx(values[4, 1] / values[4, [0, 2]].mean())
+    assert escape("layer_1 left the other layers") in html.read_text()
+    # The same files without it: the same verdict and exit code, and nothing of a trend.
+    assert run(*paths, "--numerics", "exact", "--json", out) == code
+    assert "Trend" not in capsys.readouterr().out
+    assert json.loads(out.read_text()) | {"trend": [trend]} == report
+    assert worst["layer"] == "layer_1"
+
+
+def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
+    arrays = {n: x[:, :32].astype(np.float32) for n, x in healthy_arrays().items()}
+    paths = []
+    for i in range(2):
+        paths.append(tmp_path / f"{i}.npz")
+        np.savez(paths[-1], **arrays)
+    assert run("--series", *paths) == 0
+    text = capsys.readouterr().out
+    assert "no layer left its past or the others" in text
+    assert "A layer's own past takes 3 measurements and one after them" in text
+    assert "There are no other layers to compare with" in text
+    assert "In the lab" not in text
+
+
+def test_what_is_no_series_is_one_line(tmp_path):
+    (path,) = captures(tmp_path, [1])
+    for sources in ([path], [path, tmp_path]):
+        with pytest.raises(DiagnoseError, match="--series takes two files or more"):
+            run("--series", *sources)
+    other = tmp_path / "other.npz"
+    with np.load(path) as arrays:
+        np.savez(other, **{f"deep_{name}": array for name, array in arrays.items()})
+    with pytest.raises(DiagnoseError, match="no name is in two of these files"):
+        run("--series", path, other)
+
+
 def test_what_a_rule_was_worth_stands_in_the_table_of_the_failure():
     table = (Path(__file__).resolve().parents[2] / "docs" / "failure.md").read_text()
     numbers = {

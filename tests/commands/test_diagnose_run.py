@@ -67,6 +67,36 @@ def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
         np.testing.assert_allclose(measured[name], signals["layer_0"][name], rtol=1e-3)
 
 
+def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
+    path, *_ = made
+    copy = RunDir(tmp_path / "run")
+    shutil.copytree(path, copy.path)
+    assert run_layers.series(copy.path) is None  # it recorded nothing
+    scores = {step: [5.0, 6.0, 7.0] for step in (0, 100, 200, 300, 1400)}
+    scores[1400] = [5.0, "nan", 700.0]
+    lines = [
+        {"step": step, "signals": {
+            f"layer_{i}": {"score_maximum": [1.0, score], "query_weight_norm": [1.0]}
+            for i, score in enumerate(of_layers)
+        }}
+        for step, of_layers in scores.items()
+    ]  # fmt: skip
+    copy.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    series = run_layers.series(copy.path)
+    assert series.layers == ("layer_00", "layer_01", "layer_02")
+    np.testing.assert_array_equal(
+        series.values["score_maximum"], np.array([*scores.values()], float)
+    )
+    assert run(copy.path) == 0  # the checkpoint alone decides
+    text = capsys.readouterr().out
+    assert f"Trend over 5 measurements of {copy.path}, step 0 to step 1,400; this is no" in text
+    assert "largest |score|: layer_02 left the other layers at step 1,400 (700, 140.0 times" in text
+    assert "norm of a head's W_Q: no layer left its past or the others." in text
+    copy.metrics.write_text("no record\n")
+    assert run(copy.path) == 0
+    assert "note: no trend: " in capsys.readouterr().out
+
+
 def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     path, *_ = made
     own = run_layers.load(path)

@@ -1,5 +1,6 @@
 """The page of one run: is it healthy, its curves, all its signals, and how to repeat it."""
 
+import dataclasses
 import json
 import shlex
 import statistics
@@ -49,6 +50,7 @@ def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = 
             *_rules_met(health),
             *_incidents(history),
             *_curves(history, health),
+            *_adam(history, health),
             *_signals(history),
             *_speed(history, efficiency),
             *_origin(history),
@@ -108,7 +110,7 @@ def _curves(history: History, health: Health) -> list[Element]:
         by_name = {rule.name: rule for rule in RULES}
         for rule in (by_name.pop("scores"), *by_name.values()):
             drawn.append(_rule_figure(history, health, rule))
-        norms = figures.by_layer(history, _query_weight_norms, health, log=False)
+        norms = figures.by_layer(history, _value("query_weight_norm"), health, log=False)
         drawn.append(drawing(norms, "norms", "Largest spectral norm of a head's W_Q"))
         drawn += _across_steps(history, health)
     legend = [
@@ -164,6 +166,33 @@ def _across_steps(history: History, health: Health) -> list[Element]:
     ]
 
 
+_ADAM = {
+    "query_update_autocorrelation": "Cosine of W_Q's update and the one of the step before",
+    "key_update_autocorrelation": "Cosine of W_K's update and the one of the step before",
+    "query_update_next_layer": "Cosine of W_Q's update and that of the next layer",
+    "key_update_next_layer": "Cosine of W_K's update and that of the next layer",
+    "update_ratio": "RMS of the update over RMS of the weights",
+    "below_epsilon": "Share of coordinates whose √v̂ is below ε",
+}
+
+
+def _adam(history: History, health: Health) -> list[Element]:
+    """What Adam did to each layer, where that was recorded."""
+    recorded = {name for layers in history.adam.values() for layer in layers for name in layer}
+    if not recorded:
+        return []
+    of_adam = dataclasses.replace(history, signals=history.adam)
+    drawn = [
+        drawing(figures.by_layer(of_adam, _value(name), health, log=False), name, caption)
+        for name, caption in _ADAM.items()
+        if name in recorded
+    ]
+    where = element("code", "lowprec_attn.training.adam_signals")
+    said = element("p", "The docstring of ", where, " says what each of them is.")
+    updates = folded("its updates of every layer", said, element("div", *drawn, class_="figures"))
+    return [element("h2", "Adam"), updates]
+
+
 def _of_largest_size(name: str) -> Callable[[Layer], np.ndarray]:
     def value(layer: Layer) -> np.ndarray:
         x = np.asarray(layer.get(name, [-np.inf]), float)
@@ -172,8 +201,8 @@ def _of_largest_size(name: str) -> Callable[[Layer], np.ndarray]:
     return value
 
 
-def _query_weight_norms(layer: Layer) -> np.ndarray:
-    return np.asarray(layer.get("query_weight_norm", [-np.inf]), float)
+def _value(name: str) -> Callable[[Layer], np.ndarray]:
+    return lambda layer: np.asarray(layer.get(name, [-np.inf]), float)
 
 
 def _signals(history: History) -> list[Element]:

@@ -1,0 +1,153 @@
+"""A series of measurements of the same layers: which of them leaves its past, or the others."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnose.examination import Examination
+from lowprec_attn.diagnostics import trend
+from lowprec_attn.diagnostics.trend import LEAST_BEFORE, QUANTITIES, Departure, Quantity
+
+_SHOWN = 3  # layers that left, of each quantity
+
+
+class Series(NamedTuple):
+    """What `trend` looks at.
+
+    Attributes:
+      source: what was measured.
+      places: what each measurement is called.
+      layers: their names.
+      values: by signal of `QUANTITIES`, that of every measurement and layer; NaN for none.
+    """
+
+    source: str
+    places: tuple[str, ...]
+    layers: tuple[str, ...]
+    values: dict[str, Float[np.ndarray, "S L"]]
+
+
+def of_files(files: Sequence[tuple[str, Sequence[Examination]]]) -> Series:
+    """The largest |score| of every layer in captures of one model, matched by name.
+
+    Args:
+      files: their names, and the layers of each, in the order of the steps.
+
+    Raises:
+      DiagnoseError: no layer is in two of them.
+    """
+    by_name = [{one.layer.name: _score(one) for one in examined} for _, examined in files]
+    names = tuple(dict.fromkeys(name for scores in by_name for name in scores))
+    if all(sum(name in scores for scores in by_name) < 2 for name in names):
+        raise DiagnoseError(
+            "--series compares layers of the same name, and no name is in two of these files"
+        )
+    values = [[scores.get(name, math.nan) for name in names] for scores in by_name]
+    places = tuple(place for place, _ in files)
+    return Series("", places, names, {"score_maximum": np.array(values)})
+
+
+def _score(one: Examination) -> float:
+    """Under the first arithmetic; NaN where the arrays are not finite."""
+    measured = next(iter(one.measured.values()), None)
+    return math.nan if measured is None else float(np.max(measured["score_maximum"]))
+
+
+def sentences(series: Series) -> list[str]:
+    """What is said of a series, a heading first."""
+    of = f" of {series.source}" if series.source else ""
+    lines = [
+        f"Trend over {len(series.places)} measurements{of}, {series.places[0]} to "
+        f"{series.places[-1]}; this is no warning and changes no exit code."
+    ]
+    for quantity in _known(series):
+        values = series.values[quantity.signal]
+        found = trend.departures(values, quantity)
+        lines += [_departure(series, quantity, one) for one in found[:_SHOWN]]
+        if len(found) > _SHOWN:
+            lines.append(f"{quantity.label}: {len(found) - _SHOWN} layers more, none earlier.")
+        if not found:
+            lines.append(f"{quantity.label}: no layer left its past or the others.")
+    if len(series.places) <= LEAST_BEFORE:
+        lines.append(f"A layer's own past takes {LEAST_BEFORE} measurements and one after them.")
+    if len(series.layers) == 1:
+        lines.append("There are no other layers to compare with.")
+    return lines
+
+
+def _departure(series: Series, quantity: Quantity, one: Departure) -> str:
+    values = series.values[quantity.signal]
+    of = trend.trend_ratios(values)
+    parts = [
+        f"{whom} at {series.places[place]} ({values[place, one.layer]:.4g}, "
+        f"{ratio[place, one.layer]:,.1f} times {median})"
+        for place, ratio, whom, median in (
+            (one.others, of.others, "the other layers", "their median"),
+            (one.own, of.own, "its past", "its median before"),
+        )
+        if place is not None
+    ]
+    name = series.layers[one.layer] or "the layer"
+    return f"{quantity.label}: {name} left {' and '.join(parts)}."
+
+
+def worths(series: Series) -> list[tuple[str, str]]:
+    """What the ratios of each quantity by which a layer left were worth in the lab, by its name."""
+    return [
+        (quantity.label, f"{quantity.worth}.")
+        for quantity in _known(series)
+        if trend.departures(series.values[quantity.signal], quantity)
+    ]
+
+
+def rows(series: Series) -> list[list[str]]:
+    """A table of the last measurement, its heading first."""
+    table = [["layer"]]
+    table += [[name] for name in series.layers]
+    for quantity in _known(series):
+        values = series.values[quantity.signal]
+        of = trend.trend_ratios(values)
+        table[0] += [quantity.label, "times its past", "times the others"]
+        for i, row in enumerate(table[1:]):
+            last = (values[-1, i], of.own[-1, i], of.others[-1, i])
+            row += ["–" if math.isnan(x) else f"{x:.3g}" for x in last]
+    return table
+
+
+def as_json(series: Series) -> dict[str, Any]:
+    """All of it, for `--json`; null where there is no number."""
+    return {
+        "source": series.source,
+        "measurements": series.places,
+        "layers": series.layers,
+        "quantities": {
+            quantity.signal: {
+                "thresholds": {
+                    name: getattr(quantity, name) for name in ("own", "others", "least")
+                },
+                "values": _plain(values := series.values[quantity.signal]),
+                **{name: _plain(x) for name, x in trend.trend_ratios(values)._asdict().items()},
+                "left": [
+                    {
+                        "layer": series.layers[one.layer],
+                        "own": None if one.own is None else series.places[one.own],
+                        "others": None if one.others is None else series.places[one.others],
+                    }
+                    for one in trend.departures(values, quantity)
+                ],
+            }
+            for quantity in _known(series)
+        },
+    }
+
+
+def _known(series: Series) -> list[Quantity]:
+    return [quantity for quantity in QUANTITIES if quantity.signal in series.values]
+
+
+def _plain(values: np.ndarray) -> list[list[float | None]]:
+    return [[float(x) if np.isfinite(x) else None for x in row] for row in values]

@@ -1,0 +1,124 @@
+"""What leaving the past or the other layers was worth, counted from the committed records.
+
+Thresholds were chosen on the even seeds of six experiments: of a coarse grid, those with the most
+explosions hit and at most 3 alarms in the 84 runs that held. All other runs are counted here, each
+once: some experiments share runs, with one another or with those that chose. Runs that were
+resumed, or went back, have the past of another run and are left out.
+"""
+
+import re
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowprec_attn.diagnostics import trend
+from lowprec_attn.diagnostics.rules import RULES
+from lowprec_attn.lab import records
+from lowprec_attn.lab.warnings import first_alarm
+
+ROOT = Path(__file__).resolve().parents[2]
+CHOSE = (
+    *("output_small", "warning_small", "lse_small", "lse_small_fresh", "lse_small_slow"),
+    "rate_gpt2",
+)
+OTHERS = (
+    *("delta_cpu", "delta_gpt2", "lse_medium", "output_cpu", "output_gpt2", "output_medium"),
+    *("points_small", "pv_small", "rate_gpt2_lower", "rate_medium", "real_arithmetic"),
+    *("rescue_small", "rollback_cpu", "size_and_sign", "warning_cpu"),
+)
+RESUMED = {"rescue_small": "from", "rollback_cpu": "rollback"}
+TOO_HIGH = ("rate_medium", "rate_gpt2", "rate_gpt2_lower")
+GPT2 = ("real_arithmetic", "delta_gpt2", "output_gpt2")
+MOST_ALARMS = 3
+(SCORES,) = (rule for rule in RULES if rule.name == "scores")
+
+
+def values(record, signal):
+    steps = sorted(record.signals)
+    return np.array(
+        [[record.largest(signal, s, i) for i in range(len(record.signals[s]))] for s in steps]
+    )
+
+
+def halves():
+    """The runs that chose, and the others, with the names of their experiments."""
+    chose, others = [], []
+    for name in (*CHOSE, *OTHERS):
+        for record in records.read_all(ROOT / "results" / "failure" / name):
+            if not record.arm.name.startswith(RESUMED.get(name, "no arm")):
+                half = chose if name in CHOSE and record.seed % 2 == 0 else others
+                half.append((name, record))
+
+    def key(record):
+        return tuple(values(record, quantity.signal).tobytes() for quantity in trend.QUANTITIES)
+
+    seen = {key(record) for _, record in chose}
+    distinct = {key(r): (name, r) for name, r in reversed(others) if key(r) not in seen}
+    return chose, list(distinct.values())
+
+
+def first_step(record, quantity, kind):
+    """The first step at which a layer has left."""
+    if quantity is None:
+        return first_alarm(record, SCORES)
+    found = trend.departures(values(record, quantity.signal), quantity)
+    places = [getattr(one, kind) for one in found if getattr(one, kind) is not None]
+    return sorted(record.signals)[min(places)] if places else None
+
+
+def tally(runs, quantity, kind):
+    """Leads of the explosions hit, how many there were, and alarms in runs that held."""
+    steps = [(record.explosion, first_step(record, quantity, kind)) for _, record in runs]
+    leads = [end - step for end, step in steps if None not in (end, step) and step <= end]
+    exploded = sum(end is not None for end, _ in steps)
+    return leads, exploded, sum(end is None and step is not None for end, step in steps)
+
+
+def row(runs, name, quantity, kind):
+    """As docs/diagnose.md has it."""
+    leads, exploded, alarms = tally(runs, quantity, kind)
+    high, of_high, _ = tally([run for run in runs if run[0] in TOO_HIGH], quantity, kind)
+    held = [run for run in runs if run[0] in GPT2 and run[1].explosion is None]
+    cells = [
+        *(name, f"{len(leads)} of {exploded}", f"{statistics.median(leads):.0f}"),
+        *(f"{alarms} of {len(runs) - exploded}", f"{len(high)} of {of_high}"),
+        f"{tally(held, quantity, kind)[2]} of {len(held)}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def names():
+    """What the rows of the table are called, with what they count."""
+    yield "a score ≥ 512, the rule `scores`", None, ""
+    for quantity, label in zip(trend.QUANTITIES, ("largest score", "W_Q's norm"), strict=True):
+        least = f", {quantity.least:g} or more" if quantity.least else ""
+        yield f"{label} ≥ {quantity.own:g} times its past{least}", quantity, "own"
+        yield f"{label} ≥ {quantity.others:g} times the other layers{least}", quantity, "others"
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_the_records():
+    page = (ROOT / "docs" / "diagnose.md").read_text()
+    chose, others = halves()
+    for name, quantity, kind in names():
+        assert row(others, name, quantity, kind) in page
+        if quantity is not None:
+            assert tally(chose, quantity, kind)[2] <= MOST_ALARMS
+
+
+def test_what_a_ratio_was_worth_stands_in_the_table():
+    page = (ROOT / "docs" / "diagnose.md").read_text()
+    rows = {}
+    for name, quantity, kind in names():
+        (cells,) = re.findall(rf"\| {re.escape(name)} \| (.*) \|", page)
+        rows[quantity and quantity.signal, kind] = re.findall(r"\d+", cells)
+    for quantity in trend.QUANTITIES:
+        (hits, of, lead, alarms, held, *_) = rows[quantity.signal, "own"]
+        (other_hits, _, other_lead, other_alarms, *_) = rows[quantity.signal, "others"]
+        assert quantity.worth == (
+            f"left its past: before {hits} of {of} explosions, by a median of {lead} steps, and in "
+            f"{alarms} of {held} runs that held; left the others: before {other_hits}, by "
+            f"{other_lead} steps, and in {other_alarms}"
+        )
