@@ -59,8 +59,8 @@ QUANTITIES = (
         own=4.0,
         others=6.0,
         least=96.0,
-        worth="left its past: before 154 of 177 explosions, by a median of 400 steps, and in 55 of "
-        "246 runs that held; left the others: before 127, by 354 steps, and in 26",
+        worth="left its past: before 194 of 233 explosions, by a median of 350 steps, and in 56 of "
+        "309 runs that held; left the others: before 169, by 341 steps, and in 26",
     ),
     Quantity(
         "query_weight_norm",
@@ -68,8 +68,8 @@ QUANTITIES = (
         own=4.0,
         others=2.25,
         least=0.0,
-        worth="left its past: before 134 of 177 explosions, by a median of 288 steps, and in 26 of "
-        "246 runs that held; left the others: before 103, by 344 steps, and in 9",
+        worth="left its past: before 169 of 233 explosions, by a median of 248 steps, and in 26 of "
+        "309 runs that held; left the others: before 139, by 312 steps, and in 10",
     ),
 )
 

@@ -74,10 +74,13 @@ _PANEL_LINES = 4
 def panel_titles(arms: Iterable[Arm]) -> dict[str, str]:
     """By name, what to write above the panels of arms: their titles, or their names.
 
-    All are called by name where the title of one would take more than four lines.
+    All are called by name where the title of one would take more than four lines, or break a word.
     """
-    lines = {arm.name: textwrap.wrap(arm.title, _PANEL_WIDTH) for arm in arms}
-    is_long = max(map(len, lines.values()), default=0) > _PANEL_LINES
+    titles = {arm.name: arm.title for arm in arms}
+    lines = {name: textwrap.wrap(title, _PANEL_WIDTH) for name, title in titles.items()}
+    is_long = max(map(len, lines.values()), default=0) > _PANEL_LINES or any(
+        len(word) > _PANEL_WIDTH for title in titles.values() for word in title.split()
+    )
     return {name: name if is_long else "\n".join(wrapped) for name, wrapped in lines.items()}
 
 

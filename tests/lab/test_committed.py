@@ -61,7 +61,11 @@ def test_every_table_of_the_failure_is_that_of_the_records(reported):
 
 @pytest.mark.parametrize(
     ("image", "experiment"),
-    [("failure_cpu.png", "output_cpu"), ("failure_output.png", "output_small")],
+    [
+        ("failure_cpu.png", "output_cpu"),
+        ("failure_delta.png", "delta_small"),
+        ("failure_output.png", "output_small"),
+    ],
 )
 def test_a_page_shows_the_figure_of_the_records(image, experiment):
     shown = (ROOT / "docs" / "images" / image).read_bytes()

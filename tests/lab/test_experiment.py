@@ -24,6 +24,14 @@ def test_arms_with_long_titles_are_called_by_name_above_their_panels(fields, tit
     assert experiment.panel_titles([*arms, arms[0]]) == titles
 
 
+def test_no_title_breaks_a_word():
+    arms = [
+        experiment.Arm(name, {"attention.points.output_bwd": f"bf16_m2:{mode}"})
+        for name, mode in (("a", "nearest"), ("b", "error_random_sign"))
+    ]
+    assert experiment.panel_titles(arms) == {"a": "a", "b": "b"}
+
+
 def settings_of(trial, defined):
     """The settings that the trainer makes of a run's arguments."""
     name, *fields = defined.arguments(trial)
@@ -52,7 +60,7 @@ def test_the_arms_of_first_sight_differ_in_their_arithmetic_alone(monkeypatch):
 
 @pytest.mark.parametrize(
     "path",
-    sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("results/**/*.toml")]),
+    sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("results/*/**/*.toml")]),
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_every_definition_of_the_repository_makes_different_settings(path, monkeypatch):
