@@ -7,6 +7,8 @@ raised is a fault of the program, and is shown whole.
 import difflib
 from collections.abc import Iterable
 
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+
 
 class UserError(Exception):
     """An input, file or machine cannot serve; the message names it and what to do."""

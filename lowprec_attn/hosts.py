@@ -7,9 +7,11 @@ one process everything here is trivial.
 
 import functools
 import json
+import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lowprec_attn.errors import RunError
+from lowprec_attn.errors import EXIT_INTERRUPTED, RunError
 
 # A process that fails waits so long for the others to end as well, then ends them.
 _SHUTDOWN_SECONDS = 20
@@ -170,32 +172,79 @@ def require_everywhere(holds: bool, problem: str) -> None:
 
 
 @contextmanager
-def stop_requests() -> Iterator[Callable[[int], bool]]:
-    """A function of the step, asked once in each: whether to stop after it.
+def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[int], int | None]]:
+    """A function of the step, asked once in each: the exit code to stop with after it, or None.
 
-    In a single process SIGTERM and SIGINT ask for it; the second one acts as usual. Of several
-    processes any may get SIGTERM, and all stop after the same step (within about a second).
+    In a single process SIGTERM and SIGINT ask for it, which is answered at once by a line. A second
+    SIGINT ends the process, also while it compiles; in a notebook it acts as usual, as a second
+    SIGTERM does. Of several processes any may get SIGTERM, and all stop after the same step (within
+    about a second).
+
+    Args:
+      say: prints a line; called in a thread.
     """
     if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
+        reached = multihost_utils.reached_preemption_sync_point
+        yield lambda step: 0 if reached(step) else None
         return
-    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda step: stop.is_set()  # only the main thread may handle signals
+        yield lambda step: None  # only the main thread may handle signals
         return
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    codes: list[int] = []
 
     def restore() -> None:
         for number, handler in usual.items():
             signal.signal(number, handler)
 
-    def request(*_: object) -> None:
-        stop.set()
+    def request(number: int, _: object) -> None:
+        codes.append(EXIT_INTERRUPTED if number == signal.SIGINT else 0)
         restore()
+        if not interactive:  # else a KeyboardInterrupt, in whatever Python is about, is shown
+            signal.signal(signal.SIGINT, request)
 
-    for number in usual:
-        signal.signal(number, request)
+    interactive = hasattr(sys, "ps1")
+    with _answering(say, may_end=not interactive):
+        for number in usual:
+            signal.signal(number, request)
+        try:
+            yield lambda step: codes[0] if codes else None
+        finally:
+            restore()
+
+
+@contextmanager
+def _answering(say: Callable[[str], None], may_end: bool) -> Iterator[None]:
+    """Says at once that a signal has come, and if it may, ends the process at the next SIGINT.
+
+    Python calls its handlers between two of its own instructions, and a compilation is a single
+    one. The system, however, writes the number of a signal into a pipe at once.
+    """
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def answer() -> None:
+        count = 0
+        while number := os.read(read, 1)[0]:
+            if number not in (signal.SIGTERM, signal.SIGINT):
+                continue
+            count += 1
+            if count == 1:
+                say(
+                    f"{signal.Signals(number).name}: ends after this step, with a checkpoint; "
+                    "Ctrl-C again ends at once"
+                )
+            elif number == signal.SIGINT and may_end:
+                os._exit(EXIT_INTERRUPTED)  # what a run has written survives being killed
+
+    thread = threading.Thread(target=answer, name="lowprec-attn signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
-        yield lambda step: stop.is_set()
+        yield
     finally:
-        restore()
+        signal.set_wakeup_fd(before)
+        os.write(write, b"\0")
+        thread.join()
+        os.close(read)
+        os.close(write)

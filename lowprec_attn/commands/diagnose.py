@@ -102,7 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(PRESETS)}",
     )
     add("--row-max", default="standard", metavar="RULE", help=", ".join(ROW_MAX_RULES))
-    add("--layout", choices=array_file.LAYOUTS, default="BTNH", help="BNTH: as torch has it")
+    add(
+        "--layout",
+        metavar="ORDER",
+        help="of the axes in a file: BTNH or BNTH, as torch has it, of all arrays; or of each, as "
+        "in q=BNTH,k=BNTH,v=BNTH,do=BTNH (default: as the file says, else BTNH)",
+    )
     add("--rows", type=int, default=DEFAULT_ROWS, help="of the table (default: 16; 0: all)")
     add("--json", type=Path, metavar="OUT", help="also write everything measured to this file")
     add("--html", type=Path, metavar="OUT", help="also write what is printed, as one page")

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from lowprec_attn import __version__, installation
 from lowprec_attn.commands.output import surviving
-from lowprec_attn.errors import UserError
+from lowprec_attn.errors import EXIT_INTERRUPTED, UserError
 
 EXIT_BAD_INPUT = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 # Each module has add_arguments(parser) and run(args). Only the one asked for is imported, because
 # `diagnose` needs the core install alone, the others the trainer's packages.

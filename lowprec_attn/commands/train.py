@@ -8,8 +8,8 @@
 
 The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
 checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite, or
-that has exploded where `stop_exploded_after` is set; 130 a second Ctrl-C. With --distributed the
-same command runs on every host of a TPU slice or GPU cluster.
+that has exploded where `stop_exploded_after` is set; 130 Ctrl-C, after a checkpoint, or a second
+one at once. With --distributed the same command runs on every host of a TPU slice or GPU cluster.
 """
 
 import argparse

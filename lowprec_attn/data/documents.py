@@ -44,7 +44,8 @@ def text_files(
     """
     for path in paths:
         if not path.is_file():
-            raise DataError(f"text file {path} does not exist: check the path")
+            why = "is no file" if path.exists() else "does not exist"
+            raise DataError(f"text file {path} {why}: check the path")
     size = sum(path.stat().st_size for path in paths)
     length = _PIECE
     if len(paths) < least_pieces:

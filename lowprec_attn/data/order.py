@@ -75,8 +75,8 @@ class Replay:
       batch_size, token_count, context: of the run that replays it; see `starts`.
 
     Raises:
-      DataError: the file is missing, empty or cut off, or a line has another number of indices
-        than `batch_size`, something that is no integer, or a window outside the text.
+      DataError: the file is missing, no file, empty or cut off, or a line has another number of
+        indices than `batch_size`, something that is no integer, or a window outside the text.
     """
 
     def __init__(self, path: str | Path, batch_size: int, token_count: int, context: int):
@@ -84,7 +84,8 @@ class Replay:
         self._batch_size = batch_size
         self._last_start = token_count - context - 1
         if not self._path.is_file():
-            raise DataError(f"data order {path} does not exist: give the path of a record")
+            why = "is no file" if self._path.exists() else "does not exist"
+            raise DataError(f"data order {path} {why}: give the path of a record")
         lines = [self._parse(where, line) for where, line in _numbered_lines(self._path)]
         if not lines:
             raise DataError(f"data order {path} is empty: give a record with one line per step")

@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from lowprec_attn.data.documents import Documents, Piece
 from lowprec_attn.data.tokenizer import Tokenizer
 from lowprec_attn.data.tokens import DataError, Meta, SplitMeta, token_dtype
 from lowprec_attn.files import writing
+
+_T = TypeVar("_T")
 
 _BATCH = 256  # pieces handed to the tokenizer, which spreads them over all cores, at once
 # Moved into place in this order: until the last one is, an old meta.json contradicts new tokens.
@@ -74,20 +77,19 @@ def _write(
         _Split(directory / "train.bin", tokenizer) as train,
         _Split(directory / "val.bin", tokenizer) as val,
     ):
-        held_out = _held_out(val_fraction, seed)
         pieces = 0
-        for piece, ids in _encoded(source, tokenizer):
-            (val if next(held_out) else train).write(ids)
+        encoded = _encoded(source, tokenizer)
+        for (piece, ids), is_held_out in _held_out(encoded, val_fraction, seed):
+            (val if is_held_out else train).write(ids)
             if piece.ends_document:
                 train.end_document()
                 val.end_document()
             pieces += 1
-    for split, better in ((train, "smaller"), (val, "larger")):
+    for split in (train, val):
         if not split.tokens:
             raise DataError(
                 f"{split.path.name} would be empty: the text has {pieces} documents, or pieces of "
-                f"whole lines, too few for --val-fraction {val_fraction}; give more text, "
-                f"--separator, or a {better} --val-fraction"
+                "whole lines, and one is needed on either side; give more text, or --separator"
             )
     meta = Meta(
         tokenizer=tokenizer.name,
@@ -131,14 +133,30 @@ class _Split:
             self._in_document = False
 
 
-def _held_out(fraction: float, seed: int) -> Iterator[bool]:
-    """For every piece, whether it is held out: evenly spaced ones, from a seeded first one.
+def _held_out(items: Iterable[_T], fraction: float, seed: int) -> Iterator[tuple[_T, bool]]:
+    """Every piece, and whether it is held out: evenly spaced ones, from a seeded first one.
 
-    Even spacing, unlike a coin for each, holds something out of any text of 1/fraction pieces.
+    Even spacing, unlike a coin for each, holds something out of any text of 1/fraction pieces. Of
+    fewer, two at least, the last one goes where none has gone.
     """
     phase = random.Random(seed).random()
-    for index in itertools.count():
-        yield int((index + 1) * fraction + phase) > int(index * fraction + phase)
+    chosen = set()
+    for index, (item, is_last) in enumerate(_with_last(items)):
+        is_held_out = int((index + 1) * fraction + phase) > int(index * fraction + phase)
+        chosen.add(is_held_out)
+        if is_last and index and len(chosen) == 1:
+            is_held_out = not is_held_out
+        yield item, is_held_out
+
+
+def _with_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
+    """Each item, and whether it is the last."""
+    iterator = iter(items)
+    for item in iterator:
+        for following in iterator:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def _encoded(source: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:

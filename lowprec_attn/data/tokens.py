@@ -202,8 +202,9 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
     """
     directory = Path(directory)
     if not directory.is_dir():
+        why = "is no directory" if directory.exists() else "does not exist"
         raise DataError(
-            f"data directory {directory} does not exist: make it with `lowprec-attn prepare "
+            f"data directory {directory} {why}: make it with `lowprec-attn prepare "
             f"{directory} --text FILE...`, or leave data.path unset for the built-in text"
         )
     meta_path = directory / "meta.json"

@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from lowprec_attn import installation
 from lowprec_attn.attention import validation
+from lowprec_attn.diagnose import axes
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.errors import UserError
-
-Layout = Literal["BTNH", "BNTH"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 # Upper and lower case alike.
 _NAMES = {
@@ -25,32 +23,32 @@ _NAMES = {
     "lse": ("lse", "logsumexp"),
     "x": ("x",),
 }
-_FACTS = ("is_causal", "scale", "window", "masked", "ignored")
+_FACTS = ("is_causal", "scale", "window", "masked", "ignored", "layout")
 _SPELLINGS = _NAMES | {fact: (fact,) for fact in _FACTS}
 _NEEDED = ("q", "k", "v")
-_WITH_HEADS = ("q", "k", "v", "do")
 
 
 class DiagnoseError(UserError, ValueError):
     """Something about the request or the file is wrong; the message is one line for the user."""
 
 
-def load(path: Path, layout: Layout = "BTNH") -> list[Layer]:
+def load(path: Path, layout: str | None = None) -> list[Layer]:
     """The layers of a file, in the order of their names.
 
     A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
     (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
     [B, T, D], o (out) and lse (logsumexp), case aside; also what `diagnostics.capture` adds:
     is_causal, scale, window (left, right), and ignored, names of arguments that `diagnose` leaves
-    out; and masked, whether there was a mask.
+    out; masked, whether there was a mask; and layout, the order of the axes as below.
 
     Where the head size of v and do is not that of q and k, the smaller ones are filled with zeros,
     which changes no score, no δ and no gradient.
 
     Args:
       path: .npz, read without pickle, or .safetensors.
-      layout: order of the axes of q, k, v and do in the file; the batch axis may be left out of
-        all arrays of a layer.
+      layout: order of the axes of q, k, v and do in the file, BTNH or BNTH, of all or of each
+        (`q=BNTH,k=BNTH,v=BNTH,do=BTNH`); None for what the file says, else BTNH. The batch axis
+        may be left out of all arrays of a layer. dO may be [B, T, N·H].
 
     Returns:
       Layers with arrays [B, T, N, H], which may hold NaN and infinity, and what was assumed or
@@ -63,14 +61,21 @@ def load(path: Path, layout: Layout = "BTNH") -> list[Layer]:
     return [_layer(path, name, found, layout) for name, found in _read(path).items()]
 
 
-def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) -> Layer:
+def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | None) -> Layer:
     where = f"{path}: {name}" if name else str(path)
     facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
     _check_facts(where, facts)
     arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
-    arrays, filled = _of_one_head_size(_rows_first(where, arrays, layout))
-    _check_shapes(where, arrays)
-    notes = [*_conversions(found), *filled, *_doubts(arrays["q"], layout), *_not_kept(facts)]
+    try:
+        orders = axes.parse(layout or _declared(facts))
+        arrays, split = axes.rows_first(arrays, orders)
+    except ValueError as error:
+        raise DiagnoseError(f"{where}: {error}") from error
+    arrays, filled = _of_one_head_size(arrays)
+    _check_shapes(where, arrays, orders)
+    # What a file says of itself is in no doubt.
+    doubts = [] if layout is None and "layout" in facts else axes.doubts(arrays, orders)
+    notes = [*_conversions(found), *split, *filled, *doubts, *_not_kept(facts)]
     head_size = found["q"].shape[-1]  # before zeros fill it
     return Layer(
         str(path),
@@ -89,21 +94,6 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: Layout) 
     )
 
 
-def _rows_first(where: str, arrays: dict[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """The arrays with a batch axis, those with heads as [B, T, N, H]."""
-    ranks = {arrays[which].ndim for which in _WITH_HEADS if which in arrays}
-    if len(ranks) > 1 or not ranks <= {3, 4}:
-        listed = ", ".join(f"{w} {arrays[w].shape}" for w in _WITH_HEADS if w in arrays)
-        raise DiagnoseError(
-            f"{where}: arrays must all be {layout} or all {layout[1:]}, got shapes {listed}"
-        )
-    if ranks == {3}:
-        arrays = {which: array[None] for which, array in arrays.items()}
-    if layout == "BNTH":
-        arrays = arrays | {w: arrays[w].swapaxes(1, 2) for w in _WITH_HEADS if w in arrays}
-    return arrays
-
-
 def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
     for fact in ("is_causal", "scale", "masked"):
         if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
@@ -111,6 +101,15 @@ def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
                 f"{where}: {fact} must be one number or truth value, got shape "
                 f"{facts[fact].shape} of {facts[fact].dtype}"
             )
+    text = facts.get("layout")
+    if text is not None and (text.size != 1 or text.dtype.kind != "U"):
+        raise DiagnoseError(
+            f"{where}: layout must be one text such as BNTH, got shape {text.shape} of {text.dtype}"
+        )
+
+
+def _declared(facts: dict[str, np.ndarray]) -> str:
+    return str(facts["layout"].item()) if "layout" in facts else "BTNH"
 
 
 def _scale(facts: dict[str, np.ndarray], head_size: int | None) -> float | None:
@@ -118,17 +117,6 @@ def _scale(facts: dict[str, np.ndarray], head_size: int | None) -> float | None:
     if "scale" in facts:
         return float(facts["scale"].item())
     return None if head_size is None else head_size**-0.5
-
-
-def _doubts(q: np.ndarray, layout: Layout) -> list[str]:
-    """A note where q [B, T, N, H] looks as if the axes had another order."""
-    _, length, heads, _ = q.shape
-    if heads <= length or layout == "BNTH":
-        return []
-    return [
-        f"read as {length} rows of {heads} heads; if the heads come first, as in torch, use "
-        "--layout BNTH"
-    ]
 
 
 def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
@@ -301,7 +289,7 @@ def _of_one_head_size(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarr
     Zeros at the end of v and dO add nothing to dO·Vᵀ and to rowsum(dO ∘ O), nor do zeros at the end
     of q and k to a score. Models with compressed keys and values have v of another head size.
     """
-    shapes = {w: arrays[w].shape for w in _WITH_HEADS if w in arrays}
+    shapes = {w: arrays[w].shape for w in axes.WITH_HEADS if w in arrays}
     sizes = {w: shape[-1] for w, shape in shapes.items()}
     are_pairs = sizes["q"] == sizes["k"] and sizes.get("do", sizes["v"]) == sizes["v"]
     if not are_pairs or sizes["q"] == sizes["v"] or 0 in sizes.values():
@@ -331,18 +319,16 @@ def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tupl
     return left, right
 
 
-def _check_shapes(where: str, arrays: dict[str, np.ndarray]) -> None:
+def _check_shapes(where: str, arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:
     q, do, x = arrays["q"], arrays.get("do"), arrays.get("x")
     try:
         validation.check_inputs(q, arrays["k"], arrays["v"])  # type: ignore[arg-type]
     except ValueError as error:
         raise DiagnoseError(f"{where}: {error}") from error
     if do is not None and do.shape != q.shape:
-        swapped = do.ndim == 4 and do.swapaxes(1, 2).shape == q.shape
-        why = "; its lengths and heads are swapped: save do with axes 1 and 2 swapped"
         raise DiagnoseError(
             f"{where}: do must have the shape of q, got {do.shape} and {q.shape}"
-            f"{why if swapped else ''}"
+            f"{axes.why_do_differs(q, do, orders)}"
         )
     if x is not None and (x.ndim != 3 or x.shape[:2] != q.shape[:2]):
         raise DiagnoseError(

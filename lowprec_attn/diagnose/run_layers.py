@@ -14,10 +14,12 @@ from lowprec_attn.diagnose.array_file import DiagnoseError
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.series import Series
 from lowprec_attn.diagnostics.trend import QUANTITIES
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_json
 from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.history import History
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError
 from lowprec_attn.training.run import open_corpus
@@ -64,7 +66,7 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
             f"{path}: {error}; its config names the implementation "
             f"{settings.attention.implementation}: diagnose it where that runs"
         ) from error
-    notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:])
+    notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:], *_bad_data(run_dir))
     return [layer._replace(source=str(path), notes=notes) for layer in layers]
 
 
@@ -96,6 +98,15 @@ def series(path: Path) -> Series | None:
             for name in names
         },
     )
+
+
+def _bad_data(run_dir: RunDir) -> list[str]:
+    """The last spike of the run that points at its batch: arrays alone cannot show that."""
+    try:
+        happened = History.read(run_dir).incidents
+    except (RunError, OSError):  # of records that a diagnosis does without
+        return []
+    return [f"of the run's training: {spike}" for spike in happened if spike.at_batch][-1:]
 
 
 def _sequence(

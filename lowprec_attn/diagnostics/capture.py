@@ -46,7 +46,7 @@ class Capture:
         named = {
             f"{layer}/{name}": np.asarray(value)
             for layer, values in self.layers.items()
-            for name, value in values.items()
+            for name, value in (values | {"layout": "BTNH"}).items()
         }
         with writing(path), path.open("wb") as file:
             np.savez(file, allow_pickle=False, **named)

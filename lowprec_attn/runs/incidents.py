@@ -1,12 +1,17 @@
 """What happened in a run, one line each, from its records: warnings, spikes, divergence, jumps."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_attn.diagnostics import rules
+from lowprec_attn.diagnostics.rules import Signals
 from lowprec_attn.runs.rollbacks import Rollback
 from lowprec_attn.runs.spikes import RESUMED_LOSSES
+
+# Of a spike that recovers fast while no rule is met.
+AT_ITS_BATCH = "no rule was met, which points at its batch rather than at arithmetic"
 
 _INDICES_SHOWN = 3
 
@@ -18,11 +23,13 @@ class Incident(NamedTuple):
       step: at which it was noticed.
       text: what it was, short.
       loss: the training loss of a spike, None of anything else.
+      at_batch: whether it is a spike that points at its batch; see `AT_ITS_BATCH`.
     """
 
     step: int
     text: str
     loss: float | None = None
+    at_batch: bool = False
 
     def __str__(self) -> str:
         return f"step {self.step:,}: {self.text}"
@@ -41,18 +48,25 @@ def incidents(
       rollbacks: of the run.
     """
     ends = {r["spike_end"]["begin"]: r for r in records if "spike_end" in r}
+    diagnostics = [(r["step"], meets_rule(r["signals"])) for r in records if "signals" in r]
     found = [Incident(rollback.to, f"rollback: {rollback}") for rollback in rollbacks]
     for record in records:
         step = record["step"]
         if "warnings" in record:
             found += [Incident(step, text) for text in _warnings(record["warnings"])]
         if "spike" in record:
-            spike, windows = record["spike"], _windows(data_order, step)
+            spike, end = record["spike"], ends.get(step)
+            at_batch = (
+                end is not None
+                and end["spike_end"]["recovery"] == "fast"
+                and no_rule_met(diagnostics, step, end["step"])
+            )
             text = (
                 f"spike to {spike['loss']:.3f}, {spike['score']:.1f} spreads above "
-                f"{spike['median']:.3f}, {_recovery(ends.get(step))}; windows {windows}"
+                f"{spike['median']:.3f}, {_recovery(end)}"
+                f"{f'; {AT_ITS_BATCH}' if at_batch else ''}; windows {_windows(data_order, step)}"
             )
-            found.append(Incident(step, text, spike["loss"]))
+            found.append(Incident(step, text, spike["loss"], at_batch))
         if "divergence" in record:
             smoothed, best = (record["divergence"][name] for name in ("smoothed", "best"))
             text = f"divergence without a spike, smoothed loss {smoothed - best:.2f} above its best"
@@ -65,6 +79,25 @@ def incidents(
             )
             found.append(Incident(step, text))
     return sorted(found, key=lambda incident: incident.step)
+
+
+def meets_rule(layers: Mapping[str, Signals]) -> bool:
+    """Whether any layer meets a rule, be it one that alone is no warning."""
+    return any(rules.met(signals) for signals in layers.values() if signals)
+
+
+def no_rule_met(diagnostics: Iterable[tuple[int, bool]], begin: int, end: int) -> bool:
+    """Whether the last diagnostics before `begin`, and all until `end`, were without a rule met.
+
+    Args:
+      diagnostics: their steps, and whether a rule was met there, in the order of the steps.
+      begin: a step; where there were no diagnostics up to `end`, nothing can be said.
+      end: a later step.
+    """
+    known = [pair for pair in diagnostics if pair[0] <= end]
+    before = [pair for pair in known if pair[0] < begin][-1:]
+    looked_at = [*before, *(pair for pair in known if pair[0] >= begin)]
+    return bool(looked_at) and not any(met for _, met in looked_at)
 
 
 def _warnings(layers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -134,15 +134,18 @@ class Loop:
         settings, start = self.fixed.settings, int(self.state.step)
         if self.fixed.rescue.wanted and self.saved_step is None:
             self._save(start)  # to go back to
-        with hosts.stop_requests() as stop_after, Progress(settings, start) as self.progress:
+        with (
+            Progress(settings, start) as self.progress,
+            hosts.stop_requests(self.progress.say) as stop_after,
+        ):
             try:
                 for step in range(start, settings.steps):
                     if self._exploded_before(step):
                         return self._stop_exploded(step)
                     self._before(step)
                     self._dispatch(step)
-                    if stop_after(step):
-                        return self._stop_early(step + 1)
+                    if (code := stop_after(step)) is not None:
+                        return self._stop_early(step + 1, code)
                 self._fetch()
             except _NotFiniteError as stopped:
                 return self._stop_not_finite(stopped.pending)
@@ -267,22 +270,24 @@ class Loop:
             )
             self.saved_step = step
 
-    def _roll_back(self, undone: "_UndoneError", stop_after: Callable[[int], bool]) -> int | None:
+    def _roll_back(
+        self, undone: "_UndoneError", stop_after: Callable[[int], int | None]
+    ) -> int | None:
         """Records that the run goes back; the next loop, in whichever process, does it."""
         onset = undone.step if self.watch.onset is None else self.watch.onset
         self.fixed.metrics.flush()
         self.fixed.rescue.roll_back(onset, undone.step, undone.reason)
-        if not stop_after(undone.step):  # asked last: the next loop would not know of a request
-            return None
-        hosts.say("stopped by a signal; the same command continues from there")
-        return EXIT_DONE
+        code = stop_after(undone.step)  # asked last: the next loop would not know of a request
+        if code is not None:
+            hosts.say("stopped by a signal; the same command continues from there")
+        return code
 
-    def _stop_early(self, step: int) -> int:
+    def _stop_early(self, step: int, code: int) -> int:
         """Saves the state after the steps taken so far."""
         self._fetch()
         self._save(step)
         hosts.say(f"stopped by a signal after {step} steps; the same command continues from there")
-        return EXIT_DONE
+        return code
 
     def _stop_not_finite(self, pending: _Pending) -> int:
         """Saves the last good state, and finds what went first.

@@ -56,8 +56,8 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
       workdir: the run directory.
 
     Returns:
-      An exit code: 0 when done or stopped by SIGTERM; 3 when a loss was not finite, or has
-        exploded and `stop_exploded_after` says to stop.
+      An exit code: 0 when done or stopped by SIGTERM, 130 when stopped by SIGINT; 3 when a loss was
+        not finite, or has exploded and `stop_exploded_after` says to stop.
 
     Raises:
       UserError: data, checkpoint or run directory cannot serve; one clear line.

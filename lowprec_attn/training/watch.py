@@ -9,6 +9,7 @@ from typing import Any
 
 from lowprec_attn.diagnostics import onset
 from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
 from lowprec_attn.runs.spikes import Event, Level, ResumeWatch, SpikeEnd, Spikes, level_before
 
 Write = Callable[[int, Mapping[str, Any]], None]
@@ -51,8 +52,10 @@ class Watch:
         for step, loss in losses:
             self._follow(step, loss)
         self._resumed = ResumeWatch(start, level_before(losses))
-        signals = [record["signals"] for record in recorded if "signals" in record]
-        self._onsets = onset.Onsets(signals[-1] if signals else None)
+        measured = [record for record in recorded if "signals" in record][-1:]
+        self._onsets = onset.Onsets(measured[0]["signals"] if measured else None)
+        self._start = start
+        self._diagnostics = [(r["step"], meets_rule(r["signals"])) for r in measured]
 
     @property
     def losses(self) -> LossWatch:
@@ -76,10 +79,20 @@ class Watch:
         for event in self._follow(step, loss):
             self._write(step, event.record())
             kind = "note" if isinstance(event, SpikeEnd) else "warning"
-            self._say(f"{kind}: step {step:,}: {event}")
+            self._say(f"{kind}: step {step:,}: {event}{self._pointer(event)}")
         # An undisturbed run would not have this jump, so it is no record.
         for jump in self._resumed.add(step, loss):
             self._say(f"warning: step {step:,}: {jump}")
+
+    def _pointer(self, event: Event) -> str:
+        """What a spike that is over points at, where that is known.
+
+        Of the diagnostics before its start a resumed run knows the last ones alone.
+        """
+        if not isinstance(event, SpikeEnd) or event.recovery != "fast" or event.begin < self._start:
+            return ""
+        at_batch = no_rule_met(self._diagnostics, event.begin, event.step)
+        return f"; {AT_ITS_BATCH}" if at_batch else ""
 
     def _follow(self, step: int, loss: float) -> list[Event]:
         events = [*self._spikes.add(step, loss), *self._from_other.add(step, loss)]
@@ -90,6 +103,7 @@ class Watch:
 
     def add_signals(self, step: int, signals: Mapping[str, Any]) -> None:
         """Takes the signals of a step, by layer."""
+        self._diagnostics.append((step, meets_rule(signals)))
         found = self._onsets.add(signals)
         if found:
             self._write(step, {"warnings": onset.as_record(found)})

@@ -171,6 +171,87 @@ def test_doubtful_input_is_noted(tmp_path):
     )
 
 
+def turned(arrays, *names):
+    return {n: x.swapaxes(-3, -2) if n in names else x for n, x in arrays.items()}
+
+
+Q_K_V = ("q", "k", "v")
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        ((), "BTNH"),
+        ((*Q_K_V, "do"), "BNTH"),
+        (Q_K_V, "BNTH,do=BTNH"),  # what attention functions of Hugging Face take and return
+        (Q_K_V, "do=BTNH,BNTH"),
+        (Q_K_V, "q=BNTH,k=BNTH,v=BNTH,do=BTNH"),
+        (Q_K_V, "q=BNTH,k=BNTH,v=BNTH"),
+        (("do",), "do=BNTH"),
+    ],
+)
+def test_each_array_has_its_own_order(tmp_path, names, layout):
+    arrays = healthy_arrays()
+    path = save(tmp_path / "a.npz", turned(arrays, *names), np.float32)
+    (by_option,) = array_file.load(path, layout)
+    np.savez(tmp_path / "own.npz", **turned(arrays, *names), layout=np.array(layout))
+    (by_file,) = array_file.load(tmp_path / "own.npz")
+    for layer in (by_option, by_file):
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(getattr(layer, name), array)
+
+
+@pytest.mark.parametrize(
+    ("names", "layout", "option"),
+    [
+        (Q_K_V, None, "--layout BNTH,do=BTNH"),
+        (Q_K_V, "BNTH", "--layout BNTH,do=BTNH"),
+        (("do",), None, "--layout BTNH,do=BNTH"),
+        (("do",), "BNTH", "--layout BTNH,do=BNTH"),
+        ((), "do=BNTH", "--layout BTNH"),
+    ],
+)
+def test_a_do_of_another_order_is_named_with_the_option_that_reads_it(
+    tmp_path, names, layout, option
+):
+    path = save(tmp_path / "a.npz", turned(healthy_arrays(), *names))
+    given = [] if layout is None else ["--layout", layout]
+    expected = f"rows and heads of do are in another .* for 256 rows of 2 heads give {option}$"
+    with pytest.raises(DiagnoseError, match=expected) as caught:
+        run(path, *given)
+    assert "\n" not in str(caught.value)
+    array_file.load(path, option.removeprefix("--layout "))
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_do_with_its_heads_side_by_side_is_taken_apart(tmp_path, batched):
+    arrays = {n: x if batched else x[0] for n, x in healthy_arrays().items()}
+    flat = {**arrays, "do": arrays["do"].reshape(*arrays["do"].shape[:-2], -1)}
+    shape = flat["do"].shape
+    plain = save(tmp_path / "plain.npz", flat, np.float32)
+    heads_first = save(tmp_path / "torch.npz", turned(flat, *Q_K_V), np.float32)
+    for path, layout in ((plain, None), (heads_first, "BNTH")):
+        (layer,) = array_file.load(path, layout)
+        np.testing.assert_array_equal(layer.do, healthy_arrays()["do"])
+        expected = f"do {shape} read as 2 heads side by side in each of 256 rows"
+        assert layer.notes == (expected,)
+    with pytest.raises(DiagnoseError, match=r"read as 2 rows of 256 heads; give --layout BNTH$"):
+        array_file.load(heads_first)
+
+
+def test_as_many_rows_as_heads_is_noted(tmp_path):
+    arrays = {n: np.zeros((1, 8, 8, 4), np.float32) for n in (*Q_K_V, "do")}
+    path = save(tmp_path / "a.npz", arrays, np.float32)
+    for layout, says in ((None, "BTNH"), ("BNTH,do=BTNH", "BNTH,do=BTNH")):
+        (layer,) = array_file.load(path, layout)
+        assert layer.notes == (
+            "q, k, v, do: as many rows as heads, so that another order of these axes would not "
+            f"show; read as --layout {says} says",
+        )
+    np.savez(path, **arrays, layout=np.array("BTNH"))  # as a capture says
+    assert array_file.load(path)[0].notes == ()
+
+
 def changed(**changes):
     arrays = {**healthy_arrays(), **changes}
     return {name: x for name, x in arrays.items() if x is not None}
@@ -192,10 +273,13 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
         (changed(q=ONES.astype(np.float16)), "q, k, v must share a dtype"),
         (changed(v=ONES[:, 1:]), "k and v must have the same shape"),
         (changed(q=ONES[..., :8], do=None), "q and k differ in batch or head size"),
-        (changed(k=ONES[0]), r"all be BTNH or all TNH, got shapes q \(1, 256, 2, 32\)"),
-        (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "all be BTNH"),
+        (changed(k=ONES[0]), r"without the batch axis, got shapes q \(1, 256, 2, 32\)"),
+        (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "the batch axis, got"),
         (changed(do=ONES[:, 1:]), r"do must have the shape of q, got \(1, 255, 2, 32\) .* 32\)$"),
-        (changed(do=ONES.swapaxes(1, 2)), "do .* its lengths and heads are swapped: save do with"),
+        (changed(do=ONES[0].reshape(1, 1, LENGTH, -1)), r"do must have the shape of q, .* 32\)$"),
+        (changed(do=ONES.reshape(LENGTH, -1)), "without the batch axis, got shapes"),
+        (changed(layout=np.array("TNH")), "layout 'TNH' must be BTNH or BNTH, or say so for each"),
+        (changed(layout=np.array(1)), r"layout must be one text such as BNTH, got shape \(\) of "),
         (changed(window=np.array(3)), "window must be two integers, 0 or more: .* got 3$"),
         (changed(window=np.array([-1, 0])), r"window must be two integers, .* got \[-1, 0\]"),
         (
@@ -424,6 +508,8 @@ def test_a_missing_safetensors_package_is_one_line(tmp_path, monkeypatch):
     [
         (("--numerics", "fast"), "unknown numerics 'fast'; presets are exact"),
         (("--row-max", "fast"), "unknown row-max rule 'fast'"),
+        (("--layout", "TNH"), "layout 'TNH' must be BTNH or BNTH"),
+        (("--layout", "x=BNTH"), "layout 'x=BNTH' must be BTNH or BNTH, or say so for each of q"),
         (("--kv-block", "0"), "kv_block must be a positive number"),
         (("--scale", "nan"), "--scale must be a finite number, got nan"),
         (("--json", "no/such/out.json"), "there is no directory no/such"),

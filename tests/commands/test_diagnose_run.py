@@ -97,6 +97,24 @@ def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
     assert "note: no trend: " in capsys.readouterr().out
 
 
+def test_a_spike_of_the_run_that_points_at_its_batch_is_noted(made, tmp_path):
+    path, *_ = made
+    copy = shutil.copytree(path, tmp_path / "run")
+    spike = {"loss": 6.5, "median": 3.0, "spread": 0.25, "score": 14.0}
+    records = [
+        {"step": 1, "signals": {"layer_0": {"score_maximum": [3.0, 4.0]}}},
+        {"step": 2, "spike": spike},
+        {"step": 5, "spike_end": {"begin": 2, "recovery": "fast"}},
+    ]
+    metrics = RunDir(copy).metrics
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    *_, note = run_layers.load(copy)[0].notes
+    assert note.startswith("of the run's training: step 2: spike to 6.500")
+    assert "no rule was met, which points at its batch rather than at arithmetic" in note
+    metrics.write_text("damaged\n")
+    assert not any("spike" in note for note in run_layers.load(copy)[0].notes)
+
+
 def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     path, *_ = made
     own = run_layers.load(path)

@@ -143,6 +143,9 @@ def test_replay_names_what_is_wrong(path, text, message):
 def test_replay_of_a_missing_file(path):
     with pytest.raises(DataError, match=r"data_order.txt does not exist"):
         replay(path)
+    path.mkdir()
+    with pytest.raises(DataError, match=r"data_order.txt is no file: give the path of a record"):
+        replay(path)
 
 
 def test_replay_beyond_its_end(path):

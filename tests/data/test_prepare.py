@@ -43,6 +43,14 @@ def files(tmp_path):
     return paths
 
 
+@pytest.fixture
+def line(tmp_path):
+    """A document that cannot be cut."""
+    path = tmp_path / "line.txt"
+    path.write_text("a single line\n")
+    return path
+
+
 def test_every_document_lands_in_one_split(out, files, capsys):
     run(out, "--text", *files, "--tokenizer", "bytes", "--val-fraction", "0.2")
     corpus = tokens.load(out, verify=True)
@@ -142,18 +150,33 @@ def test_an_output_that_is_a_file(tmp_path, files):
 
 
 @pytest.mark.parametrize(("fraction", "name"), [("0.05", "val"), ("0.99", "train")])
-def test_too_little_text_to_hold_out(out, files, fraction, name):
-    better = {"val": "larger", "train": "smaller"}[name]
-    with pytest.raises(DataError, match=rf"{name}.bin would be empty: .* has 2 .* {better} --val"):
-        run(out / "deeper", "--text", files[0], "--tokenizer", "bytes", "--val-fraction", fraction)
+def test_too_little_text_to_hold_out(out, line, fraction, name):
+    with pytest.raises(DataError, match=rf"{name}.bin would be empty: the text has 1 documents, "):
+        run(out / "deeper", "--text", line, "--tokenizer", "bytes", "--val-fraction", fraction)
     assert not out.exists()
 
 
-def test_what_was_there_before_a_failure_stays(out, files):
+def test_what_was_there_before_a_failure_stays(out, line):
     out.mkdir()
     with pytest.raises(DataError, match="would be empty"):
-        run(out, "--text", files[0], "--tokenizer", "bytes")
+        run(out, "--text", line, "--tokenizer", "bytes")
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fraction", [0.001, 0.05, 0.5, 0.97])
+@pytest.mark.parametrize("count", [2, 3])
+def test_files_of_one_line_each_are_in_both_splits(out, tmp_path, count, fraction, seed):
+    paths = [tmp_path / f"{number}.txt" for number in range(count)]
+    for path in paths:
+        path.write_text(path.stem)  # without an end of line, too
+    options = ("--tokenizer", "bytes", "--val-fraction", fraction, "--seed", seed)
+    run(out, "--text", *paths, *options)
+    corpus = tokens.load(out, verify=True)
+    train, val = byte_documents(corpus.train.ids), byte_documents(corpus.val.ids)
+    assert sorted(train + val) == [path.stem for path in paths]
+    if fraction < 0.5:
+        assert len(val) == 1
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.97])
@@ -194,6 +217,8 @@ def test_a_separator_does_not_go_with_a_data_set(out):
 
 
 def test_missing_text_file(out, files):
+    with pytest.raises(DataError, match=r"text file .* is no file: check the path"):
+        run(out, "--text", out.parent, "--tokenizer", "bytes")
     with pytest.raises(DataError, match=r"text file nowhere.txt does not exist"):
         run(out, "--text", files[0], "nowhere.txt", "--tokenizer", "bytes")
     assert not out.exists()

@@ -68,6 +68,9 @@ def test_dtype_holds_the_vocabulary(vocabulary, dtype):
 def test_missing_directory(tmp_path):
     with pytest.raises(DataError, match=r"data directory .*nowhere does not exist.*prepare"):
         tokens.load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data directory .*file is no directory: make it with"):
+        tokens.load(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])

@@ -5,11 +5,13 @@ import json
 import pytest
 
 from lowprec_attn.runs import report
-from lowprec_attn.runs.incidents import incidents
+from lowprec_attn.runs.incidents import AT_ITS_BATCH, incidents
 from lowprec_attn.runs.run_dir import RunDir
 
 SPIKE = {"spike": {"loss": 6.5, "median": 3.0, "spread": 0.25, "score": 14.0}}
 ALARM = {"head": 1, "value": 1500.0}
+
+QUIET, LOUD = ({"layer_0": {"score_maximum": [3.0, value]}} for value in (4.0, 600.0))
 
 CASES = {
     "warnings": (
@@ -36,6 +38,21 @@ CASES = {
             "windows 3, 4, 5, … (line 2 of data_order.txt)"
         ],
     ),
+    "at its batch": (
+        [
+            {"step": 0, "signals": LOUD},  # long before
+            {"step": 1, "signals": QUIET},
+            {"step": 2, **SPIKE},
+            {"step": 4, "signals": QUIET},
+            {"step": 5, "spike_end": {"begin": 2, "recovery": "fast"}},
+            {"step": 6, "signals": LOUD},
+        ],
+        [
+            "step 2: spike to 6.500, 14.0 spreads above 3.000, recovered in 3 steps (fast); no "
+            "rule was met, which points at its batch rather than at arithmetic; "
+            "windows 7, 8, 9, … (line 3 of data_order.txt)"
+        ],
+    ),
     "divergence": (
         [{"step": 9, "divergence": {"smoothed": 3.75, "best": 3.0}}],
         ["step 9: divergence without a spike, smoothed loss 0.75 above its best"],
@@ -57,6 +74,28 @@ def test_a_record_is_told_in_a_line(tmp_path, case):
     order = tmp_path / "data_order.txt"
     order.write_text("0,1,2,2\n3,4,5,5\n7,8,9,9\n")
     assert [str(incident) for incident in incidents(records, order)] == lines
+
+
+@pytest.mark.parametrize(
+    ("signals", "recovery", "at_batch"),
+    [
+        ({}, "fast", False),  # nothing was measured
+        ({1: QUIET}, "fast", True),
+        ({1: QUIET}, "slow", False),
+        ({1: LOUD}, "fast", False),
+        ({1: QUIET, 12: LOUD, 20: QUIET}, "fast", False),
+        # Errors of δ alone are no warning, but of arithmetic.
+        ({1: {"layer_0": {"query_gradient_error_relative": [0.5]}}}, "fast", False),
+        ({30: QUIET}, "fast", False),  # after it
+    ],
+)
+def test_a_fast_spike_without_a_rule_met_points_at_its_batch(tmp_path, signals, recovery, at_batch):
+    records = [{"step": step, "signals": found} for step, found in signals.items()]
+    records += [{"step": 10, **SPIKE}]
+    records += [{"step": 25, "spike_end": {"begin": 10, "recovery": recovery}}]
+    (spike,) = (i for i in incidents(records, tmp_path / "none") if i.loss is not None)
+    assert spike.at_batch is at_batch
+    assert (AT_ITS_BATCH in spike.text) is at_batch
 
 
 def test_the_report_marks_them(tmp_path):

@@ -1,12 +1,17 @@
 """Runs that are killed at random times, or asked to stop, and resumed by the same command."""
 
 import functools
+import hashlib
+import os
 import random
 import signal
 import time
 
 import pytest
 from command import finish, wait_for_steps
+from forks import Fork
+
+from lowprec_attn import hosts
 
 
 @pytest.fixture
@@ -83,6 +88,7 @@ def test_sigterm_saves_and_exits_cleanly(start, tmp_path):
     wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 5)
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process)
+    assert "SIGTERM: ends after this step, with a checkpoint; Ctrl-C again ends at once" in out
     assert "stopped by a signal after" in out
     done = int(out.split("stopped by a signal after ")[1].split()[0])
     assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
@@ -91,3 +97,42 @@ def test_sigterm_saves_and_exits_cleanly(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, _ = finish(process)
     assert f"resuming at step {done}" in out
+
+
+def test_an_interrupt_saves_and_exits_as_interrupted(start, tmp_path):
+    steps = {"steps": 5000, "checkpoint_every": 0}
+    process = start(tmp_path / "run", **steps)
+    wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 5)
+    process.send_signal(signal.SIGINT)
+    out, err = finish(process, code=130)
+    assert "SIGINT: ends after this step, with a checkpoint; Ctrl-C again ends at once\n" in out
+    assert "Traceback" not in out + err
+    done = int(out.split("stopped by a signal after ")[1].split()[0])
+    assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
+
+
+def compile_for_seconds(hashes):
+    """What a loop does whose first step compiles: one call, in which Python runs no handler."""
+    with hosts.stop_requests(functools.partial(print, flush=True)) as stop_after:
+        print("compiling", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", hashes)
+        print("compiled", flush=True)
+        return stop_after(0)
+
+
+@pytest.mark.parametrize(("signals", "compiled"), [(1, True), (2, False)])
+def test_an_interrupt_while_it_compiles_is_answered_at_once(signals, compiled):
+    # A second of one core, and many where a second interrupt cuts them short.
+    process = Fork(
+        compile_for_seconds, 3 * 10**6 if compiled else 10**8, environment=dict(os.environ)
+    )
+    process.wait_for_lines(1)
+    for lines in range(2, 2 + signals):
+        process.send_signal(signal.SIGINT)
+        process.wait_for_lines(min(lines, 2))
+        assert "compiled" not in process.printed()
+    out, err = process.communicate(timeout=60)
+    first, answer, *rest = out.splitlines()
+    assert (first, rest) == ("compiling", ["compiled"] if compiled else [])
+    assert answer == "SIGINT: ends after this step, with a checkpoint; Ctrl-C again ends at once"
+    assert (process.returncode, err) == (130, "")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lowprec_attn.runs.incidents import AT_ITS_BATCH
 from lowprec_attn.runs.spikes import Level
 from lowprec_attn.training.watch import Watch
 
@@ -46,6 +47,7 @@ def test_each_event_is_a_record_and_a_line(whole):
     assert first.startswith("warning: step 50, layer 0, head 1: the largest |score| is 600")
     assert second.startswith("warning: step 60: the loss 5.000 is a spike")
     assert third.startswith("note: step 72: the loss has recovered 12 steps after")
+    assert third.endswith("(fast)")  # a rule was met
 
 
 @pytest.mark.parametrize("start", [51, 65, 100, 160])
@@ -57,6 +59,20 @@ def test_a_resumed_run_goes_on_and_repeats_nothing(whole, start):
     assert heard.records == [r for r in whole.records if r["step"] >= start]
     assert len(heard.lines) == len(heard.records)
     assert (heard.watch.enough, heard.watch.onset) == (whole.watch.enough, whole.watch.onset)
+
+
+@pytest.mark.parametrize(("start", "says"), [(0, True), (50, True), (65, False)])
+def test_a_fast_spike_without_a_rule_met_points_at_its_batch(start, says):
+    recorded = [{"step": s, "loss": loss(s)} for s in range(start)]
+    recorded += [{"step": s, "signals": QUIET} for s in range(0, start, 10)]
+    heard = Heard(recorded, start)
+    for step in range(start, 100):
+        heard.watch.add_loss(step, loss(step))
+        if step % 10 == 0:
+            heard.watch.add_signals(step, QUIET)
+    end = heard.lines[-1]
+    assert end.startswith("note: step 72: the loss has recovered 12 steps after")
+    assert end.endswith(f"(fast); {AT_ITS_BATCH}" if says else "(fast)")
 
 
 def test_an_excess_is_enough_after_the_limit_and_its_onset_is_the_spike(whole):

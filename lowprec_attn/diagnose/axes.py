@@ -1,0 +1,117 @@
+"""The order of the axes of q, k, v and dO in a file: as declared, as read, and what looks wrong."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+WITH_HEADS = ("q", "k", "v", "do")
+_ROWS_FIRST, _HEADS_FIRST = "BTNH", "BNTH"
+
+Arrays = dict[str, np.ndarray]
+Orders = Mapping[str, str]
+
+
+def parse(text: str) -> Orders:
+    """The order of each array: `BNTH` is that of all, `BNTH,do=BTNH` that of all but one.
+
+    What is not named is BTNH.
+
+    Raises:
+      ValueError: another order or name.
+    """
+    orders = dict.fromkeys(WITH_HEADS, _ROWS_FIRST)
+    for word in sorted(text.split(","), key=lambda word: "=" in word):
+        name, _, order = word.rpartition("=")
+        names = (name,) if "=" in word else WITH_HEADS
+        if order not in (_ROWS_FIRST, _HEADS_FIRST) or not set(names) <= orders.keys():
+            raise ValueError(
+                f"layout {text!r} must be BTNH or BNTH, or say so for each of q, k, v and do, as "
+                "in q=BNTH,k=BNTH,v=BNTH,do=BTNH"
+            )
+        orders |= dict.fromkeys(names, order)
+    return orders
+
+
+def rows_first(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
+    """The arrays with a batch axis, those with heads as [B, T, N, H]; and what to know about it.
+
+    Raises:
+      ValueError: some have a batch axis and others have none, or dO has its heads side by side in
+        an order that is not that of q.
+    """
+    arrays, notes = _with_heads_apart(arrays, orders)
+    if notes:
+        orders = {**orders, "do": _ROWS_FIRST}
+    there = [which for which in WITH_HEADS if which in arrays]
+    ranks = {arrays[which].ndim for which in there}
+    if len(ranks) > 1 or not ranks <= {3, 4}:
+        listed = ", ".join(f"{which} {arrays[which].shape}" for which in there)
+        raise ValueError(
+            "q, k, v and do must be [batch, length, heads, head size], or all without the batch "
+            f"axis, got shapes {listed}"
+        )
+    if ranks == {3}:
+        arrays = {which: array[None] for which, array in arrays.items()}
+    swapped = {w: arrays[w].swapaxes(1, 2) for w in there if orders[w] == _HEADS_FIRST}
+    return arrays | swapped, notes
+
+
+def doubts(arrays: Arrays, orders: Orders) -> list[str]:
+    """Notes where arrays, rows first by now, may have been of another order than declared."""
+    _, length, heads, _ = arrays["q"].shape
+    notes = []
+    if heads > length:
+        first = "heads come first, as in torch" if orders["q"] == _ROWS_FIRST else "rows come first"
+        other = _option(_turned(orders, WITH_HEADS))
+        notes.append(f"read as {length} rows of {heads} heads; if the {first}, use {other}")
+    square = [w for w in WITH_HEADS if w in arrays and arrays[w].shape[1] == arrays[w].shape[2]]
+    if square:
+        notes.append(
+            f"{', '.join(square)}: as many rows as heads, so that another order of these axes "
+            f"would not show; read as {_option(orders)} says"
+        )
+    return notes
+
+
+def why_do_differs(q: np.ndarray, do: np.ndarray, orders: Orders) -> str:
+    """What to do about a dO that is not of q's shape, both [B, T, N, H] as read; may be empty."""
+    if do.ndim != 4 or do.swapaxes(1, 2).shape != q.shape:
+        return ""
+    # Heads are seldom more than rows: that tells which of the two was declared wrongly.
+    fewer, more = sorted(q.shape[1:3])
+    wrong = ("do",) if q.shape[1] == more else ("q", "k", "v")
+    return (
+        f": rows and heads of do are in another order than those of q; for {more} rows of {fewer} "
+        f"heads give {_option(_turned(orders, wrong))}"
+    )
+
+
+def _with_heads_apart(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
+    """[..., T, N·H] for dO, as the projection behind attention has it, as [..., T, N, H]."""
+    q, do, v = arrays["q"], arrays.get("do"), arrays["v"]
+    if do is None or q.ndim not in (3, 4) or do.ndim != q.ndim - 1 or v.ndim != q.ndim:
+        return arrays, []
+    *batch, first, second, _ = q.shape
+    rows, heads = (first, second) if orders["q"] == _ROWS_FIRST else (second, first)
+    if do.shape == (*batch, rows, heads * v.shape[-1]):
+        note = f"do {do.shape} read as {heads} heads side by side in each of {rows} rows"
+        return arrays | {"do": do.reshape(*batch, rows, heads, v.shape[-1])}, [note]
+    if do.shape == (*batch, heads, rows * v.shape[-1]):
+        raise ValueError(
+            f"do {do.shape} has {rows} heads side by side in each of {heads} rows, while q "
+            f"{q.shape} is read as {rows} rows of {heads} heads; give "
+            f"{_option(_turned(orders, WITH_HEADS))}"
+        )
+    return arrays, []
+
+
+def _turned(orders: Orders, names: Iterable[str]) -> Orders:
+    other = {_ROWS_FIRST: _HEADS_FIRST, _HEADS_FIRST: _ROWS_FIRST}
+    return {**orders, **{name: other[orders[name]] for name in names}}
+
+
+def _option(orders: Orders) -> str:
+    """What to give on the command line for these orders."""
+    of_q = orders["q"]
+    others = [f"{which}={order}" for which, order in orders.items() if order != of_q]
+    return "--layout " + ",".join([of_q, *others])

@@ -1,0 +1,45 @@
+"""The programs of docs/examples, as they stand there, by the lines of docs/diagnose.md."""
+
+import re
+import runpy
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.commands.main import main
+
+PAGE = (ROOT / "docs" / "diagnose.md").read_text()
+LINES = re.findall(r"^python (docs/examples/\S+) && lowprec-attn (.*)$", PAGE, re.MULTILINE)
+PROGRAMS = [path for path, _ in LINES]
+TORCH = "docs/examples/capture_hugging_face.py"
+
+
+def test_there_is_one_for_each_framework():
+    frameworks = ("nnx", "linen", "hugging_face")
+    assert [f"docs/examples/capture_{name}.py" for name in frameworks] == PROGRAMS
+    for path, command in LINES:
+        assert f"python {path} && lowprec-attn {command}\n" in (ROOT / path).read_text()
+
+
+def test_that_of_hugging_face_holds_the_recipe():
+    (recipe,) = re.findall(r"^from transformers .*?^```", PAGE, re.MULTILINE | re.DOTALL)
+    _, steps = recipe.removesuffix("```").split("\n\n")[1:]
+    assert (ROOT / TORCH).read_text().endswith(steps)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [pytest.param(*line, marks=[pytest.mark.slow] if line[0] == TORCH else []) for line in LINES],
+)
+def test_a_program_and_its_diagnosis_run(path, command, tmp_path, monkeypatch, capsys):
+    if path == TORCH:
+        pytest.importorskip("torch", reason="the program needs torch")
+        pytest.importorskip("transformers", reason="the program needs transformers")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / path))
+    assert main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "2 layers, each q" in out
+    assert "bfloat16, causal" in out
+    assert len(re.findall(r"^Verdict for layer_0\d: nothing found", out, re.MULTILINE)) == 2
+    assert "not kept" not in out
