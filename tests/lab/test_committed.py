@@ -74,7 +74,12 @@ def test_a_page_shows_the_figure_of_the_records(image, experiment):
 
 @pytest.mark.parametrize(
     "path",
-    ["output_cpu/output-seed1.jsonl", "lse_small/lse1-seed1.jsonl", "output_gpt2/o2-seed3.jsonl"],
+    [
+        "output_cpu/output-seed1.jsonl",
+        "output_cpu/newest_jax/output-seed1.jsonl",
+        "lse_small/lse1-seed1.jsonl",
+        "output_gpt2/o2-seed3.jsonl",
+    ],
 )
 def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(path):
     with (FAILURE / path).open() as lines:
