@@ -257,8 +257,8 @@ def test_after_the_last_try_it_stops(run, tmp_path):
 
 def test_a_loss_in_excess_is_rolled_back_too(run, tmp_path):
     wild = {
-        "optimizer__peak_lr": 1.0,
-        "optimizer__end_lr": 1.0,
+        "optimizer__peak_lr": 3.0,
+        "optimizer__end_lr": 3.0,
         "optimizer__warmup_steps": 2,
         "attention__points": {},
         "rollback_points": {},

@@ -28,12 +28,12 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module")
 def run(text, compiled_once):
-    """`run(workdir, **changes)` trains with a rate at which the loss leaves at once."""
+    """`run(workdir, **changes)` trains with a rate at which the loss leaves at once, for good."""
 
     def run(workdir, **changes):
         fields = {
-            "optimizer__peak_lr": 1.0,
-            "optimizer__end_lr": 1.0,
+            "optimizer__peak_lr": 3.0,
+            "optimizer__end_lr": 3.0,
             "attention__implementation": "tiled",
             "data__path": str(text),
             "model__layers": 1,
