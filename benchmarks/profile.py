@@ -11,6 +11,7 @@ a multiprocessor can do in the cycles in which it works.
 
 import argparse
 import csv
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from benchmarks.attention.records import Record, environment, write
 from benchmarks.shapes import SHAPES
 from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.tables import columns
+
+_PROGRAM = "python -m benchmarks.profile"
 
 # Kernels of attention, ours and others'; not those that XLA or PyTorch put around them.
 _KERNELS = "regex:attention|sdpa|flash|mha"
@@ -72,6 +75,8 @@ _COUNTERS = {
 def main() -> int:
     """Profiles, prints, writes; returns the exit code."""
     args = _arguments()
+    # This process and the one under `ncu` share the GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         if args.run:
             _run(args.run, args.only)
@@ -85,7 +90,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.profile",
+        prog=_PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -105,11 +110,10 @@ def _profile(args: argparse.Namespace) -> None:
     found = select(candidates("gpu"), args.only)
     if not found:
         raise RunError(f"no candidate matches {' '.join(args.only)}")
-    records: list[Record] = [environment()]
+    records: list[Record] = [environment(_PROGRAM)]
     for shape in args.shapes:
         for candidate in found:
-            for record in _counted(ncu, shape, candidate.name):
-                records.append(record)
+            records += _counted(ncu, shape, candidate.name)
             print(table(records[1:]), flush=True)
             if args.out:
                 write(args.out, records)  # so that a run that is stopped leaves what it has

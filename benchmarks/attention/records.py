@@ -23,7 +23,7 @@ Record = dict[str, Any]
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "tokamax")
 
 
-def environment() -> Record:
+def environment(program: str = "python -m benchmarks.attention") -> Record:
     """Device, driver, versions, date, and the command without anything private."""
     device = jax.devices()[0]
     installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
@@ -35,7 +35,7 @@ def environment() -> Record:
         "python": platform.python_version(),
         "versions": {name: installed[name] for name in _PACKAGES if name in installed},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python -m benchmarks.attention", *sys.argv[1:]]),
+        "command": " ".join([program, *sys.argv[1:]]),
     }
 
 

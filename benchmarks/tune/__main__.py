@@ -27,6 +27,8 @@ from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.numerics import PRESETS, ROW_MAX_RULES
 from lowprec_attn.tables import columns
 
+_PROGRAM = "python -m benchmarks.tune"
+
 # Random bits, which some presets need, are no input of a kernel here.
 _PRESETS = [name for name, n in PRESETS.items() if not (n.normalize_probs or n.needs_bits)]
 
@@ -44,7 +46,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tune",
+        prog=_PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,7 +64,6 @@ def _arguments() -> argparse.Namespace:
     args.presets = args.presets or module.PRESETS
     args.rules = args.rules or module.RULES
     args.stages = args.stages or module.STAGES
-    args.command = " ".join([parser.prog, *sys.argv[1:]])
     return args
 
 
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     calls = list(_calls(args))
     for call in calls:  # before the first is timed
         call.check()
-    records: list[Record] = [{**environment(), "command": args.command}]
+    records: list[Record] = [environment(_PROGRAM)]
     for call, kernels in differing(calls, args.kernels):
         for part in sweep(call, kernels, args.stages, args.rounds):
             print(table(part, args.shown), flush=True)

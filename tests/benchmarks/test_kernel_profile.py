@@ -2,7 +2,12 @@
 
 import csv
 import io
+import json
+import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,8 +64,38 @@ def test_without_the_profiler_or_a_gpu_nothing_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["profile"])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main would, for good
     for found, missing in ((None, "ncu (of NVIDIA Nsight Compute)"), ("/bin/ncu", "a GPU")):
         monkeypatch.setattr(profile.shutil, "which", lambda _, found=found: found)
         assert profile.main() == 2
         error = capsys.readouterr().err
         assert error == f"error: kernels are profiled with {missing}, which is not found here\n"
+
+
+def test_each_candidate_runs_in_a_process_that_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profiler's process, beside this one on the same GPU; and what the records say of it."""
+    commands = []
+
+    def ncu(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append((command, os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]))
+        log = Path(command[command.index("--log-file") + 1])
+        log.write_text("\n".join(output({"Kernel Name": "attention_forward"})))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.setattr(profile.shutil, "which", lambda _: "/bin/ncu")
+    monkeypatch.setattr(profile.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(profile.subprocess, "run", ncu)
+    monkeypatch.setattr(profile, "environment", lambda program: {"command": program})
+    out = tmp_path / "profile.jsonl"
+    names = ["hopper flash", "torch cudnn"]
+    monkeypatch.setattr(sys, "argv", ["profile", "--only", *names, "--out", str(out)])
+    assert profile.main() == 0
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    assert {(command[-1], room) for command, room in commands} == {(n, "false") for n in names}
+    first, *records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["command"] == "python -m benchmarks.profile"
+    assert {r["name"] for r in records} == set(names)
+    assert "attention_forward" in capsys.readouterr().out
