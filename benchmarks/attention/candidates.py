@@ -4,6 +4,7 @@ import fnmatch
 from collections.abc import Iterable
 
 from benchmarks.attention import own, peers
+from benchmarks.attention.flash3 import Flash3Candidate
 from benchmarks.attention.timing import Candidate
 from benchmarks.attention.torch_sdpa import torch_candidates
 from benchmarks.shapes import SWEEP
@@ -40,7 +41,7 @@ def candidates(platform: str, *, points: bool = False) -> list[Candidate]:
     found: list[Candidate] = [peers.jax_nn("xla")]
     if platform == "gpu":
         found += [peers.jax_nn("cudnn"), peers.jax_nn("cudnn", deterministic=True)]
-        found += [*peers.jax_pallas(), *torch_candidates()]
+        found += [*peers.jax_pallas(), *torch_candidates(), Flash3Candidate()]
         found += [peers.tokamax("triton"), peers.tokamax("mosaic")]
     found += [*own.presets(platform), *own.steps(platform)]
     if points:

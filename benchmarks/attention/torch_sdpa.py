@@ -1,15 +1,13 @@
-"""PyTorch's scaled dot product attention, in the same process and on the same inputs."""
+"""PyTorch's scaled dot product attention."""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.timing import Results, Timed
+from benchmarks.attention.torch_calls import queued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,42 +25,15 @@ class TorchCandidate:
     deterministic: bool = False
 
     def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
-        """Queues all calls of a sample between two CUDA events.
-
-        Raises:
-          ImportError, RuntimeError: no PyTorch with CUDA here, or the backend declines.
-        """
+        """See `torch_calls.queued`."""
         import torch
 
-        jax.block_until_ready(inputs)  # PyTorch reads the same memory on a stream of its own
-        q, k, v, do = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
-        for x in (q, k, v):
-            x.requires_grad_(problem.backward)
-
-        def call() -> tuple[Any, ...]:
-            o = torch.nn.functional.scaled_dot_product_attention(
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=problem.scale
             )
-            return (o, *torch.autograd.grad(o, (q, k, v), do)) if problem.backward else (o,)
 
-        def results() -> Results:
-            with self._chosen():
-                outputs = [x.detach().transpose(1, 2).contiguous() for x in call()]
-            torch.cuda.synchronize()
-            return tuple(jnp.from_dlpack(x) for x in outputs)
-
-        def seconds() -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            with self._chosen():
-                start.record()
-                for _ in range(calls):
-                    call()
-                end.record()
-            end.synchronize()
-            return start.elapsed_time(end) / 1e3 / calls
-
-        return Timed(results, seconds, "all calls queued, CUDA events")
+        return queued(attend, problem, inputs, calls, heads_first=True, mode=self._chosen)
 
     @contextlib.contextmanager
     def _chosen(self) -> Iterator[None]:

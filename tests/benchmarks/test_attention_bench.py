@@ -1,6 +1,7 @@
 """The benchmark: fair samples, nothing dropped in silence, and the verdicts on its ratios."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from benchmarks.attention import __main__ as command
 from benchmarks.attention import memory, own, peers, table, targets, timing
 from benchmarks.attention.candidates import candidates, for_shape, select
+from benchmarks.attention.flash3 import flash_attn_func
 from benchmarks.attention.measure import measure
 from benchmarks.attention.problem import PASSES, Problem
 from benchmarks.attention.records import add_ratios, fastest, ratio, read, write
@@ -178,6 +180,24 @@ def test_candidates_that_decline_are_listed(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any("\n" in reason for reason in reasons)
     printed = "\n".join(table.time_lines(records))
     assert all(reason in printed for reason in reasons)
+
+
+def test_flash_attention_3_takes_the_package_that_has_the_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("fa3_fwd_interface", "flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(ImportError, match="flash_attn_interface or fa3_fwd_interface"):
+        flash_attn_func(backward=False)
+    (tmp_path / "fa3_fwd_interface.py").write_text("flash_attn_func = 'forward'")
+    importlib.invalidate_caches()
+    assert flash_attn_func(backward=False) == "forward"
+    with pytest.raises(ImportError, match=r"no module flash_attn_interface$"):
+        flash_attn_func(backward=True)
+    (tmp_path / "flash_attn_interface.py").write_text("flash_attn_func = 'both'")
+    importlib.invalidate_caches()
+    assert flash_attn_func(backward=False) == flash_attn_func(backward=True) == "both"
 
 
 def test_records_say_whether_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,42 @@
+"""FlashAttention-3 (arXiv 2407.08608), from one of the packages that bring its kernels."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.attention.problem import Problem
+from benchmarks.attention.timing import Results, Timed
+from benchmarks.attention.torch_calls import queued
+
+# Its own package, built from source, and `fa3-fwd` of the package index, which has wheels.
+_BOTH_PASSES, _FORWARD = "flash_attn_interface", "fa3_fwd_interface"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flash3Candidate:
+    """`flash_attn_func` of FlashAttention-3 on a Hopper GPU."""
+
+    name: str = "torch flash3"
+
+    def prepare(self, problem: Problem, inputs: Results, calls: int) -> Timed:
+        """See `torch_calls.queued`.
+
+        Raises:
+          ImportError: no package has the passes of the problem.
+        """
+        function = flash_attn_func(backward=problem.backward)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return function(q, k, v, softmax_scale=problem.scale, causal=True)
+
+        return queued(attend, problem, inputs, calls)
+
+
+def flash_attn_func(*, backward: bool) -> Callable[..., Any]:
+    """The function of that name, of the first package that has these passes."""
+    modules = (_BOTH_PASSES,) if backward else (_BOTH_PASSES, _FORWARD)
+    for name in modules:
+        if importlib.util.find_spec(name):
+            return importlib.import_module(name).flash_attn_func
+    raise ImportError(f"no module {' or '.join(modules)}")
