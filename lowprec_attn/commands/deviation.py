@@ -38,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs",
         type=Path,
         nargs="+",
+        action="append",
         metavar="RUN",
         help="measure weights, not attention: the first run directory against the others, at every "
-        "step of which both have a checkpoint",
+        "step of which both have a checkpoint; once for each seed, with the same names of "
+        "directories",
     )
     grid = parser.add_argument_group("what is measured")
     add = grid.add_argument
@@ -105,10 +107,10 @@ def _measure_weights(args: argparse.Namespace) -> None:
     # The trainer's packages, which the measurement of attention does without.
     from lowprec_attn.lab import weight_drift
 
-    base, *others = args.runs
-    if not others:
-        raise RunError(f"--runs {base} is one run; name others to compare it with")
-    _write_lines(args.directory / _WEIGHTS, list(weight_drift.compare(base, others)))
+    for base, *others in args.runs:
+        if not others:
+            raise RunError(f"--runs {base} is one run; name others to compare it with")
+    _write_lines(args.directory / _WEIGHTS, weight_drift.compare_seeds(args.runs))
 
 
 def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -123,6 +125,8 @@ def _report(directory: Path) -> None:
         raise RunError(
             f"{directory} holds no records; measure them with `lowprec-attn deviation {directory}`"
         )
+    if any("seed" not in record for record in drift):
+        raise RunError(f"{directory / _WEIGHTS} is of another version; measure again")
     grid = _grid(directory / _MEASURED) if records else Grid()
     for name, figure in figures(records, drift, grid).items():
         path = directory / f"{name}.png"
@@ -133,7 +137,7 @@ def _report(directory: Path) -> None:
         print(f"\nat length {grid.length}, tiles of {grid.tile[0]} x {grid.tile[1]}, mean of seeds")
         print(_table(records, grid))
     if drift:
-        print(f"\nweights beside those of {drift[0]['base']} at the last common step")
+        print(f"\nweights beside those of {drift[0]['base']} at the last common step, by seed")
         print(_drift_table(drift))
 
 
@@ -186,9 +190,12 @@ def _mean(records: Iterable[dict[str, Any]], tensor: str, statistic: str) -> str
 
 
 def _drift_table(drift: Sequence[dict[str, Any]]) -> str:
-    rows = [["run", "step", "max", "RMS", "Wasserstein", "largest, in"]]
-    last = {r["other"]: r for r in sorted(drift, key=lambda r: r["step"])}
-    for name, r in last.items():
-        numbers = [f"{r[s]:.2e}" for s in ("max", "rms", "wasserstein")]
-        rows.append([name, str(r["step"]), *numbers, f"{r['wasserstein_max']:.2e} {r['tensor']}"])
-    return columns(rows, "<>>>><")
+    rows = [["run", "seed", "step", "max", "RMS", "Wasserstein", "largest, in"]]
+    last = {(r["other"], r["seed"]): r for r in sorted(drift, key=lambda r: r["step"])}
+    for other in dict.fromkeys(r["other"] for r in drift):
+        for seed in dict.fromkeys(r["seed"] for r in drift):
+            if r := last.get((other, seed)):
+                numbers = [f"{r[s]:.2e}" for s in ("max", "rms", "wasserstein")]
+                largest = f"{r['wasserstein_max']:.2e} {r['tensor']}"
+                rows.append([other, str(seed), str(r["step"]), *numbers, largest])
+    return columns(rows, "<>>>>><")

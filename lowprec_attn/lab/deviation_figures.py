@@ -122,14 +122,19 @@ def _weight_figure(drift: Sequence[Record]) -> Figure:
     panels = {"max": "largest difference", "wasserstein": "Wasserstein distance"}
     for axis, (statistic, name) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for i, other in enumerate(others):
-            points = sorted((r["step"], r[statistic]) for r in drift if r["other"] == other)
-            color = colormaps["tab10"](i)
-            axis.plot(*zip(*points, strict=True), color=color, marker="o", ms=3, label=other)
+            of_other = [r for r in drift if r["other"] == other]
+            style = {"color": colormaps["tab10"](i), "marker": "o", "ms": 3, "lw": 1.0}
+            for n, seed in enumerate(dict.fromkeys(r["seed"] for r in of_other)):
+                points = sorted((r["step"], r[statistic]) for r in of_other if r["seed"] == seed)
+                x, y = zip(*points, strict=True)
+                axis.plot(x, y, alpha=0.8, label=None if n else other, **style)
         axis.set(xlabel="step", title=name, yscale="log")
         axis.grid(alpha=0.3)
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=len(others), fontsize=8)
-    figure.suptitle(f"weights of other runs beside those of {drift[0]['base']}", fontsize=11)
+    seeds = len({r["seed"] for r in drift})
+    each = f", a line each of {seeds} seeds" if seeds > 1 else ""
+    figure.suptitle(f"weights of other runs beside those of {drift[0]['base']}{each}", fontsize=11)
     return figure
 
 

@@ -5,7 +5,7 @@ between the weights that it ends at and those of another run: the largest differ
 Wasserstein distance. Another initialisation and another precision are their yardsticks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,40 @@ from lowprec_attn.training.saved_model import restore, settings_of
 _NEWEST = 2**31  # steps are counted in int32
 
 
-def compare(base: Path, others: list[Path]) -> Iterator[dict[str, Any]]:
+def compare_seeds(groups: Sequence[Sequence[Path]]) -> list[dict[str, Any]]:
+    """The records of `compare` for several seeds.
+
+    Args:
+      groups: one for each seed, a base and others, whose directories bear the same names in each.
+
+    Raises:
+      UserError: as `compare`, or two groups have one seed or other names.
+    """
+    names: list[str] = []
+    bases: dict[int, Path] = {}
+    for base, *others in groups:
+        found = [path.name for path in (base, *others)]
+        names = names or found
+        if found != names:
+            raise RunError(
+                f"--runs has {' '.join(found)} beside {' '.join(names)}; give the runs of each "
+                "seed under the same names, in the same order"
+            )
+        seed = settings_of(base).seed
+        if seed in bases:
+            raise RunError(f"{bases[seed]} and {base} both have seed {seed}; give each seed once")
+        bases[seed] = base
+    return [record for base, *others in groups for record in compare(base, others)]
+
+
+def compare(base: Path, others: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """A record for each other run and each step of which it and the base have a checkpoint.
 
-    A record holds `base`, `other` (names of the directories), `changed` (the fields in which their
-    configs differ, with the value of either), `step`, and over all weights: `max`, the largest
-    difference of two weights in the same place; `rms`, the root mean square of these
-    differences; `wasserstein`, the first Wasserstein distance between the values of a tensor here
-    and there, as a mean over the tensors by their sizes, and the largest one's `tensor` and
+    A record holds `base`, `other` (names of the directories), the base's `seed`, `changed` (the
+    fields in which their configs differ, with the value of either), `step`, and over all weights:
+    `max`, the largest difference of two weights in the same place; `rms`, the root mean square of
+    these differences; `wasserstein`, the first Wasserstein distance between the values of a tensor
+    here and there, as a mean over the tensors by their sizes, and the largest one's `tensor` and
     `wasserstein_max`.
 
     Args:
@@ -39,6 +65,7 @@ def compare(base: Path, others: list[Path]) -> Iterator[dict[str, Any]]:
       UserError: one is no run directory, they share no step, their models differ, or a weight is
         not finite.
     """
+    seed = settings_of(base).seed
     steps = {path: _steps(path) for path in (base, *others)}
     for other in others:
         common = [step for step in steps[base] if step in steps[other]]
@@ -52,6 +79,7 @@ def compare(base: Path, others: list[Path]) -> Iterator[dict[str, Any]]:
             yield {
                 "base": base.name,
                 "other": other.name,
+                "seed": seed,
                 "changed": RunDir(other).changes_from(RunDir(base)),
                 "step": step,
                 **_distances(_weights(base, step), _weights(other, step), other),

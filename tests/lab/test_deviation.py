@@ -151,6 +151,7 @@ def test_weights_of_runs_are_compared_at_their_common_steps(runs):
         weight_drift.compare(directory / "base", [directory / "other", directory / "moved"])
     )
     assert [(r["other"], r["step"]) for r in found] == [("other", 4), ("moved", 2), ("moved", 4)]
+    assert {r["seed"] for r in found} == {1}
     moved = found[1]
     assert (moved["max"], moved["tensor"]) == (1.0, "norm/scale")
     assert moved["wasserstein_max"] == pytest.approx(1 / 32)  # one of 32 values by 1
@@ -195,3 +196,28 @@ def test_weights_are_drawn_beside_what_was_measured(runs, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "weights beside those of base at the last common step" in printed
     assert "moved" in printed and (tmp_path / "weights.png").is_file()
+
+
+def test_each_seed_has_its_own_base(runs, tmp_path, capsys):
+    directory, _ = runs
+    second = tmp_path / "second"  # another seed, under the names of the first
+    second.mkdir()
+    for name, source in (("base", "other"), ("other", "moved")):
+        (second / name).symlink_to(directory / source)
+    first = ["--runs", str(directory / "base"), str(directory / "other")]
+    options = [*first, "--runs", str(second / "base"), str(second / "other")]
+    assert main(["deviation", str(tmp_path / "made"), *options]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert rows[-2:] == [["other", "1", "4"], ["other", "2", "4"]]
+
+    assert main(["deviation", str(tmp_path / "made"), *first, *first]) == 1
+    assert "both have seed 1; give each seed once" in capsys.readouterr().err
+    options = [*first, "--runs", str(second / "base"), str(directory / "moved")]
+    assert main(["deviation", str(tmp_path / "made"), *options]) == 1
+    assert "--runs has base moved beside base other" in capsys.readouterr().err
+
+
+def test_records_without_a_seed_are_of_another_version(tmp_path, capsys):
+    (tmp_path / "weights.jsonl").write_text('{"base": "a", "other": "b", "step": 2}\n')
+    assert main(["deviation", str(tmp_path), "--report"]) == 1
+    assert "weights.jsonl is of another version; measure again" in capsys.readouterr().err
