@@ -649,7 +649,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
     assert "times their median) and its past at" in told
     assert "W_Q" not in told  # of a capture it is not known
-    assert "In the lab, largest |score|: left its past: before 194 of 233" in told
+    assert "In the lab, largest |score|: left its past: before 196 of 235" in told
     report = json.loads(out.read_text())
     ((trend,), worst) = report["trend"], report["verdict"]
     scores = trend["quantities"]["score_maximum"]

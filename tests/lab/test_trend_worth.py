@@ -27,11 +27,11 @@ OTHERS = (
     *("delta_cpu", "delta_gpt2", "lse_medium", "output_cpu", "output_gpt2", "output_medium"),
     *("points_small", "pv_small", "rate_gpt2_lower", "rate_medium", "real_arithmetic"),
     *("rescue_small", "rollback_cpu", "size_and_sign", "warning_cpu"),
-    *("beta_small", "delta_small", "lse_small_stochastic"),
+    *("beta_small", "delta_small", "lse_small_stochastic", "edge_gpt2", "lse_gpt2"),
 )
 RESUMED = {"rescue_small": "from", "rollback_cpu": "rollback"}
-TOO_HIGH = ("rate_medium", "rate_gpt2", "rate_gpt2_lower")
-GPT2 = ("real_arithmetic", "delta_gpt2", "output_gpt2")
+TOO_HIGH = ("rate_medium", "rate_gpt2", "rate_gpt2_lower", "edge_gpt2")
+GPT2 = ("real_arithmetic", "delta_gpt2", "output_gpt2", "edge_gpt2", "lse_gpt2")
 MOST_ALARMS = 3
 (SCORES,) = (rule for rule in RULES if rule.name == "scores")
 
