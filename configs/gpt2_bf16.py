@@ -5,11 +5,11 @@ Command:   python train.py --config=configs/gpt2_bf16.py
 Variants:  `tiny` on a CPU, `short` on an accelerator, unless named. `full` is the paper's run, for
            a text of billions of tokens. `medium`, `large` and `xl` are as long, with the larger
            models of Radford et al. (2019): 355, 774 and 1,557 M parameters.
-Cost:      tiny about a minute on 2 CPU cores. On one NVIDIA H200, estimated and not run, short
-           about two and a half minutes, most of them compilation, and full 6.5 hours.
-Result:    tiny ends 0.6 below the unigram loss of the built-in text (one run), and every layer's
-           score maximum is still small. The paper's failure took the full model and some 7,000
-           steps; it has not been reproduced here.
+Cost:      tiny about a minute on 2 CPU cores. On one NVIDIA H200 short takes 72 seconds, most of
+           them compilation, and full 6.5 hours, which is estimated.
+Result:    tiny ends 0.6 below the unigram loss of the built-in text, short 0.7 (one run each), and
+           in tiny every layer's score maximum is still small. The paper's failure took the full
+           model and some 7,000 steps; it has not been reproduced here.
 """
 
 import copy
