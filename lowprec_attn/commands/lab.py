@@ -9,6 +9,7 @@ from lowprec_attn.files import writing
 from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
 from lowprec_attn.lab.bias import bias_table
 from lowprec_attn.lab.comparison import unwanted_differences
+from lowprec_attn.lab.growth import growth_table
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.lab.summary import summary
@@ -126,6 +127,7 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
     if several or any(arm.arm.control for arm in arms):
         parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
+    parts.append(growth_table(arms, args.steps or tables.spread(arms)))
     parts.append(tables.score_table(arms, args.layer, args.steps))
     text = "\n".join(part for part in parts if part)
     drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)

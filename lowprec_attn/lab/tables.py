@@ -150,7 +150,7 @@ def score_table(
       layer: counted from 0.
       steps: at which to look, None for seven of those that were recorded, evenly spread.
     """
-    steps = _spread(records) if steps is None else steps
+    steps = spread(records) if steps is None else steps
     seeds = len({record.seed for record in records}) > 1
     header = [
         "arm",
@@ -229,7 +229,7 @@ def _extreme(record: ArmRecord, name: str) -> str:
     return f"{value:.2g} in {layer}"
 
 
-def _spread(records: Sequence[ArmRecord]) -> list[int]:
+def spread(records: Sequence[ArmRecord]) -> list[int]:
     """About seven recorded steps, the last one included, step 0 left out unless it is the only."""
     recorded = sorted({step for record in records for step in record.signals})
     wanted = np.linspace(recorded[-1] / _COLUMNS, recorded[-1], _COLUMNS)

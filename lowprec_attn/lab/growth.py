@@ -1,0 +1,64 @@
+"""Growth of scores in an arm, beside the negative control with the same seed and batches."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.tables import markdown
+
+_LEGEND = textwrap.fill(
+    "Largest |score| of all layers by step, least and largest over the seeds; then over that of "
+    "the negative control with the same seed and batches: the geometric mean, and of how many "
+    "pairs it is above 1. Runs that have ended by a step are left out.",
+    100,
+)
+
+
+def growth_table(records: Sequence[ArmRecord], steps: Sequence[int]) -> str | None:
+    """Two rows an arm, as Markdown; None where there are not two seeds of a negative control.
+
+    Args:
+      records: of the arms.
+      steps: at which to look.
+    """
+    runs: dict[str, dict[int, Mapping[int, float]]] = {}
+    titles: dict[str, str] = {}
+    control = None
+    for record in records:
+        runs.setdefault(record.arm.name, {})[record.seed] = _largest(record)
+        titles[record.arm.name] = record.arm.title
+        if record.arm.control == "negative":
+            control = record.arm.name
+    if control is None or len(runs[control]) < 2:
+        return None
+    rows = []
+    for name, of_seeds in runs.items():
+        rows.append([titles[name], "score", *(_span(of_seeds.values(), step) for step in steps)])
+        if name != control:
+            pairs = [(run, runs[control][s]) for s, run in of_seeds.items() if s in runs[control]]
+            rows.append(["", "over the control's", *(_ratio(pairs, step) for step in steps)])
+    return f"{_LEGEND}\n\n{markdown(['arm', '', *map(str, steps)], rows)}"
+
+
+def _largest(record: ArmRecord) -> dict[int, float]:
+    """Of all layers, by step; a step with a value that is not finite is left out."""
+    found = {
+        step: [record.largest("score_maximum", step, i) for i in range(len(layers))]
+        for step, layers in record.signals.items()
+        if all("score_maximum" in layer for layer in layers)
+    }
+    return {step: max(values) for step, values in found.items() if all(map(math.isfinite, values))}
+
+
+def _span(runs: Iterable[Mapping[int, float]], step: int) -> str:
+    values = [run[step] for run in runs if step in run]
+    return f"{min(values):,.0f} to {max(values):,.0f}" if values else "–"
+
+
+def _ratio(pairs: Sequence[tuple[Mapping[int, float], Mapping[int, float]]], step: int) -> str:
+    ratios = [run[step] / other[step] for run, other in pairs if step in run and step in other]
+    if not ratios:
+        return "–"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2g} ({sum(ratio > 1 for ratio in ratios)} of {len(ratios)})"
