@@ -41,13 +41,13 @@ def write_comparison(run_dirs: Sequence[RunDir], path: Path) -> Path:
     losses = [smoothed_losses(history.losses) for history in histories]
     drawn = [
         drawing(
-            figures.series(losses, [history.val_losses for history in histories]),
+            figures.series(histories, losses, [history.val_losses for history in histories]),
             "loss",
             "Loss, nats per token: training, mean of 50 steps; points: validation",
         )
     ]
     if any(scores):
-        figure = figures.series(scores, log=True, threshold=_SCORES.threshold)
+        figure = figures.series(histories, scores, log=True, threshold=_SCORES.threshold)
         caption = f"Largest |score| of any layer; rule scores: ≥ {_SCORES.threshold:g}"
         drawn.append(drawing(figure, "scores", caption))
     title = f"Comparison of {len(names)} runs"

@@ -118,6 +118,7 @@ def by_layer(
 
 
 def series(
+    histories: Sequence[History],
     runs: Sequence[Values],
     markers: Sequence[Values] = (),
     log: bool = False,
@@ -126,6 +127,7 @@ def series(
     """One line a run, in the colours of `shade_of_run`.
 
     Args:
+      histories: of the runs, for the steps that the axis reaches over.
       runs: the lines.
       markers: points of each run in the same colour.
       log: whether the axis is logarithmic.
@@ -138,6 +140,7 @@ def series(
         _draw(axis, values, shade_of_run(i), marker="o", ms=3, lw=0)
     if threshold is not None:
         axis.axhline(threshold, color=THRESHOLD, ls="--", lw=1.2)
+    _reach(axis, *histories)
     _scale(axis, log)
     return figure
 
@@ -169,9 +172,10 @@ def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) 
 
 def _axis() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.6, 2.7))
-    axis = figure.add_axes((0.1, 0.14, 0.865, 0.83))
+    axis = figure.add_axes((0.1, 0.14, 0.865, 0.78))  # a power of ten may stand above
     axis.grid(alpha=0.6)
     axis.tick_params(which="both", labelsize=8)
+    axis.yaxis.get_offset_text().set_fontsize(8)
     axis.set_xlabel("step", fontsize=8, labelpad=1)
     return figure, axis
 
@@ -235,9 +239,10 @@ def _mark(axis: Axes, health: Health) -> None:
         axis.axvline(step, color=EXPLOSION, lw=1.2)  # type: ignore[arg-type]
 
 
-def _reach(axis: Axes, history: History) -> None:
+def _reach(axis: Axes, *histories: History) -> None:
     """All figures of a page over the same steps, however long their series are."""
-    last = max([history.steps, 1, *(max(undone, default=0) for undone in history.abandoned)])
+    undone = [steps for history in histories for steps in history.abandoned]
+    last = max(1, *(history.steps for history in histories), *(max(of, default=0) for of in undone))
     axis.set_xlim(-0.03 * last, 1.03 * last)
 
 

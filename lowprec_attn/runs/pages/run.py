@@ -142,7 +142,7 @@ _RULE_TITLES = {
 
 def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
     figure = figures.by_layer(history, rule.value, health, rule.threshold)
-    caption = f"{_RULE_TITLES[rule.name]}; rule {rule.name}: ≥ {rule.threshold:g}"
+    caption = f"{_RULE_TITLES[rule.name]}; rule {rule.name}: ≥\N{NO-BREAK SPACE}{rule.threshold:g}"
     if rule.least_score:
         caption += f" in heads with a score of {rule.least_score:g} or more"
     return drawing(figure, rule.name, caption)

@@ -209,6 +209,7 @@ def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
     health = judge(history)
     drawn = [figures.loss(history, health)]
     drawn += [figures.by_layer(history, rule.value, health, rule.threshold) for rule in RULES]
+    drawn.append(figures.series([history], [{0: 5.0, 100: 6.0}]))
     assert {figure.axes[0].get_xlim() for figure in drawn} == {(-4.5, 154.5)}
 
 
