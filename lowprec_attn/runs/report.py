@@ -111,7 +111,10 @@ def _draw_panel(axis: Axes, name: str, records: list[dict[str, Any]], run_dir: R
     else:
         signal = _SIGNALS[name]
         with_signals = [record for record in records if "signals" in record]
-        _draw_layers(axis, with_signals, name, signal.over_heads)
+        # A run of another version may lack some.
+        measured = [r for r in with_signals if all(name in s for s in r["signals"].values())]
+        missing = "not measured in this run" if with_signals else "no signals: diagnostics_every=0"
+        _draw_layers(axis, measured, name, signal.over_heads, missing)
         axis.set_title(signal.title, fontsize=10)
         axis.set_yscale(signal.scale)
 
@@ -169,12 +172,15 @@ def _series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[f
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw_layers(axis: Axes, signals: list[dict[str, Any]], name: str, over_heads: Any) -> None:
-    """One line per layer, from dark to light; heads reduced by `over_heads`."""
+def _draw_layers(
+    axis: Axes, signals: list[dict[str, Any]], name: str, over_heads: Any, missing: str
+) -> None:
+    """One line per layer, from dark to light; heads reduced by `over_heads`.
+
+    `missing` is written where there are no signals.
+    """
     if not signals:
-        middle = axis.annotate(
-            "no signals: diagnostics_every=0", (0.5, 0.5), xycoords=axis.transAxes
-        )
+        middle = axis.annotate(missing, (0.5, 0.5), xycoords=axis.transAxes)
         middle.set(ha="center", va="center")
         return
     steps = [record["step"] for record in signals]
