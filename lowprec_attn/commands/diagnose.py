@@ -1,12 +1,12 @@
 """`lowprec-attn diagnose FILE ...`: is low-precision attention the problem of these layers?
 
 It reads q, k, v and, if they are there, dO of one layer or of many, from files. Or it forms them
-by one step of a model: the newest checkpoint of a run directory, or a Hugging Face GPT-2 on a text.
-It computes attention in each arithmetic asked for (that of a run in its own) and in exact
-arithmetic, and prints one table of all heads, worst first, and a verdict for each layer.
-The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer it tries
-cures on the same arrays and says what each leaves of the error. Of a run, and of captures of
-several steps (`--series`), it also says which layer leaves its past or the others.
+by one step of a model: the newest checkpoint of a run directory (`--step`: an earlier one), or a
+Hugging Face GPT-2 on a text. It computes attention in each arithmetic asked for (that of a run in
+its own) and in exact arithmetic, and prints one table of all heads, worst first, and a verdict for
+each layer. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer
+it tries cures on the same arrays and says what each leaves of the error. Of a run, and of captures
+of several steps (`--series`), it also says which layer leaves its past or the others.
 
 Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot serve.
 """
@@ -76,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what the model of a folder runs on: text, or token ids as .npy or .bin (default: of "
         "a run, its held-out text)",
+    )
+    add(
+        "--step",
+        type=int,
+        metavar="N",
+        help="of a run directory: its newest checkpoint of step N or before, and the trend up to "
+        "there (default: the newest of all)",
     )
     add(
         "--series",
@@ -159,9 +166,12 @@ def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
         # The trainer's packages, which files do without.
         from lowprec_attn.diagnose import folder_layers, run_layers
 
-        if folder_layers.is_one(path):
+        if not folder_layers.is_one(path):
+            return run_layers.load(path, args.text, args.step)
+        if args.step is None:
             return folder_layers.load(path, args.text)
-        return run_layers.load(path, args.text)
+    if args.step is not None:
+        raise DiagnoseError(f"--step goes with a run directory, and {path} is none; leave it out")
     if args.text is not None:
         raise DiagnoseError(
             f"--text goes with a run directory or a model's folder, and {path} is neither; leave "
@@ -180,7 +190,7 @@ def _series(args: argparse.Namespace, examined: Sequence[Sequence[Examination]])
             from lowprec_attn.diagnose import run_layers  # as in `_load`
 
             try:
-                found.append(run_layers.series(path))
+                found.append(run_layers.series(path, args.step))
             except RunError as error:  # the checkpoint was examined all the same
                 print(f"note: no trend: {error}")
     return [one for one in found if one is not None]
@@ -225,6 +235,8 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     if args.scale is not None and not math.isfinite(args.scale):
         raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
+    if args.step is not None and args.step < 0:
+        raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
     for option, path in (("--json", args.json), ("--html", args.html)):

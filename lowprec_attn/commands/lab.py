@@ -13,6 +13,7 @@ from lowprec_attn.lab.growth import growth_table
 from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.lab.summary import summary
+from lowprec_attn.lab.verdicts import verdict_table
 from lowprec_attn.lab.warnings import warning_table
 from lowprec_attn.lab.workdir import arm_runs
 
@@ -123,7 +124,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
     several = len({arm.seed for arm in arms}) > 1
-    parts = [bias_table(directory, arms), tables.across_steps_table(arms)]
+    parts = [verdict_table(directory, found)]
+    parts += [bias_table(directory, arms), tables.across_steps_table(arms)]
     if several or any(arm.arm.control for arm in arms):
         parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]

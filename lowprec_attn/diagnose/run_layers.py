@@ -1,4 +1,4 @@
-"""Reads the layers of a run directory: its newest checkpoint on one sequence."""
+"""Reads the layers of a run directory: a checkpoint on one sequence."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from lowprec_attn.files import read_json
 from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError
@@ -29,7 +30,7 @@ from lowprec_attn.training.signals import LayerArrays, as_computed, make_layers
 from lowprec_attn.training.step import make_loss, root_key, step_key
 
 
-def load(path: Path, text: Path | None = None) -> list[Layer]:
+def load(path: Path, text: Path | None = None, last_step: int | None = None) -> list[Layer]:
     """Every layer of a run, with X and the arithmetic that it was trained in.
 
     The parameters are those of the newest intact checkpoint. In a run that has exploded to a loss
@@ -39,10 +40,11 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
     Args:
       path: the run directory.
       text: another text, or token ids; see `sequence.load`.
+      last_step: later checkpoints, and what was recorded later, are left alone; None for the end.
 
     Raises:
-      UserError: it is no run directory, holds no checkpoint, its text is not there, or an
-        implementation that it names does not run here.
+      UserError: it is no run directory, holds no checkpoint up to then, its text is not there, or
+        an implementation that it names does not run here.
     """
     run_dir = RunDir(path)
     parts = {"config.json": run_dir.config.is_file(), "checkpoints": run_dir.checkpoints.is_dir()}
@@ -60,21 +62,23 @@ def load(path: Path, text: Path | None = None) -> list[Layer]:
         ) from error
     ids, of_text = _sequence(settings, config.get("text_sha256"), text)
     try:
-        step, layers = _layers(settings, run_dir, ids)
+        step, layers = _layers(settings, run_dir, ids, last_step)
     except attention.UnsupportedError as error:
         raise DiagnoseError(
             f"{path}: {error}; its config names the implementation "
             f"{settings.attention.implementation}: diagnose it where that runs"
         ) from error
-    notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:], *_bad_data(run_dir))
+    bad_data = _bad_data(run_dir, last_step)
+    notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:], *bad_data)
     return [layer._replace(source=str(path), notes=notes) for layer in layers]
 
 
-def series(path: Path) -> Series | None:
+def series(path: Path, last_step: int | None = None) -> Series | None:
     """What a run has recorded at its diagnostics; None where it has fewer than two.
 
     Args:
       path: the run directory.
+      last_step: as of `load`.
 
     Raises:
       MetricsError: its metrics are damaged.
@@ -82,7 +86,7 @@ def series(path: Path) -> Series | None:
     run_dir = RunDir(path)
     if not run_dir.metrics.exists():
         return None
-    lines = metrics.read(run_dir.metrics)
+    lines = [line for line in metrics.read(run_dir.metrics) if _is_known(line["step"], last_step)]
     by_step = {line["step"]: line["signals"] for line in lines if "signals" in line}
     if len(by_step) < 2:
         return None
@@ -100,13 +104,18 @@ def series(path: Path) -> Series | None:
     )
 
 
-def _bad_data(run_dir: RunDir) -> list[str]:
+def _is_known(step: int, last_step: int | None) -> bool:
+    return last_step is None or step <= last_step
+
+
+def _bad_data(run_dir: RunDir, last_step: int | None) -> list[str]:
     """The last spike of the run that points at its batch: arrays alone cannot show that."""
     try:
         happened = History.read(run_dir).incidents
     except (RunError, OSError):  # of records that a diagnosis does without
         return []
-    return [f"of the run's training: {spike}" for spike in happened if spike.at_batch][-1:]
+    spikes = [one for one in happened if one.at_batch and _is_known(one.step, last_step)]
+    return [f"of the run's training: {spike}" for spike in spikes[-1:]]
 
 
 def _sequence(
@@ -130,11 +139,21 @@ def _sequence(
 
 
 def _layers(
-    settings: TrainSettings, run_dir: RunDir, ids: Int32[np.ndarray, "1 ids"]
+    settings: TrainSettings,
+    run_dir: RunDir,
+    ids: Int32[np.ndarray, "1 ids"],
+    last_step: int | None,
 ) -> tuple[int, list[Layer]]:
     """The step of the checkpoint, and its layers on one sequence."""
-    saved = restore(settings, run_dir)
+    saved = restore(settings, run_dir, last_step)
     if saved is None:
+        with Checkpoints(run_dir.checkpoints) as checkpoints:
+            steps = checkpoints.steps()
+        if steps:
+            raise DiagnoseError(
+                f"{run_dir.path}: holds no checkpoint up to step {last_step}; its first is of step "
+                f"{steps[0]}"
+            )
         raise DiagnoseError(f"{run_dir.path}: holds no complete checkpoint; train on, or wait")
     loss = make_loss(settings.model, settings.attention, saved.devices.attend_whole)
     layers_of = saved.devices.jit(make_layers(settings.model, loss))

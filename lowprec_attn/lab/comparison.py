@@ -15,8 +15,9 @@ _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
 def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
     """What distinguishes started arms beside their overrides, one sentence each.
 
-    Compared with the first arm: every field of the config (the text's SHA-256 is one of them),
-    and package versions, source commit and kind of device of every process that took part.
+    Compared with the first arm: every field of the config (the text's SHA-256 is one of them, and
+    goes with `data.path`), and package versions, source commit and kind of device of every process
+    that took part.
     Compared with the first arm of the same seed: the batches of the steps that both have taken, up
     to where one went back (`runs.rollbacks`) and began to leave batches out.
     """
@@ -40,6 +41,8 @@ def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
     overridden = [name for run in (a, b) for name in run.trial.arm.overrides]
     if None not in (a.trial.seed, b.trial.seed):
         overridden.append("seed")
+    if "data.path" in overridden:
+        overridden.append("text_sha256")
     return [
         f"config.{field}: {theirs} and {ours}"
         for field, (theirs, ours) in b.run_dir.changes_from(a.run_dir).items()

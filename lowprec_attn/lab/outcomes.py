@@ -55,17 +55,21 @@ class ArmOutcome:
 
         0 to 1 where every run is censored.
         """
-        known = sum(word != "censored" for word in self.words.values())
-        if known == 0:
-            return (0.0, 1.0)
-        found = binomtest(self.exploded, known).proportion_ci(method="wilson")
-        return (float(found.low), float(found.high))
+        return wilson(self.exploded, sum(word != "censored" for word in self.words.values()))
 
     @property
     def median_explosion(self) -> float | None:
         """The median step of explosion, of the runs that exploded."""
         steps = [r.explosion for r in self.records.values() if r.explosion is not None]
         return statistics.median(steps) if steps else None
+
+
+def wilson(hits: int, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a share (Wilson, 1927); 0 to 1 where nothing was tried."""
+    if trials == 0:
+        return (0.0, 1.0)
+    found = binomtest(hits, trials).proportion_ci(method="wilson")
+    return (float(found.low), float(found.high))
 
 
 def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:

@@ -115,6 +115,37 @@ def test_a_spike_of_the_run_that_points_at_its_batch_is_noted(made, tmp_path):
     assert not any("spike" in note for note in run_layers.load(copy)[0].notes)
 
 
+def test_a_run_is_diagnosed_as_it_was_at_an_earlier_step(made, tmp_path, capsys):
+    path, _, state = made
+    copy = RunDir(shutil.copytree(path, tmp_path / "run"))
+    with Checkpoints(copy.checkpoints, keep=2) as checkpoints:
+        checkpoints.save(STEP + 5, state, {})
+    spike = {"step": 9, "spike": {"loss": 6.5, "median": 3.0, "spread": 0.25, "score": 14.0}}
+    records = [
+        *({"step": step, "signals": {"layer_0": {"score_maximum": [1.0]}}} for step in (0, 8)),
+        spike,
+        {"step": 10, "spike_end": {"begin": 9, "recovery": "fast"}},
+        {"step": 12, "signals": {"layer_0": {"score_maximum": [2.0]}}},
+    ]
+    copy.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert run(copy.path) == 0
+    newest = capsys.readouterr().out
+    assert f"parameters of step {STEP + 5}," in newest and "step 9: spike" in newest
+    assert "Trend over 3 measurements" in newest
+    assert run(copy.path, "--step", STEP + 1) == 0
+    earlier = capsys.readouterr().out
+    assert f"parameters of step {STEP}," in earlier and "spike" not in earlier
+    assert "Trend over 2 measurements" in earlier
+    with pytest.raises(
+        DiagnoseError, match=f"no checkpoint up to step 3; its first is of .* {STEP}"
+    ):
+        run(copy.path, "--step", 3)
+    with pytest.raises(DiagnoseError, match=r"--step must be 0 or more, got -1"):
+        run(copy.path, "--step", -1)
+    with pytest.raises(DiagnoseError, match=r"--step goes with a run directory, and .* is none"):
+        run(copy.metrics, "--step", 7)
+
+
 def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     path, *_ = made
     own = run_layers.load(path)

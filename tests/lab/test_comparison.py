@@ -6,6 +6,8 @@ import pytest
 from stand_in import rewrite
 
 from lowprec_attn.commands.main import main
+from lowprec_attn.lab.comparison import unwanted_differences
+from lowprec_attn.lab.workdir import arm_runs
 
 DIFFERENCES = {
     "config": (
@@ -34,6 +36,16 @@ def test_arms_that_differ_in_more_than_their_overrides_are_not_compared(lab, tmp
     assert message in output
     assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 1
     assert not (tmp_path / "results").exists()
+
+
+def test_an_arm_with_a_text_of_its_own_may_be_compared(lab):
+    acts = {"a": "finish", "b": "slow"}
+    assert lab(acts)[0] == 0
+    rewrite(lab.out / "b" / "config.json", lambda c: c.update(text_sha256={"train": "x"}))
+    code, output = lab(acts)
+    assert code == 1 and "differ in config.text_sha256" in output
+    rewrite(lab.out / "b.json", lambda d: d["overrides"].update({"data.path": "x"}))
+    assert not unwanted_differences(arm_runs(lab.out))
 
 
 def test_an_arm_that_ended_earlier_has_seen_the_same_batches(lab):

@@ -1,0 +1,133 @@
+"""What `lowprec-attn diagnose` says of the runs of an experiment, at several checkpoints of each.
+
+    lowprec-attn lab collect runs/verdict_cpu results/failure/verdict_cpu
+    python -m benchmarks.verdicts runs/verdict_cpu results/failure/verdict_cpu
+
+A run is diagnosed at its newest checkpoint, as the command does by itself, and at the newest one
+that lies so many steps before its explosion (`--before`). A run that did not explode is diagnosed
+before the explosion of its seed's positive control; where that held too, before its own end.
+
+A JSON line a diagnosis is added to `verdicts.ndjson` beside the records, of which `lowprec-attn lab
+report` makes a table. The same command goes on after an interruption.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_attn.commands.diagnose import EXIT_FOUND
+from lowprec_attn.commands.main import main as lowprec_attn
+from lowprec_attn.diagnostics.rules import RULES
+from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.files import append_line
+from lowprec_attn.lab import records
+from lowprec_attn.lab.experiment import Trial
+from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.verdicts import FILE, read
+from lowprec_attn.runs.incidents import AT_ITS_BATCH
+
+BEFORE = (400, 200, 100, 50)
+_FIRST = 50  # a step before which a model has learned nothing that could be judged
+
+
+def steps(
+    record: ArmRecord, control: ArmRecord | None, before: Sequence[int]
+) -> dict[int | None, int | None]:
+    """The step of each diagnosis by its distance; None stands for the newest checkpoint."""
+    ends = (record.explosion, control and control.explosion, record.steps)
+    end = next(end for end in ends if end is not None)
+    return {None: None} | {n: end - n for n in before if end - n >= _FIRST}
+
+
+def diagnose(run: Path, step: int | None) -> dict[str, Any]:
+    """What the command says of a run up to a step.
+
+    Raises:
+      RunError: it fails.
+    """
+    at = [] if step is None else ["--step", str(step)]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "verdict.json"
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = lowprec_attn(["diagnose", str(run), *at, "--json", str(path)])
+        if code not in (0, EXIT_FOUND):
+            raise RunError(f"{run} cannot be diagnosed")
+        report = json.loads(path.read_text())
+    layers = report["layers"]
+    warnings = [[f["kind"] for f in layer["findings"] if f["warns"]] for layer in layers]
+    return {
+        "code": code,
+        "kind": report["verdict"]["kind"] if code else "none",
+        "layers": {one["layer"]: kinds for one, kinds in zip(layers, warnings, strict=True)},
+        "at_batch": any(AT_ITS_BATCH in note for layer in layers for note in layer["notes"]),
+        **_largest([signals for layer in layers for signals in layer["signals"].values()]),
+    }
+
+
+def _largest(layers: Sequence[Mapping[str, Sequence[float | None]]]) -> dict[str, float | None]:
+    """The signal of each rule in the worst head that the rule looks at; None where it has none."""
+    found: dict[str, float | None] = {}
+    for rule in RULES:
+        # With a threshold of −inf, `severity` is the signal of every head that counts.
+        of_heads = [
+            rule._replace(threshold=-np.inf).severity(
+                {name: np.array(values, np.float32) for name, values in signals.items()}
+            )
+            for signals in layers
+        ]
+        value = float(np.max(of_heads, initial=-np.inf))
+        found[rule.name] = float(f"{value:.4g}") if np.isfinite(value) else None
+    return found
+
+
+def _missing(
+    runs: Sequence[ArmRecord], before: Sequence[int], directory: Path
+) -> Iterator[tuple[ArmRecord, int | None, int | None]]:
+    done = {(line["run"], line["before"]) for line in read(directory)}
+    controls = {one.seed: one for one in runs if one.arm.control == "positive"}
+    for record in runs:
+        for distance, step in steps(record, controls.get(record.seed), before).items():
+            if (Trial(record.arm, record.seed).name, distance) not in done:
+                yield record, distance, step
+
+
+def main() -> int:
+    """Diagnoses, prints, writes; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.verdicts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("workdir", type=Path, help="of `lab run`, with checkpoints")
+    parser.add_argument("results", type=Path, help="of `lab collect`")
+    parser.add_argument("--before", type=int, nargs="+", default=BEFORE, help="steps (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only these")
+    args = parser.parse_args()
+    try:
+        runs = records.read_all(args.results)
+        if args.seeds is not None:
+            runs = records.of_seeds(runs, args.seeds)
+        for record, before, step in _missing(runs, args.before, args.results):
+            name = Trial(record.arm, record.seed).name
+            line = {"run": name, "before": before, "step": step}
+            line |= diagnose(args.workdir / name, step)
+            append_line(args.results / FILE, json.dumps(line))
+            print(
+                name, "newest" if before is None else f"{before} before", line["kind"], flush=True
+            )
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""How often `lowprec-attn diagnose` was right on runs that `benchmarks.verdicts` has diagnosed.
+
+A run is *lost* that exploded, or whose last losses lie as far above those of the negative control
+as an excess does. What it was lost to follows from its arithmetic: a mechanism that it is open to
+(`lab.mechanism`), and without one the learning rate.
+"""
+
+import collections
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowprec_attn.diagnostics.verdict import Kind
+from lowprec_attn.lab.experiment import Trial
+from lowprec_attn.lab.mechanism import NEITHER
+from lowprec_attn.lab.outcomes import ArmOutcome, wilson
+from lowprec_attn.lab.records import RecordError
+from lowprec_attn.runs.explosion import EXCESS_NATS
+from lowprec_attn.tables import markdown
+
+FILE = "verdicts.ndjson"
+_NAMES: dict[str, Kind] = {"A": "row_sums", "B": "delta", NEITHER: "rate"}
+
+
+class Diagnosis(NamedTuple):
+    """One call of `lowprec-attn diagnose`.
+
+    Attributes:
+      arm: of the run.
+      seed: likewise.
+      causes: the kinds that name what the run was lost to; none where it was not lost.
+      before: how many steps before the explosion; None for the newest checkpoint.
+      kind: that leads; None where nothing warns.
+    """
+
+    arm: str
+    seed: int
+    causes: tuple[Kind, ...]
+    before: int | None
+    kind: Kind | None
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """The lines beside records, one a diagnosis; none where there is no file."""
+    path = directory / FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
+    """What leads, by arm and distance; then hits, causes and false alarms, by distance.
+
+    Args:
+      directory: that may hold `verdicts.ndjson`.
+      found: outcomes of the records beside it; diagnoses of other runs are left out.
+
+    Returns:
+      Two tables; None where nothing was diagnosed.
+
+    Raises:
+      RecordError: the file is damaged.
+    """
+    runs = {
+        Trial(outcome.arm, seed).name: (outcome.arm.name, seed, causes(outcome, seed))
+        for outcome in found
+        for seed in outcome.records
+    }
+    try:
+        diagnoses = [
+            Diagnosis(*runs[line["run"]], line["before"], line["kind"] if line["code"] else None)
+            for line in read(directory)
+            if line["run"] in runs
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{directory / FILE} is not of diagnoses ({error!r})") from error
+    order = {arm: place for place, (arm, *_) in enumerate(runs.values())}
+    diagnoses.sort(key=lambda one: (order[one.arm], not one.causes))
+    return f"{_by_arm(diagnoses)}\n{_counts(diagnoses)}" if diagnoses else None
+
+
+def causes(outcome: ArmOutcome, seed: int) -> tuple[Kind, ...]:
+    """The kinds that name what a run was lost to; none where it was not lost."""
+    lost = outcome.words[seed] == "exploded" or outcome.excess.get(seed, 0.0) >= EXCESS_NATS
+    letters = [part[0] for part in outcome.mechanism.split("), ")]  # A (…), B (…)
+    return tuple(_NAMES[letter] for letter in letters) if lost else ()
+
+
+def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:
+    distances = _distances(diagnoses)
+    legend = (
+        "The kind that leads the verdict of `lowprec-attn diagnose RUN`, at the newest checkpoint "
+        "and at the newest one so many steps before the explosion; where a run did not explode, "
+        f"before that of its seed's positive control. {NEITHER}: no warning, exit code 0. Lost: "
+        f"exploded, or at the end {EXCESS_NATS} nats or more above the negative control."
+    )
+    rows = []
+    for arm, named in dict.fromkeys((one.arm, one.causes) for one in diagnoses):
+        of_arm = [one for one in diagnoses if (one.arm, one.causes) == (arm, named)]
+        runs = len({one.seed for one in of_arm})
+        what = "lost" if named else "not lost"
+        cells = [_kinds(one for one in of_arm if one.before == n) for n in distances]
+        rows.append([arm, f"{runs} {what}", " or ".join(named) or NEITHER, *cells])
+    table = markdown(["arm", "runs", "names the cause", *map(_title, distances)], rows)
+    return f"{textwrap.fill(legend, 100)}\n\n{table}"
+
+
+def _kinds(diagnoses: Iterable[Diagnosis]) -> str:
+    counts = collections.Counter(one.kind or NEITHER for one in diagnoses)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) or "no checkpoint"
+
+
+def _counts(diagnoses: Sequence[Diagnosis]) -> str:
+    rows = []
+    for distance in _distances(diagnoses):
+        of_all = [one for one in diagnoses if one.before == distance]
+        lost = [one for one in of_all if one.causes]
+        cells = [
+            _share(one.kind is not None for one in lost),
+            _share(one.kind in one.causes for one in lost),
+            _share(one.kind is not None for one in of_all if not one.causes),
+        ]
+        rows.append([_title(distance), *cells])
+    header = ["checkpoint", "lost, warned", "lost, cause named", "not lost, warned"]
+    return f"Of all arms, with Wilson's 95 % intervals:\n\n{markdown(header, rows)}"
+
+
+def _share(found: Iterable[bool]) -> str:
+    hits = list(found)
+    if not hits:
+        return NEITHER
+    low, high = wilson(sum(hits), len(hits))
+    return f"{sum(hits)} of {len(hits)} ({low:.0%} to {high:.0%})"
+
+
+def _distances(diagnoses: Iterable[Diagnosis]) -> list[int | None]:
+    """The farthest first, the newest checkpoint last."""
+    found = {one.before for one in diagnoses}
+    return sorted(found, key=lambda n: -1 if n is None else n, reverse=True)
+
+
+def _title(distance: int | None) -> str:
+    return "newest" if distance is None else f"{distance} before"
