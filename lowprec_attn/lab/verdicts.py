@@ -33,6 +33,7 @@ class Diagnosis(NamedTuple):
       causes: the kinds that name what the run was lost to; none where it was not lost.
       before: how many steps before the explosion; None for the newest checkpoint.
       kind: that leads; None where nothing warns.
+      at_batch: whether a spike of the losses is noted that points at its batch.
     """
 
     arm: str
@@ -40,6 +41,7 @@ class Diagnosis(NamedTuple):
     causes: tuple[Kind, ...]
     before: int | None
     kind: Kind | None
+    at_batch: bool
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -67,10 +69,15 @@ def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
         for seed in outcome.records
     }
     try:
+        lines = [line for line in read(directory) if line["run"] in runs]
         diagnoses = [
-            Diagnosis(*runs[line["run"]], line["before"], line["kind"] if line["code"] else None)
-            for line in read(directory)
-            if line["run"] in runs
+            Diagnosis(
+                *runs[line["run"]],
+                line["before"],
+                line["kind"] if line["code"] else None,
+                line["at_batch"],
+            )
+            for line in lines
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{directory / FILE} is not of diagnoses ({error!r})") from error
@@ -92,7 +99,8 @@ def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:
         "The kind that leads the verdict of `lowprec-attn diagnose RUN`, at the newest checkpoint "
         "and at the newest one so many steps before the explosion; where a run did not explode, "
         f"before that of its seed's positive control. {NEITHER}: no warning, exit code 0. Lost: "
-        f"exploded, or at the end {EXCESS_NATS} nats or more above the negative control."
+        f"exploded, or at the end {EXCESS_NATS} nats or more above the negative control. Batch: "
+        "runs of which, at any of these checkpoints, a spike is noted that points at its batch."
     )
     rows = []
     for arm, named in dict.fromkeys((one.arm, one.causes) for one in diagnoses):
@@ -100,8 +108,9 @@ def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:
         runs = len({one.seed for one in of_arm})
         what = "lost" if named else "not lost"
         cells = [_kinds(one for one in of_arm if one.before == n) for n in distances]
-        rows.append([arm, f"{runs} {what}", " or ".join(named) or NEITHER, *cells])
-    table = markdown(["arm", "runs", "names the cause", *map(_title, distances)], rows)
+        noted = len({one.seed for one in of_arm if one.at_batch})
+        rows.append([arm, f"{runs} {what}", " or ".join(named) or NEITHER, *cells, str(noted)])
+    table = markdown(["arm", "runs", "names the cause", *map(_title, distances), "batch"], rows)
     return f"{textwrap.fill(legend, 100)}\n\n{table}"
 
 

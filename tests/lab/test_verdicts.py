@@ -53,11 +53,12 @@ LINES = [
 
 
 def write(directory, lines):
-    text = "".join(
-        json.dumps({"run": run, "before": before, "code": 3 * (kind != "none"), "kind": kind})
-        + "\n"
+    fields = [
+        {"run": run, "before": before, "code": 3 * (kind != "none"), "kind": kind}
+        | {"at_batch": run == "exact-seed1"}
         for run, before, kind in lines
-    )
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in fields)
     (directory / "verdicts.ndjson").write_text(text)
 
 
@@ -73,13 +74,13 @@ def test_verdicts_are_counted_by_what_a_run_was_lost_to(tmp_path):
     assert verdict_table(tmp_path, outcomes(RUNS)) is None
     write(tmp_path, LINES)
     by_arm, counts = tables(verdict_table(tmp_path, outcomes(RUNS)))
-    assert by_arm[0] == ["arm", "runs", "names the cause", "100 before", "newest"]
+    assert by_arm[0] == ["arm", "runs", "names the cause", "100 before", "newest", "batch"]
     assert by_arm[2:] == [
-        ["o", "2 lost", "delta", "1 delta, 1 –", "1 delta, 1 scores"],
-        ["exact", "2 not lost", "–", "1 –", "1 –, 1 scores"],
-        ["both", "1 lost", "row_sums or delta", "no checkpoint", "1 row_sums"],
-        ["rate", "1 lost", "rate", "no checkpoint", "1 rate"],
-        ["rate", "1 not lost", "–", "no checkpoint", "1 –"],
+        ["o", "2 lost", "delta", "1 delta, 1 –", "1 delta, 1 scores", "0"],
+        ["exact", "2 not lost", "–", "1 –", "1 –, 1 scores", "1"],
+        ["both", "1 lost", "row_sums or delta", "no checkpoint", "1 row_sums", "0"],
+        ["rate", "1 lost", "rate", "no checkpoint", "1 rate", "0"],
+        ["rate", "1 not lost", "–", "no checkpoint", "1 –", "0"],
     ]
     assert counts[0] == ["checkpoint", "lost, warned", "lost, cause named", "not lost, warned"]
     shares = [[cell.partition(" (")[0] for cell in row] for row in counts[2:]]
