@@ -555,6 +555,14 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         # A head that hardly tells its keys apart has hardly a gradient.
         ({"score_maximum": (31, 40), SHARE: (0.9, 0)}, 1024, ["none"], ()),
         ({"score_maximum": (600, 512), SUMS: (0, 2)}, 1024, ["row_sums", "scores"], (1,)),
+        # Beside a score of 512 a third of that is enough: l rounded makes O and δ wrong as well.
+        ({"score_maximum": (40, 512), SUMS: (0.05, 0), SHARE: (0.4, 0)}, 1024,
+         ["row_sums", "delta", "scores"], (0,)),
+        ({"score_maximum": (40, 512), SUMS: (0, 0.05)}, 1024, ["row_sums", "scores"], (1,)),
+        ({"score_maximum": (40, 512), SUMS: (0, 0.03)}, 1024, ["rate"], (1,)),
+        ({"score_maximum": (40, 511), SUMS: (0.05, 0), SHARE: (0.4, 0)}, 1024, ["delta"], (0,)),
+        ({"score_maximum": (1, 600), SUMS: (0, 0.05), "output_error_rms": (1, np.nan)}, 1024,
+         ["non_finite", "row_sums", "scores"], (1,)),
         ({"delta_error_coherence": (4.9, 1)}, 1024, ["none"], ()),
         ({"delta_error_coherence": (5, 9)}, 1024, ["coherence"], (1, 0)),
         ({"delta_error_coherence": (5, 9), SHARE: (0.3, 0)}, 1024, ["delta", "coherence"], (0,)),
@@ -567,6 +575,9 @@ SHARE, SUMS = "query_gradient_error_relative", "p_row_sum_error_rms"
         ({"unnormalized_error_coherence": (9, 1)}, 1024, ["none"], ()),
         ({"output_error_rms": (1, np.nan)}, 1024, ["non_finite"], (1,)),
         ({"delta_error_coherence": (np.nan, 1)}, 1024, ["non_finite"], (0,)),
+        # The squares of Ō overflow before Ō does.
+        ({"unnormalized_rms": (1, np.inf)}, 1024, ["none"], ()),
+        ({"unnormalized_error_rms": (1, np.nan)}, 1024, ["none"], ()),
         ({"output_error_rms": (1, np.nan), "score_maximum": (600, 1)}, 1024,
          ["non_finite", "scores"], (1,)),
         # NaN is no share at all, and small scores do not make it one.

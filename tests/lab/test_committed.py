@@ -42,7 +42,9 @@ def test_the_table_is_that_of_the_records_and_stands_on_the_page(reported, name,
     assert first.rstrip() in (RESULTS / name / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["delta_gpt2", "output_cpu/across_steps", "rate_gpt2_lower"])
+@pytest.mark.parametrize(
+    "name", ["delta_gpt2", "output_cpu/across_steps", "rate_gpt2_lower", "verdict_cpu"]
+)
 def test_the_table_of_an_experiment_is_that_of_its_records(reported, name):
     table = reported(FAILURE / name) / "table.md"
     assert table.read_text() == (FAILURE / name / "table.md").read_text()
