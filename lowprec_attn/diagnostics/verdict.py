@@ -198,12 +198,9 @@ def _row_statistic_first(findings: list[Finding], measured: Mapping[str, Signals
     if found is None or "row_sums" in kinds or "scores" not in kinds:
         return findings
     aside = ", for it makes O and δ wrong as well"
-    place = "non_finite" in kinds
-    return [
-        *findings[:place],
-        found._replace(sentence=found.sentence + aside),
-        *findings[place:],
-    ]
+    first = found._replace(sentence=found.sentence + aside)
+    behind = "non_finite" in kinds
+    return [*findings[:behind], first, *findings[behind:]]
 
 
 def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
