@@ -78,12 +78,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "row_sums",
         ("p_row_sum_error_rms",),
-        0.1,
+        0.03,
         "rows of the backward pass's P miss a sum of 1 by {value:.2g} (RMS): a row statistic (m, l "
         "or lse) is rounded; keep them in float32",
         "where lse was rounded it came before 30 of 30 explosions of seeds that had no part in it, "
         "by a median of 225 steps, and in 0 of 10 runs without rounding; elsewhere in 0 of 124 "
-        "that held; it missed 4 of 4 explosions where m and l had two bits",
+        "that held; where m and l had two bits it came before 4 of 4, and on seeds that had no "
+        "part in it was met at 15 of 15 checkpoints",
     ),
     Rule(
         "delta",

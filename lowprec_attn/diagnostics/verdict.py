@@ -2,9 +2,8 @@
 
 Three of the kinds are the rules of `diagnostics.rules`, with thresholds from runs that exploded:
 
-  row_sums    the backward pass's P does not sum to 1. Beside a score of 512 a third of the
-              threshold is enough to lead: a rounded row statistic makes O and δ wrong as well, and
-              an unrounded O for δ does not help then.
+  row_sums    the backward pass's P does not sum to 1. It goes before `delta`: a rounded row
+              statistic makes O and δ wrong as well, and an unrounded O for δ does not help then.
   delta       the errors of δ are a large share of W_Q's gradient (of dQ where W_Q's input is not
               known). Without `scores` it is told, and is no warning.
   scores      a score is 512 or more.
@@ -59,11 +58,6 @@ COHERENCE = 5.0
 COHERENT_SHARE = 0.05
 ERROR_FLOOR = 1e-5
 SMALL = 1 / 3  # of a rule's threshold: its signal is then as good as exact
-_BELOW = (
-    "below the rule's own threshold; where m and l had two significand bits Σ_j P was off by 0.05 "
-    "to 0.06 at 15 of 15 checkpoints, and where no row statistic was rounded by at most 3e-4 at "
-    "75 of 75"
-)
 _RATE = (
     "at a rate eight times too high, without any rounding, it led at 15 of 15 checkpoints of 3 "
     "runs, and in 0 of 18 other runs"
@@ -107,8 +101,9 @@ def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
         *(_rule(rule, measured) for rule in RULES),
         _coherence(measured, rows),
     ]
-    findings = _told_alone([finding for finding in found if finding], measured)
-    findings = _told_apart(_row_statistic_first(findings, measured), measured)
+    findings = _told_apart(
+        _told_alone([finding for finding in found if finding], measured), measured
+    )
     return tuple(findings) or (Finding("none", _nothing(measured, rows), warns=False),)
 
 
@@ -188,19 +183,6 @@ def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
             for finding in findings
         ]
     return findings
-
-
-def _row_statistic_first(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
-    """Large scores beside rows of P that are not as good as exact: a row statistic leads."""
-    kinds = [finding.kind for finding in findings]
-    (rule,) = (rule for rule in RULES if rule.name == "row_sums")
-    found = _rule(rule._replace(threshold=SMALL * rule.threshold, worth=_BELOW), measured)
-    if found is None or "row_sums" in kinds or "scores" not in kinds:
-        return findings
-    aside = ", for it makes O and δ wrong as well"
-    first = found._replace(sentence=found.sentence + aside)
-    behind = "non_finite" in kinds
-    return [*findings[:behind], first, *findings[behind:]]
 
 
 def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
