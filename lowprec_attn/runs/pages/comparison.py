@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from xml.etree.ElementTree import Element
@@ -90,7 +91,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 def _differences(names: Sequence[str], histories: Sequence[History]) -> Element:
     configs = [
-        {name: json.dumps(value) for name, value in flatten(history.config)}
+        {name: _short(json.dumps(value)) for name, value in flatten(history.config)}
         for history in histories
     ]
     fields = dict.fromkeys(field for config in configs for field in config)
@@ -102,6 +103,11 @@ def _differences(names: Sequence[str], histories: Sequence[History]) -> Element:
     if not rows:
         return element("p", "none: the configs are equal")
     return table(("field", *names), rows)
+
+
+def _short(value: str) -> str:
+    """Without most of a SHA-256, which would make a column wider than a page."""
+    return re.sub(r'^"([0-9a-f]{12})[0-9a-f]{52}"$', r'"\1…"', value)
 
 
 def _largest_scores(history: History) -> dict[int, float]:

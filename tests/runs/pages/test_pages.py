@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -242,6 +243,19 @@ def test_the_command_writes_both_reports_or_a_comparison(runs, tmp_path, capsys,
     assert page.tags.count("figure") == 2
     for words in ("Healthy: ", "Not healthy: ", "Too little was recorded to tell"):
         assert words in page.text
+
+
+def test_of_texts_that_differ_the_first_digits_are_told(runs, tmp_path):
+    for name in "ab":
+        shutil.copytree(runs["good"].path, tmp_path / name)
+        path = tmp_path / name / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({**config, "text_sha256": {"train": name * 64}}))
+    out = tmp_path / "two.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(out)]) == 0
+    (differ, _) = re.findall(r"<table>.*?</table>", Page(out).source)
+    assert f'<td>"{"a" * 12}…"</td>' in differ
+    assert "a" * 13 not in differ and "b" * 12 in differ
 
 
 @pytest.mark.parametrize(
