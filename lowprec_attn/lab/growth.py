@@ -4,7 +4,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, largest_scores
 from lowprec_attn.tables import markdown
 
 _LEGEND = textwrap.fill(
@@ -43,11 +43,7 @@ def growth_table(records: Sequence[ArmRecord], steps: Sequence[int]) -> str | No
 
 def _largest(record: ArmRecord) -> dict[int, float]:
     """Of all layers, by step; a step with a value that is not finite is left out."""
-    found = {
-        step: [record.largest("score_maximum", step, i) for i in range(len(layers))]
-        for step, layers in record.signals.items()
-        if all("score_maximum" in layer for layer in layers)
-    }
+    found = largest_scores(record.signals)
     return {step: max(values) for step, values in found.items() if all(map(math.isfinite, values))}
 
 

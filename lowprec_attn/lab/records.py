@@ -75,7 +75,7 @@ def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Pat
     losses = {line["step"]: float(line["loss"]) for line in lines if "loss" in line}
     if not losses:
         raise RecordError(f"{run_dir.metrics} holds no step; restore it, or remove {run_dir.path}")
-    runaway = first_runaway(_largest_scores(_by_step(lines)))
+    runaway = first_runaway(largest_scores(_by_step(lines)))
     failure = run.failure
     header = {
         "arm": trial.arm.name,
@@ -189,7 +189,7 @@ class ArmRecord:
             # Records of earlier versions say neither; then what they kept has to do.
             if "explosion" not in header:
                 header["explosion"] = _explosion(losses, header["failure"])
-                runaway = first_runaway(_largest_scores(signals))
+                runaway = first_runaway(largest_scores(signals))
                 header["runaway"] = runaway and runaway._asdict()
             if "held_out" not in header:
                 header["held_out"] = _held_out(records, header["failure"])
@@ -221,7 +221,7 @@ def _largest(values: Sequence[float]) -> float:
     return next((value for value in values if value != value), max(values))
 
 
-def _largest_scores(
+def largest_scores(
     signals: Mapping[int, Sequence[Mapping[str, list[float]]]],
 ) -> dict[int, list[float]]:
     """By step, the largest |score| of every layer; empty where it was not kept."""

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from arm_records import arm_record
 from tiny import tiny_config
 
 from benchmarks import bad_text, verdicts
@@ -12,7 +13,6 @@ from lowprec_attn.data import builtin_text, tokens
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab import records
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
@@ -22,20 +22,7 @@ from lowprec_attn.training.step import root_key
 
 
 def record(arm, explosion, control=None):
-    return ArmRecord(
-        arm=Arm(arm, {}, control),
-        mechanism="–",
-        seed=1,
-        steps=1000,
-        step_tokens=512,
-        text_tokens=None,
-        explosion=explosion,
-        runaway=None,
-        losses={},
-        val_losses={},
-        signals={},
-        failure=None,
-    )
+    return arm_record(Arm(arm, {}, control), explosion=explosion)
 
 
 def test_a_run_is_diagnosed_before_its_explosion_or_that_of_its_control():

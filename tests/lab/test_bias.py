@@ -3,28 +3,17 @@
 import json
 
 import pytest
+from arm_records import arm_record
 
 from lowprec_attn.lab.bias import bias_table
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.records import ArmRecord, RecordError
+from lowprec_attn.lab.records import RecordError
 
 
 def record(seed, scores):
     """A run of two layers with two heads each; its scores are those of step 600."""
-    return ArmRecord(
-        arm=Arm("arm", {"x": "arm"}),
-        mechanism="–",
-        seed=seed,
-        steps=700,
-        step_tokens=512,
-        text_tokens=None,
-        explosion=None,
-        runaway=None,
-        losses={},
-        val_losses={},
-        signals={600: [{"score_maximum": heads} for heads in scores]},
-        failure=None,
-    )
+    signals = {600: [{"score_maximum": heads} for heads in scores]}
+    return arm_record(Arm("arm", {"x": "arm"}), seed=seed, steps=700, signals=signals)
 
 
 RUNS = [record(1, [[3.0, 40.0], [20.0, 1.0]]), record(2, [[1.0, 2.0], [5.0, 1000.0]])]

@@ -2,9 +2,10 @@
 
 import dataclasses
 
+from arm_records import arm_record
+
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.growth import growth_table
-from lowprec_attn.lab.records import ArmRecord
 
 EXACT, ROUNDED = Arm("exact", {}, "negative"), Arm("rounded", {}, "positive")
 
@@ -12,22 +13,8 @@ EXACT, ROUNDED = Arm("exact", {}, "negative"), Arm("rounded", {}, "positive")
 def record(arm, seed, values):
     """A run whose second layer's second head has these scores, one every 100 steps."""
     quiet = {"score_maximum": [1.0, 1.0]}
-    return ArmRecord(
-        arm=arm,
-        mechanism="–",
-        seed=seed,
-        steps=1000,
-        step_tokens=512,
-        text_tokens=None,
-        explosion=None,
-        runaway=None,
-        losses={},
-        val_losses={},
-        signals={
-            100 * i: [quiet, {"score_maximum": [1.0, value]}] for i, value in enumerate(values)
-        },
-        failure=None,
-    )
+    signals = {100 * i: [quiet, {"score_maximum": [1.0, value]}] for i, value in enumerate(values)}
+    return arm_record(arm, seed=seed, signals=signals)
 
 
 def rows(records, steps):

@@ -6,6 +6,7 @@ import math
 import shutil
 
 import pytest
+from arm_records import arm_record
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import figures, outcomes, records, summary, tables
@@ -19,19 +20,16 @@ CONTROLS = {"bad": "positive", "good": "negative"}
 def record(name, seed, steps, explosion=None, loss=3.0, runaway=None):
     """A run of so many steps; every tenth loss is kept."""
     signals = {"score_maximum": [2.0], "query_weight_norm": [1.0]}
-    return records.ArmRecord(
-        arm=Arm(name, {"x": name}, CONTROLS.get(name)),
+    return arm_record(
+        Arm(name, {"x": name}, CONTROLS.get(name)),
         mechanism="B (pv)",
         seed=seed,
         steps=steps,
-        step_tokens=512,
-        text_tokens=None,
         explosion=explosion,
         runaway=runaway,
         losses=dict.fromkeys(range(0, steps, 10), loss),
         val_losses={steps: loss},
         signals={step: [signals] * 2 for step in range(0, steps, 100)},
-        failure=None,
     )
 
 

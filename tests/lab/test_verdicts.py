@@ -3,28 +3,23 @@
 import json
 
 import pytest
+from arm_records import arm_record
 
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.outcomes import outcomes, wilson
-from lowprec_attn.lab.records import ArmRecord, RecordError
+from lowprec_attn.lab.records import RecordError
 from lowprec_attn.lab.verdicts import verdict_table
 
 
 def record(arm, seed, mechanism="–", control=None, explosion=None, loss=2.0):
     """A run of 1,000 steps whose loss stays where it is."""
-    return ArmRecord(
-        arm=Arm(arm, {"x": arm}, control),
+    losses = dict.fromkeys(range(900, 1000, 10), loss)
+    return arm_record(
+        Arm(arm, {"x": arm}, control),
         mechanism=mechanism,
         seed=seed,
-        steps=1000,
-        step_tokens=512,
-        text_tokens=None,
         explosion=explosion,
-        runaway=None,
-        losses=dict.fromkeys(range(900, 1000, 10), loss),
-        val_losses={},
-        signals={},
-        failure=None,
+        losses=losses,
     )
 
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from arm_records import arm_record
 
 from lowprec_attn.diagnostics.rules import RULES, alarms, met
 from lowprec_attn.lab import warnings
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.records import ArmRecord
 
 SCORES = next(rule for rule in RULES if rule.name == "scores")
 DELTA = next(rule for rule in RULES if rule.name == "delta")
@@ -17,20 +17,8 @@ DELTA = next(rule for rule in RULES if rule.name == "delta")
 def record(explosion, values, name="score_maximum", arm="arm"):
     """A run whose second layer's second head has these values, one every 100 steps."""
     quiet = {name: [0.0, 0.0]}
-    return ArmRecord(
-        arm=Arm(arm, {}, None),
-        mechanism="–",
-        seed=1,
-        steps=1000,
-        step_tokens=512,
-        text_tokens=None,
-        explosion=explosion,
-        runaway=None,
-        losses={},
-        val_losses={},
-        signals={100 * i: [quiet, {name: [0.0, value]}] for i, value in enumerate(values)},
-        failure=None,
-    )
+    signals = {100 * i: [quiet, {name: [0.0, value]}] for i, value in enumerate(values)}
+    return arm_record(Arm(arm, {}, None), explosion=explosion, signals=signals)
 
 
 @pytest.mark.parametrize(
