@@ -1,7 +1,7 @@
 """Our implementations: every preset, every row-max rule and two steps with two of them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 from pallas_kernels.tpu import attention as tpu
 
 # What serves every preset on a platform, as JAX names it; `tiled` on any other.
@@ -42,6 +43,7 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
         for preset in ("flash", "float32_output", "normalized_delta"):
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
+        yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=_unordered)
     for preset, numerics in PRESETS.items():
         yield _candidate(implementation(platform), preset, numerics, StandardMax())
     for preset in ("flash", "published"):
@@ -69,19 +71,38 @@ def points(platform: str) -> Iterator[JaxCandidate]:
 
 
 def _candidate(
-    implementation: tuple[str, ModuleType], name: str, numerics: Numerics, row_max: RowMax
+    implementation: tuple[str, ModuleType],
+    name: str,
+    numerics: Numerics,
+    row_max: RowMax,
+    sizes: Callable[[int], Hashable] = lambda _: None,
 ) -> JaxCandidate:
+    """`sizes`: the tiles of a head size; None, its implementation's own."""
     prefix, module = implementation
-    attention = functools.partial(_attention, module, numerics, row_max)
+    attention = functools.partial(_attention, module, numerics, row_max, sizes)
     return JaxCandidate(f"{prefix} {name}", attention)
 
 
+def _unordered(head_size: int) -> Hashable:
+    return default_block_sizes(head_size, unordered=True)
+
+
 def _attention(
-    module: ModuleType, numerics: Numerics, row_max: RowMax, problem: Problem
+    module: ModuleType,
+    numerics: Numerics,
+    row_max: RowMax,
+    sizes: Callable[[int], Hashable],
+    problem: Problem,
 ) -> Attention:
     """Raises NotImplementedError for what the implementation declines."""
     shape = problem.shape
-    spec = Spec(numerics=numerics, row_max=row_max, scale=problem.scale, is_causal=True)
+    spec = Spec(
+        numerics=numerics,
+        row_max=row_max,
+        scale=problem.scale,
+        is_causal=True,
+        block_sizes=sizes(shape.head_size),
+    )
     request = Request(
         spec=spec, q_shape=shape.qkv, kv_shape=shape.qkv, dtype=jnp.dtype(problem.dtype)
     )

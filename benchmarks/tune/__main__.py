@@ -2,6 +2,7 @@
 
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
     python -m benchmarks.tune --implementation hopper --shapes gpt2 long64 long128 --out FILE
+    python -m benchmarks.tune --implementation hopper --unordered --shapes gpt2 long64 long128
 
 Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
 kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,
@@ -55,11 +56,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--presets", nargs="+", choices=_PRESETS, metavar="PRESET")
     parser.add_argument("--rules", nargs="+", choices=ROW_MAX_RULES, help="of the row maximum")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
+    parser.add_argument(
+        "--unordered", action="store_true", help="hopper's one kernel of dQ, dK and dV instead"
+    )
     parser.add_argument("--stages", nargs="+", type=_positive, metavar="N", help="of a tile")
     parser.add_argument("--rounds", type=_positive, default=5, help="samples of each tile")
     parser.add_argument("--shown", type=_positive, default=3, help="tiles printed per kernel")
     parser.add_argument("--out", type=Path, help="JSON lines file to write")
     args = parser.parse_args()
+    if args.unordered:
+        if args.implementation != "hopper":
+            parser.error(f"--unordered is of hopper, got --implementation {args.implementation}")
+        if args.presets not in (None, ["flash"]):
+            parser.error(f"--unordered times a kernel that sees no preset, got {args.presets}")
+        args.kernels, args.presets, args.rules = ["key_gradients"], ["flash"], ["standard"]
     module = IMPLEMENTATIONS[args.implementation]
     args.presets = args.presets or module.PRESETS
     args.rules = args.rules or module.RULES
@@ -93,7 +103,13 @@ def _calls(args: argparse.Namespace) -> Iterator[Call]:
     pairs = [(preset, args.rules[0]) for preset in args.presets]
     pairs += [(args.presets[0], rule) for rule in args.rules[1:]]
     for shape, (preset, rule) in itertools.product(args.shapes, pairs):
-        yield Call(implementation=args.implementation, shape=shape, preset=preset, row_max=rule)
+        yield Call(
+            implementation=args.implementation,
+            shape=shape,
+            preset=preset,
+            row_max=rule,
+            unordered=args.unordered,
+        )
 
 
 def table(records: Sequence[Record], shown: int) -> str:

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
+from pallas_kernels.gpu.hopper import query_sums
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -35,7 +36,7 @@ _THREADS = 128  # of a warpgroup
 
 
 def table(q: Array, spec: Spec) -> BlockSizes:
-    """The tiles of `block_sizes`."""
+    """The tiles of `block_sizes`, or those that the call names."""
     return block_sizes(q.shape[-1], spec)
 
 
@@ -48,8 +49,18 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
         tile = Tile(warpgroups=warpgroups, walk=walk, stages=n, slots=slots, **turn)
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue
+        if sums_queries(kernel, spec) and tile.own * ROWS < tile.walk * head_size:
+            continue  # a warpgroup has a block of dQ
+        if sums_queries(kernel, spec) and warpgroups != 2:
+            continue
         if _shared_bytes(kernel, tile, head_size, spec) <= _SHARED_BYTES:
             yield tile
+
+
+def sums_queries(kernel: str, spec: Spec) -> bool:
+    """Whether the kernel is that of dK and dV, and sums up dQ, too."""
+    sizes = spec.block_sizes
+    return kernel == "key_gradients" and isinstance(sizes, BlockSizes) and sizes.unordered
 
 
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
@@ -75,7 +86,12 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     own = tile.slots * loaded[kernel]
     if kernel == "forward" and saved:
         own += saved.itemsize
-    return head_size * (own * tile.own + 2 * entry * tile.stages * tile.walk)
+    loads = head_size * (own * tile.own + 2 * entry * tile.stages * tile.walk)
+    if not sums_queries(kernel, spec):
+        return loads
+    vectors = max(2 * 4 * tile.stages * tile.walk - 1024, 0)  # offsets, beyond half of those 2 KiB
+    exchanged = 2 * entry * tile.own * tile.walk + 4 * tile.own * ROWS  # dSᵀ; blocks of dQ
+    return loads + vectors + exchanged
 
 
 def sees(kernel: str, spec: Spec) -> Hashable:
@@ -112,6 +128,9 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
         if kernel == "query_gradients":
             return query_gradients(x, problem)
         of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
-        return tuple(key_gradients(of_keys, problem))
+        if not problem.sums_queries:
+            return tuple(key_gradients(of_keys, problem))
+        dq = query_sums.sums(problem)
+        return *key_gradients(of_keys, problem, dq=dq), query_sums.rounded(dq, problem)
 
     return run

@@ -29,6 +29,7 @@ from benchmarks.tune import gpu, hopper
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.numerics import PRESETS, get_row_max
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "hopper": hopper}
 KERNELS = ("forward", "query_gradients", "key_gradients")
@@ -37,12 +38,16 @@ _DTYPE = "bfloat16"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A causal attention call in bfloat16, by the names of its parts."""
+    """A causal attention call in bfloat16, by the names of its parts.
+
+    `unordered`: of `hopper`, dQ without a kernel and an order of its own.
+    """
 
     implementation: str
     shape: str
     preset: str
     row_max: str
+    unordered: bool = False
 
     @property
     def module(self) -> ModuleType:
@@ -57,8 +62,16 @@ class Call:
     @property
     def spec(self) -> Spec:
         """The arithmetic, with the tiles of the table."""
-        numerics, row_max = PRESETS[self.preset], get_row_max(self.row_max)
-        return Spec(numerics=numerics, row_max=row_max, scale=self.problem.scale, is_causal=True)
+        sizes = None
+        if self.unordered:
+            sizes = default_block_sizes(SHAPES[self.shape].head_size, unordered=True)
+        return Spec(
+            numerics=PRESETS[self.preset],
+            row_max=get_row_max(self.row_max),
+            scale=self.problem.scale,
+            is_causal=True,
+            block_sizes=sizes,
+        )
 
     def check(self) -> None:
         """Raises UnsupportedError where the implementation declines the call."""

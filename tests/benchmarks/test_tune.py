@@ -53,8 +53,15 @@ def call(
     *,
     shape: str = "tiny64",
     implementation: str = "hopper",
+    unordered: bool = False,
 ) -> Call:
-    return Call(implementation=implementation, shape=shape, preset=preset, row_max=row_max)
+    return Call(
+        implementation=implementation,
+        shape=shape,
+        preset=preset,
+        row_max=row_max,
+        unordered=unordered,
+    )
 
 
 def abstract_inputs(of: Call) -> tuple[Any, Results]:
@@ -77,6 +84,17 @@ def test_tiles_are_tried_once_and_the_tables_is_among_them(
         found = list(asked.module.tiles(kernel, head_size, asked.spec, asked.module.STAGES))
         assert len(found) == len(set(found)) > 1
         assert getattr(sizes, kernel) in found
+
+
+@pytest.mark.parametrize(("shape", "walks"), [("tiny64", {64, 128}), ("tiny128", {64})])
+def test_tiles_that_leave_each_warpgroup_a_block_of_dq(shape: str, walks: set[int]) -> None:
+    of = call(shape=shape, unordered=True)
+    sizes = of.module.table(of.problem.abstract_inputs()[0], of.spec)
+    head_size = SHAPES[shape].head_size
+    found = list(of.module.tiles("key_gradients", head_size, of.spec, of.module.STAGES))
+    assert sizes.key_gradients in found
+    assert {tile.walk for tile in found} == walks
+    assert {tile.warpgroups for tile in found} == {2}
 
 
 def test_a_kernel_is_timed_again_only_where_it_sees_a_difference() -> None:
@@ -116,17 +134,28 @@ def test_what_a_kernel_does_not_see_is_not_in_its_program(kernel: str, other: Ca
     [
         ("gpu", harness.GPU_TILES),
         pytest.param("hopper", HOPPER_TILES, marks=needs_mosaic),
+        pytest.param(
+            "hopper",
+            dataclasses.replace(
+                HOPPER_TILES,
+                key_gradients=dataclasses.replace(NARROW, warpgroups=2, stages=2),
+                unordered=True,
+            ),
+            marks=needs_mosaic,
+        ),
     ],
+    ids=["gpu", "hopper", "hopper, unordered"],
 )
 def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
-    """dK and dV, which rest on the results of the forward kernel and on δ, are right."""
+    """dK, dV and an unordered dQ, which rest on the results of the forward kernel and δ."""
     module, spec = IMPLEMENTATIONS[name], call().spec
     arrays = harness.inputs(SQUARE)
     arrays["dlse"][:] = 0
     operands = module.inputs(*(jnp.asarray(arrays[x]) for x in ("q", "k", "v", "do")), spec, sizes)
     found = module.function("key_gradients", spec, sizes)(*operands)
     expected = harness.oracle(SQUARE, arrays)
-    for gradient, exact in zip(found, (expected["dk"], expected["dv"]), strict=True):
+    names = ("dk", "dv", "dq") if getattr(sizes, "unordered", False) else ("dk", "dv")
+    for gradient, exact in zip(found, (expected[x] for x in names), strict=True):
         error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
         assert error < 2**-7 * np.linalg.norm(exact)  # a few roundings of half an ulp, 2**-9
 
@@ -207,6 +236,28 @@ def test_without_a_hopper_gpu_it_ends_with_one_line(
     assert line.startswith(error)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([], "--unordered is of hopper, got --implementation gpu"),
+        (
+            ["--implementation", "hopper", "--presets", "normalized_delta"],
+            "--unordered times a kernel that sees no preset, got ['normalized_delta']",
+        ),
+    ],
+)
+def test_what_has_no_sum_without_an_order_is_refused(
+    options: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune", "--unordered", *options])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert error in capsys.readouterr().err
+
+
 @needs_mosaic
 @pytest.mark.ptx
 @pytest.mark.parametrize(
@@ -214,6 +265,8 @@ def test_without_a_hopper_gpu_it_ends_with_one_line(
     [
         ("forward", call("auxiliary_output")),
         ("query_gradients", call("float32_output", shape="tiny128")),
+        ("key_gradients", call(unordered=True)),
+        ("key_gradients", call(shape="tiny128", unordered=True)),
     ],
 )
 def test_the_tile_with_the_fullest_memory_compiles(kernel: str, of: Call) -> None:

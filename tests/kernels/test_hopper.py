@@ -53,6 +53,7 @@ GROUPED = Case(
 )
 MORE_KEYS = dataclasses.replace(GROUPED, rows=64, keys=192, kv_heads=2, is_causal=False)
 FEW = dataclasses.replace(MORE_KEYS, heads=1, kv_heads=1)
+MORE_ROWS = dataclasses.replace(GROUPED, rows=256, keys=192, kv_heads=2)
 WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=128, is_causal=True)
 TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
 
@@ -215,9 +216,41 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
 @needs_mosaic
 def test_packed_arrays_give_the_same_bits() -> None:
     case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2)
-    result, expected = (run(case, call(case, packed=packed)) for packed in (True, False))
-    for name, x in expected.items():
-        np.testing.assert_array_equal(result[name], x)
+    for sizes in (SIZES, dataclasses.replace(SIZES, unordered=True)):
+        result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
+        for name, x in expected.items():
+            np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "chosen", "walk"),
+    [
+        (GROUPED, FLASH, 128),
+        (MORE_ROWS, FLASH, 64),
+        (MORE_KEYS, AUXILIARY_OUTPUT, 64),
+        (dataclasses.replace(WIDE, keys=192, rows=320), FLOAT32_OUTPUT, 64),
+        (dataclasses.replace(WIDE, rows=64, keys=320, is_causal=False), FLASH, 64),
+    ],
+    ids=[
+        "a block of rows each",
+        "steps by turns, more rows",
+        "one step",
+        "a block of columns each",
+        "head 128, one step",
+    ],
+)
+def test_dq_without_an_order(case: Case, chosen: Numerics, walk: int) -> None:
+    """dV is the same; δ and dQ are summed in another order, which tips a rounding now and then."""
+    tile = dataclasses.replace(harness.HOPPER_TILE, walk=walk, slots=1)
+    sizes = dataclasses.replace(SIZES, key_gradients=tile, programs=2)
+    unordered = call(case, chosen, sizes=dataclasses.replace(sizes, unordered=True))
+    result, expected = run(case, unordered), run(case, call(case, chosen, sizes=sizes))
+    for name in ("out", "lse", "dv"):
+        np.testing.assert_array_equal(result[name], expected[name])
+    for name in ("dq", "dk"):
+        assert np.mean(result[name] != expected[name]) < 0.01
+    check_accuracy(case, unordered)
 
 
 @needs_mosaic
@@ -299,6 +332,10 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(PRESETS["published"]), "scores=bfloat16 (it takes float32)"),
         (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),
         (request(PRESETS["delta_dp_p"]), "delta=dp_p (it takes do_o or normalized)"),
+        (
+            request(NORMALIZED_DELTA, sizes=dataclasses.replace(SIZES, unordered=True)),
+            "delta=normalized with unordered=True (which takes do_o)",
+        ),
         (request(FLASH.replace(row_sum="rounded")), "row_sum=rounded (it takes unrounded)"),
         (request(FLASH.replace(kv_block=512)), "kv_block=512 (it takes 64 or 128 or None)"),
     ],
@@ -358,6 +395,20 @@ def test_turns_are_not_held_forward() -> None:
     held = Tile(turns=True, held=True)
     with pytest.raises(ValueError, match="held in the backward kernels alone"):
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
+
+
+@pytest.mark.parametrize("tile", [Tile(warpgroups=3, walk=64), Tile(walk=64, stages=1)])
+def test_unordered_dq_takes_two_warpgroups_and_two_stages(tile: Tile) -> None:
+    with pytest.raises(ValueError, match="unordered dQ takes two warpgroups, two stages or more"):
+        dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
+
+
+@needs_mosaic
+def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
+    walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
+    sizes = dataclasses.replace(SIZES, key_gradients=walk, unordered=True)
+    with pytest.raises(ValueError, match=r"steps of 64 queries at head size 128, got walk=128"):
+        run(WIDE, call(WIDE, sizes=sizes))
 
 
 @needs_mosaic

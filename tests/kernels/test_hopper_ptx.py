@@ -26,6 +26,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -60,9 +61,13 @@ def code(
     head_size: int,
     chosen: Numerics = FLASH,
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+    unordered: bool = False,
 ) -> Code:
     x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
-    spec = Spec(numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=True)
+    sizes = default_block_sizes(head_size, unordered=True) if unordered else None
+    spec = Spec(
+        numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=True, block_sizes=sizes
+    )
 
     def step(*qkv: jax.Array) -> Any:
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
@@ -74,7 +79,7 @@ def code(
             environment.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
         lowered(step, x, x, x, target=H200).compile()
         found = Code(Path(folder))
-    assert found.ptx.keys() == set(KERNELS)
+    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
     return found
 
 
@@ -104,6 +109,15 @@ def test_other_numerics_and_rules_hardly_spill(
     # Two sums of dQ's size, of 128 features, leave too little.
     most = 192 if chosen.delta == "normalized" and head_size == 128 else 16
     assert code(head_size, chosen, rule).spilled["query_gradients"] <= most
+
+
+@pytest.mark.parametrize(("head_size", "most"), [(64, 32), (128, 96)])
+def test_what_is_spilled_where_dq_is_added_to(head_size: int, most: int) -> None:
+    """Most of it outside the walk, and nothing is stored within."""
+    found = code(head_size, unordered=True)
+    assert found.spilled["key_gradients"] <= most
+    assert not re.search(r"C751[0-8]", found.reports["key_gradients"])  # products wait for nothing
+    assert "cp.reduce.async.bulk.tensor" in found.ptx["key_gradients"]
 
 
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)

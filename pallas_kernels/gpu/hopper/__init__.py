@@ -5,6 +5,7 @@
 
   vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
   forward, query_gradients, key_gradients   one kernel each
+  query_sums   dQ as a sum without an order, by the last of them, if asked for
   by_query       what the first two share: loading, steps that are skipped
   problem        one call: sizes, tiles, what may be multiplied with what
   schedule       which program does which tiles, and in which order

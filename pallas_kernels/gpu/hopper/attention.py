@@ -54,7 +54,13 @@ def unsupported(request: Request) -> str | None:
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
+    if _is_unordered(spec) and spec.numerics.delta == "normalized":
+        return "delta=normalized with unordered=True (which takes do_o)"
     return _unsupported_numerics(spec.numerics)
+
+
+def _is_unordered(spec: Spec) -> bool:
+    return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.unordered
 
 
 def is_available() -> bool:

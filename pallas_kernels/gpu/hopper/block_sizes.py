@@ -61,18 +61,24 @@ class BlockSizes:
       forward: O and lse; its `walk` is the keys of an online-softmax step.
       query_gradients: dQ and δ.
       key_gradients: dK and dV.
+      unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
+        an order that differs from run to run, as the last bits of dQ then do; those of dK and dV do
+        not. `query_gradients` has no kernel then. Not for `delta='normalized'`, which is known only
+        when rows have been walked.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without turns: for tests. The bits are the same.
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held forward.
+      ValueError: turns that are held forward; an unordered dQ of other than two warpgroups, or
+        of one stage.
     """
 
     forward: Tile
     query_gradients: Tile
     key_gradients: Tile
+    unordered: bool = False
     programs: int = 132
     from_memory: bool = False
     interpret: bool = False
@@ -82,6 +88,9 @@ class BlockSizes:
             object.__setattr__(self, "from_memory", True)
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
+        tile = self.key_gradients
+        if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
+            raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
 
 def default_block_sizes(
@@ -91,8 +100,9 @@ def default_block_sizes(
     saves_float32: bool = False,
     keeps_auxiliary: bool = False,
     sums_keys: bool = False,
+    unordered: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, tuned on one NVIDIA H200.
+    """The tiles of a head size, tuned on one NVIDIA H200 but for those of `unordered`.
 
     Args:
       head_size: 64 or 128.
@@ -102,12 +112,14 @@ def default_block_sizes(
         registers.
       sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
         registers.
+      unordered: of `BlockSizes`.
     """
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(walk=kv_block or 128, turns=True),
             query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True, held=True),
             key_gradients=Tile(turns=True, held=True),
+            unordered=unordered,
         )
     walk = kv_block or (64 if keeps_auxiliary else 128)
     return BlockSizes(
@@ -116,6 +128,7 @@ def default_block_sizes(
             walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
         ),
         key_gradients=Tile(walk=64, stages=3, slots=1, turns=True, held=True),
+        unordered=unordered,
     )
 
 

@@ -5,6 +5,7 @@ share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ are le
 arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,9 +30,12 @@ from pallas_kernels.gpu.hopper.machine import (
     load,
     set_registers,
     tiles_of,
+    unknown_zero,
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.query_sums import QuerySums
+from pallas_kernels.gpu.hopper.schedule import Turn
 
 
 class Inputs(NamedTuple):
@@ -47,12 +51,13 @@ class Inputs(NamedTuple):
 
 class _Shared(NamedTuple):
     """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
-    offsets; Pᵀ and dSᵀ where they are kept there."""
+    offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here."""
 
     keys: Any
     q: Any
     do: Any
     operand: Any
+    dq: Any
 
 
 class _Steps(NamedTuple):
@@ -72,12 +77,15 @@ class _Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-def key_gradients(x: Inputs, problem: Problem, *, gradients: Any | None = None) -> Any:
+def key_gradients(
+    x: Inputs, problem: Problem, *, gradients: Any | None = None, dq: Any | None = None
+) -> Any:
     """dK and dV.
 
     Args:
       x, problem: the call.
       gradients: a packed array's gradient, as a mutable array, whose planes 1 and 2 are written.
+      dq: the sums of `query_sums`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
     workers, head = tile.warpgroups, problem.head_size
@@ -92,6 +100,7 @@ def key_gradients(x: Inputs, problem: Problem, *, gradients: Any | None = None) 
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         operand,
+        None if dq is None else QuerySums.shared(problem, tile),
     )
     shape = (problem.batch, problem.keys, problem.kv_heads, head)
     kernel = plgpu.kernel(
@@ -106,11 +115,12 @@ def key_gradients(x: Inputs, problem: Problem, *, gradients: Any | None = None) 
         kernel_name="attention_key_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return kernel(*x) if gradients is None else kernel(*x, gradients)
+    return kernel(*x, *(ref for ref in (dq, gradients) if ref is not None))
 
 
 def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(
         keys=Ring(scratch.keys, tile.slots),
@@ -119,7 +129,8 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
-    pl.when(me < loader)(lambda: _multiply(dk, dv, shared, problem, tile))
+    sums = None if dq is None else QuerySums(dq, scratch.dq, problem, tile, me)
+    pl.when(me < loader)(lambda: _multiply(dk, dv, sums, shared, problem, tile))
 
 
 def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> _Steps:
@@ -128,7 +139,7 @@ def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array
 
 
 def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=True)
+    set_registers(tile.warpgroups, loads=True, most=shared.dq is not None)
     program, schedule = lax.axis_index("program"), problem.by_key(tile)
 
     def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -166,8 +177,10 @@ def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
     shared.do.drain(steps)
 
 
-def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=False)
+def _multiply(
+    dk: Any, dv: Any, sums: QuerySums | None, shared: _Shared, problem: Problem, tile: Tile
+) -> None:
+    set_registers(tile.warpgroups, loads=False, most=sums is not None)
     program, schedule = lax.axis_index("program"), problem.by_key(tile)
     me = lax.axis_index("warpgroup")
     turns = Turns(
@@ -181,7 +194,7 @@ def _multiply(dk: Any, dv: Any, shared: _Shared, problem: Problem, tile: Tile) -
         start = turn.tile * tile.own
         steps = _steps(problem, tile, start, turn.exists, first)
         key = start + me * ROWS
-        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn.head)
+        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn, sums)
 
         def differentiate() -> None:
             shared.keys.wait(tiles)
@@ -216,51 +229,134 @@ class _Walk(NamedTuple):
     tiles: Array
     steps: _Steps
     key: Array
-    kv_head: Array
+    turn: Turn
+    sums: QuerySums | None
 
     def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
-        end = self.steps.length * self.problem.group
+        end = self._end
+        if self.sums is not None:
+            pl.when(end > 0)(lambda: self._wait_for_queries(jnp.int32(0)))
         self.turns.enter()
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
         self.turns.leave()
+        if self.sums is not None:
+            self._end_sums(self.sums, end)
         return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
+
+    @property
+    def _end(self) -> Array:
+        """How many steps there are."""
+        return self.steps.length * self.problem.group
+
+    def _wait_for_queries(self, t: Array) -> None:
+        """Until q and dO of step t are there.
+
+        With dQ, a step before they are needed, while products run: nothing but these is between the
+        products that end a step and those that begin the next.
+        """
+        for ring in (self.shared.q, self.shared.do):
+            ring.wait(self.steps.first + t)
 
     def _step(self, t: Array, dk: Any, dv: Any) -> None:
         n, shape, problem = self.steps.first + t, (ROWS, self.tile.walk), self.problem
         q, do = self.shared.q, self.shared.do
+        if self.sums is not None:
+            self.turns.wait_to_begin()
         probs, shifted_dp = pl.run_scoped(
             partial(self._factors_of_ds, t), accumulator(*shape), accumulator(*shape)
         )
         memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
         left, ds = (x.astype(problem.dtype) for x in (probs, probs * shifted_dp))
-        self.turns.wait_to_end()
-        plgpu.wgmma(dv, as_operand(left, memory), do.get(n))
-        if memory is not None:
-            plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
-        plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
+
+        def multiply() -> None:
+            plgpu.wgmma(dv, as_operand(left, memory), do.get(n))
+            if memory is not None:
+                plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
+            plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
+
+        if self.sums is None:
+            self.turns.wait_to_end()
+            multiply()
+        else:
+            self.sums.write(ds, t)
+            self.turns.wait_to_end()
+            self._add_before(self.sums, t, multiply)
+            pl.when(t + 1 < self._end)(lambda: self._wait_for_queries(t + 1))
         plgpu.wgmma_wait(0)
         do.release(n)
         q.release(n)
 
+    def _add_before(self, sums: QuerySums, t: Array, multiply: Callable[[], None]) -> None:
+        """Adds what step t − 1 gives to dQ while the products that `multiply` starts run."""
+        before = t - 1
+
+        def add() -> None:
+            def product(total: Any) -> None:
+                zero = unknown_zero(self.steps.first + t)
+                sums.multiply(total, before, partial(self.shared.keys.get, self.tiles), zero)
+                multiply()
+                # It is done when no more products are under way than those of `multiply`.
+                found = plgpu.wgmma_accumulator_load(total, wait_n=2)
+                sums.release(before)
+                sums.add(found, self._place(before))
+
+            pl.run_scoped(product, accumulator(ROWS, ROWS))
+
+        def pass_by() -> None:
+            pl.when(t > 0)(lambda: sums.release(before))
+            multiply()
+
+        pl.when(t > 0)(lambda: sums.wait(before))
+        lax.cond((t > 0) & sums.is_mine(before), add, pass_by)
+
+    def _end_sums(self, sums: QuerySums, end: Array) -> None:
+        """Adds what the last step gives to dQ; nobody reads k for it any more."""
+        last = end - 1
+
+        def add() -> None:
+            def product(total: Any) -> None:
+                sums.multiply(total, last, partial(self.shared.keys.get, self.tiles), last * 0)
+                sums.add(plgpu.wgmma_accumulator_load(total, wait_n=0), self._place(last))
+
+            pl.run_scoped(product, accumulator(ROWS, ROWS))
+
+        def step() -> None:
+            sums.wait(last)
+            pl.when(sums.is_mine(last))(add)
+            sums.release(last)
+
+        pl.when(end > 0)(step)
+        sums.drain(end)
+
+    def _place(self, t: Array) -> tuple[Array, ...]:
+        """See `QuerySums.add`."""
+        head, step = self.steps.of(t, self.turn.head, self.problem.group)
+        return self.turn.batch, step * self.tile.walk, head, self.turn.tile
+
     def _factors_of_ds(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
         """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last."""
         n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
-        _, step = self.steps.of(t, self.kv_head, problem.group)
+        _, step = self.steps.of(t, self.turn.head, problem.group)
         row = step * self.tile.walk
-        k, v = (self.shared.keys.get(self.tiles, self.me, buffer=b) for b in (0, 1))
-        q.wait(n)
-        self.turns.wait_to_begin()
+        me, key = self.me, self.key
+        if self.sums is not None:
+            me, key = (x + unknown_zero(n) for x in (me, key))
+        k, v = (self.shared.keys.get(self.tiles, me, buffer=b) for b in (0, 1))
+        if self.sums is None:
+            q.wait(n)
+            self.turns.wait_to_begin()
         plgpu.wgmma(s_sum, k, q.get(n).T)
-        do.wait(n)
+        if self.sums is None:
+            do.wait(n)
         plgpu.wgmma(dp_sum, v, do.get(n).T)
         self.turns.pass_on()
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
         offset = along_columns(load(q.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
         log2_p = s * np.float32(problem.log2_unit) + offset
         if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
-            mask = partial(problem.mask_queries, log2_p, self.key, row)
-            log2_p = lax.cond(self.key + (ROWS - 1) > row, mask, lambda: log2_p)
+            mask = partial(problem.mask_queries, log2_p, key, row)
+            log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
         probs = jnp.exp2(log2_p)
         dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
         if not problem.scales_last:

@@ -33,9 +33,12 @@ COMPILER = plgpu.CompilerParams(
 )
 
 
-def set_registers(workers: int, *, loads: bool) -> None:
-    """Moves registers from the warpgroup that loads to the `workers` that multiply."""
-    few, many = _REGISTERS[workers]
+def set_registers(workers: int, *, loads: bool, most: bool = False) -> None:
+    """Moves registers from the warpgroup that loads to the `workers` that multiply.
+
+    most: two that multiply get all that one would.
+    """
+    few, many = _REGISTERS[1 if most else workers]
     if loads:
         plgpu.set_max_registers(few, action="decrease")
     else:
@@ -174,6 +177,15 @@ def as_operand(x: Array, memory: Any | None) -> Any:
     memory[...] = x
     plgpu.commit_smem()
     return memory
+
+
+def unknown_zero(n: Array) -> Array:
+    """0 of a number from 0 to 2**30 that changes within a loop.
+
+    The compiler does not know, so what it is added to is computed anew in every step, where it
+    would keep too many constants of the loop in registers.
+    """
+    return lax.shift_right_logical(n, jnp.int32(30))
 
 
 def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Array:

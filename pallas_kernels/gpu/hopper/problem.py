@@ -90,6 +90,11 @@ class Problem:
         return self.spec.numerics.delta == "normalized"
 
     @property
+    def sums_queries(self) -> bool:
+        """Whether dQ is summed by the kernel of dK and dV."""
+        return self.sizes.unordered
+
+    @property
     def keeps_auxiliary(self) -> bool:
         """Whether δ sees O′, from unrounded P̄."""
         return self.spec.numerics.saved_dtype == jnp.bfloat16

@@ -4,11 +4,12 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
-from pallas_kernels.gpu.hopper import query_gradients
+from pallas_kernels.gpu.hopper import query_gradients, query_sums
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
@@ -49,6 +50,8 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     arrays, o_saved, offset = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     problem = _problem(q, k, spec)
+    if problem.sums_queries:
+        return _unordered_backward(res, do, dlse, problem)
     inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
     dq, dp_offset = query_gradients.query_gradients(inputs, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
@@ -57,6 +60,21 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     gradients = jax.new_ref(dq)
     key_gradients(keys, problem, gradients=gradients)
     return ((gradients[...],),)
+
+
+def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> tuple[Arrays]:
+    """All three gradients by one kernel, see `query_sums`."""
+    arrays, o_saved, offset = res
+    q, k, v = arrays * 3 if len(arrays) == 1 else arrays
+    sums = query_sums.sums(problem)
+    dp_offset = query_sums.offset_of_dp(o_saved, do, dlse, problem)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset)
+    if not problem.packed:
+        dk, dv = key_gradients(keys, problem, dq=sums)
+        return ((query_sums.rounded(sums, problem), dk, dv),)
+    gradients = jax.new_ref(lax.empty(q.shape, q.dtype))
+    key_gradients(keys, problem, gradients=gradients, dq=sums)
+    return ((gradients[...].at[:, :, 0].set(query_sums.rounded(sums, problem)),),)
 
 
 attend.defvjp(_forward, _backward)
