@@ -102,7 +102,7 @@ def default_block_sizes(
     sums_keys: bool = False,
     unordered: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, tuned on one NVIDIA H200 but for those of `unordered`.
+    """The tiles of a head size, tuned on one NVIDIA H200.
 
     Args:
       head_size: 64 or 128.
@@ -127,7 +127,7 @@ def default_block_sizes(
         query_gradients=Tile(
             walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
         ),
-        key_gradients=Tile(walk=64, stages=3, slots=1, turns=True, held=True),
+        key_gradients=Tile(walk=64, stages=2 if unordered else 3, slots=1, turns=True, held=True),
         unordered=unordered,
     )
 
