@@ -63,7 +63,9 @@ class OutputRows(NamedTuple):
 class GradientRows(NamedTuple):
     """δ, row sums of the backward pass, rows of P k, and dQ before rounding at `grads`.
 
-    The row sums: Σ_j P − 1; Σ_j dS of dS = P ∘ (dP − δ), and of dS as rounded at `ds`.
+    δ_exact is rowsum(dO ∘ O) with O exact; where the run forms δ from dP, Σ P dP / Σ P of the
+    run's own P and dP, at which rows of dS sum to zero. The row sums: Σ_j P − 1; Σ_j dS of
+    dS = P ∘ (dP − δ), and of dS as rounded at `ds`.
     """
 
     delta: Float32[Array, "B T N 1"]
@@ -224,6 +226,9 @@ def _gradient_rows(
         delta = backward.delta_from_probs(tile)
     else:
         delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, q.dtype)
+    exact = backward.delta_from_output(do, o_exact, _EXACT, q.dtype)
+    if spec.numerics.delta in ("normalized", "dp_p"):  # of dP as rounded; its error is not δ's
+        exact = exact + backward.row_sums(tile, exact, k, spec, extras, place).shift
     if spec.numerics.delta == "normalized":
         delta = delta + backward.row_sums(tile, delta, k, spec, extras, place).shift
     # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
@@ -237,7 +242,7 @@ def _gradient_rows(
 
     return GradientRows(
         delta,
-        backward.delta_from_output(do, o_exact, _EXACT, q.dtype),
+        exact,
         over_row(tile.p) - 1,
         over_row(backward.ds_of(tile, delta)),
         over_row(rounded_ds) / jnp.float32(spec.scale),

@@ -191,6 +191,20 @@ def test_unrounded_arithmetic_has_no_errors():
     assert float(jnp.min(signals["delta_rms"])) > 0.1
 
 
+def test_an_error_of_dp_that_delta_shares_is_none_of_delta():
+    q, k, v, do = make_arrays()
+
+    def error_of_delta(name):
+        num = numerics.PUBLISHED.replace(delta=name, kv_block=16)
+        signals = attention_signals(q, k, v, do, numerics=num, is_causal=True)
+        return signals["delta_error_rms"] / signals["delta_rms"]
+
+    assert float(jnp.min(error_of_delta("do_o"))) > 1e-3
+    assert float(jnp.max(error_of_delta("normalized"))) < 1e-5
+    # Σ P is 1 ± 2⁻⁸ where l is rounded, and here not divided by.
+    assert float(jnp.min(error_of_delta("dp_p"))) > 1e-4
+
+
 def test_rows_of_ds_sum_to_minus_the_error_of_delta():
     q, k, v, do = make_arrays()
     result = compare(q, k, v, do, Extras(), make_spec(numerics.FLASH)).gradients
