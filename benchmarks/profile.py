@@ -94,11 +94,10 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    shapes = {"choices": SHAPES, "metavar": "SHAPE"}
-    parser.add_argument("--shapes", nargs="+", default=["long64"], **shapes)
+    parser.add_argument("--shapes", nargs="+", default=["long64"], choices=SHAPES, metavar="SHAPE")
     parser.add_argument("--only", nargs="+", default=["hopper flash"], metavar="PATTERN")
     parser.add_argument("--out", type=Path, help="JSON lines file to write")
-    parser.add_argument("--run", help=argparse.SUPPRESS, **shapes)
+    parser.add_argument("--run", help=argparse.SUPPRESS, choices=SHAPES)
     return parser.parse_args()
 
 

@@ -42,7 +42,7 @@ def steps(
     record: ArmRecord, control: ArmRecord | None, before: Sequence[int]
 ) -> dict[int | None, int | None]:
     """The step of each diagnosis by its distance; None stands for the newest checkpoint."""
-    ends = (record.explosion, control and control.explosion, record.steps)
+    ends = (record.explosion, control.explosion if control else None, record.steps)
     end = next(end for end in ends if end is not None)
     return {None: None} | {n: end - n for n in before if end - n >= _FIRST}
 

@@ -52,7 +52,7 @@ class JaxCandidate:
 
     name: str
     attention: Callable[[Problem], Attention]
-    options: Mapping[str, bool] | None = None
+    options: Mapping[str, str | bool] | None = None
 
     def function(self, problem: Problem) -> Callable[..., Results]:
         """(q, k, v, dO) -> (O,) or (O, dQ, dK, dV)."""
@@ -76,11 +76,13 @@ def in_one_program(
     function: Callable[..., Results],
     inputs: Results,
     calls: int,
-    options: Mapping[str, bool] | None = None,
+    options: Mapping[str, str | bool] | None = None,
 ) -> Timed:
     """Compiles a program that makes all calls of a sample; see `repeat` and `JaxCandidate`."""
     looped = function if calls == 1 else repeat(function, calls)
-    program = jax.jit(looped).lower(*inputs).compile(compiler_options=options and {**options})
+    program = (
+        jax.jit(looped).lower(*inputs).compile(compiler_options=dict(options) if options else None)
+    )
 
     def seconds() -> float:
         start = time.perf_counter()

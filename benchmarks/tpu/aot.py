@@ -133,9 +133,6 @@ def _result(record: dict[str, Any]) -> Result:
     return Result(schedules, record["error"], record["seconds"])
 
 
-_SEGMENTS = ("query_segments", "key_segments")
-
-
 def _compile(call: Call) -> None:
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=TOPOLOGIES[call.generation]
@@ -150,10 +147,11 @@ def _compile(call: Call) -> None:
     words: list[Any] = [shape((2,), jnp.uint32), *(shape((n,), jnp.int32) for n in (b, call.heads))]
     extras = Extras(query_lengths=lengths, key_lengths=lengths, stream=RandomStream(*words))
     if call.has_segments:
-        segments = (shape((b, size), jnp.int32) for size in (t, s))
-        extras = extras._replace(**dict(zip(_SEGMENTS, segments, strict=True)))
+        segments: list[Any] = [shape((b, size), jnp.int32) for size in (t, s)]
+        extras = extras._replace(query_segments=segments[0], key_segments=segments[1])
     if call.has_mask:
-        extras = extras._replace(mask=shape((b, 1, t, s), jnp.bool_))
+        mask: Any = shape((b, 1, t, s), jnp.bool_)
+        extras = extras._replace(mask=mask)
     attend = _ours(call) if call.kernel == "ours" else _peer(call)
 
     def step(q: Array, k: Array, v: Array, do: Array, extras: Extras) -> Any:
