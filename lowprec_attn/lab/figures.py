@@ -26,8 +26,7 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
 
     Behind them stand those of the negative control. A red point marks where a loss exploded.
     """
-    columns = min(len(found), _COLUMNS)
-    rows = math.ceil(len(found) / columns)
+    rows, columns = _grid(len(found))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
     axes = figure.subplots(2 * rows, columns, sharex=True, squeeze=False)
     for kind in (0, 1):
@@ -65,6 +64,12 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     return figure
 
 
+def _grid(panels: int) -> tuple[int, int]:
+    """Rows and columns: as few rows as can be, then as few columns, so that none is near empty."""
+    rows = math.ceil(panels / _COLUMNS)
+    return rows, math.ceil(panels / rows)
+
+
 def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
     """Above all panels, what the runs have read."""
     width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
@@ -95,8 +100,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
 
     Values that are not finite are left out; a dashed line stands where the loss was not finite.
     """
-    columns = min(len(records), _COLUMNS)
-    rows = math.ceil(len(records) / columns)
+    rows, columns = _grid(len(records))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.7 + 2.9 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     titles = panel_titles(record.arm for record in records)
