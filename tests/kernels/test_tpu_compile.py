@@ -62,8 +62,7 @@ GROUPS = {
     "generations": tuple(
         Call(generation=generation, length=length, row_max=rule)
         for generation in TOPOLOGIES
-        for length in (1024, 32768)
-        for rule in ("standard", "dynamic_max")
+        for length, rule in ((1024, "dynamic_max"), (32768, "standard"))
     ),
     "presets": tuple(
         Call(generation=generation, preset=preset)
