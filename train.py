@@ -5,7 +5,7 @@ python train.py --config=configs/gpt2_bf16.py
 
 import sys
 
-from lowprec_attn.commands.main import main
+from lowprec_attn.commands.main import run_process
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    run_process(["train", *sys.argv[1:]])

@@ -1,8 +1,6 @@
 """`python -m lowprec_attn`: the command `lowprec-attn`."""
 
-import sys
-
-from lowprec_attn.commands.main import main
+from lowprec_attn.commands.main import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

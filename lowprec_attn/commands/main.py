@@ -1,12 +1,15 @@
 """The `lowprec-attn` command: training, text, diagnosis, experiments, compiling, reports."""
 
 import argparse
+import contextlib
 import errno
 import importlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lowprec_attn import __version__, installation
 from lowprec_attn.commands.output import surviving
@@ -57,6 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = _fail(f"cannot write to standard output: {refused.strerror}")
             return code or failed
         return code
+
+
+def run_process(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main`, and the end of the process with its exit code."""
+    code = main(argv)
+    if code == EXIT_INTERRUPTED and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        # Ctrl-C came in the middle of something. A compiler may still be at work in threads, and
+        # would crash while Python is taken down (JAX 0.10).
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or full
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: list[str], debug: bool) -> int:

@@ -65,8 +65,7 @@ def load(path: Path, text: Path | None) -> list[Layer]:
 def _tensors(path: Path) -> dict[str, np.ndarray]:
     """Of one file, or of the parts that an index names."""
     if (path / _INDEX).is_file():
-        parts = _json(path / _INDEX).get("weight_map", {})
-        names = sorted(set(parts.values()))
+        names = _parts(path / _INDEX)
     elif (path / _WEIGHTS).is_file():
         names = [_WEIGHTS]
     else:
@@ -78,6 +77,19 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     for name in names:
         tensors |= read_tensors(path / name)
     return tensors
+
+
+def _parts(index: Path) -> list[str]:
+    """The files that an index names, all of its own folder."""
+    parts = _json(index).get("weight_map")
+    if not isinstance(parts, dict):
+        raise DiagnoseError(f"{index}: weight_map must name the file of each array; copy it again")
+    for name in parts.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise DiagnoseError(
+                f"{index}: weight_map must name files beside it, got {name!r}; copy it again"
+            )
+    return sorted(set(parts.values()))
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -155,12 +155,12 @@ def _layers(
                 f"{steps[0]}"
             )
         raise DiagnoseError(f"{run_dir.path}: holds no complete checkpoint; train on, or wait")
-    loss = make_loss(settings.model, settings.attention, saved.devices.attend_whole)
+    loss = make_loss(settings.model, saved.attention, saved.devices.attend_whole)
     layers_of = saved.devices.jit(make_layers(settings.model, loss))
     key = step_key(root_key(settings), jnp.int32(saved.step))
     arrays = layers_of(saved.params, ids[:, :-1], ids[:, 1:], key)
     layers = [
-        layer._replace(own=as_computed(settings.attention, i, of))
+        layer._replace(own=as_computed(saved.attention, i, of))
         for i, (layer, of) in enumerate(
             zip(as_layers(str(run_dir.path), settings.model, arrays), arrays, strict=True)
         )

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_record
+from lowprec_attn.files import Fingerprint, read_record
+from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError, train_settings
@@ -22,11 +23,13 @@ class SavedModel(NamedTuple):
       step: of the checkpoint.
       params: on the devices.
       devices: of the settings that it was restored with.
+      attention: the arithmetic of the steps that led to it: after a rollback, that of the rollback.
     """
 
     step: int
     params: Any
     devices: Devices
+    attention: AttentionSettings
 
 
 def recorded_settings(config: Mapping[str, Any]) -> TrainSettings:
@@ -72,4 +75,15 @@ def restore(
     devices = run_devices(settings)
     with Checkpoints(run_dir.checkpoints) as checkpoints:
         restored = checkpoints.restore(make_program(settings, devices).state, last_step)
-    return None if restored is None else SavedModel(restored.step, restored.state.params, devices)
+    if restored is None:
+        return None
+    attention = _attention(settings, restored.records.get(run_dir.rollbacks.name))
+    return SavedModel(restored.step, restored.state.params, devices, attention)
+
+
+def _attention(settings: TrainSettings, rollbacks: Fingerprint | None) -> AttentionSettings:
+    """The arithmetic of a checkpoint, which knows the record of rollbacks as it was then."""
+    went_back = rollbacks is not None and rollbacks.size > 0
+    if went_back and settings.rollback is not None and settings.rollback.attention is not None:
+        return settings.rollback.attention
+    return settings.attention

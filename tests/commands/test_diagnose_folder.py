@@ -190,6 +190,25 @@ def test_a_folder_that_cannot_serve(folder, tmp_path):
         folder_layers.load(tmp_path, folder / "ids.npy")
 
 
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        (None, "must name the file of each array"),
+        (["a"], "must name the file of each array"),
+        ({"a": 3}, "must name files beside it, got 3"),
+        ({"a": None, "b": "x"}, "must name files beside it, got None"),
+        ({"a": "../outside.safetensors"}, r"must name files beside it, got '\.\./outside"),
+    ],
+)
+def test_an_index_that_cannot_serve(folder, tmp_path, weight_map, words):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError, match=words) as error:
+        folder_layers.load(tmp_path, folder / "ids.npy")
+    assert "\n" not in str(error.value)
+
+
 def test_text_takes_the_tokenizer_of_the_folder(folder, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{i}": i for i in range(VOCABULARY)}

@@ -5,8 +5,11 @@ import functools
 import io
 import os
 import signal
+import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
 
 from lowprec_attn.commands import report
@@ -117,3 +120,25 @@ def test_a_file_that_the_system_refuses_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(report, "run", lambda args: os.close(10**6))
     with pytest.raises(OSError, match="Bad file descriptor"):  # no file's name: our own fault
         main(["report", "runs/mine"])
+
+
+def test_an_interrupt_while_jax_compiles_ends_the_process(tmp_path):
+    """With the threads of its compiler at work, JAX 0.10 crashes where Python is taken down."""
+    rng = np.random.default_rng(0)
+    shape, names = (2, 256, 4, 64), ("q", "k", "v", "do")
+    arrays = {name: rng.standard_normal(shape, np.float32) for name in names}
+    np.savez(tmp_path / "layer.npz", **arrays)
+    with subprocess.Popen(
+        [sys.executable, "-m", "lowprec_attn", "diagnose", str(tmp_path / "layer.npz")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_LOG_COMPILES": "1"},
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("Compiling jit(attention_signals)" in line for line in lines)
+        time.sleep(0.3)  # of a second or two
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -9,6 +9,7 @@ import pytest
 from tiny import tiny_config
 
 from lowprec_attn.data.order import OrderRecord, starts
+from lowprec_attn.diagnose import run_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints
@@ -95,6 +96,16 @@ def test_a_run_goes_back_leaves_out_batches_and_ends(whole):
     lines = (whole / "data_order.txt").read_text().splitlines()
     assert len(lines) == 48
     assert not (whole / "failure.json").exists()
+
+
+def test_a_checkpoint_has_the_arithmetic_that_led_to_it(run, tmp_path):
+    """At the end float8 scores would overflow, and would not be the run's."""
+    assert run(tmp_path, checkpoints_kept=100) == EXIT_DONE
+    (rollback,) = rollbacks(tmp_path)
+    for last_step, scores in ((None, "bfloat16"), (rollback["to"], "float8_e4m3fn")):
+        (layer,) = run_layers.load(tmp_path, last_step=last_step)
+        assert [str(group.numerics.scores) for group in layer.own] == [scores]
+        assert np.isfinite(np.asarray(layer.do, np.float32)).all()
 
 
 def test_measurements_are_joined_across_steps_and_the_rollback(whole):
