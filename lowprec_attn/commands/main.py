@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_process(argv: Sequence[str] | None = None) -> NoReturn:
     """`main`, and the end of the process with its exit code."""
+    sys.unraisablehook = _not_dropped
     code = main(argv)
     if code == EXIT_INTERRUPTED and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         # Ctrl-C came in the middle of something. A compiler may still be at work in threads, and
@@ -73,6 +74,17 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
+    """Python drops a Ctrl-C that comes in a callback of its garbage collector, where JAX has one.
+
+    So it comes again.
+    """
+    if dropped.exc_type is KeyboardInterrupt:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def _run(arguments: list[str], debug: bool) -> int:

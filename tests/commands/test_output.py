@@ -142,3 +142,30 @@ def test_an_interrupt_while_jax_compiles_ends_the_process(tmp_path):
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+DROPS_AN_INTERRUPT = """
+import gc, os, signal, time
+from lowprec_attn.commands import report
+from lowprec_attn.commands.main import run_process
+
+def interrupt(*_):
+    gc.callbacks.remove(interrupt)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def run(args):
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    print("dropped", flush=True)
+    time.sleep(30)
+
+report.run = run
+run_process(["report", "x"])
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again():
+    process = subprocess.run(
+        [sys.executable, "-c", DROPS_AN_INTERRUPT], capture_output=True, text=True, timeout=60
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (130, "dropped\n", "")
