@@ -22,6 +22,7 @@ _NAMES = {
     "o": ("o", "out"),
     "lse": ("lse", "logsumexp"),
     "x": ("x",),
+    "w_q": ("w_q", "query_weight"),
 }
 _FACTS = ("is_causal", "scale", "window", "masked", "ignored", "layout")
 _SPELLINGS = _NAMES | {fact: (fact,) for fact in _FACTS}
@@ -37,7 +38,8 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
 
     A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
     (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
-    [B, T, D], o (out) and lse (logsumexp), case aside; also what `diagnostics.capture` adds:
+    [B, T, D], w_q (query_weight) itself [D, N, H] or [D, N·H], o (out) and lse (logsumexp), case
+    aside; also what `diagnostics.capture` adds:
     is_causal, scale, window (left, right), and ignored, names of arguments that `diagnose` leaves
     out; masked, whether there was a mask; and layout, the order of the axes as below.
 
@@ -66,6 +68,7 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | No
     facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
     _check_facts(where, facts)
     arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
+    w_q = arrays.pop("w_q", None)  # has neither rows nor a batch axis
     try:
         orders = axes.parse(layout or _declared(facts))
         arrays, split = axes.rows_first(arrays, orders)
@@ -85,6 +88,7 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | No
         arrays["v"],
         do=arrays.get("do"),
         x=arrays.get("x"),
+        w_q=None if w_q is None else _heads_apart(where, w_q, arrays["q"].shape[2], head_size),
         o=arrays.get("o"),
         lse=arrays.get("lse"),
         is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
@@ -317,6 +321,18 @@ def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tupl
             f"there are {rows} rows and {keys} keys"
         )
     return left, right
+
+
+def _heads_apart(where: str, w_q: np.ndarray, heads: int, head_size: int) -> np.ndarray:
+    """W_Q as [D, N, H]."""
+    if w_q.ndim == 2 and w_q.shape[1] == heads * head_size:
+        w_q = w_q.reshape(-1, heads, head_size)
+    if w_q.ndim != 3 or w_q.shape[1:] != (heads, head_size) or w_q.size == 0:
+        raise DiagnoseError(
+            f"{where}: w_q must be [D, {heads}, {head_size}] or [D, {heads * head_size}] with the "
+            f"heads of q, got {w_q.shape}; the weight of a PyTorch Linear is the transpose"
+        )
+    return w_q
 
 
 def _check_shapes(where: str, arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:

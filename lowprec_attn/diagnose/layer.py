@@ -17,6 +17,7 @@ class Layer(NamedTuple):
       q, k, v: [B, T, N, H] and twice [B, S, K, H].
       do: gradient of the loss by the attention output.
       x: input of W_Q.
+      w_q: W_Q.
       o: the attention output, of any shape.
       lse: of any shape.
       is_causal: None where the source does not say.
@@ -33,6 +34,7 @@ class Layer(NamedTuple):
     v: Float[np.ndarray, "B S K H"]
     do: Float[np.ndarray, "B T N H"] | None = None
     x: Float[np.ndarray, "B T D"] | None = None
+    w_q: Float[np.ndarray, "D N H"] | None = None
     o: np.ndarray | None = None
     lse: np.ndarray | None = None
     is_causal: bool | None = None

@@ -34,27 +34,42 @@ class Series(NamedTuple):
 def of_files(files: Sequence[tuple[str, Sequence[Examination]]]) -> Series:
     """The largest |score| of every layer in captures of one model, matched by name.
 
+    Where a file holds W_Q, the largest spectral norm of its heads as well.
+
     Args:
       files: their names, and the layers of each, in the order of the steps.
 
     Raises:
       DiagnoseError: no layer is in two of them.
     """
-    by_name = [{one.layer.name: _score(one) for one in examined} for _, examined in files]
-    names = tuple(dict.fromkeys(name for scores in by_name for name in scores))
-    if all(sum(name in scores for scores in by_name) < 2 for name in names):
+    by_name = [{one.layer.name: one for one in examined} for _, examined in files]
+    names = tuple(dict.fromkeys(name for layers in by_name for name in layers))
+    if all(sum(name in layers for layers in by_name) < 2 for name in names):
         raise DiagnoseError(
             "--series compares layers of the same name, and no name is in two of these files"
         )
-    values = [[scores.get(name, math.nan) for name in names] for scores in by_name]
-    places = tuple(place for place, _ in files)
-    return Series("", places, names, {"score_maximum": np.array(values)})
+    values = {
+        signal: np.array([[value(layers.get(name)) for name in names] for layers in by_name])
+        for signal, value in (("score_maximum", _score), ("query_weight_norm", _norm))
+    }
+    known = {signal: found for signal, found in values.items() if not np.all(np.isnan(found))}
+    return Series("", tuple(place for place, _ in files), names, known)
 
 
-def _score(one: Examination) -> float:
-    """Under the first arithmetic; NaN where the arrays are not finite."""
-    measured = next(iter(one.measured.values()), None)
+def _score(one: Examination | None) -> float:
+    """Under the first arithmetic; NaN where the arrays are not finite, or there is no layer."""
+    measured = None if one is None else next(iter(one.measured.values()), None)
     return math.nan if measured is None else float(np.max(measured["score_maximum"]))
+
+
+def _norm(one: Examination | None) -> float:
+    """Largest spectral norm of a head's W_Q; NaN where there is none, or it is not finite."""
+    if one is None or one.layer.w_q is None:
+        return math.nan
+    w_q = one.layer.w_q.astype(np.float64)
+    if not np.all(np.isfinite(w_q)):
+        return math.nan
+    return float(np.max(np.linalg.norm(w_q, ord=2, axis=(0, 2))))
 
 
 def sentences(series: Series) -> list[str]:

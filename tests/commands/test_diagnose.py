@@ -658,7 +658,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert told.startswith(f"{paths[0]} to {paths[4]}; this is no warning")
     assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
     assert "times their median) and its past at" in told
-    assert "W_Q" not in told  # of a capture it is not known
+    assert "W_Q" not in told  # which these captures do not hold
     assert "In the lab, largest |score|: left its past: before 196 of 235" in told
     report = json.loads(out.read_text())
     ((trend,), worst) = report["trend"], report["verdict"]
@@ -675,6 +675,38 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert "Trend" not in capsys.readouterr().out
     assert json.loads(out.read_text()) | {"trend": [trend]} == report
     assert worst["layer"] == "layer_1"
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_series_of_captures_knows_the_norm_of_a_weight_that_is_in_them(axes, tmp_path, capsys):
+    paths = captures(tmp_path, [1, 1, 1, 1])
+    rng = np.random.default_rng(0)
+    for i, path in enumerate(paths):
+        with np.load(path) as file:
+            arrays = dict(file)
+        *_, heads, size = arrays["layer_0/q"].shape
+        for layer in range(3):
+            w_q = rng.normal(size=(24, heads, size)).astype(np.float32)
+            w_q /= np.linalg.norm(w_q[:, 0], 2)
+            w_q[:, 0] *= 50 if (layer, i) == (2, 3) else 10
+            arrays[f"layer_{layer}/w_q"] = w_q.reshape(24, -1) if axes == 2 else w_q
+        np.savez(path, **arrays)
+    out = tmp_path / "out.json"
+    run("--series", *paths, "--numerics", "exact", "--json", out)
+    told = capsys.readouterr().out
+    assert f"W_Q: layer_2 left the other layers at {paths[3]} (50, 5.0 times their median)" in told
+    norms = json.loads(out.read_text())["trend"][0]["quantities"]["query_weight_norm"]
+    np.testing.assert_allclose(norms["values"], [[10] * 3] * 3 + [[10, 10, 50]], rtol=1e-5)
+
+
+def test_a_weight_that_does_not_fit_is_one_line(tmp_path):
+    (path,) = captures(tmp_path, [1])
+    with np.load(path) as file:
+        arrays = dict(file)
+    *_, heads, size = arrays["layer_1/q"].shape
+    np.savez(path, **arrays, **{"layer_1/w_q": np.ones((heads * size, 24), np.float32)})
+    with pytest.raises(DiagnoseError, match=r"layer_1: w_q must be .* is the transpose"):
+        run(path)
 
 
 def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
