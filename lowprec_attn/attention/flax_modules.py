@@ -41,7 +41,9 @@ def attention_fn(
 
     Returns:
       A function with the keyword arguments that Flax passes. It raises NotImplementedError for
-      active dropout, sown weights, a `precision` and einsum overrides.
+      active dropout (Flax draws one mask over all pairs of a row and a key; without it in memory
+      no kernel gives the results of the same key), sown weights, a `precision` and einsum
+      overrides.
     """
 
     always_causal = is_causal

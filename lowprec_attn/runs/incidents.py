@@ -112,11 +112,8 @@ def _recovery(end: Mapping[str, Any] | None) -> str:
         return "not over yet"
     steps = end["step"] - end["spike_end"]["begin"]
     recovery = end["spike_end"]["recovery"]
-    return (
-        f"not recovered in {steps} steps"
-        if recovery == "none"
-        else f"recovered in {steps} steps ({recovery})"
-    )
+    within = f"in {steps} step{'s' * (steps != 1)}"
+    return f"not recovered {within}" if recovery == "none" else f"recovered {within} ({recovery})"
 
 
 def _windows(data_order: Path, step: int) -> str:

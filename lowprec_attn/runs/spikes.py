@@ -108,7 +108,8 @@ class SpikeEnd(NamedTuple):
         return {"spike_end": {"begin": self.begin, "recovery": self.recovery}}
 
     def __str__(self) -> str:
-        after = f"{self.step - self.begin} steps after the spike of step {self.begin:,}"
+        steps = self.step - self.begin
+        after = f"{steps} step{'s' * (steps != 1)} after the spike of step {self.begin:,}"
         if self.recovery == "none":
             return f"the loss has not recovered {after}"
         return f"the loss has recovered {after} ({self.recovery})"
