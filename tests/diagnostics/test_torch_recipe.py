@@ -256,7 +256,8 @@ def test_the_recipe_notes_masks_and_refuses_sinks(reentrant, tmp_path, monkeypat
     torch = pytest.importorskip("torch", reason="the recipe needs torch")
     transformers = pytest.importorskip("transformers", reason="the recipe needs transformers")
     monkeypatch.chdir(tmp_path)
-    tokens = torch.randint(WORDS, (2, LENGTH))
+    tokens = torch.randint(1, WORDS, (2, LENGTH))
+    tokens[0, :3] = 0  # padding, without which there is no mask
     batch = {"input_ids": tokens, "labels": tokens, "attention_mask": tokens > 0}
     model, _ = small_model(transformers, "Llama")
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
