@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tiles", type=_tile, nargs="+", default=default.tiles, metavar="QxK", help="by --length")
     add("--length", type=int, default=default.length, metavar="T", help="default: %(default)s")
     add("--tile", type=_tile, default=default.tile, metavar="QxK", help="default: 64x64")
+    add("--crossed", action="store_true", help="every tile in every format at every length")
     add("--seeds", type=int, default=default.seeds, metavar="N", help="default: %(default)s")
     add("--heads", type=int, default=default.heads, metavar="N", help="default: %(default)s")
     add("--head-size", type=int, default=default.head_size, metavar="H", help="default: 64")

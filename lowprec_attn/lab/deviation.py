@@ -72,6 +72,7 @@ class Grid(NamedTuple):
       tiles: to compare at `length`; both sides of a tile.
       length: at which formats and tiles are compared.
       tile: with which formats and lengths are compared.
+      crossed: every tile in every format at every length; figures show those of `length`, `tile`.
       seeds: how many draws of the inputs.
       heads, head_size: N and H; the batch is 1.
     """
@@ -84,6 +85,7 @@ class Grid(NamedTuple):
     )
     length: int = 512
     tile: Tile = (64, 64)
+    crossed: bool = False
     seeds: int = 3
     heads: int = 2
     head_size: int = 64
@@ -99,17 +101,18 @@ class Case(NamedTuple):
 
 
 def cases(grid: Grid) -> list[Case]:
-    """Every format at every length, and every tile in the first format below float32."""
+    """Every format at every length; every tile at one place, or if the grid is crossed at each."""
     backend, low = jax.default_backend(), low_format(grid.formats)
+    places = list(itertools.product(grid.formats, dict.fromkeys((*grid.lengths, grid.length))))
+    of_tiles = places if grid.crossed else [(low, grid.length)]
     found = []
     for name, arm in ARMS.items():
         if arm.platform not in (None, backend):
             continue
         tile = grid.tile if arm.in_tiles else None
-        lengths = dict.fromkeys((*grid.lengths, grid.length))
-        found += [Case(name, f, t, tile) for f, t in itertools.product(grid.formats, lengths)]
+        found += [Case(name, f, t, tile) for f, t in places]
         if arm.in_tiles:
-            found += [Case(name, low, grid.length, tile) for tile in grid.tiles]
+            found += [Case(name, f, t, tile) for f, t in of_tiles for tile in grid.tiles]
     return list(dict.fromkeys(found))
 
 

@@ -44,6 +44,17 @@ def test_every_format_length_and_tile_has_a_case():
     assert len([case for case in found if case.arm == "xla"]) == 4
 
 
+def test_a_crossed_grid_has_every_tile_in_every_format_at_every_length():
+    grid = GRID._replace(lengths=(16, 32), crossed=True)
+    found = deviation.cases(grid)
+    assert len(found) == len(set(found))
+    tiles = (grid.tile, *grid.tiles)
+    assert {case[1:] for case in found if case.arm == "flash"} == {
+        (f, t, tile) for f in grid.formats for t in (16, 32) for tile in tiles
+    }
+    assert len([case for case in found if case.arm == "xla"]) == 4
+
+
 def test_a_deviation_is_that_of_the_arithmetic():
     """float32 errs by its own last digits, bfloat16 by its; a row has one of them per tensor."""
     low = Case("flash", "bfloat16", 32, (8, 8))
