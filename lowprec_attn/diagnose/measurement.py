@@ -106,6 +106,9 @@ def _cures(found: Arithmetic) -> list[Arithmetic]:
         found._replace(label=f"numerics={name}", numerics=_like(found, name))
         for name in ("flash", "float32_output")
     ]
+    assert isinstance(found.numerics, Numerics)
+    normalized = found.numerics.replace(delta="normalized")
+    cures.append(found._replace(label="delta=normalized", numerics=normalized))
     dynamic_max = get_row_max("dynamic_max")
     cures.append(found._replace(label="row_max=dynamic_max", row_max=dynamic_max))
     return [cure for cure in cures if cure[1:] != found[1:]]

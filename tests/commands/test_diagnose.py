@@ -72,7 +72,8 @@ def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path
     assert code == 0  # which the sentence says
     text = capsys.readouterr().out
     assert "head 1: under published the errors of δ have a persistent sign" in verdict_in(text)
-    assert "numerics=float32_output would leave 0.0% of the mean error" in verdict_in(text)
+    assert "delta=normalized would leave 0.0% of the mean error" in verdict_in(text)
+    assert "(numerics=float32_output 0.0%, numerics=flash 0." in verdict_in(text)
     assert "this alone is no warning" in verdict_in(text)
     assert "In the lab, coherence: no run that exploded met it" in text
     report = json.loads((tmp_path / "out.json").read_text())

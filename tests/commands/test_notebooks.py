@@ -170,7 +170,7 @@ def test_own_flax_model(tmp_path):
     )
     assert healthy["verdict"]["kind"] == "none"
     assert (ill["verdict"]["kind"], ill["verdict"]["heads"]) == ("coherence", [2])
-    assert "numerics=float32_output would leave" in ill["verdict"]["sentence"]
+    assert "delta=normalized would leave" in ill["verdict"]["sentence"]
     assert (result["before"][0], result["before"][3]) == ("coherence", [2])
     assert result["after"][0] == "none"
 
