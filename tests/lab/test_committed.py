@@ -67,6 +67,7 @@ def test_every_table_of_the_failure_is_that_of_the_records(reported):
         ("failure_cpu.png", "output_cpu"),
         ("failure_delta.png", "delta_small"),
         ("failure_edge.png", "edge_gpt2"),
+        ("failure_edge_long.png", "edge_long"),
         ("failure_output.png", "output_small"),
     ],
 )
