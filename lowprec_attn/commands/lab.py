@@ -123,16 +123,16 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
     if not 0 <= args.layer < layers:
         raise RunError(f"--layer must be 0 to {layers - 1}, got {args.layer}")
     found = outcomes.outcomes(arms)
-    several = len({arm.seed for arm in arms}) > 1
+    judged = len({arm.seed for arm in arms}) > 1 or any(arm.arm.control for arm in arms)
     parts = [verdict_table(directory, found)]
     parts += [bias_table(directory, arms), tables.across_steps_table(arms)]
-    if several or any(arm.arm.control for arm in arms):
+    if judged:
         parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
     parts.append(growth_table(arms, args.steps or tables.spread(arms)))
     parts.append(tables.score_table(arms, args.layer, args.steps))
     text = "\n".join(part for part in parts if part)
-    drawn = figures.loss_figure(found) if several else figures.score_figure(arms, args.layer)
+    drawn = figures.loss_figure(found) if judged else figures.score_figure(arms, args.layer)
     with writing(figure):
         (directory / "table.md").write_text(text, encoding="utf-8")
         drawn.savefig(figure, dpi=110)

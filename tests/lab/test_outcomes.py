@@ -328,13 +328,17 @@ def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, cap
     assert "holds no records" in capsys.readouterr().err
 
 
-def test_the_report_of_one_seed_has_outcomes_where_there_are_controls(
+def test_the_report_of_one_seed_has_outcomes_and_losses_where_there_are_controls(
     collected, capsys, monkeypatch
 ):
-    monkeypatch.setattr(figures, "loss_figure", lambda _: pytest.fail("of one seed"))
+    drawn = []
+    loss_figure = figures.loss_figure
+    monkeypatch.setattr(figures, "loss_figure", lambda runs: drawn.append(1) or loss_figure(runs))
     alone = report(collected, "--seeds", "2")
     assert "Seed" not in alone
+    assert not drawn  # nothing is compared: the scores of one layer
     controlled = report(collected, "--seeds", "2", "--negative-control", "good")
+    assert drawn
     read, tables = alone.split("\n", 1)
     assert controlled.startswith(f"{read}\n\nSeed 2. ")
     assert controlled.endswith(tables)
