@@ -744,14 +744,14 @@ def test_what_a_rule_was_worth_stands_in_the_table():
             "| 30 of 30 | 225 (",
             "| 0 of 10 |",
             "| 0 of 124 |",
-            "| 4 of 4 |",
+            "| 14 of 14 |",
             "15 of 15",
         ),
         "delta": (
-            *("| 32 of 32 | from 220 on | **30 of 53**", "| **5 of 9** |"),
-            "| 32 of 32 | from 79 on | 0 of 53 |",
+            *("| 140 of 140 | from 220 on | **80 of 186** |", "| **5 of 9** |"),
+            "| 140 of 140 | from 79 on | 3 of 186 |",
         ),
-        "scores": ("| 32 of 32 | from 79 on | 0 of 53 |", "| 3 of 3, all of `exact` |"),
+        "scores": ("| 140 of 140 | from 79 on | 3 of 186 |", "| 3 of 3, all of `exact` |"),
     }
     for rule in RULES:
         for cell in numbers[rule.name]:

@@ -28,7 +28,7 @@ OTHERS = (
     *("points_small", "pv_small", "rate_gpt2_lower", "rate_medium", "real_arithmetic"),
     *("rescue_small", "rollback_cpu", "size_and_sign", "warning_cpu"),
     *("beta_small", "delta_small", "lse_small_stochastic", "edge_gpt2", "lse_gpt2"),
-    *("row_sum_small", "pv_layers_small", "longer_small", "rules_cpu"),
+    *("row_sum_small", "pv_layers_small", "rules_cpu"),
 )
 RESUMED = {"rescue_small": "from", "rollback_cpu": "rollback"}
 TOO_HIGH = ("rate_medium", "rate_gpt2", "rate_gpt2_lower", "edge_gpt2")
