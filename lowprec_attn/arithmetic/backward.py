@@ -56,7 +56,7 @@ def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.d
 def delta_from_saved_output(
     do: Array, o_saved: Array, rows: Array, spec: Spec, extras: Extras, dtype: np.dtype
 ) -> Array:
-    """δ = rowsum(dO ∘ round_output_bwd(O_saved)), [B, K, G, T, 1].
+    """δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))), [B, K, G, T, 1].
 
     Args:
       do, o_saved: [B, K, G, T, H].
@@ -66,11 +66,16 @@ def delta_from_saved_output(
     """
     place = Place(rows, span(0, o_saved.shape[-1])[None])
     o = Rounder.of(spec, extras)(o_saved.astype(jnp.float32), "output_bwd", place)
-    return delta_from_output(do, o, spec.numerics, dtype)
+    return rounded_delta(delta_from_output(do, o, spec.numerics, dtype), rows, spec, extras)
+
+
+def rounded_delta(delta: Array, rows: Array, spec: Spec, extras: Extras) -> Array:
+    """δ [B, K, G, T, 1] of rows [T, 1] as rounded at `delta_value`."""
+    return Rounder.of(spec, extras)(delta, "delta_value", Place(rows, span(0, 1)[None]))
 
 
 def delta_from_probs(tile: BackwardTile) -> Array:
-    """δ = rowsum(dP ∘ P) over the keys of this tile, [B, K, G, T, 1]."""
+    """δ = rowsum(dP ∘ P) over the keys of this tile, not rounded yet, [B, K, G, T, 1]."""
     return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)
 
 

@@ -72,7 +72,7 @@ def _backward(
     n, dlse = spec.numerics, dlse[..., None]
     tile = backward.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
     if res.o_saved is None:
-        delta = backward.delta_from_probs(tile)
+        delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
     if n.delta == "normalized":

@@ -145,13 +145,14 @@ class _Walk(NamedTuple):
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ, without dlse; δ₀ of `delta='normalized'`. A pass over the keys where O is not kept."""
+        rows = span(self.i * self.grid.block_q, self.grid.block_q)[:, None]
         if o_saved is None:
-            return self.over_keys(
+            delta = self.over_keys(
                 lambda total, j, tile, k, place: total + backward.delta_from_probs(tile),
                 jnp.zeros_like(self.lse),
             )
+            return backward.rounded_delta(delta, rows, self.spec, self.tiles.extras)
         o = self.grid.query_rows(o_saved, self.i)
-        rows = span(self.i * self.grid.block_q, self.grid.block_q)[:, None]
         return backward.delta_from_saved_output(
             self.do, o, rows, self.spec, self.tiles.extras, self.tiles.q.dtype
         )

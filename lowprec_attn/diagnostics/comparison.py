@@ -223,7 +223,7 @@ def _gradient_rows(
     float32, k_format = get_format("float32"), get_format(k.dtype.name)
     tile = backward.backward_tile(s, out.lse[..., None], v, do, spec, extras, place)
     if out.o_saved is None:
-        delta = backward.delta_from_probs(tile)
+        delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
         delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, q.dtype)
     exact = backward.delta_from_output(do, o_exact, _EXACT, q.dtype)

@@ -52,7 +52,10 @@ def _of_statistics(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
 
 
 def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
-    if numerics.delta in ("dp_p", "normalized"):
+    if numerics.delta == "normalized":
+        return
+    yield from _rounded(numerics, ("delta_value",), dtype)
+    if numerics.delta == "dp_p":
         return
     read = {"same": (*_PRODUCTS, "output"), "float32": _PRODUCTS, "auxiliary": ()}
     yield from _rounded(numerics, (*read[numerics.saved_output], "output_bwd"), dtype)

@@ -14,14 +14,15 @@ and after the last step
     l  = round_normalizer(l)
     O  = round_output(Ō / l)                                lse = round_lse(m + log l)
 
-    P  = exp(S − lse)             δ = rowsum(dO ∘ round_output_bwd(O_saved)), or as `delta` says
+    P  = exp(S − lse)             δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
+                                      or as `delta` says
     dP = round_dp(dO vᵀ)          dS = P ∘ (dP − δ)
     dV = round_grads(Σ round_tile_grads(round_probs_bwd(P)ᵀ dO))
     dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
     dK = round_grads(Σ round_tile_grads(round_ds(dS · scale)ᵀ q))
 
 The sums of the gradients go over tiles of `kv_block` keys by as many queries. With
-`delta='normalized'`, δ₀ is that row sum, r = Σ_j P (dP − δ₀) and s = Σ_j P:
+`delta='normalized'`, δ₀ is that δ, r = Σ_j P (dP − δ₀) and s = Σ_j P:
 
     δ  = δ₀ + r / s, so that a row of dS sums to zero whatever O, P̄ and dP were rounded to
     dQ = round_grads(Σ round_tile_grads(round_ds(P ∘ (dP − δ₀) · scale) k)
@@ -57,6 +58,7 @@ SALTS: dict[str, int] = {
     "lse": 11,
     "output": 6,
     "output_bwd": 15,
+    "delta_value": 16,
     "probs_bwd": 7,
     "dp": 8,
     "ds": 9,
@@ -91,6 +93,9 @@ class Numerics:
         (Attn-QAT, arXiv 2603.00040).
       output_bwd: that O once more, as it enters δ = rowsum(dO ∘ O). With
         `saved_output='float32'` it rounds the O of δ and no other.
+      delta_value: δ itself, one number per row, before dS is formed of it; a control for
+        experiments, for no kernel known rounds it. With `delta='normalized'` it is δ₀, whose error
+        that takes away.
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
         the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
         `normalized`: see the module.
@@ -117,6 +122,7 @@ class Numerics:
     output: Rounding | None = None
     saved_output: SavedOutput = "same"
     output_bwd: Rounding = _FLOAT32
+    delta_value: Rounding = _FLOAT32
     delta: Delta = "do_o"
     probs_bwd: Rounding = _FLOAT32
     dp: Rounding = _FLOAT32

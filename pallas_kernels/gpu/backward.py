@@ -409,7 +409,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
 
 
 def _delta_from_output(walk: _Walk) -> Array:
-    """δ = rowsum(dO ∘ O), [query, 1]."""
+    """δ = rowsum(dO ∘ O), rounded, [query, 1]."""
     problem, ref, columns = walk.program.problem, walk.ref, 0
     parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
@@ -419,7 +419,13 @@ def _delta_from_output(walk: _Walk) -> Array:
         o = walk.program.round_point(o.astype(jnp.float32), "output_bwd", place)
         delta = delta + delta_from_output(do, o, problem.spec.numerics, problem.dtype)
         columns += o.shape[1]
-    return delta
+    return _rounded_delta(walk, delta)
+
+
+def _rounded_delta(walk: _Walk, delta: Array) -> Array:
+    """δ [query, 1] as rounded at `delta_value`."""
+    place = Place(span(walk.start, delta.shape[0])[:, None], span(0, 1)[None])
+    return walk.program.round_point(delta, "delta_value", place)
 
 
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
@@ -429,4 +435,4 @@ def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem)
         return jnp.sum(dp * probs, axis=-1, keepdims=True)
 
     delta = walk.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
-    problem.store_statistics(delta_ref, delta[:, 0], walk.start)
+    problem.store_statistics(delta_ref, _rounded_delta(walk, delta)[:, 0], walk.start)

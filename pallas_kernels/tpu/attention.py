@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic.backward import delta_from_saved_output
+from lowprec_attn.arithmetic.backward import delta_from_saved_output, rounded_delta
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import (
@@ -154,11 +154,11 @@ def _backward(
         do_rows = _padded_rows(do, problem)
         return Operands(q, k, v, do_rows, scores_lse, delta, dlse, pairs)
 
-    n = spec.numerics
+    n, rows, dtype = spec.numerics, span(0, do.shape[-2])[:, None], inputs.q.dtype
     if res.o_saved is None:
         delta = _by_row(delta_from_probs(operands(by_query), scalars, by_query), by_query)
+        delta = rounded_delta(delta[..., None], rows, spec, inputs.extras)[..., 0]
     else:
-        rows, dtype = span(0, do.shape[-2])[:, None], inputs.q.dtype
         delta = delta_from_saved_output(do, res.o_saved, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     if n.delta == "normalized":  # dQ comes first: it finds the δ of dK and dV

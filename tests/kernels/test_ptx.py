@@ -56,6 +56,7 @@ ROUNDED_IN = {
     "lse": {"forward"},
     "output": {"forward"},
     "output_bwd": {QUERY},
+    "delta_value": {QUERY},
     "probs_bwd": {KEY},
     "dp": {KEY, QUERY},
     "ds": {KEY, QUERY},

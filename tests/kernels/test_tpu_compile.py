@@ -212,6 +212,7 @@ ROUNDED = {
     "lse": {FORWARD: 16},
     "output": {FORWARD: 16},
     "output_bwd": {},  # δ is formed outside of the kernels
+    "delta_value": {},
     "probs_bwd": {KEY: _TILE},
     "dp": {KEY: _TILE, QUERY: _TILE},
     "ds": {KEY: _TILE, QUERY: _TILE},

@@ -32,6 +32,7 @@ def of(numerics, **fields):
         ("exact", {"output": "bf16_m2", "saved_output": "same"}, "B (output)"),
         ("exact", {"saved_output": "same"}, "B (output)"),  # in the format of q
         ("exact", {"output_bwd": "bf16_m1"}, "B (output_bwd)"),
+        ("exact", {"delta_value": "bf16_m1"}, "B (delta_value)"),
         ("exact", {"pv": "bf16_m2"}, "B (pv)"),
         ("exact", {"pv": "bf16_m2", "delta": "dp_p"}, "–"),
         ("exact", {"pv": "bf16_m2", "saved_output": "auxiliary"}, "B (saved_output)"),

@@ -167,7 +167,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         products = do * round_nearest(fwd.o_saved, n.output_bwd)
         if n.delta == "do_o_storage":
             products = round_nearest(products, Rounding(n.rounding_at("output", np_dtype).format))
-    delta = products.sum(-1, keepdims=True, dtype=np.float32)
+    delta = round_nearest(products.sum(-1, keepdims=True, dtype=np.float32), n.delta_value)
     dlse = inputs["dlse"].swapaxes(1, 2)[..., None]
     scale, tiles = np.float32(opt.scale), tile_slices(n, *p.shape[-2:])
 

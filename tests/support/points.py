@@ -20,6 +20,7 @@ ROUNDINGS: dict[str, set[str]] = {
     "lse": {"lse", "dq", "dk", "dv"},
     "output": {"out"},  # `exact` saves the unrounded O for δ
     "output_bwd": {"dq", "dk"},
+    "delta_value": {"dq", "dk"},
     "probs_bwd": {"dv"},
     "dp": {"dq", "dk"},
     "ds": {"dq", "dk"},
