@@ -182,7 +182,9 @@ def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
                 f"{path}: holds pickled Python objects, which are never loaded; "
                 "save plain float arrays with numpy.savez"
             ) from error
-        raise DiagnoseError(f"{path}: not a readable npz file ({_one_line(error)})") from error
+        raise DiagnoseError(
+            f"{path}: not a readable npz file ({_one_line(error)}); save it again"
+        ) from error
 
 
 def _read_safetensors(path: Path) -> dict[str, dict[str, np.ndarray]]:
@@ -207,7 +209,7 @@ def _open_safetensors(
     # TypeError, AttributeError: a format that NumPy has no name for.
     except (safetensors.SafetensorError, OSError, TypeError, AttributeError) as error:
         raise DiagnoseError(
-            f"{path}: not a readable safetensors file ({_one_line(error)})"
+            f"{path}: not a readable safetensors file ({_one_line(error)}); save it again"
         ) from error
 
 
@@ -242,7 +244,7 @@ def _pick_layer(
         if len(matches) > 1:
             raise DiagnoseError(f"{path}: {' and '.join(matches)} both mean {which}; keep one")
         if matches:
-            array = read(matches[0])
+            array = _read_one(path, matches[0], read)
             if not isinstance(array, np.ndarray):  # of a zip archive that is no npz
                 raise DiagnoseError(f"{path}: {matches[0]} is no array; save with numpy.savez")
             result[which] = array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -254,6 +256,16 @@ def _pick_layer(
                 f"{shown or 'nothing'}"
             )
     return result
+
+
+def _read_one(path: Path, name: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(name)
+    except MemoryError as error:  # of a header, which a damaged or a made-up file has as it likes
+        raise DiagnoseError(
+            f"{path}: {name} does not fit into memory ({_one_line(error)}); if its shape is right, "
+            "save fewer layers or a part of the batch; if not, save the file again"
+        ) from error
 
 
 def _as_floats(where: str, name: str, array: np.ndarray) -> np.ndarray:
