@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self
 
 from lowprec_attn.errors import RunError
@@ -56,6 +56,17 @@ def require_writable(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def stays_inside(name: object) -> bool:
+    """Whether a name that a file gives is a relative path to something in the file's own folder.
+
+    Links are not followed: a link may lead out all the same.
+    """
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 # Whole files.

@@ -12,7 +12,7 @@ from lowprec_attn.diagnose import sequence
 from lowprec_attn.diagnose.array_file import DiagnoseError, read_tensors
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.run_layers import as_layers
-from lowprec_attn.files import NotJsonError, read_json
+from lowprec_attn.files import NotJsonError, read_json, stays_inside
 from lowprec_attn.gpt2 import hugging_face
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.devices import compiler_options
@@ -80,14 +80,14 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _parts(index: Path) -> list[str]:
-    """The files that an index names, all of its own folder."""
+    """The files that an index names, all in its own folder."""
     parts = _json(index).get("weight_map")
     if not isinstance(parts, dict):
         raise DiagnoseError(f"{index}: weight_map must name the file of each array; copy it again")
     for name in parts.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not stays_inside(name):
             raise DiagnoseError(
-                f"{index}: weight_map must name files beside it, got {name!r}; copy it again"
+                f"{index}: weight_map must name files of its folder, got {name!r}; copy it again"
             )
     return sorted(set(parts.values()))
 

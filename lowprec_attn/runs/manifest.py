@@ -3,10 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Self
 
-from lowprec_attn.files import Fingerprint, NotJsonError, read_json, sync, write_json
+from lowprec_attn.files import Fingerprint, NotJsonError, read_json, stays_inside, sync, write_json
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -62,7 +62,7 @@ class Manifest:
             raise DamagedError(f"{path.name} is not a manifest") from None
         if not re.fullmatch(rf"{path.stem}-\d+", str(manifest.content)) or not manifest.files:
             raise DamagedError(f"{path.name} is not a manifest")
-        outside = [name for name in manifest.files if not _stays_inside(name)]
+        outside = [name for name in manifest.files if not stays_inside(name)]
         if outside:
             raise DamagedError(f"{path.name} names a file outside of its content: {outside[0]!r}")
         return manifest
@@ -115,8 +115,3 @@ def _fingerprints(fields: Any) -> dict[str, Fingerprint]:
         if type(file.size) is not int or not _SHA256.fullmatch(file.sha256):
             raise ValueError(file)
     return found
-
-
-def _stays_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

@@ -195,9 +195,11 @@ def test_a_folder_that_cannot_serve(folder, tmp_path):
     [
         (None, "must name the file of each array"),
         (["a"], "must name the file of each array"),
-        ({"a": 3}, "must name files beside it, got 3"),
-        ({"a": None, "b": "x"}, "must name files beside it, got None"),
-        ({"a": "../outside.safetensors"}, r"must name files beside it, got '\.\./outside"),
+        ({"a": 3}, "must name files of its folder, got 3"),
+        ({"a": None, "b": "x"}, "must name files of its folder, got None"),
+        ({"a": "../outside.safetensors"}, r"must name files of its folder, got '\.\./outside"),
+        ({"a": "/etc/passwd"}, "must name files of its folder, got '/etc/passwd'"),
+        ({"a": "."}, r"must name files of its folder, got '\.'"),
     ],
 )
 def test_an_index_that_cannot_serve(folder, tmp_path, weight_map, words):

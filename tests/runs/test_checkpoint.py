@@ -288,7 +288,7 @@ def test_a_damaged_manifest_is_skipped_and_its_content_left_alone(tmp_path, capl
     assert "00000020-0" in names(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "state/../../x", "", "x\0"])
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "state/../../x", "", ".", "x\0"])
 def test_no_file_outside_of_the_content_is_opened(tmp_path, caplog, name):
     save(tmp_path, 10, 20)
     (tmp_path / "00000020.json").write_bytes(manifest(name=name))
