@@ -1,6 +1,6 @@
 """Reads the layers of a run directory: a checkpoint on one sequence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,16 +15,14 @@ from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.series import Series
 from lowprec_attn.diagnostics.trend import QUANTITIES
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_json
 from lowprec_attn.gpt2.model import score_scale
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.config import ConfigError
 from lowprec_attn.training.run import open_corpus
-from lowprec_attn.training.saved_model import recorded_settings, restore
+from lowprec_attn.training.saved_model import restore, settings_of, val_sha256_of
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import LayerArrays, as_computed, make_layers
 from lowprec_attn.training.step import make_loss, root_key, step_key
@@ -51,16 +49,8 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
     if not all(parts.values()):
         missing = " and no ".join(name for name, there in parts.items() if not there)
         raise DiagnoseError(f"{path}: neither a file nor a run directory: it has no {missing}")
-    config = read_json(run_dir.config)
-    if not isinstance(config, dict):
-        raise DiagnoseError(f"{run_dir.config} holds {type(config).__name__}, not a config")
-    try:
-        settings = recorded_settings(config)
-    except ConfigError as error:
-        raise DiagnoseError(
-            f"{run_dir.config}: {error}; it was written by another version, or by hand"
-        ) from error
-    ids, of_text = _sequence(settings, config.get("text_sha256"), text)
+    settings = settings_of(path)
+    ids, of_text = _sequence(settings, val_sha256_of(path), text)
     try:
         step, layers = _layers(settings, run_dir, ids, last_step)
     except attention.UnsupportedError as error:
@@ -119,7 +109,7 @@ def _bad_data(run_dir: RunDir, last_step: int | None) -> list[str]:
 
 
 def _sequence(
-    settings: TrainSettings, digests: Mapping[str, str] | None, text: Path | None
+    settings: TrainSettings, val_sha256: str | None, text: Path | None
 ) -> tuple[Int32[np.ndarray, "1 ids"], list[str]]:
     """The ids to run the model on, and what to say of them."""
     model = settings.model
@@ -133,7 +123,7 @@ def _sequence(
     corpus = open_corpus(settings.data)
     corpus.require(context=model.context, vocab_size=model.vocab_size)
     notes = ["the first sequence of the held-out text"]
-    if digests is not None and digests["val"] != corpus.val.sha256:
+    if val_sha256 is not None and val_sha256 != corpus.val.sha256:
         notes.append(f"the text is not that of the run, but {corpus.val.source}")
     return np.asarray(corpus.val.ids[: model.context + 1], np.int32)[None], notes
 

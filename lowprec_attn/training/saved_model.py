@@ -1,7 +1,6 @@
 """The model of a run at a checkpoint, for what measures it beside its training."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,31 +31,36 @@ class SavedModel(NamedTuple):
     attention: AttentionSettings
 
 
-def recorded_settings(config: Mapping[str, Any]) -> TrainSettings:
-    """The settings in a run's `config.json`, for one device.
-
-    Raises:
-      ConfigError: it was written by another version, or by hand.
-    """
-    fields = {name: value for name, value in config.items() if name != "text_sha256"}
-    return dataclasses.replace(train_settings(fields), devices=1, shard_optimizer=False)
-
-
 def settings_of(path: Path) -> TrainSettings:
     """The settings of a run directory, for one device.
 
     Raises:
       UserError: it is none, or its config is damaged or of another version.
     """
+    fields = {name: value for name, value in _config_of(path).items() if name != "text_sha256"}
+    try:
+        return dataclasses.replace(train_settings(fields), devices=1, shard_optimizer=False)
+    except ConfigError as error:
+        raise RunError(
+            f"{RunDir(path).config}: {error}; it was written by another version, or by hand"
+        ) from error
+
+
+def val_sha256_of(path: Path) -> str | None:
+    """The SHA-256 of the held-out tokens of a run directory; None where its config has none.
+
+    Raises:
+      UserError: as `settings_of`.
+    """
+    digests = _config_of(path).get("text_sha256")
+    return digests.get("val") if isinstance(digests, dict) else None
+
+
+def _config_of(path: Path) -> dict[str, Any]:
     config = RunDir(path).config
     if not config.is_file():
         raise RunError(f"{path} is not a run directory: it has no config.json")
-    try:
-        return recorded_settings(read_record(config))
-    except ConfigError as error:
-        raise RunError(
-            f"{config}: {error}; it was written by another version, or by hand"
-        ) from error
+    return read_record(config)
 
 
 def restore(

@@ -14,6 +14,7 @@ from lowprec_attn import attention
 from lowprec_attn.commands import diagnose
 from lowprec_attn.diagnose import run_layers
 from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.errors import UserError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
@@ -178,10 +179,19 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     with pytest.raises(DiagnoseError, match="holds no complete checkpoint"):
         run_layers.load(copy.path)
     copy.config.write_text(json.dumps(forced | {"model": forced["model"] | {"rope": True}}))
-    with pytest.raises(
-        DiagnoseError, match=r"config\.json: unknown field .*rope; .* by another ver"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: unknown field .*rope; .* by another ver"):
         run_layers.load(copy.path)
     copy.config.write_text("[1]")
-    with pytest.raises(DiagnoseError, match="holds list, not a config"):
+    with pytest.raises(UserError, match=r"config\.json holds list, no record; restore it from a"):
         run_layers.load(copy.path)
+
+
+def test_a_config_without_the_text_it_trained_on(made, tmp_path):
+    """By hand; a run without a digest to compare with is measured on the text that is there."""
+    path, *_ = made
+    copy = RunDir(tmp_path / "run")
+    shutil.copytree(path, copy.path)
+    config = json.loads(copy.config.read_text())
+    copy.config.write_text(json.dumps(config | {"text_sha256": "x"}))
+    (layer,) = run_layers.load(copy.path)
+    assert not any("is not that of the run" in note for note in layer.notes)
