@@ -12,6 +12,7 @@ after the other, up to the first that cannot be.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -62,6 +63,7 @@ def measure(path: Path, draws: int) -> tuple[int, Errors]:
     saved = restore(settings, RunDir(path))
     if saved is None:
         raise UserError(f"{path}: holds no complete checkpoint; train with checkpoint_every > 0")
+    settings = dataclasses.replace(settings, attention=saved.attention)  # after a rollback its own
     steps = make_steps(settings, saved.devices.attend_whole)
     signals = saved.devices.jit(make_signals(settings, steps))
     root, found = root_key(settings), []

@@ -32,7 +32,9 @@ from lowprec_attn.lab import records
 from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.lab.verdicts import FILE, read
+from lowprec_attn.runs import rollbacks
 from lowprec_attn.runs.incidents import AT_ITS_BATCH
+from lowprec_attn.runs.run_dir import RunDir
 
 BEFORE = (400, 200, 100, 50)
 _FIRST = 50  # a step before which a model has learned nothing that could be judged
@@ -51,8 +53,13 @@ def diagnose(run: Path, step: int | None) -> dict[str, Any]:
     """What the command says of a run up to a step.
 
     Raises:
-      RunError: it fails.
+      RunError: it fails, or the run went back: its metrics have no explosion to be before.
     """
+    if went_back := rollbacks.read(RunDir(run).rollbacks):
+        raise RunError(
+            f"{run} went back to step {went_back[0].to} and recorded no explosion; take an "
+            f"experiment without on_spike, or look at this run: lowprec-attn diagnose {run}"
+        )
     at = [] if step is None else ["--step", str(step)]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "verdict.json"

@@ -53,6 +53,20 @@ def test_the_verdict_is_that_of_the_command(tmp_path, text):
         verdicts.diagnose(tmp_path / "run", 6)
 
 
+def test_a_run_that_went_back_is_refused(tmp_path, monkeypatch, capsys):
+    """Its metrics hold no explosion, so the steps before one would be those of another."""
+    run = tmp_path / "work" / "a-seed1"
+    run.mkdir(parents=True)
+    went_back = {"to": 100, "onset": 250, "detected": 300, "skipped": 201, "reason": "excess"}
+    (run / "rollbacks.jsonl").write_text(f"{json.dumps(went_back)}\n")
+    monkeypatch.setattr(records, "read_all", lambda _: [record("a", None)])
+    monkeypatch.setattr(sys, "argv", ["verdicts", str(tmp_path / "work"), str(tmp_path)])
+    assert verdicts.main() == 1
+    error = capsys.readouterr().err
+    assert f"{run} went back to step 100 and recorded no explosion; take an experiment" in error
+    assert error.count("\n") == 1 and not (tmp_path / "verdicts.ndjson").exists()
+
+
 def test_what_was_diagnosed_is_not_diagnosed_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(records, "read_all", lambda _: [record("a", 420), record("b", None)])
     monkeypatch.setattr(verdicts, "diagnose", lambda run, step: {"code": 0, "kind": "none"})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import tiny_config
 
+from benchmarks import delta_bias
 from lowprec_attn.data.order import OrderRecord, starts
 from lowprec_attn.diagnose import run_layers
 from lowprec_attn.errors import UserError
@@ -106,6 +107,8 @@ def test_a_checkpoint_has_the_arithmetic_that_led_to_it(run, tmp_path):
         (layer,) = run_layers.load(tmp_path, last_step=last_step)
         assert [str(group.numerics.scores) for group in layer.own] == [scores]
         assert np.isfinite(np.asarray(layer.do, np.float32)).all()
+    step, errors = delta_bias.measure(tmp_path, draws=2)
+    assert step == 48 and np.isfinite(errors.rms).all()
 
 
 def test_measurements_are_joined_across_steps_and_the_rollback(whole):
