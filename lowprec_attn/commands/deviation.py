@@ -5,7 +5,8 @@ implementation, as Golden et al. (arXiv 2405.02803) did, and with --runs the dis
 weights of training runs. DIR gets the records, one JSON line each (`attention.jsonl`,
 `weights.jsonl`), what they were measured on (`measured.json`), and figures of them.
 
-The defaults take about two minutes on two CPU cores. A GPU adds its kernels and cuDNN.
+The defaults take about two minutes on two CPU cores, with --crossed four. A GPU adds its kernels
+and cuDNN.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=default.length, metavar="T", help="default: %(default)s")
     add("--tile", type=_tile, default=default.tile, metavar="QxK", help="default: 64x64")
     add("--crossed", action="store_true", help="every tile in every format at every length")
-    add("--seeds", type=int, default=default.seeds, metavar="N", help="default: %(default)s")
+    add("--seeds", type=int, metavar="N", help=f"default: {default.seeds}, or 1 with --crossed")
     add("--heads", type=int, default=default.heads, metavar="N", help="default: %(default)s")
     add("--head-size", type=int, default=default.head_size, metavar="H", help="default: 64")
 
@@ -84,6 +85,8 @@ def _measure_attention(args: argparse.Namespace) -> None:
     from lowprec_attn.runs import environment
 
     chosen: dict[str, Any] = {name: getattr(args, name) for name in Grid._fields}
+    if args.seeds is None:  # four times as many programs
+        chosen["seeds"] = 1 if args.crossed else Grid().seeds
     lists = {name: tuple(chosen[name]) for name in ("formats", "lengths", "tiles")}
     grid = Grid(**{**chosen, **lists})
     deviation.check(grid)

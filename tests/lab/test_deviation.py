@@ -91,6 +91,18 @@ def test_what_a_library_lacks_is_left_out_and_ours_is_raised(monkeypatch):
         list(deviation.measure(GRID, [Case("dense", "bfloat16", 32, None)]))
 
 
+@pytest.mark.parametrize(
+    ("options", "seeds"), [([], 3), (["--crossed"], 1), (["--crossed", "--seeds", "2"], 2)]
+)
+def test_a_crossed_grid_has_one_draw_unless_more_are_asked_for(
+    tmp_path, monkeypatch, options, seeds
+):
+    grids = []
+    monkeypatch.setattr(deviation, "cases", lambda grid: grids.append(grid) or [])
+    assert main(["deviation", str(tmp_path), *options]) == 1  # there is nothing to draw
+    assert [grid.seeds for grid in grids] == [seeds]
+
+
 def words(directory, *more):
     sizes = ["--lengths", "32", "--length", "32", "--seeds", "1", "--heads", "1"]
     tiles = ["--head-size", "16", "--tile", "8x8", "--tiles", "8x16", "16x8"]
