@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forks import Fork
+from instants import Disk, snapshots_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowprec_attn.runs import checkpoint_content
@@ -547,42 +548,6 @@ def test_an_error_inside_of_orbax_is_told_in_one_line(tmp_path, obstacle, words)
 # Kills.
 
 
-CHANGES = ["rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync"]
-
-
-def snapshots_of(monkeypatch, directory, target, change, copy_to=None):
-    """Runs `change`; copies `directory` before and after every operation on the file system.
-
-    A copy is what a kill at that instant would leave behind. Returns them in their order.
-    """
-    copies = []
-    copy_to = copy_to or functools.partial(shutil.copytree, directory)
-    idle = threading.Lock()  # held while copying, which itself makes directories
-
-    def copy():
-        copies.append(target / str(len(copies)))
-        # TensorStore's threads go on meanwhile: a file may vanish while it is copied.
-        with contextlib.suppress(shutil.Error, FileNotFoundError):
-            copy_to(copies[-1])
-
-    def copying(operation):
-        @functools.wraps(operation)
-        def wrapper(*args, **kwargs):
-            if idle.acquire(blocking=False):
-                copy()
-                idle.release()
-            return operation(*args, **kwargs)
-
-        return wrapper
-
-    with monkeypatch.context() as patch:
-        for name in CHANGES:
-            patch.setattr(os, name, copying(getattr(os, name)))
-        change()
-    copy()
-    return copies
-
-
 @pytest.mark.parametrize("step", [1, 2])
 def test_every_instant_of_a_save_leaves_a_checkpoint(tmp_path, monkeypatch, step):
     directory = tmp_path / "checkpoints"
@@ -597,56 +562,6 @@ def test_every_instant_of_a_save_leaves_a_checkpoint(tmp_path, monkeypatch, step
     for copy in copies[::7]:
         save(copy, 5, keep=1)
         assert names(copy) == ["00000005-0", "00000005.json"]
-
-
-class Disk:
-    """What of a directory a machine that loses its power finds again: what fsync has brought there.
-
-    A file has the contents of its last fsync, and none before. A directory has the names of its
-    last fsync, and any of the changes since, for these may reach the disk at any time.
-    """
-
-    def __init__(self, root):
-        self.root, self.contents, self.names, self.held = root, {}, {}, {}
-        for path in (root, *root.rglob("*")):
-            self.keep(path)
-
-    def keep(self, path):
-        status = path.stat()
-        self.held.setdefault(status.st_ino, os.open(path, os.O_RDONLY))  # so none is used again
-        if path.is_dir():
-            self.names[status.st_ino] = self.listed(path)
-        else:
-            self.contents[status.st_ino] = path.read_bytes()
-
-    def fsync(self, descriptor, fsync=os.fsync):
-        fsync(descriptor)
-        self.keep(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    def listed(self, path):
-        return {entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(path)}
-
-    def image(self, target, reached):
-        """Writes what is found if the names `reached(directory, synced, now)` have reached it."""
-        names = dict(self.names)
-        for path in (self.root, *self.root.rglob("*")):
-            if path.is_dir():
-                inode = path.stat().st_ino
-                names[inode] = reached(path, names.get(inode, {}), self.listed(path))
-
-        def write(inode, path):
-            path.mkdir()
-            for name, (child, is_directory) in names.get(inode, {}).items():
-                if is_directory:
-                    write(child, path / name)
-                else:
-                    (path / name).write_bytes(self.contents.get(child, b""))
-
-        write(self.root.stat().st_ino, target)
-
-    def close(self):
-        for descriptor in self.held.values():
-            os.close(descriptor)
 
 
 def test_a_loss_of_power_at_any_instant_leaves_a_checkpoint(tmp_path, monkeypatch):
