@@ -17,6 +17,7 @@ from lowprec_attn.files import (
     lock,
     make_directory,
     read_json,
+    remedy,
     write_json,
 )
 from lowprec_attn.runs import environment
@@ -185,8 +186,8 @@ class RunDir:
           RunDirError: a config cannot be read.
         """
         with other._explain_errors():
-            remedy = "restore it from a copy, or resume from another run"
-            return _differences(other._read_config(remedy), self._read_config(remedy))
+            mend = "restore it from a copy, or resume from another run"
+            return _differences(other._read_config(mend), self._read_config(mend))
 
     @property
     def begun(self) -> bool:
@@ -211,9 +212,9 @@ class RunDir:
         try:
             yield
         except OSError as error:
+            mend = remedy(error, "choose another --workdir")
             raise RunDirError(
-                f"cannot use {self.path} as a run directory: {error.strerror or error}; "
-                "choose another --workdir"
+                f"cannot use {self.path} as a run directory: {error.strerror or error}; {mend}"
             ) from error
 
     def _refuse_foreign_files(self) -> None:
@@ -256,8 +257,8 @@ class RunDir:
         self.origin.unlink(missing_ok=True)
         return True
 
-    def _read_config(self, remedy: str) -> Mapping[str, Any]:
-        return _read_as(dict, self.config, remedy)
+    def _read_config(self, mend: str) -> Mapping[str, Any]:
+        return _read_as(dict, self.config, mend)
 
     def starts(self) -> list[dict[str, Any]]:
         """What `environment.json` says of every start; empty where there is none.
@@ -267,10 +268,10 @@ class RunDir:
         """
         if not self.environment.exists():
             return []
-        remedy = "remove it, and the same command goes on (it tells where earlier starts ran)"
-        starts: list[Any] = _read_as(list, self.environment, remedy)
+        mend = "remove it, and the same command goes on (it tells where earlier starts ran)"
+        starts: list[Any] = _read_as(list, self.environment, mend)
         if not all(isinstance(start, dict) for start in starts):
-            raise RunDirError(f"{self.environment} holds more than starts; {remedy}")
+            raise RunDirError(f"{self.environment} holds more than starts; {mend}")
         return starts
 
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:
@@ -290,14 +291,14 @@ class RunDir:
         )
 
 
-def _read_as(kind: type, path: Path, remedy: str) -> Any:
+def _read_as(kind: type, path: Path, mend: str) -> Any:
     """The content of a JSON file, a dict or a list."""
     try:
         value = read_json(path)
     except NotJsonError as error:
-        raise RunDirError(f"{error}; {remedy}") from error
+        raise RunDirError(f"{error}; {mend}") from error
     if not isinstance(value, kind):
-        raise RunDirError(f"{path} holds {type(value).__name__}, not {kind.__name__}; {remedy}")
+        raise RunDirError(f"{path} holds {type(value).__name__}, not {kind.__name__}; {mend}")
     return value
 
 

@@ -233,6 +233,19 @@ def test_a_disk_that_refuses_is_told_in_one_line(tmp_path, monkeypatch, operatio
     RunDir.open(tmp_path / "run", CONFIG).close()
 
 
+def test_a_directory_in_the_place_of_a_record_is_to_be_moved_away(tmp_path):
+    with RunDir.open(tmp_path / "run", CONFIG) as run_dir:
+        run_dir.config.unlink()
+        run_dir.config.mkdir()
+        run_dir.metrics.write_text('{"step": 0}\n')
+    with pytest.raises(RunDirError) as error:
+        RunDir.open(tmp_path / "run", CONFIG)
+    assert one_line(error) == (
+        f"cannot use {tmp_path / 'run'} as a run directory: Is a directory; move away what stands "
+        f"in the place of {tmp_path / 'run' / 'config.json'}, or give another place"
+    )
+
+
 @pytest.mark.parametrize("below", [".", "run"])
 def test_a_file_in_the_place_of_the_directory_is_told_in_one_line(tmp_path, below):
     (tmp_path / "file").write_text("mine")
