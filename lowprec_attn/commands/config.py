@@ -3,6 +3,7 @@
 The configs of the project lie in `configs/` of a checkout, and in the installed package.
 """
 
+import copy
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,8 +56,7 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
       ConfigFileError: no such file, variant or field, no config in the file, a value of another
         type, an unknown flag.
     """
-    from absl import flags as absl_flags
-    from ml_collections import ConfigDict, config_flags
+    from ml_collections import ConfigDict
 
     file, colon, variant = name.partition(":")
     path = config_file(file, ".py")
@@ -72,13 +72,26 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
+    _check_fields(config, flags)
+    for flag in flags if len(flags) > 1 else ():
+        if "=" in flag:  # a value of its own, so that it is this one that cannot be parsed
+            _with_flags(config, [flag], name)
+    return _with_flags(config, flags, name)
+
+
+def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
+    """The config with some fields set, as a mapping; raises as `load`, naming all of `flags`."""
+    from absl import flags as absl_flags
+    from ml_collections import config_flags
+
+    config = copy.deepcopy(config)  # of which a placeholder stays one
     # ml_collections defines a flag for each field that `sys_argv` sets.
     words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
-    _check_fields(config, flags)
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=words)
         values(words)
-        return config.to_dict()
+        made: dict[str, Any] = config.to_dict()
+        return made
     except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         cause: BaseException = error
         while cause.__cause__ or cause.__context__:

@@ -55,6 +55,16 @@ def test_a_flag_that_cannot_be_taken(flag, words):
     assert "\n" not in str(error.value)
 
 
+def test_of_several_flags_the_one_that_cannot_be_taken_is_named():
+    flags = ["--config.seed=3", "--config.steps=many", "--config.batch_size=8"]
+    with pytest.raises(ConfigFileError, match=r"^cannot parse --config\.steps=many: invalid lit"):
+        config.load("gpt2_bf16:tiny", flags)
+    flags[1:2] = ["--config.steps=7", "--config.attention.implementation=dense"]  # None by default
+    taken = config.load("gpt2_bf16:tiny", flags)
+    assert (taken["seed"], taken["steps"], taken["batch_size"]) == (3, 7, 8)
+    assert taken["attention"]["implementation"] == "dense"
+
+
 @pytest.mark.parametrize("name", ["coordinator_address", "num_processes", "process_id"])
 def test_flags_of_several_processes_need_distributed(monkeypatch, capsys, name):
     monkeypatch.chdir(ROOT)
