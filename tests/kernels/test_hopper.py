@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_calls import call_of, check_accuracy, run
 from product_races import check_products
 
+from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dot_product_attention
 from lowprec_attn.attention.dispatch import UnsupportedError, resolve
@@ -41,7 +42,7 @@ from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_bloc
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.machine import TILE, accumulator, interpreter, load, tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.schedule import Schedule
+from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule, Turn
 
 pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
@@ -272,17 +273,30 @@ def test_vmap_gives_the_bits_of_a_loop() -> None:
             np.testing.assert_array_equal(x[i], expected)
 
 
-@pytest.mark.parametrize("in_pairs", [True, False])
+def dealt(schedule: Schedule | LongestFirst) -> list[list[Turn]]:
+    """Each program's tiles."""
+    programs = jnp.arange(schedule.grid, dtype=jnp.int32)
+    most = jnp.arange(max(int(schedule.turns(p)) for p in programs), dtype=jnp.int32)
+    found = jax.vmap(lambda p: jax.vmap(lambda u: schedule.turn(p, u))(most))(programs)
+    turns = np.asarray(jax.vmap(schedule.turns)(programs))
+    exists = np.asarray(found.exists) & (np.asarray(most) < turns[:, np.newaxis])
+    numbers = np.stack(np.broadcast_arrays(*found), axis=-1)
+    return [
+        [Turn(*row) for row in rows[e].tolist()] for rows, e in zip(numbers, exists, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("how", ["in pairs", "in order", 1, 4, 6])
 @pytest.mark.parametrize(("tiles", "programs"), [(1, 4), (4, 3), (5, 2), (7, 132)])
-def test_every_tile_belongs_to_one_program(tiles: int, programs: int, in_pairs: bool) -> None:
-    schedule = Schedule(
-        tiles=tiles, heads=3, batch=2, in_pairs=in_pairs, longest_last=True, programs=programs
-    )
+def test_every_tile_belongs_to_one_program(tiles: int, programs: int, how: str | int) -> None:
+    sizes = {"tiles": tiles, "heads": 3, "batch": 2, "programs": programs}
+    schedule: Schedule | LongestFirst
+    if isinstance(how, int):
+        schedule = LongestFirst(**sizes, longest_last=True, at_a_time=how)
+    else:
+        schedule = Schedule(**sizes, longest_last=True, in_pairs=how == "in pairs")
     done = collections.Counter(
-        (int(turn.tile), int(turn.head), int(turn.batch))
-        for program in range(schedule.grid)
-        for u in range(int(schedule.turns(jnp.int32(program))))
-        if (turn := schedule.turn(jnp.int32(program), jnp.int32(u))).exists
+        (t.tile, t.head, t.batch) for tiles in dealt(schedule) for t in tiles
     )
     assert done == collections.Counter(
         (tile, head, batch) for tile in range(tiles) for head in range(3) for batch in range(2)
@@ -291,11 +305,60 @@ def test_every_tile_belongs_to_one_program(tiles: int, programs: int, in_pairs: 
 
 def test_pairs_are_equally_long() -> None:
     schedule = Schedule(tiles=8, heads=1, batch=4, in_pairs=True, longest_last=True, programs=16)
-    lengths = {
-        sum(int(schedule.turn(jnp.int32(p), jnp.int32(u)).tile) + 1 for u in range(2))
-        for p in range(schedule.grid)
-    }
+    lengths = {sum(int(turn.tile) + 1 for turn in turns) for turns in dealt(schedule)}
     assert lengths == {9}
+
+
+@pytest.mark.parametrize("longest_last", [True, False])
+@pytest.mark.parametrize(("shape", "at_a_time"), [("long64", 16), ("long128", 8)])
+def test_the_longest_first_end_together(shape: str, at_a_time: int, longest_last: bool) -> None:
+    """Within 1 % of the mean, where pairs differ by 3 %; no head before the time that it has."""
+    of, tiles = SHAPES[shape], SHAPES[shape].length // 128
+    sizes = {"tiles": tiles, "heads": of.heads, "batch": of.batch, "programs": 132}
+
+    def longest(schedule: Schedule | LongestFirst) -> float:
+        ends = [
+            sum(1 + (t.tile if longest_last else tiles - 1 - t.tile) for t in turns)
+            for turns in dealt(schedule)
+        ]
+        return max(ends) / np.mean(ends)
+
+    schedule = LongestFirst(**sizes, longest_last=longest_last, at_a_time=at_a_time)
+    assert longest(schedule) < 1.01
+    assert longest(Schedule(**sizes, longest_last=longest_last, in_pairs=True)) > 1.03
+    for turns in dealt(schedule):
+        times = [(t.batch * of.heads + t.head) // at_a_time for t in turns]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads"), [("gpt2", 96), ("long64", 16), ("long128", 8)], ids=lambda x: str(x)
+)
+def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
+    """32 MiB of what is walked over: K and V, or Q and dO."""
+    of, tile = SHAPES[shape], Tile(longest_first=True)
+    x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
+    problem = Problem.of(x, x, call(GROUPED).spec, default_block_sizes(of.head_size))
+    for schedule in (problem.by_query(tile), problem.by_key(tile)):
+        assert isinstance(schedule, LongestFirst)
+        rounds = -(-schedule.tiles * heads // schedule.grid)
+        time = {
+            t.batch * of.heads + t.head for turns in dealt(schedule) for t in turns[: rounds - 1]
+        }
+        assert time == set(range(heads))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", [GROUPED, MORE_KEYS], ids=["causal", "not causal"])
+def test_the_order_of_tiles_changes_no_bit(case: Case) -> None:
+    case = dataclasses.replace(case, batch=2)
+    tile = dataclasses.replace(harness.HOPPER_TILE, longest_first=True)
+    sizes = dataclasses.replace(
+        SIZES, forward=tile, query_gradients=tile, key_gradients=tile, programs=3
+    )
+    result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
 
 
 def request(chosen: Numerics = FLASH, **options: Any) -> Request:

@@ -25,6 +25,8 @@ class Tile:
       turns: warpgroups start their products by turns.
       held: of dQ's kernel and that of dK and dV: a turn has the products that end a step and those
         that begin the next, instead of the latter alone.
+      longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
+        has room for, instead of in pairs.
 
     Raises:
       ValueError: a size out of range, or turns that are held where there are none.
@@ -36,6 +38,7 @@ class Tile:
     slots: int = 2
     turns: bool = False
     held: bool = False
+    longest_first: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}

@@ -16,9 +16,13 @@ from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile
 from pallas_kernels.gpu.hopper.machine import rows_and_columns
-from pallas_kernels.gpu.hopper.schedule import Schedule
+from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule
 
 LOG2E = math.log2(math.e)
+
+# Bytes of what programs walk over at a time if the longest tiles come first: it stays in the L2
+# cache, of 50 MiB, beside what else goes through it.
+_WALKED_AT_A_TIME = 32 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,23 +125,31 @@ class Problem:
 
         pl.when(row < self.vector_rows)(start)
 
-    def by_query(self, tile: Tile) -> Schedule:
+    def by_query(self, tile: Tile) -> Schedule | LongestFirst:
         """Query tiles, all heads."""
-        return self._schedule(-(-self.vector_rows // tile.own), self.heads, longest_last=True)
+        tiles = -(-self.vector_rows // tile.own)
+        return self._schedule(tile, tiles, self.heads, self.keys / self.group, longest_last=True)
 
-    def by_key(self, tile: Tile) -> Schedule:
+    def by_key(self, tile: Tile) -> Schedule | LongestFirst:
         """Key tiles, all key heads."""
-        return self._schedule(-(-self.keys // tile.own), self.kv_heads, longest_last=False)
+        tiles = -(-self.keys // tile.own)
+        return self._schedule(tile, tiles, self.kv_heads, self.rows * self.group)
 
-    def _schedule(self, tiles: int, heads: int, *, longest_last: bool) -> Schedule:
-        return Schedule(
-            tiles=tiles,
-            heads=heads,
-            batch=self.batch,
-            in_pairs=self.spec.is_causal,
-            longest_last=longest_last,
-            programs=self.sizes.programs,
-        )
+    def _schedule(
+        self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
+    ) -> Schedule | LongestFirst:
+        """walked: rows, of two arrays, that a head's tiles walk over."""
+        common = {
+            "tiles": tiles,
+            "heads": heads,
+            "batch": self.batch,
+            "longest_last": longest_last,
+            "programs": self.sizes.programs,
+        }
+        if not tile.longest_first:
+            return Schedule(in_pairs=self.spec.is_causal, **common)
+        size = 2 * walked * self.head_size * self.dtype.itemsize
+        return LongestFirst(at_a_time=max(int(_WALKED_AT_A_TIME / size), 1), **common)
 
     def key_steps(self, first: Array, size: int, walk: int) -> tuple[Array, Array]:
         """(full, end) for the rows first ... first + size − 1: they see the keys of steps before

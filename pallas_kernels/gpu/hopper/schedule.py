@@ -1,8 +1,9 @@
 """Which tiles a program works through, one after the other.
 
-There are as many programs as multiprocessors, and each takes every so-manyth piece of work. Under
-causality tiles differ in length: a piece of work is then two tiles that are as long together as any
-other two, the first and the last of a head, the second and the last but one ...
+There are as many programs as multiprocessors. Under causality tiles differ in length. `Schedule`
+deals out pieces of work, each program every so-manyth: a piece is then two tiles that are as long
+together as any other two, the first and the last of a head, the second and the last but one ...
+`LongestFirst` deals out single tiles by their length, of some heads after the other.
 """
 
 import dataclasses
@@ -73,3 +74,63 @@ class Schedule:
             return Turn(long, head, batch, batch < self.batch)
         # The middle one of an odd number of tiles is its own partner.
         return Turn(jnp.where(second == 0, long, short), head, batch, (second == 0) | (near != far))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongestFirst:
+    """Tiles × heads × batch, dealt out the longest first, of some heads after those of others.
+
+    Every round gives each program a tile, in the other direction than the round before: who got the
+    longest of one gets the shortest of the next. So programs end together, but for about the
+    shortest tiles. In pairs they may differ by a whole piece of work.
+
+    Attributes:
+      tiles, heads, batch: how many there are.
+      at_a_time: at most so many heads are worked through at once, of all `heads` × `batch`.
+      longest_last: tiles with a higher number are the longer ones.
+      programs: at most so many.
+    """
+
+    tiles: int
+    heads: int
+    batch: int
+    at_a_time: int
+    longest_last: bool
+    programs: int
+
+    @property
+    def _all_heads(self) -> int:
+        return self.heads * self.batch
+
+    @property
+    def _together(self) -> int:
+        """Heads of a time, the last one's being fewer if need be."""
+        return -(-self._all_heads // -(-self._all_heads // self.at_a_time))
+
+    @property
+    def _rounds(self) -> int:
+        """Of the heads of a time."""
+        return -(-self.tiles * self._together // self.grid)
+
+    @property
+    def grid(self) -> int:
+        """The number of programs."""
+        return min(self.programs, self.tiles * self._together)
+
+    def turns(self, program: Array) -> Array:
+        """How many tiles a program has, those that do not exist included."""
+        # Not a constant: Mosaic GPU's loops take none that JAX has made a literal of.
+        return program * 0 + self._rounds * -(-self._all_heads // self._together)
+
+    def turn(self, program: Array, u: Array) -> Turn:
+        """The program's u-th tile. Heads that share their keys come one after the other."""
+        time, turned = lax.div(u, jnp.int32(self._rounds)), lax.rem(u, jnp.int32(2)) == 1
+        place = jnp.where(turned, self.grid - 1 - program, program)
+        index = lax.rem(u, jnp.int32(self._rounds)) * self.grid + place
+        first = time * self._together
+        heads = jnp.minimum(self._together, self._all_heads - first)
+        head, near = first + lax.rem(index, heads), lax.div(index, heads)
+        exists, near = near < self.tiles, jnp.minimum(near, self.tiles - 1)
+        tile = self.tiles - 1 - near if self.longest_last else near
+        head, batch = lax.rem(head, jnp.int32(self.heads)), lax.div(head, jnp.int32(self.heads))
+        return Turn(tile, head, batch, exists)
