@@ -27,6 +27,11 @@ class Tile:
         that begin the next, instead of the latter alone.
       longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
         has room for, instead of in pairs.
+      fresh: of the forward kernel: S adds to nothing, instead of to zeros that are written first.
+      soon: of the forward kernel: P̄V is waited for after the exponentials of so many of a step's
+        keys, a power of two from 8 on; 0: after the maxima; None: after all of the softmax.
+      apart: of the forward kernel: steps that take a mask have a loop of their own, instead of a
+        branch in every step.
 
     Raises:
       ValueError: a size out of range, or turns that are held where there are none.
@@ -39,6 +44,9 @@ class Tile:
     turns: bool = False
     held: bool = False
     longest_first: bool = False
+    fresh: bool = False
+    soon: int | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}
@@ -47,6 +55,9 @@ class Tile:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
+        soon = (None, 0, *(n for n in (8, 16, 32, 64, 128) if n <= self.walk))
+        if self.soon not in soon:
+            raise ValueError(f"soon must be one of {soon} of walk={self.walk}, got {self.soon}")
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
@@ -74,8 +85,8 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held forward; an unordered dQ of other than two warpgroups, or
-        of one stage.
+      ValueError: turns that are held forward; what is of the forward kernel alone in the backward
+        kernels; an unordered dQ of other than two warpgroups, or of one stage.
     """
 
     forward: Tile
@@ -91,6 +102,10 @@ class BlockSizes:
             object.__setattr__(self, "from_memory", True)
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
+        for name in ("query_gradients", "key_gradients"):
+            tile = getattr(self, name)
+            if tile.fresh or tile.soon is not None or tile.apart:
+                raise ValueError(f"{name}: fresh, soon and apart are forward alone, got {tile}")
         tile = self.key_gradients
         if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")

@@ -10,6 +10,7 @@ O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whos
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,16 +35,20 @@ from pallas_kernels.gpu.hopper.machine import (
     Turns,
     accumulator,
     add_product,
+    after,
     along_rows,
     as_operand,
     at_least,
+    begin_product,
     by_lane,
     constant,
     extended,
     finish_before_waiting,
     interpreter,
+    mixed,
     set_registers,
     tiles_of,
+    unknown_zero,
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -72,13 +77,16 @@ class _Shared(NamedTuple):
 class _Rows(NamedTuple):
     """Running m [64] and l [64, LANES], in parts; the step's P̄ [64, keys] and α [64].
 
-    P̄ is rounded, but for O′ only when `_add_left` has used it.
+    P̄ is rounded, but see `_Walk._rounds_later`.
     """
 
     m: Array
     l: Array
     probs: Array
     alpha: Array
+
+
+_Carry = tuple[Array, Array | None, _Rows]  # Ō, Ō′ − Ō, the last step's
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
@@ -202,7 +210,7 @@ class _Walk(NamedTuple):
         def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, m, l = carry
             n = self.steps + t
-            rows = self._softmax(self._scores(t), t, m, l)
+            rows = self._softmax(self._masked(self._scores(t), t), m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
             left, rows = self._add_left(left, rows, n)
             self._wait_for_values(n)
@@ -216,12 +224,12 @@ class _Walk(NamedTuple):
 
     def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         first = jnp.int32(0)
-        rows = self._softmax(self._scores(first), first, *self._no_key_yet())
+        rows = self._softmax(self._masked(self._scores(first), first), *self._no_key_yet())
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
 
-        def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        def step(t: Array, carry: tuple[Any, ...], *, masked: bool | None) -> tuple[Any, ...]:
             acc, left, rows = carry
             before = self.steps + t - 1
 
@@ -229,31 +237,46 @@ class _Walk(NamedTuple):
                 acc_ref, s_ref, new = refs
                 self.shared.k.wait(self.steps + t)
                 self.turns.wait()
-                self._multiply_scores(s_ref, t)
+                scores = self._begin_scores(s_ref, t)
                 self._wait_for_values(before)
                 plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
                 self.turns.pass_on()
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                s = scores(1)
                 self.shared.k.release(self.steps + t)
-                softmax = self._softmax(s, t, rows.m, rows.l)
-                finish_before_waiting(softmax.l)  # for P̄V, which runs meanwhile
-                for ref, x in zip(new, softmax, strict=True):
+                # P̄V runs meanwhile.
+                s = self._masked(s, t, masked)
+                if self.tile.soon is None:
+                    result = self._softmax(s, rows.m, rows.l)
+                    finish_before_waiting(result.l)
+                else:
+                    result = self._begin_softmax(s, rows)
+                for ref, x in zip(new, result, strict=True):
                     ref[...] = x
 
             no_score = constant((ROWS, self.tile.walk), 0, TILE)
-            new = rows if left is None else rows._replace(probs=no_score)
-            start = (plgpu.ACC.init(acc), plgpu.ACC.init(no_score), new)
-            acc, _, rows = pl.run_state(products)(start)
+            new = rows._replace(probs=no_score) if self._rounds_later else rows
+            s_start = None if self.tile.fresh else plgpu.ACC.init(no_score)
+            acc, _, rows = pl.run_state(products)((plgpu.ACC.init(acc), s_start, new))
             self.shared.v.release(before)
+            if self.tile.soon is not None:
+                rows = self._end_softmax(rows, acc, unknown_zero(self.steps + t))
             left, rows = self._add_left(left, rows, self.steps + t)
             return along_rows(rows.alpha, acc.shape) * acc, left, rows
 
-        acc, left, rows = lax.fori_loop(1, self.end, step, (acc, left, rows))
+        acc, left, rows = self._later_steps(step, (acc, left, rows))
         last = self.steps + self.end - 1
         self._wait_for_values(last)
         acc = add_product(acc, rows.probs, self.shared.v.get(last), interpret=False)
         self.shared.v.release(last)
         return rows, acc, left
+
+    def _later_steps(self, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
+        """All steps but the first; step: see `_run_ahead`, masked: None where it is to find out."""
+        if not (self.tile.apart and self.problem.masks_steps(self.tile.walk)):
+            return lax.fori_loop(1, self.end, partial(step, masked=None), carry)
+        carry = lax.fori_loop(1, self.full, partial(step, masked=False), carry)
+        begin = jnp.maximum(self.full, 1)
+        return lax.fori_loop(begin, self.end, partial(step, masked=True), carry)
 
     def _wait_for_values(self, n: Array) -> None:
         """Before P̄V of the n-th step of the program, unless `_add_left` has waited.
@@ -269,7 +292,7 @@ class _Walk(NamedTuple):
         The products are not ahead, as P̄V is: their operands in registers would be too many.
         """
         if left is None:
-            return None, rows
+            return None, rows._replace(probs=rows.probs.astype(self.problem.dtype))
         rounded, *terms = self._terms(rows.probs)
         left = along_rows(rows.alpha, left.shape) * left
         memory = None if self.shared.probs is None else self.shared.probs.at[self.me]
@@ -289,25 +312,94 @@ class _Walk(NamedTuple):
         self.turns.wait()
 
         def product(out: Any) -> Array:
-            self._multiply_scores(out, t)
+            scores = self._begin_scores(out, t)
             self.turns.pass_on()
-            return out[...]
+            return scores(0)
 
-        s = pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+        fresh = self.tile.fresh and not self.problem.sizes.from_memory
+        s = product(None) if fresh else pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
         self.shared.k.release(self.steps + t)
         return s
 
-    def _multiply_scores(self, out: Any, t: Array) -> None:
-        """out += q kᵀ of step t."""
-        q = self.shared.q.get(self.tiles, self.me)
-        plgpu.wgmma(out, q, self.shared.k.get(self.steps + t).T)
+    def _begin_scores(self, out: Any | None, t: Array) -> Callable[[int], Array]:
+        """Starts q kᵀ of step t, which `out` of zeros takes if there is one.
 
-    def _softmax(self, s: Array, t: Array, m: Array, l: Array) -> _Rows:
-        """One step of online softmax. S and m count in units of `scale`."""
+        Gives what waits for it while so many products that were started later are under way.
+        """
+        q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(self.steps + t)
+        if out is not None:
+            plgpu.wgmma(out, q, k.T)
+            return lambda later: plgpu.wgmma_accumulator_load(out, wait_n=later)
+        scores = begin_product(q, k)
+
+        def wait(later: int) -> Array:
+            plgpu.wgmma_wait(later)
+            return scores
+
+        return wait
+
+    def _masked(self, s: Array, t: Array, masked: bool | None = None) -> Array:
+        """The scores of step t; masked: whether they take a mask, None where t decides."""
         problem, walk = self.problem, self.tile.walk
-        if problem.masks_steps(walk):
-            mask = partial(problem.mask_keys, s, self.row, t * walk)
-            s = lax.cond(t >= self.full, mask, lambda: s)
+        if masked is False or not problem.masks_steps(walk):
+            return s
+        mask = partial(problem.mask_keys, s, self.row, t * walk)
+        return mask() if masked else lax.cond(t >= self.full, mask, lambda: s)
+
+    def _softmax(self, s: Array, m: Array, l: Array) -> _Rows:
+        """One step of online softmax. S and m count in units of `scale`."""
+        new, alpha = self._maxima(s, m)
+        probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
+        l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
+        # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
+        # assembler would then let none run beside other instructions (its remark C7513).
+        if not self._rounds_later:
+            probs = probs.astype(self.problem.dtype)
+        return _Rows(new, l, probs, alpha)
+
+    def _begin_softmax(self, s: Array, rows: _Rows) -> _Rows:
+        """What of it comes before P̄V is waited for, `Tile.soon`; S for P̄, and l without it.
+
+        These exponentials are of every so-manyth 8 columns: those whose sum l takes anyway.
+        """
+        new, alpha = self._maxima(s, rows.m)
+        l = along_rows(alpha, rows.l.shape) * rows.l
+        if not self.tile.soon:
+            finish_before_waiting(l)
+        else:
+            probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
+            sums = by_lane(jnp.add, probs, LANES * self._one_of)
+            finish_before_waiting(sums[:, :LANES], l)
+        return _Rows(new, l, s, alpha)
+
+    def _end_softmax(self, rows: _Rows, done: Array, zero: Array) -> _Rows:
+        """The rest of it, that is not to come before `done`; zero: see `after`."""
+        sooner, s = self._offset(rows.m), rows.probs
+        offsets = along_rows(after(sooner, done, zero), s.shape)
+        if self.tile.soon:
+            offsets = mixed(along_rows(sooner, s.shape), offsets, every=self._one_of)
+        probs = self._exponentials(s, offsets)
+        return rows._replace(l=rows.l + by_lane(jnp.add, probs), probs=probs)
+
+    @property
+    def _one_of(self) -> int:
+        """One of so many exponentials comes before the wait for P̄V."""
+        assert self.tile.soon
+        return self.tile.walk // self.tile.soon
+
+    @property
+    def _rounds_later(self) -> bool:
+        """Whether P̄ is rounded when P̄V of the step before has been waited for.
+
+        If instructions write what the next product reads, the assembler lets none run beside other
+        instructions (its remark C7513), unless there is a branch before, such as that for masks.
+        """
+        tile = self.tile
+        return self.problem.keeps_auxiliary or tile.soon is not None or tile.apart
+
+    def _maxima(self, s: Array, m: Array) -> tuple[Array, Array]:
+        """The new m [64], and α."""
+        problem = self.problem
         r_m = by_lane(jnp.maximum, s).max(axis=1)
 
         def is_repeated(s: Array, tolerance: float) -> Array:
@@ -318,17 +410,17 @@ class _Walk(NamedTuple):
         # The rule looks at S − r_m only to count ties, which S itself shows as well.
         rule, unit = problem.spec.row_max, problem.spec.scale
         new = rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
-        to_log2 = np.float32(problem.log2_unit)
-        alpha = jnp.exp2((m - new) * to_log2)
+        return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
+
+    def _offset(self, m: Array) -> Array:
+        """What the exponent of P̄ takes away [64]."""
+        return m * np.float32(self.problem.log2_unit)
+
+    def _exponentials(self, s: Array, offset: Array) -> Array:
+        """P̄, not rounded, of the offset of every entry."""
         # One multiply-add per entry. Its error is that of m·log2(e), the same for a whole row: it
         # cancels in Ō / l.
-        probs = jnp.exp2(s * to_log2 - along_rows(new * to_log2, s.shape))
-        l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
-        # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
-        # assembler would then let none run beside other instructions (its remark C7513).
-        if not problem.keeps_auxiliary:
-            probs = probs.astype(problem.dtype)
-        return _Rows(new, l, probs, alpha)
+        return jnp.exp2(s * np.float32(self.problem.log2_unit) - offset)
 
     def _terms(self, probs: Array) -> list[Array]:
         """P̄ as three bfloat16 numbers of 8 bits each, the largest first: exactly, of 24 bits."""

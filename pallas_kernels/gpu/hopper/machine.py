@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
 from jax.experimental.mosaic.gpu.utils import c as literal
-from jax.experimental.mosaic.gpu.utils import ir, llvm
+from jax.experimental.mosaic.gpu.utils import ir, llvm, memref_transpose
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
@@ -47,13 +48,13 @@ def set_registers(workers: int, *, loads: bool, most: bool = False) -> None:
 
 def tiles_of(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for matrices [..., rows, columns], laid out for WGMMA and TMA."""
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape[-1], dtype))
+
+
+def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
     bits = jnp.finfo(dtype).bits
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
-    transforms = (
-        plgpu.TilingTransform((8, 8 * swizzle // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
 def vectors_of(shape: tuple[int, ...]) -> Any:
@@ -97,28 +98,83 @@ def extended(x: Array) -> Array:
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
 
-def finish_before_waiting(x: Array) -> None:
+def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
     """Keeps the wait for a product that follows behind all that x, ≥ 0, is computed from.
 
     The assembler knows no order of arithmetic and such a wait, and waits first: nothing would then
     run beside the product. It knows one of barriers and the wait, executed or not. This one is not.
+
+    unknown: some numbers ≥ 0, where the assembler sees that x is. It must not see that of both.
     """
 
-    @plgpu.inline_mgpu(arg_types=(TILE,))
-    def emit(_: Any, x: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(TILE,) * (1 if unknown is None else 2))
+    def emit(_: Any, x: Any, *unknown: Any) -> None:
         word = ir.IntegerType.get_signless(32)
         entries = [
             llvm.extractelement(pair, literal(i, word)) for pair in x.registers.flat for i in (0, 1)
         ]
         names = [f"${i}" for i in range(len(entries))]
         lines = [f"add.f32 sum, sum, {name};" for name in names[1:]]
-        text = f"""{{ .reg .f32 sum; .reg .pred never; mov.f32 sum, $0; {" ".join(lines)}
-            setp.lt.f32 never, sum, 0f00000000; @never bar.arrive {_NEVER}, {2 * THREADS}; }}"""
-        constraints = ",".join("f" for _ in names)
+        least = "mov.f32 least, 0f00000000;"
+        for y in unknown:
+            least = f"neg.f32 least, ${len(entries)};"
+            entries.append(llvm.extractelement(y.registers.flat[0], literal(0, word)))
+        text = f"""{{ .reg .f32 sum, least; .reg .pred never; mov.f32 sum, $0; {" ".join(lines)}
+            {least} setp.lt.f32 never, sum, least;
+            @never bar.arrive {_NEVER}, {2 * THREADS}; }}"""
+        constraints = ",".join("f" for _ in entries)
         void = ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, entries, text, constraints, has_side_effects=True)
 
-    emit(x)
+    emit(x, *(() if unknown is None else (unknown,)))
+
+
+def after(x: Array, done: Array, zero: Array) -> Array:
+    """x [rows] again, as the assembler knows it when it knows `done`, a tile that was waited for.
+
+    zero: an `unknown_zero`. Otherwise the assembler moves what x enters to before the wait.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(PER_ROW, TILE, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=PER_ROW),
+    )
+    def emit(_: Any, x: Any, done: Any, zero: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        entry = llvm.extractelement(done.registers.flat[0], literal(0, word))
+
+        def shifted(register: Any) -> Any:
+            """Of the one entry in it: x ^ (done & 0)."""
+            number = llvm.extractelement(register, literal(0, word))
+            entries = [number, entry, zero.registers[()]]
+            text = """{ .reg .b32 x, done; mov.b32 x, $1; mov.b32 done, $2;
+                lop3.b32 x, x, done, $3, 0x78; mov.b32 $0, x; }"""
+            found: Any = llvm.inline_asm(ir.F32Type.get(), entries, text, "=f,f,f,r")
+            empty = llvm.mlir_undef(register.type)
+            return llvm.insertelement(empty, found, literal(0, word))
+
+        return x._pointwise(shifted)
+
+    return emit(x, done, zero)
+
+
+def mixed(some: Array, others: Array, *, every: int) -> Array:
+    """`others`, but every so-manyth 8 columns, the first included, of `some`: of tiles."""
+    if every == 1:
+        return some
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, TILE),
+        return_type=plgpu.ShapeDtypeStruct(some.shape, some.dtype, layout=TILE),
+    )
+    def emit(_: Any, some: Any, others: Any) -> Any:
+        registers = others.registers.copy()
+        registers[:, ::every] = some.registers[:, ::every]
+        return fragmented_array.FragmentedArray(
+            _registers=registers, _layout=others.layout, _is_signed=None
+        )
+
+    return emit(some, others)
 
 
 # What `at_least` gives: the bits of 1.0. Its multiples differ, modulo 2**32, up to 511.
@@ -159,14 +215,14 @@ def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
 LANES = 8
 
 
-def by_lane(combine: Callable[[Array, Array], Array], x: Array) -> Array:
-    """[rows, columns] combined to [rows, LANES], of columns that are equal modulo LANES.
+def by_lane(combine: Callable[[Array, Array], Array], x: Array, columns: int = LANES) -> Array:
+    """[rows, more] combined to [rows, columns], of columns that are equal modulo `columns`.
 
     Halves are combined with halves: neither a chain of dependent instructions, as Mosaic's own
     reductions are, nor an exchange between threads.
     """
-    while (columns := x.shape[1]) > LANES:
-        x = combine(x[:, : columns // 2], x[:, columns // 2 :])
+    while (width := x.shape[1]) > columns:
+        x = combine(x[:, : width // 2], x[:, width // 2 :])
     return x
 
 
@@ -198,6 +254,78 @@ def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Arra
     if interpret:  # which knows no accumulator that begins with a value
         return total + pl.run_scoped(product, accumulator(*total.shape))
     return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
+
+
+_SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 columns
+_SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
+
+
+def begin_product(left: Any, right: Any) -> Array:
+    """left rightᵀ [64, columns] of bfloat16 rows [64, H] and [columns, H] in shared memory.
+
+    It is under way, and there when it has been waited for. Unlike `plgpu.wgmma` it adds to nothing,
+    where that adds to zeros, which are written first: the machine's products have a flag for it.
+    """
+    (rows, depth), columns = left.shape, right.shape[0]
+    matrix = plgpu.RefType(_transforms(depth, left.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(matrix, matrix),
+        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
+    )
+    def emit(_: Any, left: Any, right: Any) -> Any:
+        together = _SWIZZLE // 2
+        (a, _), (_, stride), _ = mma_utils.create_descriptor(
+            left, _SWIZZLE, (rows, together), logical_k_major=False
+        )
+        (b, _), (_, stride_b), _ = mma_utils.create_descriptor(
+            memref_transpose(right, (1, 0, 3, 2)),
+            _SWIZZLE,
+            (together, columns),
+            logical_k_major=True,
+        )
+        places = [divmod(column, together) for column in range(0, depth, _SLICE)]
+        offsets = [[n * s + 2 * i for s in (stride, stride_b)] for n, i in places]
+        return _of_registers(_multiply_afresh(a, b, offsets, columns), (rows, columns))
+
+    return emit(left, right)
+
+
+def _multiply_afresh(a: Any, b: Any, offsets: Sequence[Sequence[int]], columns: int) -> list[Any]:
+    """Starts the sum of products of slices, and gives its registers.
+
+    Args:
+      a, b: descriptors of the first slices.
+      offsets: bytes from there to each slice of a and of b.
+      columns: of the result.
+    """
+    count = columns // 2
+    total = ", ".join(f"${i}" for i in range(count))
+    lines = []
+    for place, (of_a, of_b) in enumerate(offsets):
+        for name, source, offset in (("a", count, of_a), ("b", count + 1, of_b)):
+            lines.append(f"add.s64 {name}, ${source}, {mma_utils.encode_addr(offset)};")
+        adds = "adds" if place else "begins"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{_SLICE}.f32.bf16.bf16 "
+            f"{{{total}}}, a, b, {adds}, 1, 1, 0, 0;"
+        )
+    text = f"""{{ .reg .pred begins, adds; .reg .b64 a, b;
+        setp.ne.b32 begins, 0, 0; setp.ne.b32 adds, 1, 0;
+        wgmma.fence.sync.aligned; {" ".join(lines)} wgmma.commit_group.sync.aligned; }}"""
+    register = ir.VectorType.get((1,), ir.F32Type.get())
+    constraints = ",".join(["=f"] * count + ["l", "l"])
+    struct = llvm.StructType.get_literal([register] * count)
+    found: Any = llvm.inline_asm(struct, [a, b], text, constraints, has_side_effects=True)
+    return [llvm.extractvalue(register, found, [i]) for i in range(count)]
+
+
+def _of_registers(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
+    """A product's result, in `TILE`."""
+    layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+    found = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    array = fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+    return array.to_layout(fragmented_array.WGMMA_LAYOUT)
 
 
 def accumulator(rows: int, columns: int) -> Any:
