@@ -139,17 +139,24 @@ class Problem:
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
     ) -> Schedule | LongestFirst:
         """walked: rows, of two arrays, that a head's tiles walk over."""
-        common = {
-            "tiles": tiles,
-            "heads": heads,
-            "batch": self.batch,
-            "longest_last": longest_last,
-            "programs": self.sizes.programs,
-        }
-        if not tile.longest_first:
-            return Schedule(in_pairs=self.spec.is_causal, **common)
         size = 2 * walked * self.head_size * self.dtype.itemsize
-        return LongestFirst(at_a_time=max(int(_WALKED_AT_A_TIME / size), 1), **common)
+        if tile.longest_first:
+            return LongestFirst(
+                tiles=tiles,
+                heads=heads,
+                batch=self.batch,
+                at_a_time=max(int(_WALKED_AT_A_TIME / size), 1),
+                longest_last=longest_last,
+                programs=self.sizes.programs,
+            )
+        return Schedule(
+            tiles=tiles,
+            heads=heads,
+            batch=self.batch,
+            in_pairs=self.spec.is_causal,
+            longest_last=longest_last,
+            programs=self.sizes.programs,
+        )
 
     def key_steps(self, first: Array, size: int, walk: int) -> tuple[Array, Array]:
         """(full, end) for the rows first ... first + size − 1: they see the keys of steps before
