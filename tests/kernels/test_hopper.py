@@ -349,6 +349,17 @@ def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("chosen", [FLASH, AUXILIARY_OUTPUT], ids=str)
+def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
+    """Here, where products are waited for, it is all that is left of these options."""
+    tile = dataclasses.replace(harness.HOPPER_TILE, fresh=True, soon=16, apart=True)
+    sizes = dataclasses.replace(SIZES, forward=tile)
+    result, expected = (run(WIDE, call(WIDE, chosen, sizes=x)) for x in (sizes, SIZES))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
 @pytest.mark.parametrize("case", [GROUPED, MORE_KEYS], ids=["causal", "not causal"])
 def test_the_order_of_tiles_changes_no_bit(case: Case) -> None:
     case = dataclasses.replace(case, batch=2)
@@ -447,6 +458,8 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"walk": 32}, "walk must be one of"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
         ({"held": True}, "held=True needs turns=True"),
+        ({"soon": 24}, "soon must be one of"),
+        ({"soon": 128, "walk": 64}, "soon must be one of"),
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
@@ -458,6 +471,13 @@ def test_turns_are_not_held_forward() -> None:
     held = Tile(turns=True, held=True)
     with pytest.raises(ValueError, match="held in the backward kernels alone"):
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
+
+
+@pytest.mark.parametrize("options", [{"fresh": True}, {"soon": 0}, {"apart": True}], ids=str)
+@pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
+def test_what_is_of_the_forward_kernel_alone(kernel: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{kernel}: fresh, soon and apart are forward alone"):
+        dataclasses.replace(SIZES, **{kernel: Tile(**options)})
 
 
 @pytest.mark.parametrize("tile", [Tile(warpgroups=3, walk=64), Tile(walk=64, stages=1)])

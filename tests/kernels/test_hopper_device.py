@@ -161,6 +161,61 @@ def test_turns_change_no_bit(name: str) -> None:
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "from nothing": {"fresh": True},
+    "waits after the maxima": {"soon": 0},
+    "waits after some exponentials": {"soon": 16},
+    "waits after half of them": {"soon": 32, "fresh": True},
+    "masked steps apart": {"apart": True},
+    "longest first": {"longest_first": True},
+    "together": {"fresh": True, "soon": 16, "apart": True, "longest_first": True},
+    "together, turns": {"fresh": True, "soon": 16, "apart": True, "turns": True},
+}
+
+
+def with_forward(call: Call, **tile: Any) -> BlockSizes:
+    """The call's tiles, with other fields of the forward kernel's."""
+    sizes = unordered(call)
+    changed = dataclasses.replace(sizes.forward, **tile)
+    return dataclasses.replace(sizes, forward=changed, unordered=False)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", CALLS)
+def test_options_of_the_forward_kernel_change_no_bit(name: str, option: str) -> None:
+    call = CALLS[name]
+    result, expected = (
+        call.run(hopper, block_sizes=with_forward(call, **tile)) for tile in (OPTIONS[option], {})
+    )
+    for what, x in expected.items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("option", ["waits after some exponentials", "together, turns"])
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.head_size == 64])
+def test_three_warpgroups_change_no_bit(name: str, option: str) -> None:
+    call = CALLS[name]
+    tall = {**OPTIONS[option], "warpgroups": 3, "slots": 1}
+    result, expected = (
+        call.run(hopper, block_sizes=with_forward(call, **tile)) for tile in (tall, {})
+    )
+    for what, x in expected.items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("name", ["causal", "head 128", "not causal", "many tiles per program"])
+def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
+    call = CALLS[name]
+    sizes = default_block_sizes(call.head_size)
+    other = {
+        kernel: dataclasses.replace(getattr(sizes, kernel), longest_first=True)
+        for kernel in ("forward", "query_gradients", "key_gradients")
+    }
+    result = call.run(hopper, block_sizes=dataclasses.replace(sizes, **other))
+    for what, x in call.run(hopper, block_sizes=sizes).items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
 UNORDERED = [name for name, call in CALLS.items() if call.numerics.delta != "normalized"]
 
 

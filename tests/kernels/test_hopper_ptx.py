@@ -3,9 +3,11 @@
 Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
 """
 
+import dataclasses
 import functools
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from gpu_targets import H200, lowered
 
+from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
@@ -26,7 +29,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import block_sizes, default_block_sizes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -63,7 +66,6 @@ def code(
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
     unordered: bool = False,
 ) -> Code:
-    x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
     sizes = default_block_sizes(head_size, unordered=True) if unordered else None
     spec = Spec(
         numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=True, block_sizes=sizes
@@ -73,14 +75,36 @@ def code(
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
         return results, pullback(results)
 
+    found = compiled(step, (1, 256, 2, head_size))
+    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
+    return found
+
+
+@functools.cache
+def forward_code(
+    head_size: int,
+    chosen: Numerics = FLASH,
+    rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+    is_causal: bool = True,
+    **tile: Any,
+) -> Code:
+    """Of the forward kernel alone, with other fields of its tile."""
+    spec = Spec(numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal)
+    sizes = block_sizes(head_size, spec)
+    sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, **tile))
+    spec = dataclasses.replace(spec, block_sizes=sizes)
+    shape = SHAPES[f"long{head_size}"].qkv
+    return compiled(lambda *x: hopper.attention(*x, Extras(), spec), shape)
+
+
+def compiled(step: Callable[..., Any], shape: tuple[int, ...]) -> Code:
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv("MOSAIC_GPU_DUMP_TO", folder)
         for what in ("PTX", "PTXAS"):
             environment.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
         lowered(step, x, x, x, target=H200).compile()
-        found = Code(Path(folder))
-    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
-    return found
+        return Code(Path(folder))
 
 
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
@@ -128,3 +152,60 @@ def test_operands_are_rounded_once_and_products_are_warpgroups(head_size: int) -
         assert re.search(r"cvt\.rn\.bf16x2\.f32", text), kernel
         assert "wgmma.mma_async" in text, kernel
         assert "mma.sync" not in text, kernel
+
+
+TURNS = {"turns": True}
+TALL = {"warpgroups": 3, "turns": True}
+DYNAMIC = {"rule": DynamicMax()}
+AUXILIARY, FLOAT32 = {"chosen": AUXILIARY_OUTPUT}, {"chosen": FLOAT32_OUTPUT}
+TOGETHER = {"longest_first": True, "fresh": True, "soon": 16, "apart": True}
+
+
+@pytest.mark.parametrize(
+    ("head_size", "options"),
+    [
+        pytest.param(64, {"fresh": True}, id="64, from nothing"),
+        pytest.param(64, {"soon": 0}, id="64, waits after the maxima"),
+        pytest.param(64, {"apart": True}, id="64, masked steps apart"),
+        pytest.param(64, TOGETHER, id="64, together"),
+        pytest.param(64, TALL | TOGETHER, id="64, three warpgroups"),
+        pytest.param(64, TALL | TOGETHER | DYNAMIC, id="64, three warpgroups, dynamic_max"),
+        pytest.param(64, TALL | TOGETHER | {"is_causal": False}, id="64, three, not causal"),
+        pytest.param(64, TOGETHER | AUXILIARY, id="64, auxiliary output"),
+        pytest.param(128, TOGETHER, id="128, together"),
+        pytest.param(128, TURNS | TOGETHER, id="128, turns"),
+        pytest.param(128, TURNS | TOGETHER | DYNAMIC, id="128, turns, dynamic_max"),
+        pytest.param(128, TURNS | TOGETHER | FLOAT32, id="128, turns, float32 output"),
+        pytest.param(128, TOGETHER | AUXILIARY, id="128, auxiliary output"),
+    ],
+)
+def test_options_spill_nothing_and_serialize_nothing(
+    head_size: int, options: dict[str, Any]
+) -> None:
+    found = forward_code(head_size, **options)
+    assert found.spilled["forward"] == 0
+    assert not re.search(r"C751[0-8]", found.reports["forward"])
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_scores_may_add_to_nothing(head_size: int) -> None:
+    """Instead of to 64 registers of zeros: in the first step and in the loop."""
+    fresh, usual = (forward_code(head_size, fresh=on).ptx["forward"] for on in (True, False))
+    product = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+    # The predicate that lets a product add is true but for the first slice.
+    first = [
+        re.search(r", (\w+), 1, 1, 0, 0;", line).group(1)  # type: ignore[union-attr]
+        for line in fresh.splitlines()
+        if product in line and "begins" in line
+    ]
+    assert first == ["begins"] * 2
+    assert "begins" not in usual
+    assert fresh.count("wgmma.mma_async") == usual.count("wgmma.mma_async")
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_masked_steps_apart_are_a_loop_more(head_size: int) -> None:
+    """S of the first step, of the loop of those without a mask, of that of the others."""
+    for options, steps in (({}, 2), ({"apart": True}, 3)):
+        text = forward_code(head_size, **options).ptx["forward"]
+        assert text.count("m64n128k16") >= steps * head_size // 16
