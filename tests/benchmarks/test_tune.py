@@ -86,6 +86,15 @@ def test_tiles_are_tried_once_and_the_tables_is_among_them(
         assert getattr(sizes, kernel) in found
 
 
+def test_options_of_the_forward_kernel_are_tried_there_alone() -> None:
+    of = call()
+    for kernel in KERNELS:
+        found = list(of.module.tiles(kernel, 64, of.spec, of.module.STAGES))
+        options = {(tile.fresh, tile.soon, tile.apart) for tile in found}
+        assert len(options) == (5 if kernel == "forward" else 1)
+        assert {tile.longest_first for tile in found} == {False, True}
+
+
 @pytest.mark.parametrize(("shape", "walks"), [("tiny64", {64, 128}), ("tiny128", {64})])
 def test_tiles_that_leave_each_warpgroup_a_block_of_dq(shape: str, walks: set[int]) -> None:
     of = call(shape=shape, unordered=True)
