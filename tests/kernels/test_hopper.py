@@ -310,9 +310,13 @@ def test_pairs_are_equally_long() -> None:
 
 
 @pytest.mark.parametrize("longest_last", [True, False])
-@pytest.mark.parametrize(("shape", "at_a_time"), [("long64", 16), ("long128", 8)])
-def test_the_longest_first_end_together(shape: str, at_a_time: int, longest_last: bool) -> None:
-    """Within 1 % of the mean, where pairs differ by 3 %; no head before the time that it has."""
+@pytest.mark.parametrize(
+    ("shape", "at_a_time", "most"), [("gpt2", 96, 1.02), ("long64", 16, 1.01), ("long128", 8, 1.01)]
+)
+def test_the_longest_first_end_together(
+    shape: str, at_a_time: int, most: float, longest_last: bool
+) -> None:
+    """Where pairs differ by 3 % from the mean; no head comes before the time that it has."""
     of, tiles = SHAPES[shape], SHAPES[shape].length // 128
     sizes = {"tiles": tiles, "heads": of.heads, "batch": of.batch, "programs": 132}
 
@@ -324,7 +328,7 @@ def test_the_longest_first_end_together(shape: str, at_a_time: int, longest_last
         return max(ends) / np.mean(ends)
 
     schedule = LongestFirst(**sizes, longest_last=longest_last, at_a_time=at_a_time)
-    assert longest(schedule) < 1.01
+    assert longest(schedule) < most
     assert longest(Schedule(**sizes, longest_last=longest_last, in_pairs=True)) > 1.03
     for turns in dealt(schedule):
         times = [(t.batch * of.heads + t.head) // at_a_time for t in turns]

@@ -81,8 +81,10 @@ class LongestFirst:
     """Tiles × heads × batch, dealt out the longest first, of some heads after those of others.
 
     Every round gives each program a tile, in the other direction than the round before: who got the
-    longest of one gets the shortest of the next. So programs end together, but for about the
-    shortest tiles. In pairs they may differ by a whole piece of work.
+    longest of one gets the shortest of the next. Other heads' first round is turned if that of the
+    heads before was not, so that what an odd number of rounds leaves is made up for as well.
+    Programs then end together, within 1 or 2 %, where pairs leave 3 % and a direction that is never
+    turned 6 to 25 %.
 
     Attributes:
       tiles, heads, batch: how many there are.
@@ -124,9 +126,10 @@ class LongestFirst:
 
     def turn(self, program: Array, u: Array) -> Turn:
         """The program's u-th tile. Heads that share their keys come one after the other."""
-        time, turned = lax.div(u, jnp.int32(self._rounds)), lax.rem(u, jnp.int32(2)) == 1
-        place = jnp.where(turned, self.grid - 1 - program, program)
-        index = lax.rem(u, jnp.int32(self._rounds)) * self.grid + place
+        rounds = jnp.int32(self._rounds)
+        time, now = lax.div(u, rounds), lax.rem(u, rounds)
+        turned = lax.rem(time + now, jnp.int32(2)) == 1
+        index = now * self.grid + jnp.where(turned, self.grid - 1 - program, program)
         first = time * self._together
         heads = jnp.minimum(self._together, self._all_heads - first)
         head, near = first + lax.rem(index, heads), lax.div(index, heads)
