@@ -192,9 +192,10 @@ def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
 
 
 @needs_mosaic
-def test_three_warpgroups_of_which_two_see_fewer_steps() -> None:
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> None:
     case = dataclasses.replace(GROUPED, rows=192, keys=192, heads=1)
-    tall = dataclasses.replace(harness.HOPPER_TILE, warpgroups=3, stages=1, slots=1)
+    tall = Tile(warpgroups=3, walk=64, stages=1, slots=1, longest_first=longest_first)
     sizes = dataclasses.replace(SIZES, forward=tall, query_gradients=tall, key_gradients=tall)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():

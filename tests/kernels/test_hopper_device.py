@@ -173,11 +173,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def sizes_of(call: Call, *, unordered: bool = False) -> BlockSizes:
+    """The call's tiles."""
+    n = call.numerics
+    return default_block_sizes(
+        call.head_size,
+        kv_block=call.kv_block,
+        saves_float32=n.saved_dtype == jnp.float32,
+        keeps_auxiliary=n.saved_dtype == jnp.bfloat16,
+        sums_keys=n.delta == "normalized",
+        unordered=unordered,
+    )
+
+
 def with_forward(call: Call, **tile: Any) -> BlockSizes:
     """The call's tiles, with other fields of the forward kernel's."""
-    sizes = unordered(call)
-    changed = dataclasses.replace(sizes.forward, **tile)
-    return dataclasses.replace(sizes, forward=changed, unordered=False)
+    sizes = sizes_of(call)
+    return dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, **tile))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -191,8 +203,16 @@ def test_options_of_the_forward_kernel_change_no_bit(name: str, option: str) -> 
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
-@pytest.mark.parametrize("option", ["waits after some exponentials", "together, turns"])
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.head_size == 64])
+# Ō, Ō′ and a step's products do not fit in the registers that three leave each other.
+THREE = [
+    name
+    for name, call in CALLS.items()
+    if call.head_size == 64 and call.numerics != AUXILIARY_OUTPUT
+]
+
+
+@pytest.mark.parametrize("option", ["waits after some exponentials", "together", "together, turns"])
+@pytest.mark.parametrize("name", THREE)
 def test_three_warpgroups_change_no_bit(name: str, option: str) -> None:
     call = CALLS[name]
     tall = {**OPTIONS[option], "warpgroups": 3, "slots": 1}
@@ -221,13 +241,7 @@ UNORDERED = [name for name, call in CALLS.items() if call.numerics.delta != "nor
 
 def unordered(call: Call, **tile: Any) -> BlockSizes:
     """The call's tiles, with other fields of dK's and dV's."""
-    sizes = default_block_sizes(
-        call.head_size,
-        kv_block=call.kv_block,
-        saves_float32=call.numerics.saved_dtype == jnp.float32,
-        keeps_auxiliary=call.numerics.saved_dtype == jnp.bfloat16,
-        unordered=True,
-    )
+    sizes = sizes_of(call, unordered=True)
     changed = dataclasses.replace(sizes.key_gradients, **tile)
     return dataclasses.replace(sizes, key_gradients=changed)
 
