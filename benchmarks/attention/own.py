@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.timing import Attention, JaxCandidate
+from benchmarks.shapes import Shape
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
@@ -23,7 +24,7 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes, is_long
 from pallas_kernels.tpu import attention as tpu
 
 # What serves every preset on a platform, as JAX names it; `tiled` on any other.
@@ -75,23 +76,24 @@ def _candidate(
     name: str,
     numerics: Numerics,
     row_max: RowMax,
-    sizes: Callable[[int], Hashable] = lambda _: None,
+    sizes: Callable[[Shape], Hashable] = lambda _: None,
 ) -> JaxCandidate:
-    """`sizes`: the tiles of a head size; None, its implementation's own."""
+    """`sizes`: the tiles of a shape; None, its implementation's own."""
     prefix, module = implementation
     attention = functools.partial(_attention, module, numerics, row_max, sizes)
     return JaxCandidate(f"{prefix} {name}", attention)
 
 
-def _unordered(head_size: int) -> Hashable:
-    return default_block_sizes(head_size, unordered=True)
+def _unordered(shape: Shape) -> Hashable:
+    long = is_long(shape.length, is_causal=True)
+    return default_block_sizes(shape.head_size, long=long, unordered=True)
 
 
 def _attention(
     module: ModuleType,
     numerics: Numerics,
     row_max: RowMax,
-    sizes: Callable[[int], Hashable],
+    sizes: Callable[[Shape], Hashable],
     problem: Problem,
 ) -> Attention:
     """Raises NotImplementedError for what the implementation declines."""
@@ -101,7 +103,7 @@ def _attention(
         row_max=row_max,
         scale=problem.scale,
         is_causal=True,
-        block_sizes=sizes(shape.head_size),
+        block_sizes=sizes(shape),
     )
     request = Request(
         spec=spec, q_shape=shape.qkv, kv_shape=shape.qkv, dtype=jnp.dtype(problem.dtype)

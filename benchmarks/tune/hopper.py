@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -25,17 +24,8 @@ STAGES = (2, 3)
 # None, those that begin a step, and those held from the end of a step on.
 _TURNS: tuple[dict[str, bool], ...] = ({}, {"turns": True}, {"turns": True, "held": True})
 
-# Tiles in pairs, and the longest first. The forward kernel's steps as they are with the former, and
-# with the latter what FlashAttention-3's have, P̄V waited for after all exponentials, after the
-# maxima and after some exponentials.
-_ORDERS: tuple[dict[str, Any], ...] = ({}, {"longest_first": True})
-_STEPS: tuple[dict[str, Any], ...] = (
-    *_ORDERS,
-    *(
-        {"longest_first": True, "fresh": True, "apart": True, "soon": soon}
-        for soon in (None, 0, 16, 32)
-    ),
-)
+# Tiles in pairs, and the longest first.
+_ORDERS: tuple[dict[str, bool], ...] = ({}, {"longest_first": True})
 
 # Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
 # for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
@@ -50,17 +40,19 @@ _THREADS = 128  # of a warpgroup
 
 def table(q: Array, spec: Spec) -> BlockSizes:
     """The tiles of `block_sizes`, or those that the call names."""
-    return block_sizes(q.shape[-1], spec)
+    return block_sizes(q.shape, spec)
 
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
-    steps = _STEPS if kernel == "forward" else _ORDERS
-    for warpgroups, walk, n, slots, turn, step in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), turns, steps
+    waits = (False, True) if kernel == "forward" else (False,)
+    for warpgroups, walk, n, slots, turn, order, soon in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), turns, _ORDERS, waits
     ):
-        tile = Tile(warpgroups=warpgroups, walk=walk, stages=n, slots=slots, **turn, **step)
+        tile = Tile(
+            warpgroups=warpgroups, walk=walk, stages=n, slots=slots, **turn, **order, soon=soon
+        )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue
         if sums_queries(kernel, spec) and tile.own * ROWS < tile.walk * head_size:

@@ -101,7 +101,7 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    return block_sizes(request.q_shape[-1], request.spec).forward.walk
+    return block_sizes(request.q_shape, request.spec).forward.walk
 
 
 def attention(

@@ -10,7 +10,6 @@ O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whos
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ from pallas_kernels.gpu.hopper.machine import (
     TILE,
     Ring,
     Turns,
-    accumulator,
     add_product,
     after,
     along_rows,
@@ -52,6 +50,9 @@ from pallas_kernels.gpu.hopper.machine import (
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
+
+# Keys of a step whose exponentials come before P̄V is waited for, if it is `soon`.
+_SOON = 16
 
 
 class Outputs(NamedTuple):
@@ -84,9 +85,6 @@ class _Rows(NamedTuple):
     l: Array
     probs: Array
     alpha: Array
-
-
-_Carry = tuple[Array, Array | None, _Rows]  # Ō, Ō′ − Ō, the last step's
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
@@ -206,11 +204,16 @@ class _Walk(NamedTuple):
         if self.tile.slots > 1:
             self._free_last_output()
         probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
+        no_score = constant((ROWS, self.tile.walk), 0, TILE)
 
         def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, m, l = carry
             n = self.steps + t
-            rows = self._softmax(self._masked(self._scores(t), t), m, l)
+            self.shared.k.wait(n)
+            q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(n)
+            s = add_product(no_score, q, k.T, interpret=interpret)
+            self.shared.k.release(n)
+            rows = self._softmax(self._masked(s, t), m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
             left, rows = self._add_left(left, rows, n)
             self._wait_for_values(n)
@@ -224,59 +227,48 @@ class _Walk(NamedTuple):
 
     def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         first = jnp.int32(0)
-        rows = self._softmax(self._masked(self._scores(first), first), *self._no_key_yet())
+        s = self._begin_scores(first)
+        self.turns.pass_on()
+        s = self._masked(self._finish_scores(s, first, later=0), first)
+        rows = self._softmax(s, *self._no_key_yet())
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
 
-        def step(t: Array, carry: tuple[Any, ...], *, masked: bool | None) -> tuple[Any, ...]:
+        def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, rows = carry
             before = self.steps + t - 1
 
             def products(refs: Any) -> None:
-                acc_ref, s_ref, new = refs
-                self.shared.k.wait(self.steps + t)
-                self.turns.wait()
-                scores = self._begin_scores(s_ref, t)
+                acc_ref, new = refs
+                s = self._begin_scores(t)
                 self._wait_for_values(before)
                 plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
                 self.turns.pass_on()
-                s = scores(1)
-                self.shared.k.release(self.steps + t)
-                # P̄V runs meanwhile.
-                s = self._masked(s, t, masked)
-                if self.tile.soon is None:
-                    result = self._softmax(s, rows.m, rows.l)
-                    finish_before_waiting(result.l)
-                else:
+                s = self._masked(self._finish_scores(s, t, later=1), t)
+                if self.tile.soon:
                     result = self._begin_softmax(s, rows)
+                else:
+                    result = self._softmax(s, rows.m, rows.l)
+                    finish_before_waiting(result.l)  # for P̄V, which runs meanwhile
                 for ref, x in zip(new, result, strict=True):
                     ref[...] = x
 
             no_score = constant((ROWS, self.tile.walk), 0, TILE)
             new = rows._replace(probs=no_score) if self._rounds_later else rows
-            s_start = None if self.tile.fresh else plgpu.ACC.init(no_score)
-            acc, _, rows = pl.run_state(products)((plgpu.ACC.init(acc), s_start, new))
+            acc, rows = pl.run_state(products)((plgpu.ACC.init(acc), new))
             self.shared.v.release(before)
-            if self.tile.soon is not None:
+            if self.tile.soon:
                 rows = self._end_softmax(rows, acc, unknown_zero(self.steps + t))
             left, rows = self._add_left(left, rows, self.steps + t)
             return along_rows(rows.alpha, acc.shape) * acc, left, rows
 
-        acc, left, rows = self._later_steps(step, (acc, left, rows))
+        acc, left, rows = lax.fori_loop(1, self.end, step, (acc, left, rows))
         last = self.steps + self.end - 1
         self._wait_for_values(last)
         acc = add_product(acc, rows.probs, self.shared.v.get(last), interpret=False)
         self.shared.v.release(last)
         return rows, acc, left
-
-    def _later_steps(self, step: Callable[..., _Carry], carry: _Carry) -> _Carry:
-        """All steps but the first; step: see `_run_ahead`, masked: None where it is to find out."""
-        if not (self.tile.apart and self.problem.masks_steps(self.tile.walk)):
-            return lax.fori_loop(1, self.end, partial(step, masked=None), carry)
-        carry = lax.fori_loop(1, self.full, partial(step, masked=False), carry)
-        begin = jnp.maximum(self.full, 1)
-        return lax.fori_loop(begin, self.end, partial(step, masked=True), carry)
 
     def _wait_for_values(self, n: Array) -> None:
         """Before P̄V of the n-th step of the program, unless `_add_left` has waited.
@@ -306,45 +298,26 @@ class _Walk(NamedTuple):
     def _no_key_yet() -> tuple[Array, Array]:
         return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
 
-    def _scores(self, t: Array) -> Array:
-        """q kᵀ of step t, waited for."""
+    def _begin_scores(self, t: Array) -> Array:
+        """Starts q kᵀ of step t, in this warpgroup's turn."""
         self.shared.k.wait(self.steps + t)
         self.turns.wait()
+        q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(self.steps + t)
+        return begin_product(q, k)
 
-        def product(out: Any) -> Array:
-            scores = self._begin_scores(out, t)
-            self.turns.pass_on()
-            return scores(0)
-
-        fresh = self.tile.fresh and not self.problem.sizes.from_memory
-        s = product(None) if fresh else pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+    def _finish_scores(self, s: Array, t: Array, *, later: int) -> Array:
+        """Waits for them, while so many products that were started later are under way."""
+        plgpu.wgmma_wait(later)
         self.shared.k.release(self.steps + t)
         return s
 
-    def _begin_scores(self, out: Any | None, t: Array) -> Callable[[int], Array]:
-        """Starts q kᵀ of step t, which `out` of zeros takes if there is one.
-
-        Gives what waits for it while so many products that were started later are under way.
-        """
-        q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(self.steps + t)
-        if out is not None:
-            plgpu.wgmma(out, q, k.T)
-            return lambda later: plgpu.wgmma_accumulator_load(out, wait_n=later)
-        scores = begin_product(q, k)
-
-        def wait(later: int) -> Array:
-            plgpu.wgmma_wait(later)
-            return scores
-
-        return wait
-
-    def _masked(self, s: Array, t: Array, masked: bool | None = None) -> Array:
-        """The scores of step t; masked: whether they take a mask, None where t decides."""
+    def _masked(self, s: Array, t: Array) -> Array:
+        """The scores of step t, MASKED where a row does not see."""
         problem, walk = self.problem, self.tile.walk
-        if masked is False or not problem.masks_steps(walk):
+        if not problem.masks_steps(walk):
             return s
         mask = partial(problem.mask_keys, s, self.row, t * walk)
-        return mask() if masked else lax.cond(t >= self.full, mask, lambda: s)
+        return lax.cond(t >= self.full, mask, lambda: s)
 
     def _softmax(self, s: Array, m: Array, l: Array) -> _Rows:
         """One step of online softmax. S and m count in units of `scale`."""
@@ -364,28 +337,23 @@ class _Walk(NamedTuple):
         """
         new, alpha = self._maxima(s, rows.m)
         l = along_rows(alpha, rows.l.shape) * rows.l
-        if not self.tile.soon:
-            finish_before_waiting(l)
-        else:
-            probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
-            sums = by_lane(jnp.add, probs, LANES * self._one_of)
-            finish_before_waiting(sums[:, :LANES], l)
+        probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
+        sums = by_lane(jnp.add, probs, LANES * self._one_of)
+        finish_before_waiting(sums[:, :LANES], l)
         return _Rows(new, l, s, alpha)
 
     def _end_softmax(self, rows: _Rows, done: Array, zero: Array) -> _Rows:
         """The rest of it, that is not to come before `done`; zero: see `after`."""
         sooner, s = self._offset(rows.m), rows.probs
-        offsets = along_rows(after(sooner, done, zero), s.shape)
-        if self.tile.soon:
-            offsets = mixed(along_rows(sooner, s.shape), offsets, every=self._one_of)
-        probs = self._exponentials(s, offsets)
+        later = after(sooner, done, zero)
+        offsets = (along_rows(x, s.shape) for x in (sooner, later))
+        probs = self._exponentials(s, mixed(*offsets, every=self._one_of))
         return rows._replace(l=rows.l + by_lane(jnp.add, probs), probs=probs)
 
     @property
     def _one_of(self) -> int:
         """One of so many exponentials comes before the wait for P̄V."""
-        assert self.tile.soon
-        return self.tile.walk // self.tile.soon
+        return self.tile.walk // _SOON
 
     @property
     def _rounds_later(self) -> bool:
@@ -394,8 +362,7 @@ class _Walk(NamedTuple):
         If instructions write what the next product reads, the assembler lets none run beside other
         instructions (its remark C7513), unless there is a branch before, such as that for masks.
         """
-        tile = self.tile
-        return self.problem.keeps_auxiliary or tile.soon is not None or tile.apart
+        return self.problem.keeps_auxiliary or self.tile.soon
 
     def _maxima(self, s: Array, m: Array) -> tuple[Array, Array]:
         """The new m [64], and α."""

@@ -139,8 +139,8 @@ class Problem:
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
     ) -> Schedule | LongestFirst:
         """walked: rows, of two arrays, that a head's tiles walk over."""
-        size = 2 * walked * self.head_size * self.dtype.itemsize
-        if tile.longest_first:
+        if tile.longest_first and self.spec.is_causal:
+            size = 2 * walked * self.head_size * self.dtype.itemsize
             return LongestFirst(
                 tiles=tiles,
                 heads=heads,

@@ -81,4 +81,4 @@ attend.defvjp(_forward, _backward)
 
 
 def _problem(q: Array, k: Array, spec: Spec) -> Problem:
-    return Problem.of(q, k, spec, block_sizes(q.shape[-1], spec))
+    return Problem.of(q, k, spec, block_sizes(q.shape, spec))
