@@ -7,6 +7,7 @@ test of `test_hopper_device.py`.
 
 import collections
 import dataclasses
+import itertools
 from typing import Any
 
 import harness
@@ -38,7 +39,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, block_sizes, default_block_sizes
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.machine import TILE, accumulator, interpreter, load, tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -88,8 +89,58 @@ def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> Non
     check_accuracy(case, call(case, chosen, rule))
 
 
+def of_table(case: Case, chosen: Numerics, *, long: bool) -> BlockSizes:
+    """For calls as short as these."""
+    sizes = default_block_sizes(
+        case.head_size,
+        saves_float32=chosen.saved_dtype == jnp.float32,
+        keeps_auxiliary=chosen.saved_dtype == jnp.bfloat16,
+        sums_keys=chosen.delta == "normalized",
+        long=long,
+    )
+    return dataclasses.replace(sizes, programs=2, interpret=True)
+
+
 @needs_mosaic
-def test_no_vector_ends_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "keys", "chosen", "rule"),
+    [
+        (64, 64, FLASH, StandardMax()),
+        (64, 192, FLASH, DynamicMax()),
+        (192, 192, FLOAT32_OUTPUT, StandardMax()),
+        (192, 320, NORMALIZED_DELTA, DynamicMax()),
+        (320, 192, FLASH, StandardMax()),
+        (320, 320, AUXILIARY_OUTPUT, StandardMax()),
+        (576, 576, FLASH, StandardMax()),
+    ],
+    ids=str,
+)
+def test_tiles_of_long_calls(rows: int, keys: int, chosen: Numerics, rule: RowMax) -> None:
+    """Three warpgroups' rows are no whole number of steps; lengths end within tiles or beyond."""
+    case = dataclasses.replace(GROUPED, rows=rows, keys=keys)
+    long, short = (
+        call(case, chosen, rule, sizes=of_table(case, chosen, long=long), kv_block=None)
+        for long in (True, False)
+    )
+    check_accuracy(case, long)
+    result, expected = run(case, long), run(case, short)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("chosen", "rule"), [(FLASH, DynamicMax()), (FLOAT32_OUTPUT, StandardMax())], ids=str
+)
+def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) -> None:
+    case = dataclasses.replace(WIDE, rows=192, values="repeated_maxima")
+    sizes = of_table(case, chosen, long=True)
+    check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("warpgroups", [2, 3])
+def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, unlike here, a copy of a vector beyond its end hits the next head's rows."""
     ends: dict[int, list[int]] = {0: [], 1: []}  # of what is read, of what is written
 
@@ -111,8 +162,11 @@ def test_no_vector_ends_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     watch("copy_smem_to_gmem", 1)
     # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
     walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
-    run(FEW, call(FEW, sizes=dataclasses.replace(SIZES, programs=1, key_gradients=walk)))
-    # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups.
+    forward = dataclasses.replace(harness.HOPPER_TILE, warpgroups=warpgroups)
+    sizes = dataclasses.replace(SIZES, forward=forward, programs=1, key_gradients=walk)
+    run(FEW, call(FEW, sizes=sizes))
+    # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups, of three
+    # as of two.
     assert ends[0] == [0] * 4
     assert sorted(ends[1]) == [0] * 3 + [64] * 3
 
@@ -353,11 +407,50 @@ def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
         assert time == set(range(heads))
 
 
+@pytest.mark.parametrize("rows", [64, 192, 320, 576, 1024])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
+    """As far as vectors go; tiles that are equally long are dealt out as they come."""
+    sizes = default_block_sizes(64, long=True)
+    x = jax.ShapeDtypeStruct((2, rows, 3, 64), jnp.bfloat16)
+    spec = dataclasses.replace(call(GROUPED).spec, is_causal=is_causal)
+    problem = Problem.of(x, x, spec, sizes)
+    schedule = problem.by_query(sizes.forward)
+    assert isinstance(schedule, LongestFirst if is_causal else Schedule)
+    assert is_causal or schedule == problem.by_query(Tile(warpgroups=3))
+    starts = collections.Counter(
+        (t.batch, t.head, t.tile * 192 + warpgroup * 64)
+        for turns in dealt(schedule)
+        for t in turns
+        for warpgroup in range(3)
+    )
+    assert set(starts.values()) == {1}
+    assert set(starts) >= set(itertools.product(range(2), range(3), range(0, rows, 64)))
+    beyond = {row for *_, row in starts if row >= problem.vector_rows}
+    assert len(beyond) < 3
+
+
+@pytest.mark.parametrize("shape", [(1, 4096, 2, 64), (1, 8192, 3, 2, 64), (1, 4096, 2, 128)])
+def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
+    def is_long(spec: Spec, shape: tuple[int, ...] = shape) -> bool:
+        return block_sizes(shape, spec).forward.soon
+
+    spec = dataclasses.replace(call(GROUPED).spec, block_sizes=None)
+    of_128 = dataclasses.replace(spec, numerics=FLASH.replace(kv_block=128))
+    auxiliary = dataclasses.replace(spec, numerics=AUXILIARY_OUTPUT)
+    assert is_long(dataclasses.replace(spec, numerics=FLASH))
+    assert is_long(of_128)
+    assert not is_long(of_128, (1, 2048, *shape[2:]))
+    assert not is_long(dataclasses.replace(of_128, is_causal=False))
+    assert not is_long(auxiliary)
+    assert not is_long(dataclasses.replace(spec, numerics=FLASH.replace(kv_block=64)))
+
+
 @needs_mosaic
 @pytest.mark.parametrize("chosen", [FLASH, AUXILIARY_OUTPUT], ids=str)
 def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
-    """Here, where products are waited for, it is all that is left of these options."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, fresh=True, soon=16, apart=True)
+    """Here, where products are waited for, it is all that is left of an earlier wait."""
+    tile = dataclasses.replace(harness.HOPPER_TILE, soon=True)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(WIDE, call(WIDE, chosen, sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -365,9 +458,8 @@ def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("case", [GROUPED, MORE_KEYS], ids=["causal", "not causal"])
-def test_the_order_of_tiles_changes_no_bit(case: Case) -> None:
-    case = dataclasses.replace(case, batch=2)
+def test_the_order_of_tiles_changes_no_bit() -> None:
+    case = dataclasses.replace(GROUPED, batch=2)
     tile = dataclasses.replace(harness.HOPPER_TILE, longest_first=True)
     sizes = dataclasses.replace(
         SIZES, forward=tile, query_gradients=tile, key_gradients=tile, programs=3
@@ -463,8 +555,6 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"walk": 32}, "walk must be one of"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
         ({"held": True}, "held=True needs turns=True"),
-        ({"soon": 24}, "soon must be one of"),
-        ({"soon": 128, "walk": 64}, "soon must be one of"),
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
@@ -478,11 +568,10 @@ def test_turns_are_not_held_forward() -> None:
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
 
 
-@pytest.mark.parametrize("options", [{"fresh": True}, {"soon": 0}, {"apart": True}], ids=str)
 @pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
-def test_what_is_of_the_forward_kernel_alone(kernel: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{kernel}: fresh, soon and apart are forward alone"):
-        dataclasses.replace(SIZES, **{kernel: Tile(**options)})
+def test_the_earlier_wait_is_of_the_forward_kernel_alone(kernel: str) -> None:
+    with pytest.raises(ValueError, match=f"{kernel}: P̄V is of the forward kernel alone"):
+        dataclasses.replace(SIZES, **{kernel: Tile(soon=True)})
 
 
 @pytest.mark.parametrize("tile", [Tile(warpgroups=3, walk=64), Tile(walk=64, stages=1)])
@@ -500,8 +589,9 @@ def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
-def test_default_tiles_lower_for_a_hopper_gpu(head_size: int) -> None:
+def test_default_tiles_lower_for_a_hopper_gpu(head_size: int, long: bool) -> None:
     """Without such a GPU: as far as Mosaic GPU, with its check of shared memory."""
     x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
     spec = Spec(
@@ -509,7 +599,7 @@ def test_default_tiles_lower_for_a_hopper_gpu(head_size: int) -> None:
         row_max=DynamicMax(),
         scale=head_size**-0.5,
         is_causal=True,
-        block_sizes=default_block_sizes(head_size, saves_float32=True),
+        block_sizes=default_block_sizes(head_size, saves_float32=True, long=long),
     )
 
     def step(*qkv: jax.Array) -> Any:

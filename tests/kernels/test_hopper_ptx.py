@@ -3,11 +3,9 @@
 Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
 """
 
-import dataclasses
 import functools
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import jax.numpy as jnp
 import pytest
 from gpu_targets import H200, lowered
 
-from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
@@ -29,7 +26,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import block_sizes, default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -41,7 +38,8 @@ pytestmark = [
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
 # Bytes of registers spilled by the kernels of head sizes 64 and 128 (docs/hopper_kernels.md).
-SPILLED = {"forward": (0, 0), "query_gradients": (8, 0), "key_gradients": (8, 56)}
+SPILLED = {"forward": (0, 0), "query_gradients": (8, 0), "key_gradients": (56, 56)}
+SERIALIZED = r"C751[0-8]"  # remarks of the assembler: products wait for other instructions
 
 
 class Code:
@@ -64,54 +62,38 @@ def code(
     head_size: int,
     chosen: Numerics = FLASH,
     rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
+    *,
+    is_causal: bool = True,
+    long: bool = False,
     unordered: bool = False,
 ) -> Code:
     sizes = default_block_sizes(head_size, unordered=True) if unordered else None
     spec = Spec(
-        numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=True, block_sizes=sizes
+        numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes
     )
 
     def step(*qkv: jax.Array) -> Any:
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
         return results, pullback(results)
 
-    found = compiled(step, (1, 256, 2, head_size))
-    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
-    return found
-
-
-@functools.cache
-def forward_code(
-    head_size: int,
-    chosen: Numerics = FLASH,
-    rule: RowMax = StandardMax(),  # noqa: B008 (frozen)
-    is_causal: bool = True,
-    **tile: Any,
-) -> Code:
-    """Of the forward kernel alone, with other fields of its tile."""
-    spec = Spec(numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal)
-    sizes = block_sizes(head_size, spec)
-    sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, **tile))
-    spec = dataclasses.replace(spec, block_sizes=sizes)
-    shape = SHAPES[f"long{head_size}"].qkv
-    return compiled(lambda *x: hopper.attention(*x, Extras(), spec), shape)
-
-
-def compiled(step: Callable[..., Any], shape: tuple[int, ...]) -> Code:
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 4096 if long else 256, 2, head_size), jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv("MOSAIC_GPU_DUMP_TO", folder)
         for what in ("PTX", "PTXAS"):
             environment.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
         lowered(step, x, x, x, target=H200).compile()
-        return Code(Path(folder))
+        found = Code(Path(folder))
+    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
+    return found
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
-def test_hardly_a_register_is_spilled(head_size: int) -> None:
-    spilled = code(head_size).spilled
+def test_hardly_a_register_is_spilled(head_size: int, long: bool) -> None:
+    found = code(head_size, long=long)
     for kernel, bounds in SPILLED.items():
-        assert spilled[kernel] <= bounds[hopper.HEAD_SIZES.index(head_size)], kernel
+        assert found.spilled[kernel] <= bounds[hopper.HEAD_SIZES.index(head_size)], kernel
+        assert not re.search(SERIALIZED, found.reports[kernel]), kernel
 
 
 @pytest.mark.parametrize(
@@ -124,15 +106,17 @@ def test_hardly_a_register_is_spilled(head_size: int) -> None:
     ],
     ids=str,
 )
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_other_numerics_and_rules_hardly_spill(
-    head_size: int, chosen: Numerics, rule: RowMax
+    head_size: int, long: bool, chosen: Numerics, rule: RowMax
 ) -> None:
-    assert code(head_size, chosen, rule).spilled["forward"] <= 12
-    assert "serialized" not in code(head_size, chosen, rule).reports["forward"]
+    found = code(head_size, chosen, rule, long=long)
+    assert found.spilled["forward"] == 0
+    assert not re.search(SERIALIZED, found.reports["forward"])
     # Two sums of dQ's size, of 128 features, leave too little.
     most = 192 if chosen.delta == "normalized" and head_size == 128 else 16
-    assert code(head_size, chosen, rule).spilled["query_gradients"] <= most
+    assert found.spilled["query_gradients"] <= most
 
 
 @pytest.mark.parametrize(("head_size", "most"), [(64, 32), (128, 96)])
@@ -140,7 +124,7 @@ def test_what_is_spilled_where_dq_is_added_to(head_size: int, most: int) -> None
     """Most of it outside the walk, and nothing is stored within."""
     found = code(head_size, unordered=True)
     assert found.spilled["key_gradients"] <= most
-    assert not re.search(r"C751[0-8]", found.reports["key_gradients"])  # products wait for nothing
+    assert not re.search(SERIALIZED, found.reports["key_gradients"])
     assert "cp.reduce.async.bulk.tensor" in found.ptx["key_gradients"]
 
 
@@ -154,58 +138,23 @@ def test_operands_are_rounded_once_and_products_are_warpgroups(head_size: int) -
         assert "mma.sync" not in text, kernel
 
 
-TURNS = {"turns": True}
-TALL = {"warpgroups": 3, "turns": True}
-DYNAMIC = {"rule": DynamicMax()}
-AUXILIARY, FLOAT32 = {"chosen": AUXILIARY_OUTPUT}, {"chosen": FLOAT32_OUTPUT}
-TOGETHER = {"longest_first": True, "fresh": True, "soon": 16, "apart": True}
-
-
 @pytest.mark.parametrize(
-    ("head_size", "options"),
-    [
-        pytest.param(64, {"fresh": True}, id="64, from nothing"),
-        pytest.param(64, {"soon": 0}, id="64, waits after the maxima"),
-        pytest.param(64, {"apart": True}, id="64, masked steps apart"),
-        pytest.param(64, TOGETHER, id="64, together"),
-        pytest.param(64, TALL | TOGETHER, id="64, three warpgroups"),
-        pytest.param(64, TALL | TOGETHER | DYNAMIC, id="64, three warpgroups, dynamic_max"),
-        pytest.param(64, TALL | TOGETHER | {"is_causal": False}, id="64, three, not causal"),
-        pytest.param(64, TOGETHER | AUXILIARY, id="64, auxiliary output"),
-        pytest.param(128, TOGETHER, id="128, together"),
-        pytest.param(128, TURNS | TOGETHER, id="128, turns"),
-        pytest.param(128, TURNS | TOGETHER | DYNAMIC, id="128, turns, dynamic_max"),
-        pytest.param(128, TURNS | TOGETHER | FLOAT32, id="128, turns, float32 output"),
-        pytest.param(128, TOGETHER | AUXILIARY, id="128, auxiliary output"),
-    ],
+    ("chosen", "is_causal"), [(FLASH, False), (AUXILIARY_OUTPUT, True), (AUXILIARY_OUTPUT, False)]
 )
-def test_options_spill_nothing_and_serialize_nothing(
-    head_size: int, options: dict[str, Any]
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_without_a_branch_for_masks_products_still_run_beside_others(
+    head_size: int, chosen: Numerics, is_causal: bool
 ) -> None:
-    found = forward_code(head_size, **options)
+    found = code(head_size, chosen, is_causal=is_causal)
     assert found.spilled["forward"] == 0
-    assert not re.search(r"C751[0-8]", found.reports["forward"])
+    assert not re.search(SERIALIZED, found.reports["forward"])
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
-def test_scores_may_add_to_nothing(head_size: int) -> None:
-    """Instead of to 64 registers of zeros: in the first step and in the loop."""
-    fresh, usual = (forward_code(head_size, fresh=on).ptx["forward"] for on in (True, False))
-    product = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
-    # The predicate that lets a product add is true but for the first slice.
-    first = [
-        re.search(r", (\w+), 1, 1, 0, 0;", line).group(1)  # type: ignore[union-attr]
-        for line in fresh.splitlines()
-        if product in line and "begins" in line
-    ]
-    assert first == ["begins"] * 2
-    assert "begins" not in usual
-    assert fresh.count("wgmma.mma_async") == usual.count("wgmma.mma_async")
-
-
-@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
-def test_masked_steps_apart_are_a_loop_more(head_size: int) -> None:
-    """S of the first step, of the loop of those without a mask, of that of the others."""
-    for options, steps in (({}, 2), ({"apart": True}, 3)):
-        text = forward_code(head_size, **options).ptx["forward"]
-        assert text.count("m64n128k16") >= steps * head_size // 16
+def test_scores_add_to_nothing(head_size: int, long: bool) -> None:
+    """The first slice of q kᵀ, in the first step and in the loop; all others to the one before."""
+    text = code(head_size, long=long).ptx["forward"]
+    product = r"m64n128k16\.f32\.bf16\.bf16 \{.*?\}, a, b, (\w+), 1, 1, 0, 0;"
+    slices = ["begins"] + ["adds"] * (head_size // 16 - 1)
+    assert re.findall(product, text) == slices * 2

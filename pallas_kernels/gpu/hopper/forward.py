@@ -229,8 +229,7 @@ class _Walk(NamedTuple):
         first = jnp.int32(0)
         s = self._begin_scores(first)
         self.turns.pass_on()
-        s = self._masked(self._finish_scores(s, first, later=0), first)
-        rows = self._softmax(s, *self._no_key_yet())
+        rows = self._softmax(self._finish_scores(s, first, later=0), *self._no_key_yet())
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
@@ -245,7 +244,7 @@ class _Walk(NamedTuple):
                 self._wait_for_values(before)
                 plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
                 self.turns.pass_on()
-                s = self._masked(self._finish_scores(s, t, later=1), t)
+                s = self._finish_scores(s, t, later=1)
                 if self.tile.soon:
                     result = self._begin_softmax(s, rows)
                 else:
@@ -306,10 +305,10 @@ class _Walk(NamedTuple):
         return begin_product(q, k)
 
     def _finish_scores(self, s: Array, t: Array, *, later: int) -> Array:
-        """Waits for them, while so many products that were started later are under way."""
+        """Waits for them, while so many products that were started later run; takes the mask."""
         plgpu.wgmma_wait(later)
         self.shared.k.release(self.steps + t)
-        return s
+        return self._masked(s, t)
 
     def _masked(self, s: Array, t: Array) -> Array:
         """The scores of step t, MASKED where a row does not see."""
