@@ -24,8 +24,6 @@ STAGES = (2, 3)
 # None, those that begin a step, and those held from the end of a step on.
 _TURNS: tuple[dict[str, bool], ...] = ({}, {"turns": True}, {"turns": True, "held": True})
 
-# Tiles in pairs, and the longest first.
-_ORDERS: tuple[dict[str, bool], ...] = ({}, {"longest_first": True})
 
 # Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
 # for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
@@ -47,11 +45,17 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
-    for warpgroups, walk, n, slots, turn, order, soon in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), turns, _ORDERS, waits
+    for warpgroups, walk, n, slots, turn, longest_first, soon in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits
     ):
         tile = Tile(
-            warpgroups=warpgroups, walk=walk, stages=n, slots=slots, **turn, **order, soon=soon
+            warpgroups=warpgroups,
+            walk=walk,
+            stages=n,
+            slots=slots,
+            **turn,
+            longest_first=longest_first,
+            soon=soon,
         )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue

@@ -127,54 +127,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_as_accurate_as_the_general_kernels(name: str) -> None:
-    call = CALLS[name]
-    exact = call.run(gpu, numerics=EXACT, dtype=jnp.float32)
-    result, general = call.run(hopper), call.run(gpu)
-    for what, x in exact.items():
-        error, of_general = (np.sqrt(np.mean((y[what] - x) ** 2)) for y in (result, general))
-        assert error <= 1.02 * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
-        if what != "lse":  # the same roundings of almost the same numbers
-            assert np.mean(result[what] == general[what]) > 0.98, what
-
-
-@pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
-def test_the_same_bits_on_every_run(name: str) -> None:
-    first = CALLS[name].run(hopper)
-    for _ in range(3):
-        again = CALLS[name].run(hopper)
-        for what, x in first.items():
-            np.testing.assert_array_equal(again[what], x, err_msg=what)
-
-
-@pytest.mark.parametrize("name", ["causal", "head 128", "half of the last tile", "not causal"])
-def test_turns_change_no_bit(name: str) -> None:
-    call = CALLS[name]
-    sizes = default_block_sizes(call.head_size)
-    without = {
-        kernel: dataclasses.replace(getattr(sizes, kernel), turns=False, held=False)
-        for kernel in ("forward", "query_gradients", "key_gradients")
-    }
-    result = call.run(hopper, block_sizes=dataclasses.replace(sizes, **without))
-    for what, x in call.run(hopper).items():
-        np.testing.assert_array_equal(result[what], x, err_msg=what)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "from nothing": {"fresh": True},
-    "waits after the maxima": {"soon": 0},
-    "waits after some exponentials": {"soon": 16},
-    "waits after half of them": {"soon": 32, "fresh": True},
-    "masked steps apart": {"apart": True},
-    "longest first": {"longest_first": True},
-    "together": {"fresh": True, "soon": 16, "apart": True, "longest_first": True},
-    "together, turns": {"fresh": True, "soon": 16, "apart": True, "turns": True},
-}
-
-
-def sizes_of(call: Call, *, unordered: bool = False) -> BlockSizes:
-    """The call's tiles."""
+def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> BlockSizes:
+    """The tiles of a table for the call, however long it is."""
     n = call.numerics
     return default_block_sizes(
         call.head_size,
@@ -182,57 +136,85 @@ def sizes_of(call: Call, *, unordered: bool = False) -> BlockSizes:
         saves_float32=n.saved_dtype == jnp.float32,
         keeps_auxiliary=n.saved_dtype == jnp.bfloat16,
         sums_keys=n.delta == "normalized",
+        long=long,
         unordered=unordered,
     )
 
 
-def with_forward(call: Call, **tile: Any) -> BlockSizes:
-    """The call's tiles, with other fields of the forward kernel's."""
-    sizes = sizes_of(call)
-    return dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, **tile))
+def changed(sizes: BlockSizes, **tile: Any) -> BlockSizes:
+    """The same with other fields of all three tiles."""
+    names = ("forward", "query_gradients", "key_gradients")
+    tiles = {name: dataclasses.replace(getattr(sizes, name), **tile) for name in names}
+    return dataclasses.replace(sizes, **tiles)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+BOTH_TABLES = pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
+
+
+@BOTH_TABLES
 @pytest.mark.parametrize("name", CALLS)
-def test_options_of_the_forward_kernel_change_no_bit(name: str, option: str) -> None:
+def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
+    call = CALLS[name]
+    exact = call.run(gpu, numerics=EXACT, dtype=jnp.float32)
+    result, general = call.run(hopper, block_sizes=sizes_of(call, long=long)), call.run(gpu)
+    for what, x in exact.items():
+        error, of_general = (np.sqrt(np.mean((y[what] - x) ** 2)) for y in (result, general))
+        assert error <= 1.02 * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
+        if what != "lse":  # the same roundings of almost the same numbers
+            assert np.mean(result[what] == general[what]) > 0.98, what
+
+
+@BOTH_TABLES
+@pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
+def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
+    call = CALLS[name]
+    sizes = sizes_of(call, long=long)
+    first = call.run(hopper, block_sizes=sizes)
+    for _ in range(3):
+        again = call.run(hopper, block_sizes=sizes)
+        for what, x in first.items():
+            np.testing.assert_array_equal(again[what], x, err_msg=what)
+
+
+@BOTH_TABLES
+@pytest.mark.parametrize("name", ["causal", "head 128", "half of the last tile", "not causal"])
+def test_turns_change_no_bit(name: str, long: bool) -> None:
+    call = CALLS[name]
+    sizes = sizes_of(call, long=long)
+    result = call.run(hopper, block_sizes=changed(sizes, turns=False, held=False))
+    for what, x in call.run(hopper, block_sizes=sizes).items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_both_tables_give_the_same_bits(name: str) -> None:
     call = CALLS[name]
     result, expected = (
-        call.run(hopper, block_sizes=with_forward(call, **tile)) for tile in (OPTIONS[option], {})
+        call.run(hopper, block_sizes=sizes_of(call, long=long)) for long in (True, False)
     )
     for what, x in expected.items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
-# Ō, Ō′ and a step's products do not fit in the registers that three leave each other.
-THREE = [
-    name
-    for name, call in CALLS.items()
-    if call.head_size == 64 and call.numerics != AUXILIARY_OUTPUT
-]
-
-
-@pytest.mark.parametrize("option", ["waits after some exponentials", "together", "together, turns"])
-@pytest.mark.parametrize("name", THREE)
-def test_three_warpgroups_change_no_bit(name: str, option: str) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_an_earlier_wait_changes_no_bit(name: str) -> None:
+    """In calls of no table that have it, too."""
     call = CALLS[name]
-    tall = {**OPTIONS[option], "warpgroups": 3, "slots": 1}
-    result, expected = (
-        call.run(hopper, block_sizes=with_forward(call, **tile)) for tile in (tall, {})
-    )
-    for what, x in expected.items():
+    sizes = sizes_of(call)
+    soon = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, soon=True))
+    result = call.run(hopper, block_sizes=soon)
+    for what, x in call.run(hopper, block_sizes=sizes).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
 @pytest.mark.parametrize("name", ["causal", "head 128", "not causal", "many tiles per program"])
 def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     call = CALLS[name]
-    sizes = default_block_sizes(call.head_size)
-    other = {
-        kernel: dataclasses.replace(getattr(sizes, kernel), longest_first=True)
-        for kernel in ("forward", "query_gradients", "key_gradients")
-    }
-    result = call.run(hopper, block_sizes=dataclasses.replace(sizes, **other))
-    for what, x in call.run(hopper, block_sizes=sizes).items():
+    result, expected = (
+        call.run(hopper, block_sizes=changed(sizes_of(call), longest_first=on))
+        for on in (True, False)
+    )
+    for what, x in expected.items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
@@ -277,11 +259,12 @@ def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
                 assert np.mean(other[what] != first[what]) < 0.02, what
 
 
+@BOTH_TABLES
 @pytest.mark.parametrize("name", ["causal", "head 128", "grouped heads, an odd number of tiles"])
-def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str) -> None:
+def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, long: bool) -> None:
     """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""
     call = CALLS[name]
-    sizes = default_block_sizes(call.head_size)
+    sizes = sizes_of(call, long=long)
     shallow = Tile(walk=64, stages=1, slots=1)
     sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=shallow)
     if call.head_size == 128:  # P̄ takes memory, too

@@ -76,7 +76,7 @@ def code(
         results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
         return results, pullback(results)
 
-    x = jax.ShapeDtypeStruct((1, 4096 if long else 256, 2, head_size), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 4096 if long else 1024, 2, head_size), jnp.bfloat16)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv("MOSAIC_GPU_DUMP_TO", folder)
         for what in ("PTX", "PTXAS"):
@@ -115,7 +115,7 @@ def test_other_numerics_and_rules_hardly_spill(
     assert found.spilled["forward"] == 0
     assert not re.search(SERIALIZED, found.reports["forward"])
     # Two sums of dQ's size, of 128 features, leave too little.
-    most = 192 if chosen.delta == "normalized" and head_size == 128 else 16
+    most = 232 if chosen.delta == "normalized" and head_size == 128 else 16
     assert found.spilled["query_gradients"] <= most
 
 
@@ -146,7 +146,7 @@ def test_without_a_branch_for_masks_products_still_run_beside_others(
     head_size: int, chosen: Numerics, is_causal: bool
 ) -> None:
     found = code(head_size, chosen, is_causal=is_causal)
-    assert found.spilled["forward"] == 0
+    assert found.spilled["forward"] <= 8
     assert not re.search(SERIALIZED, found.reports["forward"])
 
 
