@@ -224,8 +224,8 @@ UNORDERED = [name for name, call in CALLS.items() if call.numerics.delta != "nor
 def unordered(call: Call, **tile: Any) -> BlockSizes:
     """The call's tiles, with other fields of dK's and dV's."""
     sizes = sizes_of(call, unordered=True)
-    changed = dataclasses.replace(sizes.key_gradients, **tile)
-    return dataclasses.replace(sizes, key_gradients=changed)
+    gradients = dataclasses.replace(sizes.key_gradients, **tile)
+    return dataclasses.replace(sizes, key_gradients=gradients)
 
 
 @pytest.mark.parametrize("name", UNORDERED)

@@ -4,7 +4,9 @@ A warpgroup owns 64 query rows and walks over the key steps that they see (Flash
 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄ and O
 rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-3 (arXiv 2407.08608)
 hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is multiplied before
-P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2).
+P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2). From its kernel's code
+are three more: S adds to nothing, P̄V may be waited for among the exponentials (`Tile.soon`), and
+the longest tiles may come first (`Tile.longest_first`).
 
 O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
