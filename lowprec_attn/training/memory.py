@@ -14,7 +14,11 @@ from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
 
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container, in bytes, or "max"
+# Of a container, in bytes, or "max"; the second of version 1 of control groups.
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _GB = 1e9
 _ADVICE = "choose a smaller model or batch_size, or more accumulation_steps"
 
@@ -111,9 +115,14 @@ def _in_gb(reason: str) -> str:
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that the process runs in."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not _CGROUP_LIMIT.exists():
-        return installed
-    limit = _CGROUP_LIMIT.read_text().strip()
-    return min(installed, int(limit)) if limit.isdigit() else installed
+    """Memory of this machine, or what its container or `ulimit -v` leaves to the process."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in _CGROUP_LIMITS:
+        text = path.read_text().strip() if path.exists() else "max"
+        limits += [int(text)] if text.isdigit() else []
+    with contextlib.suppress(ImportError):  # which Windows has not
+        import resource
+
+        address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limits += [address_space] if address_space != resource.RLIM_INFINITY else []
+    return min(limits)

@@ -100,12 +100,21 @@ def test_devices_with_memory_of_their_own_are_asked(monkeypatch):
         memory.require_memory(settings, with_limit(needed - 1))
 
 
-@pytest.mark.parametrize("limit", ["1000", "max"])
-def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch, limit):
+@pytest.mark.parametrize("limit", ["1000", "max", "9223372036854771712"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch, limit, version):
     installed = memory.host_bytes()
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(memory, "_CGROUP_LIMIT", tmp_path / "memory.max")
-    assert memory.host_bytes() == 1000 if limit == "1000" else installed
+    paths = [tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"]
+    assert [path.name for path in memory._CGROUP_LIMITS] == [path.name for path in paths]
+    paths[2 - version].write_text(f"{limit}\n")
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", paths)
+    assert memory.host_bytes() == (1000 if limit == "1000" else installed)
+
+
+def test_a_process_may_have_less_than_its_machine(monkeypatch):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (1000, 2000)}.get)
+    assert memory.host_bytes() == 1000
 
 
 def run_out(words):
