@@ -174,6 +174,8 @@ def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
                 return _pick(path, file.files, file.__getitem__)
     except DiagnoseError:
         raise
+    except PermissionError as error:  # saving it again does not help
+        raise DiagnoseError(f"{path}: {error.strerror}; make it readable") from error
     # ValueError: pickled content, which stays unread. Damaged, encrypted and absurd files: whatever
     # zipfile, its decompressors and NumPy raise.
     except Exception as error:
@@ -206,6 +208,8 @@ def _open_safetensors(
             return use(file.keys(), file.get_tensor)
     except DiagnoseError:
         raise
+    except PermissionError as error:
+        raise DiagnoseError(f"{path}: Permission denied; make it readable") from error
     # TypeError, AttributeError: a format that NumPy has no name for.
     except (safetensors.SafetensorError, OSError, TypeError, AttributeError) as error:
         raise DiagnoseError(

@@ -7,6 +7,7 @@ show the verdict to be wrong.
 """
 
 import argparse
+import errno
 import io
 import json
 import math
@@ -320,6 +321,24 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
     with pytest.raises(DiagnoseError, match=message) as caught:
         run(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="takes away permission by mode bits")
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
+def test_a_file_of_another_user_is_to_be_made_readable(tmp_path, name, monkeypatch):
+    path = tmp_path / name
+    path.write_bytes(b"")
+    path.chmod(0)
+    if os.access(path, os.R_OK):  # as root may
+
+        def refuse(*_, **__):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(np, "load", refuse)
+        monkeypatch.setattr("safetensors.safe_open", refuse)
+    with pytest.raises(DiagnoseError) as caught:
+        run(path)
+    assert str(caught.value) == f"{path}: Permission denied; make it readable"
 
 
 def npy(shape="(1, 8, 1, 8)", descr="'<f4'", data=bytes(256)):
