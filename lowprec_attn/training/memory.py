@@ -19,6 +19,7 @@ _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+_MAPPED = Path("/proc/self/statm")  # of Linux: in pages, the first number
 _GB = 1e9
 _ADVICE = "choose a smaller model or batch_size, or more accumulation_steps"
 
@@ -105,7 +106,7 @@ def explained_shortage(devices: Devices) -> Iterator[None]:
         where, limit, _ = _room(devices)
         raise MemoryShortageError(
             f"{_in_gb(reason.removeprefix('RESOURCE_EXHAUSTED: ').rstrip('.'))}, and {where} has "
-            f"{limit / _GB:,.1f} GB in all; {_ADVICE}"
+            f"{limit / _GB:,.1f} GB; {_ADVICE}"
         ) from error
 
 
@@ -124,5 +125,13 @@ def host_bytes() -> int:
         import resource
 
         address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        limits += [address_space] if address_space != resource.RLIM_INFINITY else []
+        if address_space != resource.RLIM_INFINITY:  # libraries have taken some of it
+            limits += [max(address_space - _mapped_bytes(), 0)]
     return min(limits)
+
+
+def _mapped_bytes() -> int:
+    """Address space that this process has taken; 0 where the system does not tell."""
+    if not _MAPPED.exists():
+        return 0
+    return int(_MAPPED.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

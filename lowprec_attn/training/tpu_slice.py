@@ -1,6 +1,7 @@
 """TPU slices that programs can be compiled for on a host that has none."""
 
 import dataclasses
+import importlib.util
 import math
 import re
 from typing import Any
@@ -73,13 +74,18 @@ class Slice:
         options = dict(generation.options)
         if math.prod(map(int, match[2].split("x"))) == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
+        if importlib.util.find_spec("libtpu") is None:
+            raise SliceError(
+                f"to compile for {name} takes the TPU compiler, libtpu, which is not installed: "
+                f"{installation.command('tpu-compile')}"
+            )
         try:
             topology = topologies.get_topology_desc(name, platform="tpu", **options)
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise SliceError(
-                f"the TPU compiler does not know {name}: {reason}; it needs libtpu "
-                f"({installation.command('tpu-compile')}) and a shape that Google offers"
+                f"the TPU compiler does not know {name}: {reason}; it needs "
+                "a shape that Google offers"
             ) from error
         devices: list[Any] = list(topology.devices)
         devices.sort(key=lambda device: (device.process_index, device.id))

@@ -157,6 +157,12 @@ def test_a_config_that_is_not_there_is_named_with_those_that_are(capsys):
     assert "there is no config a.py; pass a file, or one of gpt2_bf16, " in capsys.readouterr().err
 
 
+def test_without_the_compiler_its_installation_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny"]) == 1
+    assert "libtpu, which is not installed: pip install" in capsys.readouterr().err
+
+
 # The compiler itself.
 
 needs_libtpu = [

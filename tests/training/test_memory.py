@@ -1,6 +1,7 @@
 """Runs that cannot fit into memory are refused before anything is compiled."""
 
 import dataclasses
+import os
 
 import jax
 import pytest
@@ -111,10 +112,18 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch, limit
     assert memory.host_bytes() == (1000 if limit == "1000" else installed)
 
 
-def test_a_process_may_have_less_than_its_machine(monkeypatch):
+def test_a_process_may_have_less_than_its_machine(tmp_path, monkeypatch):
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (1000, 2000)}.get)
-    assert memory.host_bytes() == 1000
+    page = os.sysconf("SC_PAGE_SIZE")
+    limit = 1000 * page
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (limit, 2 * limit)}.get)
+    mapped = tmp_path / "statm"
+    monkeypatch.setattr(memory, "_MAPPED", mapped)
+    assert memory.host_bytes() == limit  # not Linux
+    mapped.write_text("900 20 3 4 0 5 0\n")
+    assert memory.host_bytes() == 100 * page
+    mapped.write_text("1001 20 3 4 0 5 0\n")
+    assert memory.host_bytes() == 0
 
 
 def run_out(words):
@@ -125,7 +134,7 @@ def run_out(words):
 def test_a_refusal_of_the_allocator_is_one_line():
     with pytest.raises(
         MemoryShortageError,
-        match=r"^Out of memory .* 1,714.0 GB, and this machine has [\d.,]+ GB in all; choose a ",
+        match=r"^Out of memory .* 1,714.0 GB, and this machine has [\d.,]+ GB; choose a ",
     ):
         run_out("RESOURCE_EXHAUSTED: Out of memory allocating 1713966946296 bytes.\nmore")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
