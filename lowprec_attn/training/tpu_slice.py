@@ -74,14 +74,14 @@ class Slice:
         options = dict(generation.options)
         if math.prod(map(int, match[2].split("x"))) == 1:
             options["chips_per_host_bounds"] = [1, 1, 1]
-        if importlib.util.find_spec("libtpu") is None:
-            raise SliceError(
-                f"to compile for {name} takes the TPU compiler, libtpu, which is not installed: "
-                f"{installation.command('tpu-compile')}"
-            )
         try:
             topology = topologies.get_topology_desc(name, platform="tpu", **options)
         except (RuntimeError, ValueError) as error:
+            if importlib.util.find_spec("libtpu") is None:
+                raise SliceError(
+                    f"to compile for {name} takes the TPU compiler, libtpu, which is not "
+                    f"installed: {installation.command('tpu-compile')}"
+                ) from error
             reason = str(error).splitlines()[0]
             raise SliceError(
                 f"the TPU compiler does not know {name}: {reason}; it needs "

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from command import ROOT
+from jax.experimental import topologies
 from tiny import tiny_settings
 
 from lowprec_attn.commands import compile as compile_command
@@ -158,6 +159,10 @@ def test_a_config_that_is_not_there_is_named_with_those_that_are(capsys):
 
 
 def test_without_the_compiler_its_installation_is_named(monkeypatch, capsys):
+    def without_compiler(*_, **__):
+        raise RuntimeError("libtpu.so cannot be opened")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", without_compiler)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny"]) == 1
     assert "libtpu, which is not installed: pip install" in capsys.readouterr().err
