@@ -73,10 +73,13 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
     _check_fields(config, flags)
-    for flag in flags if len(flags) > 1 else ():
-        if "=" in flag:  # a value of its own, so that it is this one that cannot be parsed
-            _with_flags(config, [flag], name)
-    return _with_flags(config, flags, name)
+    try:
+        return _with_flags(config, flags, name)
+    except ConfigFileError:
+        for flag in flags:
+            if "=" in flag:  # a value of its own, so that the one that cannot be parsed is named
+                _with_flags(config, [flag], name)
+        raise
 
 
 def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
