@@ -35,7 +35,7 @@ class Format:
 
     @property
     def has_float32_exponents(self) -> bool:
-        """Whether rounding only shortens float32's significand (float32, bfloat16, bf16_m*)."""
+        """Whether rounding only shortens float32's significand: float32, bfloat16, bf16_m*, f32_m*."""
         return self.min_exponent == -126
 
     def is_exact_in(self, dtype: np.dtype) -> bool:
@@ -55,19 +55,21 @@ class Format:
         return self.name
 
 
-def _bfloat16(fraction_bits: int) -> Format:
-    """Bfloat16 with a significand shortened to `fraction_bits` stored bits (7 is bfloat16)."""
-    name = "bfloat16" if fraction_bits == 7 else f"bf16_m{fraction_bits}"
+def _shortened(name: str, fraction_bits: int, storage: str) -> Format:
+    """Float32's exponents and `fraction_bits` of its 23 stored significand bits."""
     max_finite = (2.0 - 2.0**-fraction_bits) * 2.0**127
-    return Format(name, fraction_bits, -126, max_finite, "inf", "bfloat16")
+    return Format(name, fraction_bits, -126, max_finite, "inf", storage)
 
 
-# bf16_m<n> keeps bfloat16's exponents and n of its 7 stored significand bits.
+# bf16_m<n> keeps n of bfloat16's 7 stored significand bits, coarser than any hardware has; f32_m<n>
+# keeps n of float32's 23, between bfloat16 and float32 (f32_m10 is TF32).
 FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
-        Format("float32", 23, -126, (2.0 - 2.0**-23) * 2.0**127, "inf", "float32"),
-        *(_bfloat16(n) for n in range(7, 0, -1)),
+        _shortened("float32", 23, "float32"),
+        *(_shortened(f"f32_m{n}", n, "float32") for n in range(22, 7, -1)),
+        _shortened("bfloat16", 7, "bfloat16"),
+        *(_shortened(f"bf16_m{n}", n, "bfloat16") for n in range(6, 0, -1)),
         Format("float16", 10, -14, 65504.0, "inf", "float16"),
         Format("float8_e4m3fn", 3, -6, 448.0, "nan", "float8_e4m3fn"),
         Format("float8_e5m2", 2, -14, 57344.0, "inf", "float8_e5m2"),

@@ -32,7 +32,7 @@ from lowprec_attn.arithmetic.request import (
     unsupported_in_tiles,
 )
 from lowprec_attn.arithmetic.transforms import first_order_only
-from lowprec_attn.numerics import MODES, KvBlock, Numerics
+from lowprec_attn.numerics import FORMATS, MODES, KvBlock, Numerics
 from pallas_kernels.gpu.backward import (
     Operands,
     delta_from_probs,
@@ -49,8 +49,8 @@ from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 
-# Significands shortened by up to 6 bits beside the formats of the hardware.
-FORMATS = ("float32", "bfloat16", "float16", *(f"bf16_m{n}" for n in range(1, 7)))
+# Beside float16, what has float32's exponents: bfloat16 and every shortened significand.
+_SERVED = ("float16", *(name for name, fmt in FORMATS.items() if fmt.has_float32_exponents))
 KV_TILE = 16  # a step has a multiple of this many keys, or all
 _ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
 
@@ -95,7 +95,7 @@ def _unsupported_numerics(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(its tiles have multiples of {KV_TILE} queries, or all)"
         )
-    return unsupported_rounding(numerics, FORMATS, MODES)
+    return unsupported_rounding(numerics, _SERVED, MODES)
 
 
 def keys_per_step(request: Request) -> int:
