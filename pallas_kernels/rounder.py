@@ -2,8 +2,8 @@
 
 In the interpreter XLA:CPU would drop a pair of casts, so there `round_in_kernel` rounds on bits;
 compiled, a device's own conversions do. Both give the same bits for every float32 but NaN, which
-stays NaN. A shortened significand (bf16_m*, f32_m*) and modes other than `nearest` are `round_in_kernel`
-everywhere.
+stays NaN. A shortened significand (bf16_m*, f32_m*) and modes other than `nearest` are
+`round_in_kernel` everywhere.
 """
 
 import dataclasses

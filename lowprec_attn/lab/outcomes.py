@@ -1,8 +1,10 @@
 """What an experiment says: how many seeds of an arm exploded, and whether that decides anything.
 
 A run that did not explode is *healthy* only if it went on to 1.25 times the step at which the
-positive control of its seed exploded; otherwise it is *censored*: nobody knows. A seed whose
-positive control did not explode, or whose negative control did, decides nothing.
+positive control of its seed exploded; otherwise it is *censored*: nobody knows. One that went on so
+far, but ends with a loss as far above the negative control's as an excess is, is *behind*: it never
+learned, or is being lost. A seed whose positive control did not explode, or whose negative control
+did, decides nothing.
 """
 
 import dataclasses
@@ -15,11 +17,12 @@ from scipy.stats import binomtest
 
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.runs.explosion import EXCESS_NATS
 
 HEALTHY_AFTER = 1.25
 _LOSS_STEPS = 100
 
-Word = Literal["exploded", "healthy", "censored"]
+Word = Literal["exploded", "behind", "healthy", "censored"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,9 @@ def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:
             for seed, run in runs.items()
             if run.explosion is None and negative.get(seed, run) is not run
         }
-        words = {seed: _word(run, positive.get(seed)) for seed, run in runs.items()}
+        words = {
+            seed: _word(run, positive.get(seed), excess.get(seed)) for seed, run in runs.items()
+        }
         found.append(ArmOutcome(arm, runs, words, excess))
     order = {"positive": 0, "negative": 1, None: 2}
     return sorted(found, key=lambda outcome: (order[outcome.arm.control], outcome.arm.name))
@@ -124,12 +129,14 @@ def _control(
     return {}
 
 
-def _word(run: ArmRecord, control: ArmRecord | None) -> Word:
+def _word(run: ArmRecord, control: ArmRecord | None, excess: float | None) -> Word:
     if run.explosion is not None:
         return "exploded"
     if control is None or control.explosion is None:
         return "censored"
-    return "healthy" if run.steps >= HEALTHY_AFTER * control.explosion else "censored"
+    if run.steps < HEALTHY_AFTER * control.explosion:
+        return "censored"
+    return "behind" if excess is not None and excess >= EXCESS_NATS else "healthy"
 
 
 def _loss_above(run: ArmRecord, other: ArmRecord) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.mechanism import NEITHER
-from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, undecided
+from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, Word, undecided
 from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
 from lowprec_attn.tables import markdown
@@ -47,14 +47,20 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     order = ", in this order" if len(seeds) > 1 and not many else ""
+    behind = ""
+    if any("behind" in outcome.words.values() for outcome in found):
+        behind = (
+            f"*Behind*: none so far, but at the end the loss is {EXCESS_NATS} nats or more above "
+            f"the negative control's. "
+        )
     legend = (
         f"{listed}{order}. Mechanism: *A*, a row statistic is rounded; *B*, O or P̄V is rounded and "
         f"δ reads it; in brackets the points that do; {NEITHER}, neither. Explosion: the step from "
         f"which the training loss, a mean of {SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats "
         f"above its best for {LASTING_STEPS} steps, or at which it was not finite. *Healthy*: "
         f"none, up to {HEALTHY_AFTER} times the step of the seed's positive control. *Censored*: "
-        f"none, but the run is shorter, or that control did not explode. Intervals are Wilson's, "
-        f"without the censored runs."
+        f"none, but the run is shorter, or that control did not explode. {behind}Intervals are "
+        f"Wilson's, without the censored runs."
     )
     each = f"\n{_seed_table(found, seeds)}" if many else ""
     return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}{each}"
@@ -102,7 +108,8 @@ def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
         return _by_seed({**outcome.words, **texts}, seeds)
     counts = collections.Counter(outcome.words.values())
     parts = [f"{min(steps.values()):,} to {max(steps.values()):,}"] if steps else []
-    parts += [f"{counts[word]} {word}" for word in ("healthy", "censored") if counts[word]]
+    others: tuple[Word, ...] = ("behind", "healthy", "censored")
+    parts += [f"{counts[word]} {word}" for word in others if counts[word]]
     return _BETWEEN.join(parts)
 
 

@@ -35,7 +35,7 @@ class Format:
 
     @property
     def has_float32_exponents(self) -> bool:
-        """Whether rounding only shortens float32's significand: float32, bfloat16, bf16_m*, f32_m*."""
+        """Whether rounding only shortens float32's significand (float32, bfloat16, *_m<n>)."""
         return self.min_exponent == -126
 
     def is_exact_in(self, dtype: np.dtype) -> bool:

@@ -136,15 +136,18 @@ def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation(
     assert closer(result, on, off) == result.keys()
 
 
-ALONE = list(
-    itertools.product(("probs", "lse", "output", "dp"), ("bf16_m2", "bfloat16:error_positive"))
-)
+ALONE = [
+    ("delta_value", "f32_m10:error_positive"),
+    *itertools.product(("probs", "lse", "output", "dp"), ("bf16_m2", "bfloat16:error_positive")),
+]
 
 
-@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[1:-2]), ids=":".join)
+@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[2:-2]), ids=":".join)
 def test_a_shortened_significand_or_an_injected_error_at_one_point(alone: tuple[str, str]) -> None:
     point, rounding = alone
-    chosen, nearest = (EXACT.replace(**{point: text}) for text in (rounding, "bfloat16"))
+    fmt, injected, _ = rounding.partition(":")
+    other = fmt if injected else "bfloat16"
+    chosen, nearest = (EXACT.replace(**{point: text}) for text in (rounding, other))
     result = run(CAUSAL, call_of("gpu", chosen))
     on, off = (run_plain(CAUSAL, call_of("gpu", n)) for n in (chosen, nearest))
     assert closer(result, on, off) == reached_by(point, result)

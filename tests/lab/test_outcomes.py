@@ -55,6 +55,16 @@ def test_a_run_is_healthy_beyond_one_and_a_quarter_of_its_positive_control(steps
     assert found["bad"].words == {1: "exploded"}
 
 
+@pytest.mark.parametrize(
+    ("steps", "above", "word"),
+    [(1300, 0.69, "healthy"), (1300, 0.71, "behind"), (1249, 0.71, "censored")],
+)
+def test_a_run_that_ends_far_above_the_negative_control_is_behind(steps, above, word):
+    found = decided(record("arm", 1, steps, loss=3.0 + above))
+    assert found["arm"].words == {1: word}
+    assert found["arm"].exploded == 0
+
+
 def test_it_is_the_control_of_the_same_seed_that_counts():
     runs = [record("bad", 1, 900, 800), record("bad", 2, 5000, 4000), record("bad", 3, 5000)]
     runs += [record("arm", seed, 3000) for seed in (1, 2, 3, 4)]

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import plain
 import pytest
-from boundaries import HARDWARE, NARROW, SHORTENED, bits_of, boundaries, codes, dtype_of, expected
+from boundaries import (
+    HARDWARE,
+    LONG,
+    NARROW,
+    SHORTENED,
+    bits_of,
+    boundaries,
+    codes,
+    dtype_of,
+    expected,
+    sampled_boundaries,
+)
 from compiling import optimized
 
 from lowprec_attn import numerics
@@ -45,6 +56,16 @@ def test_nearest_agrees_with_the_oracle_on_random_patterns(fmt: str) -> None:
     rng = np.random.default_rng(1)
     x = rng.integers(0, 1 << 32, 1 << 18, np.uint32).view(np.float32)
     assert_same_bits(optimized(lambda x: round_to(x, fmt))(jnp.asarray(x)), expected(x, fmt))
+
+
+@pytest.mark.parametrize("fmt", LONG)
+def test_nearest_agrees_with_the_oracle_beyond_bfloat16(fmt: str) -> None:
+    x = sampled_boundaries(fmt)
+    result = optimized(lambda x: round_to(x, fmt))(jnp.asarray(x))
+    assert_same_bits(result, expected(x, fmt))
+    finite = np.isfinite(x)
+    kept = bits_of(result)[finite] & np.uint32((1 << (23 - FORMATS[fmt].fraction_bits)) - 1)
+    assert not kept.any()
 
 
 @pytest.mark.parametrize("fmt", SHORTENED)

@@ -39,7 +39,7 @@ def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     assert rounding.mode == "nearest", rounding
     if fmt.name == "float32":
         return x
-    if fmt.name.startswith("bf16_m"):
+    if fmt.name.startswith(("bf16_m", "f32_m")):
         return shorten(x, fmt.fraction_bits)
     return x.astype(getattr(ml_dtypes, fmt.name, fmt.name)).astype(np.float32)
 
