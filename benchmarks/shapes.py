@@ -30,6 +30,7 @@ SHAPES: dict[str, Shape] = {
     "gpt2": Shape(16, 1024, 12, 64),
     "long64": Shape(2, 8192, 16, 64),
     "long128": Shape(2, 8192, 16, 128),
+    "long256": Shape(2, 8192, 8, 256),  # asked for by name alone: no target names it
     "cpu1k": Shape(1, 1024, 12, 64),
     "cpu4k": Shape(1, 4096, 12, 64),
     "cpu16k": Shape(1, 16384, 2, 64),
