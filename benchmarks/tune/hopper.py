@@ -1,5 +1,6 @@
 """The Hopper kernels as `sweep` times them: their tiles, inputs and functions."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
@@ -10,8 +11,8 @@ from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
 from pallas_kernels.gpu.hopper import query_sums
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
+from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.query_gradients import Inputs as QueryInputs
@@ -45,9 +46,13 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
+    if split := _sums(kernel, spec) > 1 and _is_wide(head_size):
+        turns = _TURNS[:1]
     for warpgroups, walk, n, slots, turn, longest_first, soon in itertools.product(
         _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits
     ):
+        if split and (warpgroups, walk) != (2, ROWS):
+            continue
         tile = Tile(
             warpgroups=warpgroups,
             walk=walk,
@@ -56,6 +61,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             **turn,
             longest_first=longest_first,
             soon=soon,
+            split=split,
         )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue
@@ -63,8 +69,21 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             continue  # a warpgroup has a block of dQ
         if sums_queries(kernel, spec) and warpgroups != 2:
             continue
-        if _shared_bytes(kernel, tile, head_size, spec) <= _SHARED_BYTES:
-            yield tile
+        for fits in _with_fewer_stages(kernel, tile, head_size):
+            if _shared_bytes(kernel, fits, head_size, spec) <= _SHARED_BYTES:
+                yield fits
+
+
+def _is_wide(head_size: int) -> bool:
+    return head_size > 128
+
+
+def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
+    """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
+    yield tile
+    if kernel == "query_gradients" and _is_wide(head_size) and not tile.split:
+        for stages in range(1, tile.stages):
+            yield dataclasses.replace(tile, value_stages=stages)
 
 
 def sums_queries(kernel: str, spec: Spec) -> bool:
@@ -75,14 +94,19 @@ def sums_queries(kernel: str, spec: Spec) -> bool:
 
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     """Of a thread, for the sums over the walk and the products of a step."""
+    sums = 1 if tile.split else _sums(kernel, spec)
+    products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
+    return ROWS * (sums * head_size + products * tile.walk) / _THREADS
+
+
+def _sums(kernel: str, spec: Spec) -> int:
+    """Of a head's features, over the walk."""
     n = spec.numerics
-    sums = {
+    return {
         "forward": 1 + (n.saved_output == "auxiliary"),  # Ō; Ō′ − Ō
         "query_gradients": 1 + (n.delta == "normalized"),  # dQ; Σ P k
         "key_gradients": 2,  # dK, dV
-    }
-    products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
-    return ROWS * (sums[kernel] * head_size + products * tile.walk) / _THREADS
+    }[kernel]
 
 
 def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
@@ -93,10 +117,15 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         "query_gradients": 2 * entry + (saved.itemsize if saved else entry),  # q, dO; O
         "key_gradients": 2 * entry,  # k, v
     }
+    if _is_wide(head_size):
+        loaded["query_gradients"] = 2 * entry  # q, dO
     own = tile.slots * loaded[kernel]
-    if kernel == "forward" and saved:
+    if kernel == "forward" and saved and not _is_wide(head_size):
         own += saved.itemsize
-    loads = head_size * (own * tile.own + 2 * entry * tile.stages * tile.walk)
+    stages = tile.stages + tile.stages_of_values
+    loads = head_size * (own * tile.own + entry * stages * tile.walk)
+    if tile.split:
+        loads += 2 * 4 * ROWS * tile.walk  # P on its way
     if not sums_queries(kernel, spec):
         return loads
     vectors = max(2 * 4 * tile.stages * tile.walk - 1024, 0)  # offsets, beyond half of those 2 KiB

@@ -28,6 +28,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tune import gpu, hopper
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
+from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import PRESETS, get_row_max
 from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
@@ -74,9 +75,13 @@ class Call:
         )
 
     def check(self) -> None:
-        """Raises UnsupportedError where the implementation declines the call."""
+        """Raises UnsupportedError where the implementation declines, RunError without tiles."""
         shape = SHAPES[self.shape].qkv
-        request = Request(spec=self.spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype(_DTYPE))
+        try:
+            spec = self.spec
+        except ValueError as error:
+            raise RunError(f"{self.shape}: {error}") from error
+        request = Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype(_DTYPE))
         resolve(request, self.implementation)
 
 

@@ -20,6 +20,7 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.tune import __main__ as command
 from benchmarks.tune import hopper
 from benchmarks.tune.sweep import IMPLEMENTATIONS, KERNELS, Call, differing, sweep
+from lowprec_attn.errors import RunError
 from pallas_kernels.gpu.hopper.attention import is_available
 from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile
 
@@ -84,6 +85,26 @@ def test_tiles_are_tried_once_and_the_tables_is_among_them(
         found = list(asked.module.tiles(kernel, head_size, asked.spec, asked.module.STAGES))
         assert len(found) == len(set(found)) > 1
         assert getattr(sizes, kernel) in found
+
+
+@pytest.mark.parametrize("preset", ["flash", "float32_output", "normalized_delta"])
+def test_tiles_of_head_size_256(preset: str) -> None:
+    """Two warpgroups share 64 keys; v may have fewer stages than k."""
+    of = call(preset, shape="long256")
+    sizes = of.module.table(of.problem.abstract_inputs()[0], of.spec)
+    for kernel in KERNELS:
+        found = list(of.module.tiles(kernel, 256, of.spec, of.module.STAGES))
+        assert len(found) == len(set(found)) > 1
+        assert getattr(sizes, kernel) in found
+        two_sums = kernel == "key_gradients" or (kernel, preset) == (KERNELS[1], "normalized_delta")
+        assert {tile.split for tile in found} == {two_sums}
+        assert {tile.warpgroups for tile in found} == {2}
+        assert {tile.walk for tile in found} == {64}
+
+
+def test_tiles_without_a_kernel_are_named() -> None:
+    with pytest.raises(RunError, match="long256: unordered does not fit head size 256"):
+        call(shape="long256", unordered=True).check()
 
 
 def test_an_earlier_wait_is_tried_in_the_forward_kernel_alone() -> None:

@@ -58,6 +58,7 @@ FEW = dataclasses.replace(MORE_KEYS, heads=1, kv_heads=1)
 MORE_ROWS = dataclasses.replace(GROUPED, rows=256, keys=192, kv_heads=2)
 WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=128, is_causal=True)
 TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
+WIDEST = dataclasses.replace(GROUPED, rows=192, keys=192, head_size=256)
 
 
 @pytest.fixture
@@ -136,6 +137,84 @@ def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) ->
     case = dataclasses.replace(WIDE, rows=192, values="repeated_maxima")
     sizes = of_table(case, chosen, long=True)
     check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("changes", "chosen", "rule", "long"),
+    [
+        pytest.param({}, FLASH, StandardMax(), False, id="causal, grouped heads"),
+        pytest.param(
+            {"rows": 64, "kv_heads": 2, "is_causal": False},
+            *(FLASH, StandardMax(), False),
+            id="not causal, more keys",
+        ),
+        pytest.param(
+            {"rows": 320, "values": "repeated_maxima"},
+            *(FLOAT32_OUTPUT, DynamicMax(), False),
+            id="more rows, ties, float32_output",
+        ),
+        pytest.param({}, NORMALIZED_DELTA, StandardMax(), False, id="normalized delta"),
+        pytest.param(
+            {"batch": 2, "heads": 1, "scale": 0.05},
+            *(FLASH, DynamicMax(), True),
+            id="scale no power of two, long",
+        ),
+    ],
+)
+def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, long: bool) -> None:
+    """In the tiles of the table: lengths end within tiles, a program has several of them."""
+    case = dataclasses.replace(WIDEST, **changes)
+    sizes = of_table(case, chosen, long=long)
+    check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
+
+
+@needs_mosaic
+def test_packed_arrays_of_head_size_256_give_the_same_bits() -> None:
+    case = dataclasses.replace(WIDEST, rows=128, keys=128, kv_heads=2)
+    sizes = of_table(case, FLASH, long=False)
+    result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "chosen", "programs"),
+    [
+        (GROUPED, FLASH, 1),
+        (MORE_ROWS, FLASH, 2),
+        (WIDEST, FLASH, 1),
+        (GROUPED, NORMALIZED_DELTA, 3),
+        (MORE_KEYS, NORMALIZED_DELTA, 1),
+        (WIDE, NORMALIZED_DELTA, 2),
+    ],
+    ids=str,
+)
+def test_two_warpgroups_of_64_rows_change_no_bit(
+    case: Case, chosen: Numerics, programs: int
+) -> None:
+    tile = dataclasses.replace(harness.HOPPER_TILE, slots=1)
+    split = dataclasses.replace(tile, split=True)
+    whole = dataclasses.replace(SIZES, query_gradients=tile, key_gradients=tile, programs=programs)
+    halves = dataclasses.replace(
+        whole,
+        query_gradients=split if chosen.delta == "normalized" else tile,
+        key_gradients=split,
+    )
+    result, expected = (run(case, call(case, chosen, sizes=x)) for x in (halves, whole))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", [GROUPED, WIDEST], ids=["head 64", "head 256"])
+def test_fewer_stages_of_values_change_no_bit(case: Case) -> None:
+    tile = dataclasses.replace(harness.HOPPER_TILE, slots=1, stages=3, value_stages=1)
+    sizes = dataclasses.replace(SIZES, query_gradients=tile)
+    result, expected = (run(case, call(case, sizes=x)) for x in (sizes, SIZES))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
 
 
 @needs_mosaic
@@ -430,6 +509,13 @@ def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
     assert len(beyond) < 3
 
 
+@needs_mosaic
+def test_steps_of_head_size_256_have_64_keys() -> None:
+    for kv_block in (None, 64):
+        asked = request(FLASH.replace(kv_block=kv_block), head_size=256, sizes=None)
+        assert hopper.keys_per_step(asked) == 64
+
+
 @pytest.mark.parametrize("shape", [(1, 4096, 2, 64), (1, 8192, 3, 2, 64), (1, 4096, 2, 128)])
 def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
     def is_long(spec: Spec, shape: tuple[int, ...] = shape) -> bool:
@@ -490,7 +576,16 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(sizes=None, platform="cpu"), "this platform (it needs a Hopper GPU"),
         (request(sizes=None, platform="cuda"), "an unknown GPU (it needs a Hopper GPU)"),
         (request(dtype="float16"), "float16 (it takes bfloat16)"),
-        (request(head_size=96), "head size 96 (it takes 64 or 128)"),
+        (request(head_size=96), "head size 96 (it takes 64 or 128 or 256)"),
+        (request(AUXILIARY_OUTPUT, head_size=256), "saved_output=auxiliary at head size 256"),
+        (
+            request(head_size=256, sizes=dataclasses.replace(SIZES, unordered=True)),
+            "unordered=True at head size 256",
+        ),
+        (
+            request(FLASH.replace(kv_block=128), head_size=256),
+            "kv_block=128 (it takes 64 or None) at head size 256",
+        ),
         (request(rows=100), "100 queries (it takes multiples of 64)"),
         (request(keys=72), "72 keys (it takes multiples of 64)"),
         (request(has_lengths=True), "lengths, segments and dense masks"),
@@ -522,6 +617,12 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
     ("asked", "kind", "name"),
     [
         (request(sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (request(head_size=256, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (
+            request(AUXILIARY_OUTPUT, head_size=256, sizes=None, platform="cuda"),
+            "NVIDIA H200",
+            "gpu",
+        ),
         (request(sizes=None, platform="cuda"), "NVIDIA A100-SXM4-80GB", "gpu"),
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
@@ -554,7 +655,11 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"warpgroups": 4}, "warpgroups must be one of"),
         ({"walk": 32}, "walk must be one of"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
+        ({"value_stages": 0}, "value_stages must be at least 1, got 0"),
         ({"held": True}, "held=True needs turns=True"),
+        ({"split": True}, "split=True takes two warpgroups, walk=64, no turns, got .*walk=128"),
+        ({"split": True, "walk": 64, "turns": True}, "split=True takes .*turns=True"),
+        ({"split": True, "walk": 64, "warpgroups": 3}, "split=True takes .*warpgroups=3"),
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
@@ -572,6 +677,44 @@ def test_turns_are_not_held_forward() -> None:
 def test_the_earlier_wait_is_of_the_forward_kernel_alone(kernel: str) -> None:
     with pytest.raises(ValueError, match=f"{kernel}: P̄V is of the forward kernel alone"):
         dataclasses.replace(SIZES, **{kernel: Tile(soon=True)})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tile", "named"),
+    [
+        ("forward", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
+        ("key_gradients", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
+        ("forward", Tile(walk=64, split=True), "it has one sum, got split=True"),
+    ],
+)
+def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, named: str) -> None:
+    with pytest.raises(ValueError, match=f"{kernel}: {named}"):
+        dataclasses.replace(SIZES, **{kernel: tile})
+
+
+@needs_mosaic
+def test_a_single_sum_is_not_split() -> None:
+    sizes = dataclasses.replace(SIZES, query_gradients=Tile(walk=64, split=True))
+    with pytest.raises(ValueError, match="split=True is of delta='normalized' alone"):
+        run(FEW, call(FEW, sizes=sizes))
+
+
+def test_unordered_dq_takes_no_split() -> None:
+    with pytest.raises(ValueError, match="unordered dQ takes no split"):
+        dataclasses.replace(SIZES, key_gradients=Tile(walk=64, split=True), unordered=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_block": 128}, "kv_block=128"),
+        ({"keeps_auxiliary": True}, "keeps_auxiliary"),
+        ({"unordered": True}, "unordered"),
+    ],
+)
+def test_what_does_not_fit_head_size_256_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named} does not fit head size 256"):
+        default_block_sizes(256, **options)
 
 
 @pytest.mark.parametrize("tile", [Tile(warpgroups=3, walk=64), Tile(walk=64, stages=1)])

@@ -122,6 +122,31 @@ CALLS = {
     "normalized_delta": Call(numerics=NORMALIZED_DELTA),
     "normalized_delta, head 128": Call(rows=640, head_size=128, numerics=NORMALIZED_DELTA),
     "packed": Call(packed=True),
+    "head 256": Call(head_size=256, kv_block=64),
+    "grouped heads, an odd number of tiles, head 256": Call(
+        rows=640, keys=640, kv_heads=2, head_size=256, kv_block=64
+    ),
+    "half of the last tile, head 256": Call(rows=1088, keys=1088, head_size=256, kv_block=64),
+    "half of the last tile, the next head's scores far below 0, head 256": Call(
+        rows=192, keys=192, head_size=256, kv_block=64, far_below=True
+    ),
+    "not causal, head 256": Call(rows=192, keys=320, head_size=256, kv_block=64, is_causal=False),
+    "more rows, head 256": Call(rows=512, keys=192, head_size=256, kv_block=64),
+    "float32_output, head 256": Call(
+        rows=320,
+        keys=320,
+        head_size=256,
+        kv_block=64,
+        numerics=FLOAT32_OUTPUT,
+        row_max=DynamicMax(),
+    ),
+    "normalized_delta, head 256": Call(
+        rows=640, head_size=256, kv_block=64, numerics=NORMALIZED_DELTA
+    ),
+    "packed, head 256": Call(head_size=256, kv_block=64, packed=True),
+    "many tiles per program, head 256": Call(
+        batch=16, heads=6, kv_heads=6, head_size=256, kv_block=64
+    ),
     "many tiles per program": Call(batch=16, heads=12, kv_heads=12),
     "long": Call(batch=1, rows=8192, keys=8192, heads=2, kv_heads=2),
 }
@@ -165,7 +190,13 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
 
 
 @BOTH_TABLES
-@pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("causal", "head 128", "head 256"),
+        *("many tiles per program", "many tiles per program, head 256"),
+    ],
+)
 def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
@@ -177,7 +208,9 @@ def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
 
 
 @BOTH_TABLES
-@pytest.mark.parametrize("name", ["causal", "head 128", "half of the last tile", "not causal"])
+@pytest.mark.parametrize(
+    "name", ["causal", "head 128", "head 256", "half of the last tile", "not causal"]
+)
 def test_turns_change_no_bit(name: str, long: bool) -> None:
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
@@ -207,7 +240,9 @@ def test_an_earlier_wait_changes_no_bit(name: str) -> None:
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
-@pytest.mark.parametrize("name", ["causal", "head 128", "not causal", "many tiles per program"])
+@pytest.mark.parametrize(
+    "name", ["causal", "head 128", "head 256", "not causal", "many tiles per program"]
+)
 def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     call = CALLS[name]
     result, expected = (
@@ -218,7 +253,11 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
-UNORDERED = [name for name, call in CALLS.items() if call.numerics.delta != "normalized"]
+UNORDERED = [
+    name
+    for name, call in CALLS.items()
+    if call.numerics.delta != "normalized" and call.head_size < 256
+]
 
 
 def unordered(call: Call, **tile: Any) -> BlockSizes:
@@ -259,14 +298,35 @@ def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
                 assert np.mean(other[what] != first[what]) < 0.02, what
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("causal", "head 128", "grouped heads, an odd number of tiles"),
+        *("normalized_delta", "normalized_delta, head 128"),
+    ],
+)
+def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
+    call = CALLS[name]
+    whole, split = Tile(walk=64, slots=1), Tile(walk=64, slots=1, split=True)
+    of_queries = split if call.numerics.delta == "normalized" else whole
+    sizes = dataclasses.replace(sizes_of(call), query_gradients=whole, key_gradients=whole)
+    halves = dataclasses.replace(sizes, query_gradients=of_queries, key_gradients=split)
+    result = call.run(hopper, block_sizes=halves)
+    for what, x in call.run(hopper, block_sizes=sizes).items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
 @BOTH_TABLES
-@pytest.mark.parametrize("name", ["causal", "head 128", "grouped heads, an odd number of tiles"])
+@pytest.mark.parametrize(
+    "name", ["causal", "head 128", "head 256", "grouped heads, an odd number of tiles"]
+)
 def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, long: bool) -> None:
     """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
     shallow = Tile(walk=64, stages=1, slots=1)
-    sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=shallow)
+    gradients = dataclasses.replace(shallow, split=call.head_size == 256)
+    sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=gradients)
     if call.head_size == 128:  # P̄ takes memory, too
         sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, slots=1))
     registers = call.run(hopper, block_sizes=sizes)

@@ -4,6 +4,7 @@ Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m
 """
 
 import functools
+import itertools
 import re
 import tempfile
 from pathlib import Path
@@ -38,8 +39,9 @@ pytestmark = [
 ]
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
-# Bytes of registers spilled by the kernels of head sizes 64 and 128 (docs/hopper_kernels.md).
-SPILLED = {"forward": (0, 0), "query_gradients": (8, 0), "key_gradients": (8, 60)}
+# Bytes of registers spilled by the kernels of each head size (docs/hopper_kernels.md). At 256 dQ's
+# kernel stores and loads them outside of the walk.
+SPILLED = {"forward": (0, 0, 0), "query_gradients": (8, 0, 108), "key_gradients": (8, 60, 0)}
 SERIALIZED = r"C751[0-8]"  # remarks of the assembler: products wait for other instructions
 
 
@@ -99,17 +101,16 @@ def test_hardly_a_register_is_spilled(head_size: int, long: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rule"),
+    ("head_size", "chosen", "rule"),
     [
-        (FLASH, DynamicMax()),
-        (FLOAT32_OUTPUT, StandardMax()),
-        (AUXILIARY_OUTPUT, StandardMax()),
-        (NORMALIZED_DELTA, StandardMax()),
+        *((head_size, FLASH, DynamicMax()) for head_size in hopper.HEAD_SIZES),
+        *((head_size, FLOAT32_OUTPUT, StandardMax()) for head_size in hopper.HEAD_SIZES),
+        *((head_size, AUXILIARY_OUTPUT, StandardMax()) for head_size in (64, 128)),
+        *((head_size, NORMALIZED_DELTA, StandardMax()) for head_size in hopper.HEAD_SIZES),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_other_numerics_and_rules_hardly_spill(
     head_size: int, long: bool, chosen: Numerics, rule: RowMax
 ) -> None:
@@ -118,6 +119,8 @@ def test_other_numerics_and_rules_hardly_spill(
     assert not re.search(SERIALIZED, found.reports["forward"])
     # Two sums of dQ's size, of 128 features, leave too little.
     most = 232 if chosen.delta == "normalized" and head_size == 128 else 16
+    if head_size == 256 and chosen.delta != "normalized":
+        most = SPILLED["query_gradients"][-1]
     assert found.spilled["query_gradients"] <= most
 
 
@@ -141,9 +144,13 @@ def test_operands_are_rounded_once_and_products_are_warpgroups(head_size: int) -
 
 
 @pytest.mark.parametrize(
-    ("chosen", "is_causal"), [(FLASH, False), (AUXILIARY_OUTPUT, True), (AUXILIARY_OUTPUT, False)]
+    ("head_size", "chosen", "is_causal"),
+    [
+        *((head_size, FLASH, False) for head_size in hopper.HEAD_SIZES),
+        *itertools.product((64, 128), [AUXILIARY_OUTPUT], (True, False)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 def test_without_a_branch_for_masks_products_still_run_beside_others(
     head_size: int, chosen: Numerics, is_causal: bool
 ) -> None:
@@ -157,6 +164,7 @@ def test_without_a_branch_for_masks_products_still_run_beside_others(
 def test_scores_add_to_nothing(head_size: int, long: bool) -> None:
     """The first slice of q kᵀ, in the first step and in the loop; all others to the one before."""
     text = code(head_size, long=long).ptx["forward"]
-    product = r"m64n128k16\.f32\.bf16\.bf16 \{.*?\}, a, b, (\w+), 1, 1, 0, 0;"
+    keys = 64 if head_size == 256 else 128
+    product = rf"m64n{keys}k16\.f32\.bf16\.bf16 \{{.*?\}}, a, b, (\w+), 1, 1, 0, 0;"
     slices = ["begins"] + ["adds"] * (head_size // 16 - 1)
     assert re.findall(product, text) == slices * 2

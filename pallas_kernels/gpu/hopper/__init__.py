@@ -5,8 +5,11 @@
 
   vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
   forward, query_gradients, key_gradients   one kernel each
+  split_query_gradients, split_key_gradients   the same where a warpgroup has no registers for two
+                 sums; `handover` is how one warpgroup gives P to another
   query_sums   dQ as a sum without an order, by the last of them, if asked for
-  by_query       what the first two share: loading, steps that are skipped
+  by_query       what forward and dQ share: loading, steps that are skipped
+  query_rows, by_key   what the kernels of dQ, and those of dK and dV, share
   problem        one call: sizes, tiles, what may be multiplied with what
   schedule       which program does which tiles, and in which order
   machine        warpgroups, shared memory and barriers, as Mosaic GPU names them

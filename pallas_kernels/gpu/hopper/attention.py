@@ -24,8 +24,9 @@ from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes
 
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = (64, 128, 256)
 KEYS_PER_STEP = (64, 128)
+_WIDE = 256  # the head size whose sums leave registers for little else
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
@@ -56,7 +57,20 @@ def unsupported(request: Request) -> str | None:
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and spec.numerics.delta == "normalized":
         return "delta=normalized with unordered=True (which takes do_o)"
+    if request.q_shape[-1] == _WIDE and (reason := _unsupported_if_wide(spec)):
+        return f"{reason} at head size {_WIDE}"
     return _unsupported_numerics(spec.numerics)
+
+
+def _unsupported_if_wide(spec: Spec) -> str | None:
+    n = spec.numerics
+    if _is_unordered(spec):
+        return "unordered=True"
+    if n.saved_dtype == jnp.bfloat16:
+        return "saved_output=auxiliary"
+    if n.kv_block == 128:
+        return "kv_block=128 (it takes 64 or None)"
+    return None
 
 
 def _is_unordered(spec: Spec) -> bool:

@@ -31,9 +31,15 @@ class Tile:
         nothing.
       soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
         after all of its softmax.
+      value_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
+        for the first half of a step alone.
+      split: of the backward kernels: two warpgroups share 64 rows, and each has one of two sums: dV
+        and dK, or P k and dQ (`delta='normalized'`). They have no turns, for one has to wait for
+        the other anyway.
 
     Raises:
-      ValueError: a size out of range, or turns that are held where there are none.
+      ValueError: a size out of range, turns that are held where there are none, or a split among
+        other than two warpgroups, in steps of other than 64 rows, or with turns.
     """
 
     warpgroups: int = 2
@@ -44,6 +50,8 @@ class Tile:
     held: bool = False
     longest_first: bool = False
     soon: bool = False
+    value_stages: int | None = None
+    split: bool = False
 
     def __post_init__(self) -> None:
         ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}
@@ -52,13 +60,21 @@ class Tile:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self.stages}")
+        for name in ("stages", "value_stages"):
+            if (stages := getattr(self, name)) is not None and stages < 1:
+                raise ValueError(f"{name} must be at least 1, got {stages}")
+        if self.split and (self.warpgroups != 2 or self.walk != ROWS or self.turns):
+            raise ValueError(f"split=True takes two warpgroups, walk={ROWS}, no turns, got {self}")
 
     @property
     def own(self) -> int:
         """Rows of a program's own side."""
-        return ROWS * self.warpgroups
+        return ROWS if self.split else ROWS * self.warpgroups
+
+    @property
+    def stages_of_values(self) -> int:
+        """Stages of v, of the kernels whose programs own queries."""
+        return self.value_stages or self.stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,8 +95,9 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held forward; `soon` in the backward kernels; an unordered dQ of
-        other than two warpgroups, or of one stage.
+      ValueError: turns that are held or a split forward; `soon` in the backward kernels;
+        `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups, of one
+        stage, or beside a split.
     """
 
     forward: Tile
@@ -99,7 +116,14 @@ class BlockSizes:
         for name in ("query_gradients", "key_gradients"):
             if getattr(self, name).soon:
                 raise ValueError(f"{name}: P̄V is of the forward kernel alone, got soon=True")
+        if self.forward.split:
+            raise ValueError("forward: it has one sum, got split=True")
+        for name in ("forward", "key_gradients"):
+            if stages := getattr(self, name).value_stages:
+                raise ValueError(f"{name}: value_stages are of query_gradients alone, got {stages}")
         tile = self.key_gradients
+        if self.unordered and tile.split:
+            raise ValueError(f"unordered dQ takes no split of dK and dV, got {tile}")
         if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
@@ -127,8 +151,10 @@ def default_block_sizes(
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
 
+    Those of head size 256 are chosen by registers and shared memory, and not tuned.
+
     Args:
-      head_size: 64 or 128.
+      head_size: 64, 128 or 256.
       kv_block: keys of an online-softmax step, None for the fastest.
       saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
       keeps_auxiliary: whether it sums up Ō′ beside Ō (`saved_output='auxiliary'`), which takes
@@ -137,7 +163,22 @@ def default_block_sizes(
         registers.
       long: whether `is_long`. Steps of 64 keys and Ō′ were not measured so, and change nothing.
       unordered: of `BlockSizes`.
+
+    Raises:
+      ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ.
     """
+    if head_size > 128:
+        asked = (kv_block == 128, keeps_auxiliary, unordered)
+        names = ("kv_block=128", "keeps_auxiliary", "unordered")
+        if any(asked):
+            raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
+        return BlockSizes(
+            forward=Tile(walk=64, slots=1, turns=long, longest_first=long, soon=long),
+            query_gradients=Tile(walk=64, slots=1, split=True)
+            if sums_keys
+            else Tile(walk=64, slots=1, value_stages=1, turns=True),
+            key_gradients=Tile(walk=64, slots=1, split=True, longest_first=True),
+        )
     walk = kv_block or (64 if keeps_auxiliary and head_size > 64 else 128)
     long = long and walk == 128 and not keeps_auxiliary
     if head_size <= 64:

@@ -19,6 +19,8 @@ def load(
     rings: tuple[Ring, Ring, Ring],
     problem: Problem,
     tile: Tile,
+    *,
+    most: bool = False,
 ) -> None:
     """All tiles of a program and the keys they see, by the warpgroup that does nothing else.
 
@@ -27,8 +29,9 @@ def load(
       k, v: the keys and values, or the packed array.
       rings: of the rows, of k and of v.
       problem, tile: of the kernel.
+      most: see `set_registers`.
     """
-    set_registers(tile.warpgroups, loads=True)
+    set_registers(tile.warpgroups, loads=True, most=most)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     of_rows, of_k, of_v = rings
 
@@ -39,7 +42,7 @@ def load(
 
         def load_rows() -> None:
             copies = []
-            for w in range(tile.warpgroups):
+            for w in range(tile.own // ROWS):
                 place = (turn.batch, start + w * ROWS, ROWS, turn.head)
                 for buffer, ref in enumerate(rows):
                     copies.append((problem.part(ref, *place), buffer, (w,)))

@@ -100,7 +100,8 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     saved = probs = None
     if n.saved_dtype is not None:
         out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
-        saved = tiles_of((workers, ROWS, head), n.saved_dtype)
+        if not problem.is_wide:
+            saved = tiles_of((workers, ROWS, head), n.saved_dtype)
     if problem.sizes.from_memory:
         probs = tiles_of((workers, ROWS, tile.walk), problem.dtype)
     steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
@@ -423,10 +424,14 @@ class _Walk(NamedTuple):
         memory[...] = o.astype(self.problem.dtype)
         place = (batch, self.row, ROWS, head)
         copies = [(memory, self.problem.part(out.o, *place))]
-        if saved is not None:
+        if out.saved is not None:
             o = o if left is None else (acc + left) / along_rows(l, acc.shape)
-            saved.at[self.me][...] = o.astype(saved.dtype)
-            copies.append((saved.at[self.me], self.problem.part(out.saved, *place)))
+            o, part = o.astype(out.saved.dtype), self.problem.part(out.saved, *place)
+            if saved is None:
+                self._store_straight(o, part)
+            else:
+                saved.at[self.me][...] = o
+                copies.append((saved.at[self.me], part))
         # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
         # round either, and other code around it would change the bits.
         unit, to_log2 = self.problem.spec.scale, self.problem.log2_unit
@@ -440,3 +445,11 @@ class _Walk(NamedTuple):
         for source, target in copies:
             plgpu.copy_smem_to_gmem(source, target)
         self.problem.store_rows(self.row, vectors)
+
+    def _store_straight(self, o: Array, part: Any) -> None:
+        """From registers; rows beyond the end, which no copy would store, are left out."""
+
+        def store() -> None:
+            part[...] = o
+
+        pl.when(self.row < self.problem.rows)(store)

@@ -2,7 +2,8 @@
 
 A warpgroup owns 64 keys and walks over the query steps that see them, head after head of those that
 share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ are left operands as they are. The
-arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded.
+arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. Where a warpgroup
+has no registers for two sums, two warpgroups share 64 keys: `split_key_gradients`.
 """
 
 from collections.abc import Callable
@@ -17,17 +18,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.gpu.hopper import by_key, split_key_gradients
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.by_key import Inputs, Shared, Steps
+from pallas_kernels.gpu.hopper.handover import Handover
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
-    PER_COLUMN,
     Ring,
     Turns,
     accumulator,
-    along_columns,
     as_operand,
     interpreter,
-    load,
     set_registers,
     tiles_of,
     unknown_zero,
@@ -36,45 +37,6 @@ from pallas_kernels.gpu.hopper.machine import (
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.query_sums import QuerySums
 from pallas_kernels.gpu.hopper.schedule import Turn
-
-
-class Inputs(NamedTuple):
-    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`]."""
-
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    offset: Any
-    dp_offset: Any
-
-
-class _Shared(NamedTuple):
-    """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
-    offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here."""
-
-    keys: Any
-    q: Any
-    do: Any
-    operand: Any
-    dq: Any
-
-
-class _Steps(NamedTuple):
-    """The walk of a key tile: query steps begin ... begin + length − 1, for every head of a group.
-
-    `first` counts the steps that the program has done before.
-    """
-
-    first: Array
-    begin: Array
-    length: Array
-
-    def of(self, t: Array, kv_head: Array, group: int) -> tuple[Array, Array]:
-        """Query head and step of the t-th."""
-        if group == 1:
-            return kv_head, self.begin + t
-        return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
 def key_gradients(
@@ -89,18 +51,20 @@ def key_gradients(
     """
     tile = problem.sizes.key_gradients
     workers, head = tile.warpgroups, problem.head_size
-    keys = tiles_of((tile.slots, workers, ROWS, head), problem.dtype)
+    own = tile.own // ROWS
+    keys = tiles_of((tile.slots, own, ROWS, head), problem.dtype)
     queries = tiles_of((tile.stages, tile.walk, head), problem.dtype)
     offsets = vectors_of((tile.stages, tile.walk))
     operand = None
     if problem.sizes.from_memory:
         operand = tiles_of((workers, ROWS, tile.walk), problem.dtype)
-    shared = _Shared(
-        Ring.types(tile.slots, [keys, keys], copies=2 * workers, readers=workers),
+    shared = Shared(
+        Ring.types(tile.slots, [keys, keys], copies=2 * own, readers=workers),
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
         operand,
         None if dq is None else QuerySums.shared(problem, tile),
+        Handover.types() if tile.split else None,
     )
     shape = (problem.batch, problem.keys, problem.kv_heads, head)
     kernel = plgpu.kernel(
@@ -128,92 +92,46 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
         do=Ring(scratch.do, tile.stages),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == loader)(lambda: _load(x, shared, problem, tile))
+    pl.when(me == loader)(lambda: by_key.load(x, shared, problem, tile))
+    if tile.split:
+        shared = shared._replace(probs=Handover(scratch.probs))
+        pl.when(me < loader)(lambda: split_key_gradients.multiply(dk, dv, shared, problem, tile))
+        return
     sums = None if dq is None else QuerySums(dq, scratch.dq, problem, tile, me)
     pl.when(me < loader)(lambda: _multiply(dk, dv, sums, shared, problem, tile))
 
 
-def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> _Steps:
-    begin, end = problem.query_steps(key, tile.walk)
-    return _Steps(first, begin, jnp.where(exists, end - begin, 0))
-
-
-def _load(x: Inputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=True, most=shared.dq is not None)
-    program, schedule = lax.axis_index("program"), problem.by_key(tile)
-
-    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, first = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-        steps = _steps(problem, tile, start, turn.exists, first)
-
-        def keys() -> None:
-            copies = []
-            for w in range(tile.warpgroups):
-                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
-                for buffer, ref in enumerate((x.k, x.v)):
-                    part = problem.part(ref, *place, plane=1 + buffer)
-                    copies.append((part, buffer, (w,)))
-            shared.keys.fill(tiles, *copies)
-
-        def queries(t: Array, n: Array) -> Array:
-            head, step = steps.of(t, turn.head, problem.group)
-            row = step * tile.walk
-            for ring, ref, offsets in ((shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)):
-                part = problem.part(ref, turn.batch, row, tile.walk, head)
-                vector = offsets.at[turn.batch, head, pl.ds(row, tile.walk)]
-                ring.fill(n, (part, 0, ()), (vector, 1, ()))
-            return n + 1
-
-        pl.when(turn.exists)(keys)
-        first = lax.fori_loop(0, steps.length * problem.group, queries, first)
-        return tiles + turn.exists.astype(jnp.int32), first
-
-    done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
-    shared.keys.drain(tiles)
-    shared.q.drain(steps)
-    shared.do.drain(steps)
-
-
 def _multiply(
-    dk: Any, dv: Any, sums: QuerySums | None, shared: _Shared, problem: Problem, tile: Tile
+    dk: Any, dv: Any, sums: QuerySums | None, shared: Shared, problem: Problem, tile: Tile
 ) -> None:
     set_registers(tile.warpgroups, loads=False, most=sums is not None)
-    program, schedule = lax.axis_index("program"), problem.by_key(tile)
+    program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
     turns = Turns(
         tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory, held=tile.held
     )
     turns.start()
 
-    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, first = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-        steps = _steps(problem, tile, start, turn.exists, first)
+    def begin(turn: Turn, tiles: Array, start: Array, steps: Steps) -> Callable[[], None]:
         key = start + me * ROWS
         walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn, sums)
+        return partial(differentiate, walk, turn, tiles, key)
 
-        def differentiate() -> None:
-            shared.keys.wait(tiles)
-            totals = (accumulator(ROWS, problem.head_size),) * 2
-            for buffer, total in enumerate(pl.run_scoped(walk.run, *totals)):
-                if buffer == 0 and problem.scales_last:
-                    total = total * np.float32(problem.spec.scale)
-                shared.keys.get(tiles, me, buffer=buffer)[...] = total.astype(problem.dtype)
-            plgpu.commit_smem()
-            for buffer, ref in enumerate((dk, dv)):
-                part = problem.part(ref, turn.batch, key, ROWS, turn.head, plane=1 + buffer)
-                plgpu.copy_smem_to_gmem(shared.keys.get(tiles, me, buffer=buffer), part)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            shared.keys.release(tiles)
+    def differentiate(walk: _Walk, turn: Turn, tiles: Array, key: Array) -> None:
+        shared.keys.wait(tiles)
+        totals = (accumulator(ROWS, problem.head_size),) * 2
+        copies = []
+        for buffer, total in enumerate(pl.run_scoped(walk.run, *totals)):
+            if buffer == 0 and problem.scales_last:
+                total = total * np.float32(problem.spec.scale)
+            memory = shared.keys.get(tiles, me, buffer=buffer)
+            memory[...] = total.astype(problem.dtype)
+            place = (turn.batch, key, ROWS, turn.head)
+            copies.append((memory, problem.part((dk, dv)[buffer], *place, plane=1 + buffer)))
+        by_key.store(copies)
+        shared.keys.release(tiles)
 
-        pl.when(turn.exists)(differentiate)
-        return tiles + turn.exists.astype(jnp.int32), first + steps.length * problem.group
-
-    lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
+    by_key.each_tile(program, problem, tile, begin)
     turns.end()
     plgpu.wait_smem_to_gmem(0)
 
@@ -223,11 +141,11 @@ class _Walk(NamedTuple):
 
     problem: Problem
     tile: Tile
-    shared: _Shared
+    shared: Shared
     turns: Turns
     me: Array
     tiles: Array
-    steps: _Steps
+    steps: Steps
     key: Array
     turn: Turn
     sums: QuerySums | None
@@ -352,15 +270,7 @@ class _Walk(NamedTuple):
         plgpu.wgmma(dp_sum, v, do.get(n).T)
         self.turns.pass_on()
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-        offset = along_columns(load(q.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
-        log2_p = s * np.float32(problem.log2_unit) + offset
-        if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
-            mask = partial(problem.mask_queries, log2_p, key, row)
-            log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
-        probs = jnp.exp2(log2_p)
+        probs = by_key.probs(s, q.get(n, buffer=1), key, row, problem)
         dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
-        if not problem.scales_last:
-            dp = dp * np.float32(problem.spec.scale)
         # Added before P is rounded: its registers are free when those of the rounded P are needed.
-        of_dp = along_columns(load(do.get(n, buffer=1), PER_COLUMN, straight=False), s.shape)
-        return probs, dp + of_dp
+        return probs, by_key.shifted_dp(dp, do.get(n, buffer=1), problem)

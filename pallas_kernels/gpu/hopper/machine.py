@@ -242,6 +242,23 @@ def unknown_zero(n: Array) -> Array:
     return lax.shift_right_logical(n, jnp.int32(30))
 
 
+def opaque_zero(n: Array, *, interpret: bool) -> Array:
+    """The same where the compiler knows how long loops are, and so that n is below 2**30."""
+    if interpret:
+        return unknown_zero(n)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_: Any, n: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        zero: Any = llvm.inline_asm(word, [n.registers[()]], "shr.u32 $0, $1, 30;", "=r,r")
+        return fragmented_array.FragmentedArray.splat(zero, (), is_signed=True)
+
+    return emit(n)
+
+
 def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Array:
     """total + left right, waited for."""
 

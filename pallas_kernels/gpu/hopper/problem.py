@@ -24,6 +24,8 @@ LOG2E = math.log2(math.e)
 # cache, of 50 MiB, beside what else goes through it.
 _WALKED_AT_A_TIME = 32 * 2**20
 
+_FEATURES_IN_MEMORY = 128
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -102,6 +104,14 @@ class Problem:
     def keeps_auxiliary(self) -> bool:
         """Whether δ sees O′, from unrounded P̄."""
         return self.spec.numerics.saved_dtype == jnp.bfloat16
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether rows have so many features that O and float32 O pass by shared memory.
+
+        Beside q, k and v, or q, dO, k and v, it has no room for them.
+        """
+        return self.head_size > _FEATURES_IN_MEMORY
 
     def part(
         self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0

@@ -3,7 +3,8 @@
 A warpgroup owns 64 query rows and walks over the key steps that they see. Rows have a program each
 and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on every
 run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. For
-`delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end.
+`delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end;
+where a warpgroup has no registers for both, two share 64 rows: `split_query_gradients`.
 """
 
 from functools import partial
@@ -18,12 +19,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
-from pallas_kernels.gpu.hopper import by_query
+from pallas_kernels.gpu.hopper import by_query, split_query_gradients
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.handover import Handover
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     LANES,
-    PER_ROW,
     TILE,
     Ring,
     Turns,
@@ -33,41 +34,13 @@ from pallas_kernels.gpu.hopper.machine import (
     by_lane,
     constant,
     interpreter,
-    load,
+    opaque_zero,
     set_registers,
     tiles_of,
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
-
-
-class Inputs(NamedTuple):
-    """q, k, v (or one packed array each), dO and the O that δ sees; two offsets [B, N, T].
-
-    `offset`, of `vector_rows`, is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient
-    of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    o: Any
-    offset: Any
-    dlse: Any
-
-
-class _Shared(NamedTuple):
-    """Shared memory: a ring of q, dO and O; rings of k and v; δ; dS where it is kept there."""
-
-    rows: Any
-    k: Any
-    v: Any
-    delta: Any
-    ds: Any
-
-
-_Q, _DO, _O = range(3)  # buffers of the ring of rows, in which they are loaded
+from pallas_kernels.gpu.hopper.query_rows import DO, Inputs, O, Q, Shared, delta, of_rows, probs
 
 
 def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
@@ -75,25 +48,36 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     `scales_last`.
 
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
+
+    Raises:
+      ValueError: tiles that split what has but one sum.
     """
     tile = problem.sizes.query_gradients
+    if tile.split and not problem.normalizes_delta:
+        raise ValueError(f"split=True is of delta='normalized' alone, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
-    rows = (tile.slots, workers, ROWS, head)
-    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
-    ds = None
+    own = tile.own // ROWS
+    rows = (tile.slots, own, ROWS, head)
+    loaded = [problem.dtype, problem.dtype] + ([] if problem.is_wide else [x.o.dtype])
+    k, v = (
+        tiles_of((stages, tile.walk, head), problem.dtype)
+        for stages in (tile.stages, tile.stages_of_values)
+    )
+    operand = None
     if problem.sizes.from_memory:
-        ds = tiles_of((workers, ROWS, tile.walk), problem.dtype)
-    shared = _Shared(
+        operand = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+    shared = Shared(
         Ring.types(
             tile.slots,
-            [tiles_of(rows, dtype) for dtype in (problem.dtype, problem.dtype, x.o.dtype)],
-            copies=3 * workers,
+            [tiles_of(rows, dtype) for dtype in loaded],
+            copies=len(loaded) * own,
             readers=workers,
         ),
-        Ring.types(tile.stages, [steps], copies=1, readers=workers),
-        Ring.types(tile.stages, [steps], copies=1, readers=workers),
-        vectors_of((workers, ROWS)),
-        ds,
+        Ring.types(tile.stages, [k], copies=1, readers=workers),
+        Ring.types(tile.stages_of_values, [v], copies=1, readers=1 if tile.split else workers),
+        vectors_of((own, ROWS)),
+        operand,
+        Handover.types() if tile.split else None,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -119,18 +103,24 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     shared = scratch._replace(
         rows=Ring(scratch.rows, tile.slots),
         k=Ring(scratch.k, tile.stages),
-        v=Ring(scratch.v, tile.stages),
+        v=Ring(scratch.v, tile.stages_of_values),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     rows, rings = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
-    pl.when(me == loader)(lambda: by_query.load(rows, x.k, x.v, rings, problem, tile))
-    pl.when(me < loader)(lambda: _multiply(x, dq, dp_offset, shared, problem, tile))
+    if problem.is_wide:
+        rows = rows[:O]
+    most = problem.is_wide
+    pl.when(me == loader)(lambda: by_query.load(rows, x.k, x.v, rings, problem, tile, most=most))
+    if tile.split:
+        shared = shared._replace(probs=Handover(scratch.probs))
+    multiply = split_query_gradients.multiply if tile.split else _multiply
+    pl.when(me < loader)(lambda: multiply(x, dq, dp_offset, shared, problem, tile))
 
 
 def _multiply(
-    x: Inputs, dq: Any, dp_offset: Any, shared: _Shared, problem: Problem, tile: Tile
+    x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: Tile
 ) -> None:
-    set_registers(tile.warpgroups, loads=False)
+    set_registers(tile.warpgroups, loads=False, most=problem.is_wide)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
     turns = Turns(
@@ -147,27 +137,18 @@ def _multiply(
         full, end = problem.key_steps(row, ROWS, tile.walk)
 
         def differentiate() -> None:
-            # A warpgroup beyond the last row reads the last ones instead.
-            offset, dlse = (
-                load(ref.at[turn.batch, turn.head, inside], PER_ROW, straight=False)
-                for ref in (x.offset, x.dlse)
-                for inside in [pl.ds(jnp.minimum(row, ref.shape[-1] - ROWS), ROWS)]
-            )
+            offset, dlse = (of_rows(vectors, turn, row) for vectors in (x.offset, x.dlse))
             shared.rows.wait(tiles)
-            o, do = (
-                load(shared.rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32)
-                for buffer in (_O, _DO)
-            )
-            of_dp = -by_lane(jnp.add, o * do).sum(axis=1)  # −δ
+            of_dp = -delta(x.o, shared.rows, tiles, me, turn, row, problem)
             if not problem.scales_last:
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
             if not problem.normalizes_delta:
                 of_dp = of_dp + dlse
             walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
             sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
-            total, *of_rows = pl.run_scoped(partial(walk.run, end=end), *sums)
+            total, *others = pl.run_scoped(partial(walk.run, end=end), *sums)
             if problem.normalizes_delta:
-                pk, r, s = of_rows
+                pk, r, s = others
                 # What δ₀ lacks, in the units of dS: Σ dS / Σ P, and −dlse beside it.
                 lacks = row_shift(r, s) - dlse
                 of_dp = of_dp - lacks
@@ -176,7 +157,7 @@ def _multiply(
             by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
-            memory = shared.rows.get(tiles, me, buffer=_Q)
+            memory = shared.rows.get(tiles, me, buffer=Q)
             memory[...] = total.astype(problem.dtype)
             plgpu.commit_smem()
             offsets = dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
@@ -203,7 +184,7 @@ class _Walk(NamedTuple):
 
     problem: Problem
     tile: Tile
-    shared: _Shared
+    shared: Shared
     turns: Turns
     me: Array
     tiles: Array
@@ -228,7 +209,7 @@ class _Walk(NamedTuple):
             partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
         )
         self.shared.v.release(n)
-        memory = None if self.shared.ds is None else self.shared.ds.at[self.me]
+        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
         if pk is not None:
             plgpu.wgmma(pk, as_operand(probs.astype(dtype), memory), self.shared.k.get(n))
             if memory is not None:
@@ -247,17 +228,17 @@ class _Walk(NamedTuple):
 
     def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
         """P and dP of step t, not rounded."""
-        n, rows = self.steps + t, self.shared.rows
+        n, me, row = self.steps + t, self.me, self.row
+        if self.problem.is_wide:  # no registers are left for what a step can compute anew
+            zero = opaque_zero(n, interpret=self.problem.sizes.interpret)
+            me, row = me + zero, row + zero
+        q, do = (self.shared.rows.get(self.tiles, me, buffer=buffer) for buffer in (Q, DO))
         self.shared.k.wait(n)
         self.turns.wait_to_begin()
-        plgpu.wgmma(s_sum, rows.get(self.tiles, self.me, buffer=_Q), self.shared.k.get(n).T)
+        plgpu.wgmma(s_sum, q, self.shared.k.get(n).T)
         self.shared.v.wait(n)
-        plgpu.wgmma(dp_sum, rows.get(self.tiles, self.me, buffer=_DO), self.shared.v.get(n).T)
+        plgpu.wgmma(dp_sum, do, self.shared.v.get(n).T)
         self.turns.pass_on()
         s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
-        log2_p = s * np.float32(self.problem.log2_unit) + along_rows(self.offset, s.shape)
-        if self.problem.masks_steps(self.tile.walk):
-            mask = partial(self.problem.mask_keys, log2_p, self.row, t * self.tile.walk)
-            log2_p = lax.cond(t >= self.full, mask, lambda: log2_p)
-        probs = jnp.exp2(log2_p)
-        return probs, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+        p = probs(s, self.offset, row, t, self.full, self.tile.walk, self.problem)
+        return p, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)

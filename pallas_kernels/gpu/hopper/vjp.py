@@ -11,8 +11,8 @@ from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
 from pallas_kernels.gpu.hopper import query_gradients, query_sums
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
+from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.key_gradients import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.problem import Problem
 

@@ -1,0 +1,160 @@
+"""What the kernels of dK and dV share: a program owns keys, and loads the queries that see them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.machine import PER_COLUMN, along_columns, set_registers
+from pallas_kernels.gpu.hopper.machine import load as load_values
+from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.schedule import Turn
+
+
+class Inputs(NamedTuple):
+    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`]."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    offset: Any
+    dp_offset: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
+    offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here; Pᵀ on its way
+    from one warpgroup to another."""
+
+    keys: Any
+    q: Any
+    do: Any
+    operand: Any
+    dq: Any
+    probs: Any
+
+
+class Steps(NamedTuple):
+    """The walk of a key tile: query steps begin ... begin + length − 1, for every head of a group.
+
+    `first` counts the steps that the program has done before.
+    """
+
+    first: Array
+    begin: Array
+    length: Array
+
+    def of(self, t: Array, kv_head: Array, group: int) -> tuple[Array, Array]:
+        """Query head and step of the t-th."""
+        if group == 1:
+            return kv_head, self.begin + t
+        return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
+
+
+def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> Steps:
+    begin, end = problem.query_steps(key, tile.walk)
+    return Steps(first, begin, jnp.where(exists, end - begin, 0))
+
+
+def load(x: Inputs, shared: Shared, problem: Problem, tile: Tile) -> None:
+    """All tiles of a program and the queries that see them, by the warpgroup that only loads."""
+    set_registers(tile.warpgroups, loads=True, most=shared.dq is not None)
+    program, schedule = lax.axis_index("program"), problem.by_key(tile)
+
+    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, first = done
+        turn = schedule.turn(program, u)
+        start = turn.tile * tile.own
+        steps = _steps(problem, tile, start, turn.exists, first)
+
+        def keys() -> None:
+            copies = []
+            for w in range(tile.own // ROWS):
+                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
+                for buffer, ref in enumerate((x.k, x.v)):
+                    part = problem.part(ref, *place, plane=1 + buffer)
+                    copies.append((part, buffer, (w,)))
+            shared.keys.fill(tiles, *copies)
+
+        def queries(t: Array, n: Array) -> Array:
+            head, step = steps.of(t, turn.head, problem.group)
+            row = step * tile.walk
+            for ring, ref, offsets in ((shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)):
+                part = problem.part(ref, turn.batch, row, tile.walk, head)
+                vector = offsets.at[turn.batch, head, pl.ds(row, tile.walk)]
+                ring.fill(n, (part, 0, ()), (vector, 1, ()))
+            return n + 1
+
+        pl.when(turn.exists)(keys)
+        first = lax.fori_loop(0, steps.length * problem.group, queries, first)
+        return tiles + turn.exists.astype(jnp.int32), first
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
+    shared.keys.drain(tiles)
+    shared.q.drain(steps)
+    shared.do.drain(steps)
+
+
+def each_tile(
+    program: Array,
+    problem: Problem,
+    tile: Tile,
+    begin: Callable[[Turn, Array, Array, Steps], Callable[[], None]],
+) -> Array:
+    """Does what `begin` returns for every tile of a program; how many steps they have.
+
+    begin: takes the tile, how many the program has done before, the first key, and the walk.
+    """
+    schedule = problem.by_key(tile)
+
+    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, first = done
+        turn = schedule.turn(program, u)
+        key = turn.tile * tile.own
+        steps = _steps(problem, tile, key, turn.exists, first)
+        pl.when(turn.exists)(begin(turn, tiles, key, steps))
+        return tiles + turn.exists.astype(jnp.int32), first + steps.length * problem.group
+
+    done = (jnp.int32(0), jnp.int32(0))
+    _, steps = lax.fori_loop(0, schedule.turns(program), multiply_tile, done)
+    return steps
+
+
+def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Array:
+    """Pᵀ, not rounded, of k qᵀ [64, walk] of the keys and rows from `key` and `row` on.
+
+    offset: a reference to what the exponent adds, [walk].
+    """
+    of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
+    log2_p = s * np.float32(problem.log2_unit) + of_rows
+    if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
+        mask = partial(problem.mask_queries, log2_p, key, row)
+        log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
+    return jnp.exp2(log2_p)
+
+
+def shifted_dp(dp: Array, offset: Any, problem: Problem) -> Array:
+    """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [walk]."""
+    if not problem.scales_last:
+        dp = dp * np.float32(problem.spec.scale)
+    return dp + along_columns(load_values(offset, PER_COLUMN, straight=False), dp.shape)
+
+
+def store(copies: list[tuple[Any, Any]]) -> None:
+    """What has been written to memory goes to parts of arrays: (memory, part) each.
+
+    Memory may be filled anew afterwards.
+    """
+    plgpu.commit_smem()
+    for memory, part in copies:
+        plgpu.copy_smem_to_gmem(memory, part)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

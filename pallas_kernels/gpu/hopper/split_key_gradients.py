@@ -1,0 +1,137 @@
+"""dK and dV of 64 keys by two warpgroups, where one has no registers for both sums.
+
+The first forms Pᵀ and sums dV. It hands Pᵀ, not rounded, to the second, which forms dPᵀ and sums
+dK. So each has two of the four products, and nothing is computed twice. The arithmetic and the
+order of every sum are those of `key_gradients`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper import by_key
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.by_key import Shared, Steps
+from pallas_kernels.gpu.hopper.machine import (
+    accumulator,
+    as_operand,
+    opaque_zero,
+    set_registers,
+)
+from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.schedule import Turn
+
+_VALUES, _KEYS = range(2)  # the warpgroup that sums dV, and that which sums dK
+
+
+def multiply(dk: Any, dv: Any, shared: Shared, problem: Problem, tile: Tile) -> None:
+    """All tiles of a program, by both warpgroups that multiply."""
+    set_registers(tile.warpgroups, loads=False)
+    me = lax.axis_index("warpgroup")
+
+    def sum_values() -> None:
+        given = _sum(_VALUES, _Walk.add_values, dv, shared, problem, tile)
+        shared.probs.drain(given)
+
+    def sum_keys() -> None:
+        _sum(_KEYS, _Walk.add_keys, dk, shared, problem, tile)
+
+    pl.when(me == _VALUES)(sum_values)
+    pl.when(me == _KEYS)(sum_keys)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _sum(
+    me: int,
+    add: Callable[["_Walk", Array, Any], None],
+    out: Any,
+    shared: Shared,
+    problem: Problem,
+    tile: Tile,
+) -> Array:
+    """All tiles of one of the two, each step of which is `add`; how many steps that were."""
+
+    def begin(turn: Turn, tiles: Array, key: Array, steps: Steps) -> Callable[[], None]:
+        walk = _Walk(problem, tile, shared, tiles, steps, key, turn)
+        return partial(differentiate, walk, turn, tiles, key)
+
+    def differentiate(walk: _Walk, turn: Turn, tiles: Array, key: Array) -> None:
+        shared.keys.wait(tiles)
+        total = pl.run_scoped(partial(walk.run, add), accumulator(ROWS, problem.head_size))
+        if me == _KEYS and problem.scales_last:
+            total = total * np.float32(problem.spec.scale)
+        # Through what this warpgroup alone has read, and needs no more: dV where k was, dK where v.
+        memory = shared.keys.get(tiles, 0, buffer=me)
+        memory[...] = total.astype(problem.dtype)
+        place = (turn.batch, key, ROWS, turn.head)
+        by_key.store([(memory, problem.part(out, *place, plane=2 if me == _VALUES else 1))])
+        shared.keys.release(tiles)
+
+    return by_key.each_tile(lax.axis_index("program"), problem, tile, begin)
+
+
+class _Walk(NamedTuple):
+    """64 keys of a program, which walk over query steps; `tiles`: what was done before."""
+
+    problem: Problem
+    tile: Tile
+    shared: Shared
+    tiles: Array
+    steps: Steps
+    key: Array
+    turn: Turn
+
+    def run(self, add: Callable[["_Walk", Array, Any], None], total: Any) -> Array:
+        """The sum over all steps."""
+        end = self.steps.length * self.problem.group
+        lax.fori_loop(0, end, lambda t, _: add(self, t, total), None)
+        return plgpu.wgmma_accumulator_load(total, wait_n=None)
+
+    def add_values(self, t: Array, dv: Any) -> None:
+        """Pᵀ dO of step t; gives Pᵀ away."""
+        n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
+        _, step = self.steps.of(t, self.turn.head, problem.group)
+        q.wait(n)
+        s = self._product(self.shared.keys.get(self.tiles, 0, buffer=0), q.get(n))
+        # Otherwise the place of every entry would be kept in registers, for the mask.
+        key = self.key + opaque_zero(n, interpret=problem.sizes.interpret)
+        probs = by_key.probs(s, q.get(n, buffer=1), key, step * self.tile.walk, problem)
+        q.release(n)
+        self.shared.probs.give(n, probs)
+        do.wait(n)
+        plgpu.wgmma(dv, self._operand(_VALUES, probs), do.get(n))
+        plgpu.wgmma_wait(0)
+        do.release(n)
+
+    def add_keys(self, t: Array, dk: Any) -> None:
+        """dSᵀ q of step t, with the Pᵀ of the other."""
+        n, q, do = self.steps.first + t, self.shared.q, self.shared.do
+        do.wait(n)
+        dp = self._product(self.shared.keys.get(self.tiles, 0, buffer=1), do.get(n))
+        shifted = by_key.shifted_dp(dp, do.get(n, buffer=1), self.problem)
+        do.release(n)
+        ds = self.shared.probs.take(n) * shifted
+        q.wait(n)
+        plgpu.wgmma(dk, self._operand(_KEYS, ds), q.get(n))
+        plgpu.wgmma_wait(0)
+        q.release(n)
+
+    def _product(self, keys: Any, queries: Any) -> Array:
+        """keys queriesᵀ, waited for."""
+
+        def product(total: Any) -> Array:
+            plgpu.wgmma(total, keys, queries.T)
+            return plgpu.wgmma_accumulator_load(total, wait_n=0)
+
+        return pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+
+    def _operand(self, me: int, x: Array) -> Any:
+        """x, rounded, as a left operand."""
+        operand = self.shared.operand
+        return as_operand(x.astype(self.problem.dtype), None if operand is None else operand.at[me])
