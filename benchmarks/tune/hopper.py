@@ -10,7 +10,7 @@ from jaxtyping import Array
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
 from pallas_kernels.gpu.hopper import query_sums
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes, is_wide
 from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import key_gradients
@@ -46,7 +46,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
-    if split := _sums(kernel, spec) > 1 and _is_wide(head_size):
+    if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
     for warpgroups, walk, n, slots, turn, longest_first, soon in itertools.product(
         _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits
@@ -74,14 +74,10 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
                 yield fits
 
 
-def _is_wide(head_size: int) -> bool:
-    return head_size > 128
-
-
 def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
     """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
     yield tile
-    if kernel == "query_gradients" and _is_wide(head_size) and not tile.split:
+    if kernel == "query_gradients" and is_wide(head_size) and not tile.split:
         for stages in range(1, tile.stages):
             yield dataclasses.replace(tile, value_stages=stages)
 
@@ -117,10 +113,10 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         "query_gradients": 2 * entry + (saved.itemsize if saved else entry),  # q, dO; O
         "key_gradients": 2 * entry,  # k, v
     }
-    if _is_wide(head_size):
+    if is_wide(head_size):
         loaded["query_gradients"] = 2 * entry  # q, dO
     own = tile.slots * loaded[kernel]
-    if kernel == "forward" and saved and not _is_wide(head_size):
+    if kernel == "forward" and saved and not is_wide(head_size):
         own += saved.itemsize
     stages = tile.stages + tile.stages_of_values
     loads = head_size * (own * tile.own + entry * stages * tile.walk)

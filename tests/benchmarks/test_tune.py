@@ -44,7 +44,7 @@ HOPPER_TILES = BlockSizes(
 
 @pytest.fixture(autouse=True)
 def _shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for head_size in (64, 128):
+    for head_size in (64, 128, 256):
         monkeypatch.setitem(SHAPES, f"tiny{head_size}", Shape(1, 64, 1, head_size))
 
 
@@ -296,6 +296,9 @@ def test_what_has_no_sum_without_an_order_is_refused(
         ("query_gradients", call("float32_output", shape="tiny128")),
         ("key_gradients", call(unordered=True)),
         ("key_gradients", call(shape="tiny128", unordered=True)),
+        ("query_gradients", call("float32_output", shape="tiny256")),
+        ("query_gradients", call("normalized_delta", shape="tiny256")),
+        ("key_gradients", call(shape="tiny256")),
     ],
 )
 def test_the_tile_with_the_fullest_memory_compiles(kernel: str, of: Call) -> None:

@@ -22,11 +22,10 @@ from lowprec_attn.arithmetic.request import (
 from lowprec_attn.numerics import POINTS, DynamicMax, Numerics, StandardMax, get_rounding
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes, is_wide
 
 HEAD_SIZES = (64, 128, 256)
 KEYS_PER_STEP = (64, 128)
-_WIDE = 256  # the head size whose sums leave registers for little else
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
@@ -57,8 +56,9 @@ def unsupported(request: Request) -> str | None:
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and spec.numerics.delta == "normalized":
         return "delta=normalized with unordered=True (which takes do_o)"
-    if request.q_shape[-1] == _WIDE and (reason := _unsupported_if_wide(spec)):
-        return f"{reason} at head size {_WIDE}"
+    head_size = request.q_shape[-1]
+    if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
+        return f"{reason} at head size {head_size}"
     return _unsupported_numerics(spec.numerics)
 
 

@@ -9,14 +9,23 @@ from lowprec_attn.arithmetic.request import Spec
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 WALKS = (64, 128)
+_FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
+
+
+def is_wide(head_size: int) -> bool:
+    """Whether registers and shared memory of a program have no room for some of what others have.
+
+    No warpgroup has two sums then, and O takes no shared memory where it is not needed there.
+    """
+    return head_size > _FEATURES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
     """One kernel's tiles and how deep it loads ahead.
 
-    A program owns `warpgroups` tiles of 64 rows (queries, or keys for dK and dV) and walks over
-    the other side.
+    A program owns `warpgroups` tiles of 64 rows (queries, or keys for dK and dV), or one if they
+    `split` it, and walks over the other side.
 
     Attributes:
       warpgroups: that multiply, 1 to 3; one more loads.
@@ -32,7 +41,7 @@ class Tile:
       soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
         after all of its softmax.
       value_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
-        for the first half of a step alone.
+        for dP alone, early in a step.
       split: of the backward kernels: two warpgroups share 64 rows, and each has one of two sums: dV
         and dK, or P k and dQ (`delta='normalized'`). They have no turns, for one has to wait for
         the other anyway.
@@ -167,7 +176,7 @@ def default_block_sizes(
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ.
     """
-    if head_size > 128:
+    if is_wide(head_size):
         asked = (kv_block == 128, keeps_auxiliary, unordered)
         names = ("kv_block=128", "keeps_auxiliary", "unordered")
         if any(asked):

@@ -112,7 +112,11 @@ def each_tile(
 ) -> Array:
     """Does what `begin` returns for every tile of a program; how many steps they have.
 
-    begin: takes the tile, how many the program has done before, the first key, and the walk.
+    Args:
+      program: of the grid. Asked for by the caller, before turns start: what is asked for when
+        changes how the assembler allots registers.
+      problem, tile: of the kernel.
+      begin: takes the tile, how many the program has done before, the first key, and the walk.
     """
     schedule = problem.by_key(tile)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile
+from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide
 from pallas_kernels.gpu.hopper.machine import rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule
 
@@ -23,8 +23,6 @@ LOG2E = math.log2(math.e)
 # Bytes of what programs walk over at a time if the longest tiles come first: it stays in the L2
 # cache, of 50 MiB, beside what else goes through it.
 _WALKED_AT_A_TIME = 32 * 2**20
-
-_FEATURES_IN_MEMORY = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +105,9 @@ class Problem:
 
     @property
     def is_wide(self) -> bool:
-        """Whether rows have so many features that O and float32 O pass by shared memory.
-
-        Beside q, k and v, or q, dO, k and v, it has no room for them.
-        """
-        return self.head_size > _FEATURES_IN_MEMORY
+        """Of `block_sizes`: here the O that δ sees goes straight to registers, and in float32
+        straight from them."""
+        return is_wide(self.head_size)
 
     def part(
         self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
