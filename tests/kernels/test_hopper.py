@@ -617,7 +617,8 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
     ("asked", "kind", "name"),
     [
         (request(sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
-        (request(head_size=256, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        # Compiled and interpreted, but run on no device yet: where it is named alone.
+        (request(head_size=256, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
         (
             request(AUXILIARY_OUTPUT, head_size=256, sizes=None, platform="cuda"),
             "NVIDIA H200",
@@ -630,6 +631,13 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         assert resolve(asked) == name
+
+
+@needs_mosaic
+def test_what_no_device_has_run_is_served_where_it_is_named() -> None:
+    asked = request(head_size=256, sizes=None, platform="cuda")
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        assert resolve(asked, "hopper") == "hopper"
 
 
 @needs_mosaic
