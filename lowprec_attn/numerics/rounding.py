@@ -16,7 +16,14 @@ from jaxtyping import Array, ArrayLike, Float32, UInt32
 
 from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 
-Mode = Literal["nearest", "stochastic", "error_random_sign", "error_positive", "error_negative"]
+Mode = Literal[
+    "nearest",
+    "toward_zero",
+    "stochastic",
+    "error_random_sign",
+    "error_positive",
+    "error_negative",
+]
 MODES: tuple[str, ...] = get_args(Mode)
 
 _FLOAT32_FRACTION_BITS = 23
@@ -32,6 +39,8 @@ class Rounding:
 
     Modes:
       nearest: to the nearest value of the format, ties to even.
+      toward_zero: the bits beyond the format's are dropped (IEEE 754's roundTowardZero), so that
+        errors have the sign of −x. Finite values stay finite.
       stochastic: up or down with probabilities that make the result unbiased.
       error_random_sign, error_positive, error_negative: controls for experiments. The value
         stays float32 and becomes x + s·|nearest(x) − x| with s a random sign, +1 or −1: an
@@ -57,7 +66,7 @@ class Rounding:
     @property
     def result_format(self) -> Format:
         """The format that holds every result: float32 for the error-injection modes."""
-        return self.format if self.mode in ("nearest", "stochastic") else FORMATS["float32"]
+        return FORMATS["float32"] if self.mode.startswith("error_") else self.format
 
     def __str__(self) -> str:
         return str(self.format) if self.mode == "nearest" else f"{self.format}:{self.mode}"
@@ -93,7 +102,8 @@ def round_to(
     """Rounds a float32 array to `fmt`; the result is again float32.
 
     NaN stays NaN. Beyond the largest finite value the result is what IEEE rounding gives:
-    infinity, or NaN in float8_e4m3fn, which has none (no saturation; `ml_dtypes` agrees).
+    infinity, or NaN in float8_e4m3fn, which has none (no saturation; `ml_dtypes` agrees);
+    toward_zero, the largest finite value, but of infinity the same.
 
     The derivative is that of x: a tangent passes unchanged (straight-through), in every mode.
 
@@ -137,11 +147,9 @@ def _checked_format(x: Array, fmt: str | Format, mode: str, bits: Array | None) 
 
 
 def _rounded(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
-    if mode == "nearest":
-        return _round(x, fmt, None)
-    if mode == "stochastic":
-        return _round(x, fmt, bits)
-    return _inject_error(x, fmt, mode, bits)
+    if mode.startswith("error_"):
+        return _inject_error(x, fmt, mode, bits)
+    return _round(x, fmt, mode, bits)
 
 
 # Integer bits have no derivative: without a rule of its own that of every rounding would be 0.
@@ -154,33 +162,33 @@ def _tangent_unchanged(fmt: Format, mode: str, primals: Any, tangents: Any) -> t
     return _straight_through(x, fmt, mode, bits), tangents[0]
 
 
-def _round(x: Array, fmt: Format, bits: Array | None) -> Array:
-    """Nearest-even without `bits`, stochastic with them."""
+def _round(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = pattern & jnp.uint32(_MAGNITUDE)
     if fmt.has_float32_exponents:
         drop = jnp.uint32(_FLOAT32_FRACTION_BITS - fmt.fraction_bits)
         # A carry out of the significand moves on into the exponent, up to infinity: correct.
-        magnitude = _round_bits(magnitude, drop, bits)
+        magnitude = _round_bits(magnitude, drop, mode, bits)
     else:
-        magnitude = _round_significand(magnitude, fmt, bits)
+        magnitude = _round_significand(magnitude, fmt, mode, bits)
     rounded = lax.bitcast_convert_type(magnitude | (pattern & jnp.uint32(_SIGN)), jnp.float32)
     # Without the guard the carry would turn some NaN into a zero.
     return jnp.where(x == x, rounded, x)
 
 
-def _round_bits(n: Array, drop: Array, bits: Array | None) -> Array:
+def _round_bits(n: Array, drop: Array, mode: str, bits: Array | None) -> Array:
     """Rounds the unsigned integer n to a multiple of 2 ** drop, 1 <= drop <= 31."""
     one = jnp.uint32(1)
     mask = (one << drop) - one
-    if bits is None:
-        increment = (mask >> one) + ((n >> drop) & one)  # just below half, plus the last kept bit
-    else:
-        increment = bits & mask
-    return (n + increment) & ~mask
+    if mode == "nearest":
+        n = n + (mask >> one) + ((n >> drop) & one)  # just below half, plus the last kept bit
+    elif mode == "stochastic":
+        assert bits is not None
+        n = n + (bits & mask)
+    return n & ~mask
 
 
-def _round_significand(magnitude: Array, fmt: Format, bits: Array | None) -> Array:
+def _round_significand(magnitude: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     """Rounds where the format has fewer exponents than float32, so its own subnormals."""
     width = jnp.uint32(_FLOAT32_FRACTION_BITS)
     exponent = jnp.maximum(magnitude >> width, jnp.uint32(1))  # biased by 127
@@ -194,16 +202,18 @@ def _round_significand(magnitude: Array, fmt: Format, bits: Array | None) -> Arr
     # Past 31 dropped bits the value is under 2**-7 quanta: nearest is zero, and stochastic
     # rounding needs only the leading bits of the significand.
     excess = jnp.where(drop > 31, jnp.minimum(drop, jnp.uint32(62)) - jnp.uint32(31), jnp.uint32(0))
-    rounded = _round_bits(significand >> excess, jnp.minimum(drop, jnp.uint32(31)), bits)
+    rounded = _round_bits(significand >> excess, jnp.minimum(drop, jnp.uint32(31)), mode, bits)
     # The significand is a multiple of the quantum: zero, or scaled back to have its leading
     # one at or above bit 23. Adding it to exponent - 1 restores the implicit one.
     scaled = lax.bitcast_convert_type(rounded.astype(jnp.float32), jnp.uint32)
     power = exponent + excess  # weight of bit 0 is 2 ** (power - 150)
     value = scaled + ((power - jnp.uint32(150)) << width)
     value = jnp.where(rounded == 0, jnp.uint32(0), value)
-    beyond = value > jnp.uint32(_bits_of(fmt.max_finite))
+    largest = jnp.uint32(_bits_of(fmt.max_finite))
     overflow = jnp.uint32(_INF if fmt.overflow == "inf" else _NAN)
-    return jnp.where(beyond, overflow, value)
+    if mode == "toward_zero":
+        overflow = jnp.where(magnitude < jnp.uint32(_INF), largest, overflow)
+    return jnp.where(value > largest, overflow, value)
 
 
 def _bits_of(value: float) -> int:
@@ -212,7 +222,7 @@ def _bits_of(value: float) -> int:
 
 def _inject_error(x: Array, fmt: Format, mode: str, bits: Array | None) -> Array:
     """X + s·|nearest(x) − x|, in float32."""
-    rounded = _round(x, fmt, None)
+    rounded = _round(x, fmt, "nearest", None)
     size = jnp.abs(rounded - x)
     if mode == "error_random_sign":
         assert bits is not None

@@ -138,11 +138,12 @@ def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation(
 
 ALONE = [
     ("delta_value", "f32_m10:error_positive"),
+    ("output", "bfloat16:toward_zero"),
     *itertools.product(("probs", "lse", "output", "dp"), ("bf16_m2", "bfloat16:error_positive")),
 ]
 
 
-@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[2:-2]), ids=":".join)
+@pytest.mark.parametrize("alone", slow_among(ALONE, ALONE[3:-2]), ids=":".join)
 def test_a_shortened_significand_or_an_injected_error_at_one_point(alone: tuple[str, str]) -> None:
     point, rounding = alone
     fmt, injected, _ = rounding.partition(":")

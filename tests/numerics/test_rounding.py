@@ -162,6 +162,29 @@ def test_stochastic_hits_the_two_neighbours_without_bias(fmt: str) -> None:
     assert np.all(np.abs(up - share) < 5 * np.sqrt(share * (1 - share) / draws))
 
 
+@pytest.mark.parametrize("fmt", NARROW)
+def test_toward_zero_is_the_largest_value_of_the_format_that_is_no_larger(fmt: str) -> None:
+    patterns = np.random.default_rng(6).integers(0, 1 << 32, 1 << 16, np.uint32).view(np.float32)
+    x = np.concatenate([boundaries(fmt), patterns])
+    finite = np.isfinite(x)
+    values = codes(fmt)
+    values = values[np.isfinite(values) & (values >= 0)]
+    below = values[np.searchsorted(values, np.abs(x[finite]), "right") - 1]
+    oracle = expected(x, fmt)  # of infinity and NaN as to nearest
+    oracle[finite] = np.copysign(below, x[finite])
+    result = optimized(lambda x: round_to(x, fmt, "toward_zero"))(jnp.asarray(x))
+    assert_same_bits(result, oracle)
+
+
+@pytest.mark.parametrize("fmt", LONG)
+def test_toward_zero_drops_bits_beyond_bfloat16(fmt: str) -> None:
+    x = sampled_boundaries(fmt)
+    x = x[~np.isnan(x)]
+    mask = np.uint32((1 << (23 - FORMATS[fmt].fraction_bits)) - 1)
+    result = optimized(lambda x: round_to(x, fmt, "toward_zero"))(jnp.asarray(x))
+    np.testing.assert_array_equal(bits_of(result), bits_of(x) & ~mask)
+
+
 @pytest.mark.parametrize("mode", ["error_random_sign", "error_positive", "error_negative"])
 @pytest.mark.parametrize("fmt", ["bfloat16", "float16", "float8_e4m3fn", "bf16_m3"])
 def test_injected_error_has_the_size_of_nearest_and_the_sign_told(fmt: str, mode: str) -> None:

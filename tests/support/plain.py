@@ -32,10 +32,16 @@ class Options:
 
 
 def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """Nearest-even of float32 values, through ml_dtypes or float64; or its error, made positive."""
+    """Nearest-even of float32 values, through ml_dtypes or float64; or its error, made positive.
+
+    Toward zero, of what has float32's exponents.
+    """
     fmt = rounding.format
     if rounding.mode == "error_positive":
         return x + np.abs(round_nearest(x, Rounding(fmt)) - x)
+    if rounding.mode == "toward_zero":
+        assert fmt.has_float32_exponents, fmt
+        return shorten(x, fmt.fraction_bits, np.trunc)
     assert rounding.mode == "nearest", rounding
     if fmt.name == "float32":
         return x
@@ -44,14 +50,17 @@ def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     return x.astype(getattr(ml_dtypes, fmt.name, fmt.name)).astype(np.float32)
 
 
-def shorten(x: np.ndarray, fraction_bits: int) -> np.ndarray:
-    """Nearest-even to `fraction_bits` stored bits, float32's exponents, exact in float64."""
+def shorten(x: np.ndarray, fraction_bits: int, whole: Callable = np.rint) -> np.ndarray:
+    """Nearest-even to `fraction_bits` stored bits, float32's exponents, exact in float64.
+
+    whole: how a number of quanta is made whole.
+    """
     with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
         x64 = x.astype(np.float64)
     finite = np.where(np.isfinite(x64), x64, 0.0)
     exponent = np.maximum(np.frexp(finite)[1] - 1, -126)
     quantum = np.ldexp(1.0, exponent - fraction_bits)
-    rounded = np.where(np.isfinite(x64), np.rint(finite / quantum) * quantum, x64)
+    rounded = np.where(np.isfinite(x64), whole(finite / quantum) * quantum, x64)
     limit = (2.0 - 2.0**-fraction_bits) * 2.0**127
     rounded = np.where(np.abs(rounded) > limit, np.copysign(np.inf, rounded), rounded)
     return np.copysign(rounded, x64).astype(np.float32)
