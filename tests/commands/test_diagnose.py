@@ -77,7 +77,7 @@ def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path
     assert "delta=normalized would leave 0.0% of the mean error" in verdict_in(text)
     assert "(numerics=float32_output 0.0%, numerics=flash 0." in verdict_in(text)
     assert "this alone is no warning" in verdict_in(text)
-    assert "In the lab, coherence: no run that exploded met it" in text
+    assert "In the lab, coherence: no run that exploded under a rounding met it;" in text
     report = json.loads((tmp_path / "out.json").read_text())
     assert (report["verdict"]["kind"], report["verdict"]["heads"]) == ("coherence", [1])
     assert report["verdict"]["sentence"] + "." in text
