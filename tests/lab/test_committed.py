@@ -70,6 +70,7 @@ def test_every_table_of_the_failure_is_that_of_the_records(reported):
         ("failure_edge_long.png", "edge_long"),
         ("failure_output.png", "output_small"),
         ("failure_delta_value.png", "delta_size_cpu"),
+        ("failure_delta_longer.png", "delta_longer_cpu"),
         ("failure_row_sum.png", "row_sum_small"),
     ],
 )
