@@ -170,6 +170,7 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
 
 
 @needs_mosaic
+@pytest.mark.slow
 def test_packed_arrays_of_head_size_256_give_the_same_bits() -> None:
     case = dataclasses.replace(WIDEST, rows=128, keys=128, kv_heads=2)
     sizes = of_table(case, FLASH, long=False)
@@ -184,7 +185,7 @@ def test_packed_arrays_of_head_size_256_give_the_same_bits() -> None:
     [
         (GROUPED, FLASH, 1),
         (MORE_ROWS, FLASH, 2),
-        (WIDEST, FLASH, 1),
+        pytest.param(WIDEST, FLASH, 1, marks=pytest.mark.slow),
         (GROUPED, NORMALIZED_DELTA, 3),
         (MORE_KEYS, NORMALIZED_DELTA, 1),
         (WIDE, NORMALIZED_DELTA, 2),
@@ -208,7 +209,13 @@ def test_two_warpgroups_of_64_rows_change_no_bit(
 
 
 @needs_mosaic
-@pytest.mark.parametrize("case", [GROUPED, WIDEST], ids=["head 64", "head 256"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(GROUPED, id="head 64"),
+        pytest.param(WIDEST, id="head 256", marks=pytest.mark.slow),
+    ],
+)
 def test_fewer_stages_of_values_change_no_bit(case: Case) -> None:
     tile = dataclasses.replace(harness.HOPPER_TILE, slots=1, stages=3, value_stages=1)
     sizes = dataclasses.replace(SIZES, query_gradients=tile)
