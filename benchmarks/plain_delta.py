@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from lowprec_attn.data import builtin_text
 
-LAYERS, HEADS, WIDTH, CONTEXT = 2, 4, 64, 64
+LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 2, 4, 64, 64, 8
 VOCABULARY = 257  # bytes, and the end of a text
 HEAD = WIDTH // HEADS
 RATE, WARM_UP, B1, B2 = 4e-3, 100, 0.9, 0.95
@@ -103,11 +103,11 @@ def loss(w: Any, text: Array, key: Array, sign: str, size: float) -> tuple[Array
     x, largest = w["embedding"][text[:, :-1]] + w["places"], jnp.float32(0)
     for i, block in enumerate(w["blocks"]):
         parts = jnp.split(normalized(x, block["norm"]) @ block["qkv"], 3, axis=-1)
-        q, k, v = (y.reshape(-1, CONTEXT, HEADS, HEAD).swapaxes(1, 2) for y in parts)
+        q, k, v = (y.reshape(BATCH, CONTEXT, HEADS, HEAD).swapaxes(1, 2) for y in parts)
         seen = jnp.where(SEEN, jnp.abs(jax.lax.stop_gradient(scores(q, k))), 0)
         largest = jnp.maximum(largest, seen.max())
         o = attend(q, k, v, jax.random.fold_in(key, i), sign, size)
-        x = x + o.swapaxes(1, 2).reshape(x.shape) @ block["out"]
+        x = x + o.swapaxes(1, 2).reshape(BATCH, CONTEXT, WIDTH) @ block["out"]
         x = x + jax.nn.gelu(normalized(x, block["norm_mlp"]) @ block["up"]) @ block["down"]
     logits = jax.nn.log_softmax(normalized(x, w["norm"]) @ w["embedding"].T)
     return -jnp.take_along_axis(logits, text[:, 1:, None], axis=-1).mean(), largest
@@ -131,19 +131,19 @@ def step(state: Any, text: Array, key: Array, *, sign: str, size: float) -> tupl
     return (jax.tree.map(update, w, mean, square), mean, square, t), jnp.stack([value, largest])
 
 
-def batches(seed: int, size: int) -> Iterator[np.ndarray]:
+def batches(seed: int) -> Iterator[np.ndarray]:
     """Windows of the built-in text, bytes [B, T + 1], for ever."""
     text, rng = builtin_text.load().train.ids, np.random.default_rng(seed)
     while True:
-        starts = rng.integers(0, len(text) - CONTEXT, size)
+        starts = rng.integers(0, len(text) - CONTEXT, BATCH)
         yield np.stack([text[i : i + CONTEXT + 1] for i in starts]).astype(np.int32)
 
 
-def train(sign: str, size: float, seed: int, steps: int, batch: int) -> np.ndarray:
+def train(sign: str, size: float, seed: int, steps: int) -> np.ndarray:
     """Loss and largest |score| of every step, [steps, 2]."""
     w = parameters(jax.random.key(seed))
     zeros = jax.tree.map(jnp.zeros_like, w)
-    state, text, seen = (w, zeros, zeros, jnp.float32(0)), batches(seed, batch), []
+    state, text, seen = (w, zeros, zeros, jnp.float32(0)), batches(seed), []
     for t in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), t)
         state, measured = step(state, jnp.asarray(next(text)), key, sign=sign, size=size)
@@ -157,12 +157,11 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=0.0014, help="of δ (bfloat16's: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--signs", nargs="+", choices=SIGNS, default=SIGNS)
-    parser.add_argument("--batch", type=int, default=8, help=f"sequences of {CONTEXT} bytes")
     parser.add_argument("--steps", type=int, default=1500)
     args = parser.parse_args()
     for seed in args.seeds:
         for sign in args.signs:
-            measured = train(sign, args.size, seed, args.steps, args.batch)
+            measured = train(sign, args.size, seed, args.steps)
             least, last = measured[:, 0].min(), measured[-50:, 0].mean()
             print(
                 f"seed {seed}, {sign:8}  loss {last:.2f} (least {least:.2f}),"

@@ -52,6 +52,10 @@ class ArmOutcome:
         """How many seeds exploded."""
         return sum(word == "exploded" for word in self.words.values())
 
+    def is_lost(self, seed: int) -> bool:
+        """Whether a run exploded, or ends far above the negative control, however long it is."""
+        return self.words[seed] == "exploded" or _is_far_above(self.excess.get(seed))
+
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the share that explodes (Wilson, 1927), censored runs left out.
@@ -136,7 +140,11 @@ def _word(run: ArmRecord, control: ArmRecord | None, excess: float | None) -> Wo
         return "censored"
     if run.steps < HEALTHY_AFTER * control.explosion:
         return "censored"
-    return "behind" if excess is not None and excess >= EXCESS_NATS else "healthy"
+    return "behind" if _is_far_above(excess) else "healthy"
+
+
+def _is_far_above(excess: float | None) -> bool:
+    return excess is not None and excess >= EXCESS_NATS
 
 
 def _loss_above(run: ArmRecord, other: ArmRecord) -> float:

@@ -88,9 +88,8 @@ def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
 
 def causes(outcome: ArmOutcome, seed: int) -> tuple[Kind, ...]:
     """The kinds that name what a run was lost to; none where it was not lost."""
-    lost = outcome.words[seed] == "exploded" or outcome.excess.get(seed, 0.0) >= EXCESS_NATS
     letters = [part[0] for part in outcome.mechanism.split("), ")]  # A (…), B (…)
-    return tuple(_NAMES[letter] for letter in letters) if lost else ()
+    return tuple(_NAMES[letter] for letter in letters) if outcome.is_lost(seed) else ()
 
 
 def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:

@@ -170,16 +170,6 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
 
 
 @needs_mosaic
-@pytest.mark.slow
-def test_packed_arrays_of_head_size_256_give_the_same_bits() -> None:
-    case = dataclasses.replace(WIDEST, rows=128, keys=128, kv_heads=2)
-    sizes = of_table(case, FLASH, long=False)
-    result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
-    for name, x in expected.items():
-        np.testing.assert_array_equal(result[name], x)
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     ("case", "chosen", "programs"),
     [
@@ -356,12 +346,19 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
 
 
 @needs_mosaic
-def test_packed_arrays_give_the_same_bits() -> None:
-    case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2)
-    for sizes in (SIZES, dataclasses.replace(SIZES, unordered=True)):
-        result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
-        for name, x in expected.items():
-            np.testing.assert_array_equal(result[name], x)
+@pytest.mark.parametrize(
+    ("head_size", "sizes"),
+    [
+        pytest.param(64, SIZES, id="64"),
+        pytest.param(64, dataclasses.replace(SIZES, unordered=True), id="64, unordered"),
+        pytest.param(256, of_table(WIDEST, FLASH, long=False), id="256", marks=pytest.mark.slow),
+    ],
+)
+def test_packed_arrays_give_the_same_bits(head_size: int, sizes: BlockSizes) -> None:
+    case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2, head_size=head_size)
+    result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
 
 
 @needs_mosaic
