@@ -59,8 +59,8 @@ QUANTITIES = (
         own=4.0,
         others=6.0,
         least=96.0,
-        worth="left its past: before 299 of 338 explosions, by a median of 448 steps, and in 94 of "
-        "453 runs that held; left the others: before 268, by 410 steps, and in 37",
+        worth="left its past: before 323 of 362 explosions, by a median of 481 steps, and in 99 of "
+        "476 runs that held; left the others: before 288, by 464 steps, and in 42",
     ),
     Quantity(
         "query_weight_norm",
@@ -68,8 +68,8 @@ QUANTITIES = (
         own=4.0,
         others=2.25,
         least=0.0,
-        worth="left its past: before 272 of 338 explosions, by a median of 320 steps, and in 61 of "
-        "453 runs that held; left the others: before 230, by 389 steps, and in 13",
+        worth="left its past: before 295 of 362 explosions, by a median of 335 steps, and in 66 of "
+        "476 runs that held; left the others: before 245, by 412 steps, and in 18",
     ),
 )
 

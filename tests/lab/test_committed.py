@@ -71,6 +71,7 @@ def test_every_table_of_the_failure_is_that_of_the_records(reported):
         ("failure_output.png", "output_small"),
         ("failure_delta_value.png", "delta_size_cpu"),
         ("failure_delta_longer.png", "delta_longer_cpu"),
+        ("failure_delta_size_gpt2.png", "delta_size_gpt2"),
         ("failure_row_sum.png", "row_sum_small"),
     ],
 )
