@@ -108,9 +108,9 @@ RULES: tuple[Rule, ...] = (
         "the largest |score| is {value:.0f}, where neighbouring bfloat16 numbers lie 4 apart or "
         "more; in runs that rounding of O broke, scores grew before the loss did",
         "where rounding of O or l broke training it came before 164 of 164 explosions of seeds "
-        "that had no part in it, by 79 steps or more, and in 8 of 209 runs that did not explode; at "
-        "a rate too high, in 3 of 3 without any rounding, and near the highest rate that GPT-2 124M "
-        "trains at in 26 of 31 that held",
+        "that had no part in it, by 79 steps or more, and in 8 of 209 runs that did not explode; "
+        "at a rate too high, in 3 of 3 without any rounding, and near the highest rate that GPT-2 "
+        "124M trains at in 26 of 31 that held",
     ),
 )
 
