@@ -3,14 +3,23 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.numerics import DynamicMax
 from pallas_kernels.gpu.hopper import query_sums
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, Tile, block_sizes, is_wide
+from pallas_kernels.gpu.hopper.block_sizes import (
+    ROWS,
+    BlockSizes,
+    TieTest,
+    Tile,
+    block_sizes,
+    is_wide,
+)
 from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
 from pallas_kernels.gpu.hopper.key_gradients import key_gradients
@@ -46,10 +55,13 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
+    tests: tuple[TieTest | None, ...] = (None,)
+    if kernel == "forward" and isinstance(spec.row_max, DynamicMax):
+        tests = (None, *get_args(TieTest))
     if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
-    for warpgroups, walk, n, slots, turn, longest_first, soon in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits
+    for warpgroups, walk, n, slots, turn, longest_first, soon, tie_test in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits, tests
     ):
         if split and (warpgroups, walk) != (2, ROWS):
             continue
@@ -61,6 +73,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             **turn,
             longest_first=longest_first,
             soon=soon,
+            tie_test=tie_test,
             split=split,
         )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:

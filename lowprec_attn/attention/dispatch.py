@@ -22,8 +22,7 @@ from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
-# `implementation=None` takes the first that supports the request, which is the fastest, unless no
-# device has run such a call (`is_untried`) and another one supports it.
+# `implementation=None` takes the first that supports the request, which is the fastest.
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
@@ -86,7 +85,7 @@ def resolve(request: Request, implementation: str | None = None) -> str:
         if not able:
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
-        return next((name for name in able if not _is_untried(name, request)), able[0])
+        return able[0]
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
@@ -98,12 +97,6 @@ def resolve(request: Request, implementation: str | None = None) -> str:
             f"{reasons[implementation]}; {others}"
         )
     return implementation
-
-
-def _is_untried(name: str, request: Request) -> bool:
-    """Whether an implementation asks not to be chosen where another one serves, too."""
-    is_untried = getattr(IMPLEMENTATIONS[name], "is_untried", None)
-    return is_untried is not None and is_untried(request)
 
 
 def keys_per_step(request: Request, implementation: str | None = None) -> int:

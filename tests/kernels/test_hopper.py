@@ -305,6 +305,16 @@ def test_a_tie_shifts_the_maximum() -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("case", [TIES, GROUPED], ids=["ties", "hardly any, and masks"])
+def test_testing_for_ties_changes_no_bit(case: Case) -> None:
+    tile = dataclasses.replace(harness.HOPPER_TILE, tie_test="compared")
+    sizes = dataclasses.replace(SIZES, forward=tile)
+    result, expected = (run(case, call(case, FLASH, DynamicMax(), sizes=x)) for x in (sizes, SIZES))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+@needs_mosaic
 def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
     """O′ errs by half an ulp of bfloat16; O, of rounded P̄, by more where a sum cancels."""
     case, arrays = FEW, harness.inputs(FEW)
@@ -621,8 +631,7 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
     ("asked", "kind", "name"),
     [
         (request(sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
-        # Compiled and interpreted, but run on no device yet: where it is named alone.
-        (request(head_size=256, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(head_size=256, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (
             request(AUXILIARY_OUTPUT, head_size=256, sizes=None, platform="cuda"),
             "NVIDIA H200",
@@ -635,13 +644,6 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         assert resolve(asked) == name
-
-
-@needs_mosaic
-def test_what_no_device_has_run_is_served_where_it_is_named() -> None:
-    asked = request(head_size=256, sizes=None, platform="cuda")
-    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
-        assert resolve(asked, "hopper") == "hopper"
 
 
 @needs_mosaic
@@ -697,6 +699,7 @@ def test_the_earlier_wait_is_of_the_forward_kernel_alone(kernel: str) -> None:
         ("forward", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
         ("key_gradients", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
         ("forward", Tile(walk=64, split=True), "it has one sum, got split=True"),
+        ("key_gradients", Tile(tie_test="mixed"), "maxima are of the forward kernel alone, got"),
     ],
 )
 def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, named: str) -> None:

@@ -5,7 +5,7 @@ pytest -m gpu tests/kernels/test_hopper_device.py
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,12 @@ from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile, default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import (
+    BlockSizes,
+    TieTest,
+    Tile,
+    default_block_sizes,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -236,6 +241,17 @@ def test_an_earlier_wait_changes_no_bit(name: str) -> None:
     sizes = sizes_of(call)
     soon = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, soon=True))
     result = call.run(hopper, block_sizes=soon)
+    for what, x in call.run(hopper, block_sizes=sizes).items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("test", get_args(TieTest))
+@pytest.mark.parametrize("name", CALLS)
+def test_testing_for_ties_changes_no_bit(name: str, test: TieTest) -> None:
+    call = dataclasses.replace(CALLS[name], row_max=DynamicMax())
+    sizes = sizes_of(call)
+    tested = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, tie_test=test))
+    result = call.run(hopper, block_sizes=tested)
     for what, x in call.run(hopper, block_sizes=sizes).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 

@@ -3,12 +3,13 @@
 Needs jax-cuda13-plugin, nvidia-cuda-nvcc and nvidia-nvvm; no device. `pytest -m ptx`.
 """
 
+import dataclasses
 import functools
 import itertools
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import TieTest, default_block_sizes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -69,8 +70,13 @@ def code(
     is_causal: bool = True,
     long: bool = False,
     unordered: bool = False,
+    tie_test: TieTest | None = None,
 ) -> Code:
     sizes = default_block_sizes(head_size, unordered=True) if unordered else None
+    if tie_test:
+        sizes = default_block_sizes(head_size, long=long)
+        forward = dataclasses.replace(sizes.forward, tie_test=tie_test)
+        sizes = dataclasses.replace(sizes, forward=forward)
     spec = Spec(
         numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes
     )
@@ -122,6 +128,28 @@ def test_other_numerics_and_rules_hardly_spill(
     if head_size == 256 and chosen.delta != "normalized":
         most = SPILLED["query_gradients"][-1]
     assert found.spilled["query_gradients"] <= most
+
+
+@pytest.mark.parametrize("tie_test", get_args(TieTest))
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_a_test_for_ties_spills_nothing_and_votes_once_a_step(
+    head_size: int, long: bool, tie_test: TieTest
+) -> None:
+    found = code(head_size, FLASH, DynamicMax(), long=long, tie_test=tie_test)
+    assert found.spilled["forward"] == 0
+    assert not re.search(SERIALIZED, found.reports["forward"])
+    text, counting = found.ptx["forward"], code(head_size, FLASH, DynamicMax(), long=long)
+    assert text.count("vote.sync.any") == 2  # of the first step, and of the loop's
+    by_comparison, by_product = (
+        len(re.findall(test, text)) - len(re.findall(test, counting.ptx["forward"]))
+        for test in (r"setp\.eq\.f32", r"setp\.equ\.f32")
+    )
+    nodes = 2 * 31 + 2 * 2  # two rows of 32 scores in a thread, and two exchanges for each
+    if tie_test == "compared":
+        assert (by_comparison, by_product) == (2 * nodes, 0)
+    else:  # every second node, and products of eight
+        assert (by_comparison, by_product) == (2 * nodes // 2, 2 * -(-nodes // 16))
 
 
 @pytest.mark.parametrize(("head_size", "most"), [(64, 56), (128, 104)])

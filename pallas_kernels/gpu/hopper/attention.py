@@ -73,11 +73,6 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
     return None
 
 
-def is_untried(request: Request) -> bool:
-    """Whether no device has run such a call, so that only who names this implementation gets it."""
-    return is_wide(request.q_shape[-1])
-
-
 def _is_unordered(spec: Spec) -> bool:
     return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.unordered
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -9,6 +10,7 @@ from lowprec_attn.arithmetic.request import Spec
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 WALKS = (64, 128)
+TieTest = Literal["compared", "mixed"]
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
 
 
@@ -40,6 +42,9 @@ class Tile:
         nothing.
       soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
         after all of its softmax.
+      tie_test: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
+        counted only in steps of which a test says that there may be some, by comparisons
+        ('compared') or by these and products in turn ('mixed'). None counts in every step.
       value_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
         for dP alone, early in a step.
       split: of the backward kernels: two warpgroups share 64 rows, and each has one of two sums: dV
@@ -59,6 +64,7 @@ class Tile:
     held: bool = False
     longest_first: bool = False
     soon: bool = False
+    tie_test: TieTest | None = None
     value_stages: int | None = None
     split: bool = False
 
@@ -67,6 +73,8 @@ class Tile:
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
+        if self.tie_test not in (None, *(tests := get_args(TieTest))):
+            raise ValueError(f"tie_test must be None or one of {tests}, got {self.tie_test!r}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
         for name in ("stages", "value_stages"):
@@ -104,9 +112,9 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held or a split forward; `soon` in the backward kernels;
-        `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups, of one
-        stage, or beside a split.
+      ValueError: turns that are held or a split forward; `soon` or `tie_test` in the backward
+        kernels; `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups,
+        of one stage, or beside a split.
     """
 
     forward: Tile
@@ -125,6 +133,8 @@ class BlockSizes:
         for name in ("query_gradients", "key_gradients"):
             if getattr(self, name).soon:
                 raise ValueError(f"{name}: P̄V is of the forward kernel alone, got soon=True")
+            if test := getattr(self, name).tie_test:
+                raise ValueError(f"{name}: maxima are of the forward kernel alone, got {test!r}")
         if self.forward.split:
             raise ValueError("forward: it has one sum, got split=True")
         for name in ("forward", "key_gradients"):

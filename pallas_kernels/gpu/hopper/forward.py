@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from lowprec_attn.numerics import MASKED
+from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import by_query
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, TieTest, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     LANES,
@@ -51,6 +51,7 @@ from pallas_kernels.gpu.hopper.machine import (
     unknown_zero,
     vectors_of,
 )
+from pallas_kernels.gpu.hopper.maxima import masks, maxima
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # Keys of a step whose exponentials come before P̄V is waited for, if it is `soon`.
@@ -318,8 +319,13 @@ class _Walk(NamedTuple):
         problem, walk = self.problem, self.tile.walk
         if not problem.masks_steps(walk):
             return s
-        mask = partial(problem.mask_keys, s, self.row, t * walk)
-        return lax.cond(t >= self.full, mask, lambda: s)
+
+        def masked() -> Array:
+            apart = self._tie_test is not None
+            masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
+            return problem.mask_keys(s, self.row, t * walk, masked)
+
+        return lax.cond(t >= self.full, masked, lambda: s)
 
     def _softmax(self, s: Array, m: Array, l: Array) -> _Rows:
         """One step of online softmax. S and m count in units of `scale`."""
@@ -368,18 +374,33 @@ class _Walk(NamedTuple):
 
     def _maxima(self, s: Array, m: Array) -> tuple[Array, Array]:
         """The new m [64], and α."""
-        problem = self.problem
-        r_m = by_lane(jnp.maximum, s).max(axis=1)
+        problem, interpret = self.problem, self.problem.sizes.interpret
+        rule, unit = problem.spec.row_max, problem.spec.scale
 
         def is_repeated(s: Array, tolerance: float) -> Array:
             least = along_rows(r_m, s.shape) - np.float32(tolerance)
-            near = at_least(s, least, interpret=problem.sizes.interpret)
+            near = at_least(s, least, interpret=interpret)
             return by_lane(jnp.add, near).sum(axis=1) != ONE
 
-        # The rule looks at S − r_m only to count ties, which S itself shows as well.
-        rule, unit = problem.spec.row_max, problem.spec.scale
-        new = rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
+        def new_by(rule: RowMax) -> Array:
+            # The rule looks at S − r_m only to count ties, which S itself shows as well.
+            return rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
+
+        if (test := self._tie_test) is not None:
+            # Where no maximum of a warp's rows is repeated, the rule is the standard one.
+            r_m, repeats = maxima(s, test, interpret=interpret)
+            new = lax.cond(repeats != 0, partial(new_by, rule), partial(new_by, StandardMax()))
+        else:
+            r_m = by_lane(jnp.maximum, s).max(axis=1)
+            new = new_by(rule)
         return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
+
+    @property
+    def _tie_test(self) -> TieTest | None:
+        """The test that says where repeated maxima are to be counted; None to count them always."""
+        rule = self.problem.spec.row_max
+        # Scores that are near each other need not meet in the tree of maxima.
+        return self.tile.tie_test if isinstance(rule, DynamicMax) and rule.tolerance == 0 else None
 
     def _offset(self, m: Array) -> Array:
         """What the exponent of P̄ takes away [64]."""

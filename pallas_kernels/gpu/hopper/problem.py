@@ -181,21 +181,21 @@ class Problem:
             return first * 0, end
         return jnp.minimum(lax.div(first, jnp.int32(walk)), end), end
 
-    def mask_keys(self, s: Array, row: Array, key: Array) -> Array:
-        """Scores [queries, keys] of the tile at (row, key), MASKED where a row does not see."""
+    def mask_keys(self, s: Array, row: Array, key: Array, masked: Array | float = MASKED) -> Array:
+        """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see."""
         rows, keys = rows_and_columns(s.shape, row, key)
-        return self._masked(s, rows, keys)
+        return self._masked(s, rows, keys, masked)
 
     def mask_queries(self, s: Array, key: Array, row: Array) -> Array:
         """Scores [keys, queries] of the tile at (key, row), MASKED where a row does not see."""
         keys, rows = rows_and_columns(s.shape, key, row)
-        return self._masked(s, rows, keys)
+        return self._masked(s, rows, keys, MASKED)
 
-    def _masked(self, s: Array, rows: Array, keys: Array) -> Array:
+    def _masked(self, s: Array, rows: Array, keys: Array, masked: Array | float) -> Array:
         seen = rows >= keys if self.spec.is_causal else keys < self.keys
         if self.spec.is_causal and self.keys < self.rows:
             seen = seen & (keys < self.keys)
-        return jnp.where(seen, s, MASKED)
+        return jnp.where(seen, s, masked)
 
     def masks_steps(self, walk: int) -> bool:
         """Whether some visited step of so many keys is not seen in full."""

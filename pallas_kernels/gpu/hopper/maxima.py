@@ -1,0 +1,148 @@
+"""Maxima of a step's scores that tell whether one of them may be repeated.
+
+`dynamic_max` asks of every row of a step whether its maximum occurs twice. To count how often it
+does takes 1.5 instructions per score and a second pass over the scores. But if it occurs twice, the
+tree of maxima has a node whose two inputs are equal: one test per node, where the numbers are at
+hand, says of nearly all steps that there is nothing to count.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, nvvm, shfl_bfly, vector
+from jax.experimental.mosaic.gpu.utils import c as literal
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper.block_sizes import TieTest
+from pallas_kernels.gpu.hopper.machine import LANES, PER_ROW, TILE
+
+# Of float32; the more is added, the farther it is from 0.
+_MASKED_BITS = np.float32(MASKED).view(np.int32)
+
+_CHAINS = 4  # of maxima, for each row of a thread: instructions that need not wait for each other
+_FACTORS = 8  # of a product, which so vanishes only where scores differ by 1e-5 or less
+
+# Which nodes are tested by a product, in turn.
+_BY_PRODUCT: dict[TieTest, tuple[bool, ...]] = {"compared": (False,), "mixed": (True, False)}
+
+
+def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
+    """MASKED or a little less, a number of its own for every entry that a thread has of a row.
+
+    So `maxima` finds no two masked scores equal, but among threads that see no key at all.
+    """
+    if interpret:
+        column = lax.broadcasted_iota(jnp.int32, shape, 1)
+        bits = _MASKED_BITS + column // LANES * 2 + column % 2
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
+    def emit(_: Any) -> Any:
+        word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        layout = TILE.to_mgpu()
+        found = np.empty(layout.registers_shape(shape), dtype=object)
+        for i in range(found.shape[1]):
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), number))
+            for place in range(2):
+                mask = float((_MASKED_BITS + np.int32(2 * i + place)).view(np.float32))
+                pair = llvm.insertelement(pair, literal(mask, number), literal(place, word))
+            found[:, i] = pair
+        return fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+
+    return emit()
+
+
+def maxima(x: Array, test: TieTest, *, interpret: bool) -> tuple[Array, Array]:
+    """The maxima of the rows, and a number that is 0 where all of a warp's rows have theirs once.
+
+    Two numbers that meet may be equal and not the maximum, or a product may vanish: then it is 1
+    for nothing. It may differ from warp to warp.
+    """
+    if interpret:
+        equal = jnp.bool_(False)
+        while (width := x.shape[1]) > 1:
+            a, b = x[:, : width // 2], x[:, width // 2 :]
+            equal |= (a == b).any()
+            x = jnp.maximum(a, b)
+        return x[:, 0], equal.astype(jnp.int32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=(
+            plgpu.ShapeDtypeStruct(x.shape[:1], x.dtype, layout=PER_ROW),
+            plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        ),
+    )
+    def emit(_: Any, x: Any) -> Any:
+        word, layout = ir.IntegerType.get_signless(32), PER_ROW.to_mgpu()
+        nodes = _Nodes(test)
+        # A thread has two rows, and of each two neighbours in a register of Mosaic GPU's.
+        rows = [
+            [llvm.extractelement(pair, literal(i, word)) for pair in row for i in (0, 1)]
+            for row in x.registers.reshape(-1, 2).T
+        ]
+        found = [row[:_CHAINS] for row in rows]
+        for i in range(_CHAINS, len(rows[0])):
+            for chains, row in zip(found, rows, strict=True):
+                chains[i % _CHAINS] = nodes.larger(chains[i % _CHAINS], row[i])
+        while (half := len(found[0]) // 2) > 0:
+            found = [[nodes.larger(r[i], r[half + i]) for i in range(half)] for r in found]
+        for lanes in (1, 2):  # threads of a row
+            found = [[nodes.larger(x, shfl_bfly(x, lanes))] for (x,) in found]
+        equal = nvvm.vote_sync(literal(-1, word), nodes.equal(), nvvm.VoteSyncKind.any)
+        of_rows = np.empty(layout.registers_shape(x.shape[:1]), dtype=object)
+        for place, (maximum,) in zip(np.ndindex(of_rows.shape), found, strict=True):
+            of_rows[place] = vector.broadcast(ir.VectorType.get((1,), maximum.type), maximum)
+        return (
+            fragmented_array.FragmentedArray(_registers=of_rows, _layout=layout, _is_signed=None),
+            fragmented_array.FragmentedArray.splat(arith.extui(word, equal), (), is_signed=True),
+        )
+
+    return emit(x)
+
+
+class _Nodes:
+    """Nodes of a tree of maxima, whose two inputs are tested for equality.
+
+    By a comparison, which is one instruction chained to the last, or by the difference as a factor
+    of a product: two instructions, but of a unit that is twice as fast as that of comparisons and
+    maxima, and idle meanwhile.
+    """
+
+    def __init__(self, test: TieTest) -> None:
+        self._by_product = _BY_PRODUCT[test]
+        self._count = 0
+        self._differences: list[Any] = []
+        self._equal: Any = None
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """The larger of two numbers, which are tested."""
+        if self._by_product[self._count % len(self._by_product)]:
+            self._differences.append(arith.subf(a, b))
+            if len(self._differences) == _FACTORS:
+                self._end_product()
+        else:
+            self._add(arith.cmpf(arith.CmpFPredicate.OEQ, a, b))
+        self._count += 1
+        return arith.maximumf(a, b)
+
+    def equal(self) -> Any:
+        """A bit: whether any two were."""
+        self._end_product()
+        return self._equal
+
+    def _end_product(self) -> None:
+        if self._differences:
+            product = functools.reduce(arith.mulf, self._differences)
+            # Unordered: zero times infinity is not a number.
+            self._add(arith.cmpf(arith.CmpFPredicate.UEQ, product, literal(0.0, product.type)))
+            self._differences = []
+
+    def _add(self, test: Any) -> None:
+        self._equal = test if self._equal is None else arith.ori(self._equal, test)
