@@ -6,7 +6,8 @@ rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-
 hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is multiplied before
 P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2). From its kernel's code
 are three more: S adds to nothing, P̄V may be waited for among the exponentials (`Tile.soon`), and
-the longest tiles may come first (`Tile.longest_first`).
+the longest tiles may come first (`Tile.longest_first`). Repeated maxima, which `dynamic_max` looks
+for, are counted in every step or where a test says that there may be some (`Tile.tie_test`).
 
 O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
@@ -320,12 +321,12 @@ class _Walk(NamedTuple):
         if not problem.masks_steps(walk):
             return s
 
-        def masked() -> Array:
+        def mask() -> Array:
             apart = self._tie_test is not None
             masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
             return problem.mask_keys(s, self.row, t * walk, masked)
 
-        return lax.cond(t >= self.full, masked, lambda: s)
+        return lax.cond(t >= self.full, mask, lambda: s)
 
     def _softmax(self, s: Array, m: Array, l: Array) -> _Rows:
         """One step of online softmax. S and m count in units of `scale`."""
