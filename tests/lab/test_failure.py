@@ -27,13 +27,18 @@ def collected(directory, *options):
 
 
 @pytest.mark.slow
-def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
+def test_the_loss_is_lost_with_every_seed_and_with_no_cure(tmp_path):
+    """By how much stands firm. By which word does not: a seed in ten leaves slowly.
+
+    Which one depends on JAX and the machine (results/failure/README.md, "On a laptop").
+    """
     found = {o.arm.name: o for o in outcomes.outcomes(collected(tmp_path))}
-    assert set(found["output"].words.values()) == {"exploded"}
-    assert len(found["output"].words) == 3
+    seeds = tuple(found["output"].words)
+    assert len(seeds) == 3
+    assert all(found["output"].is_lost(seed) for seed in seeds)
+    assert found["output"].exploded >= 2
     for cure in ("exact", "normalized"):
-        assert found[cure].exploded == 0
+        assert not any(found[cure].is_lost(seed) for seed in seeds)
         best = max(max(r.val_losses.values()) for r in found[cure].records.values())
         broken = min(min(r.val_losses.values()) for r in found["output"].records.values())
         assert broken > best + 0.5
-    assert outcomes.undecided(list(found.values())) == []
