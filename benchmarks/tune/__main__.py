@@ -3,6 +3,7 @@
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
     python -m benchmarks.tune --implementation hopper --shapes gpt2 long64 long128 --out FILE
     python -m benchmarks.tune --implementation hopper --unordered --shapes gpt2 long64 long128
+    python -m benchmarks.tune --implementation hopper --rules dynamic_max --vary tie_test
 
 Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
 kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,
@@ -60,6 +61,9 @@ def _arguments() -> argparse.Namespace:
         "--unordered", action="store_true", help="hopper's one kernel of dQ, dK and dV instead"
     )
     parser.add_argument("--stages", nargs="+", type=_positive, metavar="N", help="of a tile")
+    parser.add_argument(
+        "--vary", nargs="+", metavar="FIELD", help="of a tile; all others as in the table"
+    )
     parser.add_argument("--rounds", type=_positive, default=5, help="samples of each tile")
     parser.add_argument("--shown", type=_positive, default=3, help="tiles printed per kernel")
     parser.add_argument("--out", type=Path, help="JSON lines file to write")
@@ -71,6 +75,9 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--unordered times a kernel that sees no preset, got {args.presets}")
         args.kernels, args.presets, args.rules = ["key_gradients"], ["flash"], ["standard"]
     module = IMPLEMENTATIONS[args.implementation]
+    fields = [field.name for field in dataclasses.fields(module.Tile)]
+    if unknown := set(args.vary or ()).difference(fields):
+        parser.error(f"--vary takes {', '.join(fields)}, got {', '.join(sorted(unknown))}")
     args.presets = args.presets or module.PRESETS
     args.rules = args.rules or module.RULES
     args.stages = args.stages or module.STAGES
@@ -91,7 +98,7 @@ def _run(args: argparse.Namespace) -> None:
         call.check()
     records: list[Record] = [environment(_PROGRAM)]
     for call, kernels in differing(calls, args.kernels):
-        for part in sweep(call, kernels, args.stages, args.rounds):
+        for part in sweep(call, kernels, args.stages, args.rounds, args.vary):
             print(table(part, args.shown), flush=True)
             records += part
             if args.out:

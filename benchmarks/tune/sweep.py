@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,16 +98,24 @@ def differing(calls: Iterable[Call], kernels: Sequence[str]) -> Iterator[tuple[C
 
 
 def sweep(
-    call: Call, kernels: Sequence[str], stages: Sequence[int], rounds: int
+    call: Call,
+    kernels: Sequence[str],
+    stages: Sequence[int],
+    rounds: int,
+    vary: Sequence[str] | None = None,
 ) -> Iterator[list[Record]]:
-    """The records of each kernel, fastest tile first, refused tiles last."""
+    """The records of each kernel, fastest tile first, refused tiles last.
+
+    vary: fields of a tile in which others may differ from the table's; None, in all.
+    """
     module = call.module
     q, k, v, do = call.problem.inputs()
     sizes = module.table(q, call.spec)
     arrays = jax.jit(partial(module.inputs, spec=call.spec, sizes=sizes))(q, k, v, do)
     for name in kernels:
         own = getattr(sizes, name)
-        tried = list(dict.fromkeys([own, *module.tiles(name, q.shape[-1], call.spec, stages)]))
+        found = module.tiles(name, q.shape[-1], call.spec, stages)
+        tried = list(dict.fromkeys([own, *(t for t in found if _is_alike(t, own, vary))]))
         key = {"kind": "tile", **dataclasses.asdict(call), "kernel": name}
         records = [{**key, **dataclasses.asdict(tile), "table": tile == own} for tile in tried]
         functions = [
@@ -117,6 +126,13 @@ def sweep(
         for record, result in zip(records, results, strict=True):
             record.update(result)
         yield sorted(records, key=lambda record: record.get("seconds", float("inf")))
+
+
+def _is_alike(tile: Any, own: Any, vary: Sequence[str] | None) -> bool:
+    """Whether a tile is the table's in all fields but those of `vary`."""
+    fields = {field.name for field in dataclasses.fields(own)}
+    kept = fields.difference(fields if vary is None else vary)
+    return all(getattr(tile, name) == getattr(own, name) for name in kept)
 
 
 def _measure(

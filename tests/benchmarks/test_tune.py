@@ -251,6 +251,25 @@ def test_records_have_the_fastest_first_and_why_others_were_refused(
     assert "refused" in command.table(records, shown=4)
 
 
+def test_a_field_varies_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(IMPLEMENTATIONS, "fake", FAKE)
+    of = call(implementation="fake")
+    (records,) = sweep(of, ["forward"], stages=(1,), rounds=1, vary=["work"])
+    assert [(x["work"], x["fault"], x["table"]) for x in records] == [
+        (1, "", False),
+        (100, "", True),
+    ]
+
+
+def test_a_field_that_tiles_have_not_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tune", "--vary", "walk", "stages"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--vary takes query, kv, warps, stages, got walk" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("backend", "error"),
     [
