@@ -102,7 +102,7 @@ def test_the_failure_in_one_row(tmp_path):
 
 @pytest.mark.slow
 def test_what_the_row_does_to_training(tmp_path):
-    """One seed, cut short: the scores have left, and the loss follows 100 to 400 steps later."""
+    """One seed, cut short: the scores have left, and the loss follows 160 to 470 steps later."""
     figures, result = execute(
         "failure_in_one_row.ipynb",
         tmp_path,

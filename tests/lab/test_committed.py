@@ -64,7 +64,7 @@ def test_every_table_of_the_failure_is_that_of_the_records(reported):
 @pytest.mark.parametrize(
     ("image", "experiment"),
     [
-        ("failure_cpu.png", "output_cpu"),
+        ("failure_cpu.png", "failure_cpu"),
         ("failure_delta.png", "delta_small"),
         ("failure_edge.png", "edge_gpt2"),
         ("failure_edge_long.png", "edge_long"),

@@ -17,8 +17,7 @@ def collected(directory, *options):
     """The records of `lab run failure_cpu`, by arm and seed."""
     lab = [sys.executable, "-m", "lowprec_attn", "lab"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    # As it is run by hand: what the tests compile, without optimisation, adds in another order, and
-    # an order is one more draw (results/failure/output_cpu/unoptimized).
+    # As it is run by hand: what the tests compile, without optimisation, is slower.
     environment.pop("XLA_FLAGS", None)
     run = [*lab, "run", "failure_cpu", f"--workdir={directory / 'runs'}", "--jobs=2", *options]
     for command in (run, [*lab, "collect", directory / "runs", directory / "records"]):
@@ -27,18 +26,13 @@ def collected(directory, *options):
 
 
 @pytest.mark.slow
-def test_the_loss_is_lost_with_every_seed_and_with_no_cure(tmp_path):
-    """By how much stands firm. By which word does not: a seed in ten leaves slowly.
-
-    Which one depends on JAX and the machine (results/failure/README.md, "On a laptop").
-    """
+def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
     found = {o.arm.name: o for o in outcomes.outcomes(collected(tmp_path))}
-    seeds = tuple(found["output"].words)
-    assert len(seeds) == 3
-    assert all(found["output"].is_lost(seed) for seed in seeds)
-    assert found["output"].exploded >= 2
+    assert set(found["output"].words.values()) == {"exploded"}
+    assert len(found["output"].words) == 3
     for cure in ("exact", "normalized"):
-        assert not any(found[cure].is_lost(seed) for seed in seeds)
+        assert set(found[cure].words.values()) == {"healthy"}
         best = max(max(r.val_losses.values()) for r in found[cure].records.values())
         broken = min(min(r.val_losses.values()) for r in found["output"].records.values())
-        assert broken > best + 0.5
+        assert broken > best + 0.8
+    assert outcomes.undecided(list(found.values())) == []

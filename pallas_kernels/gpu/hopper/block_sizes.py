@@ -147,9 +147,9 @@ class BlockSizes:
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
 
-# Query rows from which on a causal call is long. Measured at 1,024, where three warpgroups take 6 %
-# longer, and at 8,192, where the tiles of long calls take 14 % less at head size 64 and 8 % at 128.
-# Between them it is counted from the tiles: three warpgroups gain 5 % at 2,048 and 9 % at 4,096.
+# Query rows from which on a causal call is long. Measured: at head size 64 the tiles of long calls
+# take 6 % longer at 1,024 rows and 1 % at 2,048, and 7 % less at 4,096 and 14 % at 8,192; at 128, 8 %
+# less at 8,192.
 _LONG = 4096
 
 
@@ -169,8 +169,6 @@ def default_block_sizes(
     unordered: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
-
-    Those of head size 256 are chosen by registers and shared memory, and not tuned.
 
     Args:
       head_size: 64, 128 or 256.
@@ -192,10 +190,10 @@ def default_block_sizes(
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
         return BlockSizes(
-            forward=Tile(walk=64, slots=1, turns=long, longest_first=long, soon=long),
-            query_gradients=Tile(walk=64, slots=1, split=True)
+            forward=Tile(walk=64, slots=1, turns=long, longest_first=long),
+            query_gradients=Tile(walk=64, slots=1, longest_first=long, split=True)
             if sums_keys
-            else Tile(walk=64, slots=1, value_stages=1, turns=True),
+            else Tile(walk=64, slots=1, value_stages=1, turns=True, longest_first=long),
             key_gradients=Tile(walk=64, slots=1, split=True, longest_first=True),
         )
     walk = kv_block or (64 if keeps_auxiliary and head_size > 64 else 128)

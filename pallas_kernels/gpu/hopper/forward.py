@@ -439,8 +439,14 @@ class _Walk(NamedTuple):
         batch: Array,
         head: Array,
     ) -> None:
-        """Divides by l and stores; O leaves through the memory of its q."""
-        l = rows.l.sum(axis=1)
+        """Divides by l and stores; O leaves through the memory of its q.
+
+        A row whose scores are all −inf has O = 0, lse = −inf and, backward, P = 0, as one that sees
+        no key.
+        """
+        empty = rows.m <= np.float32(MASKED)
+        infinity = constant((ROWS,), np.inf, PER_ROW)
+        l = jnp.where(empty, infinity, rows.l.sum(axis=1))
         o = acc / along_rows(l, acc.shape)
         memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
         memory[...] = o.astype(self.problem.dtype)
@@ -461,7 +467,7 @@ class _Walk(NamedTuple):
         vectors = []
         for i, (ref, factor) in enumerate(((out.lse, unit), (out.offset, -to_log2))):
             vector = self.shared.statistics.at[i, self.me]
-            vector[...] = lse * np.float32(factor)
+            vector[...] = jnp.where(empty, -infinity, lse * np.float32(factor))
             vectors.append((vector, ref.at[batch, head, pl.ds(self.row, ROWS)]))
         plgpu.commit_smem()
         for source, target in copies:
