@@ -148,8 +148,8 @@ class BlockSizes:
 
 
 # Query rows from which on a causal call is long. Measured at head size 64: the tiles of long calls
-# take 6 % longer at 1,024 rows, 1 % at 2,048, and 7 % less at 4,096, 14 % at 8,192. At 128: 8 % less
-# at 8,192.
+# take 6 % longer at 1,024 rows, 1 % at 2,048, and 7 % less at 4,096, 14 % at 8,192. At head size
+# 128 they take 8 % less at 8,192.
 _LONG = 4096
 
 
