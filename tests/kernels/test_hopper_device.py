@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_calls import check_rows_without_a_score
 
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
@@ -264,6 +265,19 @@ def test_testing_for_ties_changes_no_bit(name: str, test: TieTest, few: bool) ->
     result = call.run(hopper, block_sizes=tested)
     for what, x in call.run(hopper, block_sizes=sizes).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize("row_max", [StandardMax(), DynamicMax()], ids=str)
+@pytest.mark.parametrize("test", [None, "compared"])
+def test_rows_of_minus_infinity_alone_are_empty(
+    head_size: int, row_max: RowMax, test: TieTest | None
+) -> None:
+    sizes = default_block_sizes(head_size)
+    tile = dataclasses.replace(sizes.forward, tie_test=test)
+    sizes = dataclasses.replace(sizes, forward=tile)
+    spec = Spec(numerics=FLASH, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
+    check_rows_without_a_score(hopper.attention, spec, head_size)
 
 
 @pytest.mark.parametrize(

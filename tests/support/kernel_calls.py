@@ -8,6 +8,7 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiling import UNOPTIMIZED
 
@@ -204,3 +205,24 @@ def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     # A product casts its operand to the point's format once more, as the compiled code needs it.
     unrounded = property(lambda self: numerics.get_format("float32"))
     monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)
+
+
+def check_rows_without_a_score(attention: Callable[..., Any], spec: Spec, head_size: int) -> None:
+    """Rows whose scores are all less than what stands for a masked one have O = dQ = 0, lse = −inf.
+
+    Rows that see a single key and rows that see all are among them, of 128 causal ones.
+    """
+    rng = np.random.default_rng(0)
+    q, k, v, do = (rng.standard_normal((1, 128, 1, head_size)) for _ in range(4))
+    empty = [0, 3, 20, 127]
+    q[0, empty], k[..., 0] = 0, 2.0**63
+    q[..., 0], q[0, empty, :, 0] = 0, -1.5 * 2.0**64  # S = −1.5 · 2**127: NumPy's −inf would warn
+    arrays = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    (out, lse), pullback = jax.vjp(lambda *qkv: attention(*qkv, Extras(), spec), *arrays)
+    dq, dk, dv = pullback((jnp.asarray(do, jnp.bfloat16), jnp.ones_like(lse)))
+    is_empty = np.isin(np.arange(128), empty)
+    np.testing.assert_array_equal(np.isneginf(lse[0, :, 0]), is_empty)
+    for x in (out, dq):
+        found = np.asarray(x, np.float32)[0, :, 0]
+        np.testing.assert_array_equal((found == 0).all(axis=-1), is_empty)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (dq, dk, dv))
