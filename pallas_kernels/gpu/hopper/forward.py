@@ -446,7 +446,7 @@ class _Walk(NamedTuple):
         """
         empty = rows.m <= np.float32(MASKED)
         infinity = constant((ROWS,), np.inf, PER_ROW)
-        l = jnp.where(empty, infinity, rows.l.sum(axis=1))
+        l = jnp.where(empty, infinity, rows.l.sum(axis=1))  # O = Ō / ∞ = 0
         o = acc / along_rows(l, acc.shape)
         memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
         memory[...] = o.astype(self.problem.dtype)
