@@ -31,8 +31,13 @@ PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
 RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
 
-# None, those that begin a step, and those held from the end of a step on.
-_TURNS: tuple[dict[str, bool], ...] = ({}, {"turns": True}, {"turns": True, "held": True})
+# None, those that begin a step, those held from the end of a step on, those with both at once.
+_TURNS: tuple[dict[str, bool], ...] = (
+    {},
+    {"turns": True},
+    {"turns": True, "held": True},
+    {"turns": True, "ahead": True},
+)
 
 
 # Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
@@ -56,14 +61,21 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
     tests: tuple[TieTest | None, ...] = (None,)
-    if kernel == "forward" and isinstance(spec.row_max, DynamicMax):
-        tests = (None, *get_args(TieTest))
+    if kernel == "forward":
+        # What the table has says nothing where the rule does not look for ties.
+        tests = (
+            (None, *get_args(TieTest)) if isinstance(spec.row_max, DynamicMax) else ("compared",)
+        )
     if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
+    elif sums_queries(kernel, spec) or (kernel == "query_gradients" and _sums(kernel, spec) > 1):
+        turns = _TURNS[:3]
     for warpgroups, walk, n, slots, turn, longest_first, soon, tie_test in itertools.product(
         _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits, tests
     ):
         if split and (warpgroups, walk) != (2, ROWS):
+            continue
+        if "ahead" in turn and n < 2:
             continue
         tile = Tile(
             warpgroups=warpgroups,
@@ -90,7 +102,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
 def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
     """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
     yield tile
-    if kernel == "query_gradients" and is_wide(head_size) and not tile.split:
+    if kernel == "query_gradients" and (is_wide(head_size) or tile.ahead) and not tile.split:
         for stages in range(1, tile.stages):
             yield dataclasses.replace(tile, value_stages=stages)
 
@@ -105,6 +117,8 @@ def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     """Of a thread, for the sums over the walk and the products of a step."""
     sums = 1 if tile.split else _sums(kernel, spec)
     products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
+    if kernel == "query_gradients" and tile.ahead:
+        products += 0.5  # dS of the step before
     return ROWS * (sums * head_size + products * tile.walk) / _THREADS
 
 

@@ -261,9 +261,16 @@ def test_testing_for_ties_changes_no_bit(name: str, test: TieTest, few: bool) ->
     """With few ties a warp has some in half of its steps, so that it counts there alone."""
     call = dataclasses.replace(CALLS[name], row_max=DynamicMax(), few_ties=few)
     sizes = sizes_of(call)
-    tested = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, tie_test=test))
-    result = call.run(hopper, block_sizes=tested)
-    for what, x in call.run(hopper, block_sizes=sizes).items():
+    result, expected = (
+        call.run(
+            hopper,
+            block_sizes=dataclasses.replace(
+                sizes, forward=dataclasses.replace(sizes.forward, tie_test=tie_test)
+            ),
+        )
+        for tie_test in (test, None)
+    )
+    for what, x in expected.items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
@@ -290,6 +297,27 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
         for on in (True, False)
     )
     for what, x in expected.items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, call in CALLS.items() if call.numerics.delta != "normalized"]
+)
+def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
+    """In both kernels of the backward pass, those of no table that has it, too."""
+    call = CALLS[name]
+    sizes = sizes_of(call)
+
+    def run(*, ahead: bool) -> dict[str, np.ndarray]:
+        tiles = {
+            kernel: dataclasses.replace(getattr(sizes, kernel), ahead=ahead, held=False)
+            for kernel in ("query_gradients", "key_gradients")
+            if not getattr(sizes, kernel).split
+        }
+        return call.run(hopper, block_sizes=dataclasses.replace(sizes, **tiles))
+
+    result = run(ahead=True)
+    for what, x in run(ahead=False).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 

@@ -37,6 +37,8 @@ class Tile:
       turns: warpgroups start their products by turns.
       held: of dQ's kernel and that of dK and dV: a turn has the products that end a step and those
         that begin the next, instead of the latter alone.
+      ahead: of dQ's kernel and that of dK and dV: the products that end a step start in the same
+        turn as those that begin the next, and before them. Without `delta='normalized'`.
       longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
         has room for, instead of in pairs. Without causality they are equally long, and it says
         nothing.
@@ -52,8 +54,9 @@ class Tile:
         the other anyway.
 
     Raises:
-      ValueError: a size out of range, turns that are held where there are none, or a split among
-        other than two warpgroups, in steps of other than 64 rows, or with turns.
+      ValueError: a size out of range, turns that are held where there are none, `ahead` with held
+        turns, in one stage or with a split, or a split among other than two warpgroups, in steps of
+        other than 64 rows, or with turns.
     """
 
     warpgroups: int = 2
@@ -62,6 +65,7 @@ class Tile:
     slots: int = 2
     turns: bool = False
     held: bool = False
+    ahead: bool = False
     longest_first: bool = False
     soon: bool = False
     tie_test: TieTest | None = None
@@ -77,6 +81,8 @@ class Tile:
             raise ValueError(f"tie_test must be None or one of {tests}, got {self.tie_test!r}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
+        if self.ahead and (self.held or self.stages < 2 or self.split):
+            raise ValueError(f"ahead=True takes two stages, no held turns, no split, got {self}")
         for name in ("stages", "value_stages"):
             if (stages := getattr(self, name)) is not None and stages < 1:
                 raise ValueError(f"{name} must be at least 1, got {stages}")
@@ -112,9 +118,9 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held or a split forward; `soon` or `tie_test` in the backward
-        kernels; `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups,
-        of one stage, or beside a split.
+      ValueError: turns that are held, `ahead` or a split forward; `soon` or `tie_test` in the
+        backward kernels; `value_stages` in others than dQ's; an unordered dQ of other than two
+        warpgroups, of one stage, `ahead`, or beside a split.
     """
 
     forward: Tile
@@ -128,6 +134,8 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
+        if self.forward.ahead:
+            raise ValueError("forward: S is always ahead of P̄V, got ahead=True")
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
         for name in ("query_gradients", "key_gradients"):
@@ -143,6 +151,8 @@ class BlockSizes:
         tile = self.key_gradients
         if self.unordered and tile.split:
             raise ValueError(f"unordered dQ takes no split of dK and dV, got {tile}")
+        if self.unordered and tile.ahead:
+            raise ValueError(f"unordered dQ is a step behind of itself, got {tile}")
         if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
@@ -190,7 +200,7 @@ def default_block_sizes(
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
         return BlockSizes(
-            forward=Tile(walk=64, slots=1, turns=long, longest_first=long),
+            forward=Tile(walk=64, slots=1, turns=long, longest_first=long, tie_test="compared"),
             query_gradients=Tile(walk=64, slots=1, longest_first=long, split=True)
             if sums_keys
             else Tile(walk=64, slots=1, value_stages=1, turns=True, longest_first=long),
@@ -201,10 +211,17 @@ def default_block_sizes(
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(
-                warpgroups=3 if long else 2, walk=walk, turns=True, longest_first=long, soon=long
+                warpgroups=3 if long else 2,
+                walk=walk,
+                turns=True,
+                longest_first=long,
+                soon=long,
+                tie_test="compared",
             ),
-            query_gradients=Tile(walk=64, stages=3) if sums_keys else Tile(turns=True, held=True),
-            key_gradients=Tile(turns=True, held=True, longest_first=not unordered),
+            query_gradients=Tile(walk=64, stages=3, longest_first=long)
+            if sums_keys
+            else Tile(turns=True, held=True, longest_first=long),
+            key_gradients=Tile(turns=True, held=True, longest_first=long or not unordered),
             unordered=unordered,
         )
     return BlockSizes(
@@ -214,17 +231,25 @@ def default_block_sizes(
             turns=long,
             longest_first=long,
             soon=long,
+            tie_test="compared",
         ),
         query_gradients=Tile(
-            walk=64, stages=2 if saves_float32 else 3, slots=1, turns=not sums_keys
+            walk=64,
+            stages=3,
+            value_stages=2 if saves_float32 else None,
+            slots=1,
+            turns=True,
+            ahead=not sums_keys,
+            longest_first=long,
         ),
         key_gradients=Tile(
             walk=64,
             stages=2 if unordered else 3,
             slots=1,
             turns=True,
-            held=True,
-            longest_first=not unordered,
+            held=unordered,
+            ahead=not unordered,
+            longest_first=long or not unordered,
         ),
         unordered=unordered,
     )

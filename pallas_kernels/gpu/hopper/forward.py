@@ -307,7 +307,7 @@ class _Walk(NamedTuple):
         self.shared.k.wait(self.steps + t)
         self.turns.wait()
         q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(self.steps + t)
-        return begin_product(q, k)
+        return begin_product(q, k, interpret=self.problem.sizes.interpret)
 
     def _finish_scores(self, s: Array, t: Array, *, later: int) -> Array:
         """Waits for them, while so many products that were started later run; takes the mask."""

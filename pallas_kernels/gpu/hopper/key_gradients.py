@@ -28,6 +28,7 @@ from pallas_kernels.gpu.hopper.machine import (
     Turns,
     accumulator,
     as_operand,
+    begin_product,
     interpreter,
     set_registers,
     tiles_of,
@@ -153,6 +154,9 @@ class _Walk(NamedTuple):
     def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
         end = self._end
+        if self.tile.ahead:
+            pl.when(end > 0)(lambda: self._run_ahead(dk, dv, end))
+            return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
         if self.sums is not None:
             pl.when(end > 0)(lambda: self._wait_for_queries(jnp.int32(0)))
         self.turns.enter()
@@ -176,34 +180,55 @@ class _Walk(NamedTuple):
         for ring in (self.shared.q, self.shared.do):
             ring.wait(self.steps.first + t)
 
+    def _run_ahead(self, dk: Any, dv: Any, end: Array) -> None:
+        """The same where the products that end a step start in the same turn as those of the
+        next."""
+
+        def step(t: Array, before: tuple[Array, Array] | None) -> tuple[Array, Array]:
+            end_step = None if before is None else partial(add, t - 1, *before)
+            return self._operands(*self._factors_of_ds(t, end_step))
+
+        def add(t: Array, probs: Array, ds: Array) -> None:
+            self._add(dk, dv, probs, ds, t)
+
+        add(end - 1, *lax.fori_loop(1, end, step, step(jnp.int32(0), None)))
+        plgpu.wgmma_wait(0)
+        self._release(end - 1)
+
     def _step(self, t: Array, dk: Any, dv: Any) -> None:
-        n, shape, problem = self.steps.first + t, (ROWS, self.tile.walk), self.problem
-        q, do = self.shared.q, self.shared.do
         if self.sums is not None:
             self.turns.wait_to_begin()
-        probs, shifted_dp = pl.run_scoped(
-            partial(self._factors_of_ds, t), accumulator(*shape), accumulator(*shape)
-        )
-        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
-        left, ds = (x.astype(problem.dtype) for x in (probs, probs * shifted_dp))
-
-        def multiply() -> None:
-            plgpu.wgmma(dv, as_operand(left, memory), do.get(n))
-            if memory is not None:
-                plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
-            plgpu.wgmma(dk, as_operand(ds, memory), q.get(n))
-
+        operands = self._operands(*self._factors_of_ds(t))
+        multiply = partial(self._add, dk, dv, *operands, t)
         if self.sums is None:
             self.turns.wait_to_end()
             multiply()
         else:
-            self.sums.write(ds, t)
+            self.sums.write(operands[1], t)
             self.turns.wait_to_end()
             self._add_before(self.sums, t, multiply)
             pl.when(t + 1 < self._end)(lambda: self._wait_for_queries(t + 1))
         plgpu.wgmma_wait(0)
-        do.release(n)
-        q.release(n)
+        self._release(t)
+
+    def _operands(self, probs: Array, shifted_dp: Array) -> tuple[Array, Array]:
+        """Pᵀ and dSᵀ, rounded."""
+        dtype = self.problem.dtype
+        return probs.astype(dtype), (probs * shifted_dp).astype(dtype)
+
+    def _add(self, dk: Any, dv: Any, probs: Array, ds: Array, t: Array) -> None:
+        """Starts Pᵀ dO and dSᵀ q of step t."""
+        n = self.steps.first + t
+        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
+        plgpu.wgmma(dv, as_operand(probs, memory), self.shared.do.get(n))
+        if memory is not None:
+            plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
+        plgpu.wgmma(dk, as_operand(ds, memory), self.shared.q.get(n))
+
+    def _release(self, t: Array) -> None:
+        """q and dO of step t are needed no more."""
+        for ring in (self.shared.do, self.shared.q):
+            ring.release(self.steps.first + t)
 
     def _add_before(self, sums: QuerySums, t: Array, multiply: Callable[[], None]) -> None:
         """Adds what step t − 1 gives to dQ while the products that `multiply` starts run."""
@@ -252,9 +277,15 @@ class _Walk(NamedTuple):
         head, step = self.steps.of(t, self.turn.head, self.problem.group)
         return self.turn.batch, step * self.tile.walk, head, self.turn.tile
 
-    def _factors_of_ds(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
-        """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last."""
+    def _factors_of_ds(
+        self, t: Array, end_step: Callable[[], None] | None = None
+    ) -> tuple[Array, Array]:
+        """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last.
+
+        end_step: starts the products of the step before, if `ahead`.
+        """
         n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
+        interpret = problem.sizes.interpret
         _, step = self.steps.of(t, self.turn.head, problem.group)
         row = step * self.tile.walk
         me, key = self.me, self.key
@@ -263,14 +294,21 @@ class _Walk(NamedTuple):
         k, v = (self.shared.keys.get(self.tiles, me, buffer=b) for b in (0, 1))
         if self.sums is None:
             q.wait(n)
+            if self.tile.ahead:  # in a turn, nothing is to come between products
+                do.wait(n)
             self.turns.wait_to_begin()
-        plgpu.wgmma(s_sum, k, q.get(n).T)
-        if self.sums is None:
+        if end_step is not None:
+            end_step()
+        s = begin_product(k, q.get(n), interpret=interpret)
+        if end_step is not None:  # dP takes the registers of what it multiplies
+            plgpu.wgmma_wait(1)
+            self._release(t - 1)
+        if self.sums is None and not self.tile.ahead:
             do.wait(n)
-        plgpu.wgmma(dp_sum, v, do.get(n).T)
+        dp = begin_product(v, do.get(n), interpret=interpret)
         self.turns.pass_on()
-        s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
+        plgpu.wgmma_wait(1)
         probs = by_key.probs(s, q.get(n, buffer=1), key, row, problem)
-        dp = plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+        plgpu.wgmma_wait(0)
         # Added before P is rounded: its registers are free when those of the rounded P are needed.
         return probs, by_key.shifted_dp(dp, do.get(n, buffer=1), problem)

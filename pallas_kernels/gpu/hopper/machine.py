@@ -275,13 +275,20 @@ _SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 
 _SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
 
 
-def begin_product(left: Any, right: Any) -> Array:
+def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
     """left rightᵀ [64, columns] of bfloat16 rows [64, H] and [columns, H] in shared memory.
 
     It is under way, and there when it has been waited for. Unlike `plgpu.wgmma` it adds to nothing,
     where that adds to zeros, which are written first: the machine's products have a flag for it.
     """
     (rows, depth), columns = left.shape, right.shape[0]
+    if interpret:  # which knows no such product
+
+        def product(out: Any) -> Array:
+            plgpu.wgmma(out, left, right.T)
+            return out[...]
+
+        return pl.run_scoped(product, accumulator(rows, columns))
     matrix = plgpu.RefType(_transforms(depth, left.dtype))
 
     @plgpu.inline_mgpu(

@@ -7,6 +7,7 @@ run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS 
 where a warpgroup has no registers for both, two share 64 rows: `split_query_gradients`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from pallas_kernels.gpu.hopper.machine import (
     accumulator,
     along_rows,
     as_operand,
+    begin_product,
     by_lane,
     constant,
     interpreter,
@@ -50,9 +52,11 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
 
     Raises:
-      ValueError: tiles that split what has but one sum.
+      ValueError: tiles that split what has but one sum, or are ahead with two.
     """
     tile = problem.sizes.query_gradients
+    if tile.ahead and problem.normalizes_delta:
+        raise ValueError(f"ahead=True is of one sum, not of delta='normalized', got {tile}")
     if tile.split and not problem.normalizes_delta:
         raise ValueError(f"split=True is of delta='normalized' alone, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
@@ -196,6 +200,9 @@ class _Walk(NamedTuple):
 
     def run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
         """Σ dS k over the steps before `end`; if asked for Σ P k too, that, Σ dS and Σ P [64]."""
+        if self.tile.ahead:
+            self._run_ahead(dq, end)
+            return (plgpu.wgmma_accumulator_load(dq, wait_n=None),)
         none = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
         self.turns.enter()
         sums = lax.fori_loop(0, end, lambda t, sums: self._step(t, dq, pk, sums), none)
@@ -204,41 +211,69 @@ class _Walk(NamedTuple):
         return *products, *(x.sum(axis=1) for x in sums)
 
     def _step(self, t: Array, dq: Any, pk: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        n, shape, dtype = self.steps + t, (ROWS, self.tile.walk), self.problem.dtype
-        probs, dp = pl.run_scoped(
-            partial(self._probs_and_dp, t), accumulator(*shape), accumulator(*shape)
-        )
-        self.shared.v.release(n)
-        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
+        n, dtype = self.steps + t, self.problem.dtype
+        probs, dp = self._probs_and_dp(t)
         if pk is not None:
-            plgpu.wgmma(pk, as_operand(probs.astype(dtype), memory), self.shared.k.get(n))
-            if memory is not None:
+            self._add(pk, probs.astype(dtype), n)
+            if self.shared.operand is not None:
                 plgpu.wgmma_wait(0)  # P is read before dS takes its place
-        if not self.problem.scales_last:
-            dp = dp * np.float32(self.problem.spec.scale)
-        ds = probs * (dp + along_rows(self.of_dp, shape))
+        ds = self._ds(probs, dp)
         if pk is not None:
             r, s = sums
             sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
         self.turns.wait_to_end()
-        plgpu.wgmma(dq, as_operand(ds.astype(dtype), memory), self.shared.k.get(n))
+        self._add(dq, ds.astype(dtype), n)
         plgpu.wgmma_wait(0)
         self.shared.k.release(n)
         return sums
 
-    def _probs_and_dp(self, t: Array, s_sum: Any, dp_sum: Any) -> tuple[Array, Array]:
-        """P and dP of step t, not rounded."""
-        n, me, row = self.steps + t, self.me, self.row
+    def _run_ahead(self, dq: Any, end: Array) -> None:
+        """Σ dS k, where dS k of a step starts in the same turn as S and dP of the next."""
+
+        def step(t: Array, before: Array | None) -> Array:
+            factors = self._probs_and_dp(t, None if before is None else partial(add, t - 1, before))
+            return self._ds(*factors).astype(self.problem.dtype)
+
+        def add(t: Array, ds: Array) -> None:
+            self._add(dq, ds, self.steps + t)
+
+        ds = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
+        add(end - 1, ds)
+        plgpu.wgmma_wait(0)
+        self.shared.k.release(self.steps + end - 1)
+
+    def _add(self, total: Any, left: Array, n: Array) -> None:
+        """Starts left k of the n-th step of the program."""
+        memory = None if self.shared.operand is None else self.shared.operand.at[self.me]
+        plgpu.wgmma(total, as_operand(left, memory), self.shared.k.get(n))
+
+    def _ds(self, probs: Array, dp: Array) -> Array:
+        """dS, not rounded."""
+        if not self.problem.scales_last:
+            dp = dp * np.float32(self.problem.spec.scale)
+        return probs * (dp + along_rows(self.of_dp, dp.shape))
+
+    def _probs_and_dp(
+        self, t: Array, end_step: Callable[[], None] | None = None
+    ) -> tuple[Array, Array]:
+        """P and dP of step t, not rounded; end_step: starts dS k of the step before, if `ahead`."""
+        n, me, row, interpret = self.steps + t, self.me, self.row, self.problem.sizes.interpret
         if self.problem.is_wide:  # no registers are left for what a step can compute anew
-            zero = opaque_zero(n, interpret=self.problem.sizes.interpret)
+            zero = opaque_zero(n, interpret=interpret)
             me, row = me + zero, row + zero
         q, do = (self.shared.rows.get(self.tiles, me, buffer=buffer) for buffer in (Q, DO))
         self.shared.k.wait(n)
         self.turns.wait_to_begin()
-        plgpu.wgmma(s_sum, q, self.shared.k.get(n).T)
+        if end_step is not None:
+            end_step()
+        s = begin_product(q, self.shared.k.get(n), interpret=interpret)
         self.shared.v.wait(n)
-        plgpu.wgmma(dp_sum, do, self.shared.v.get(n).T)
+        dp = begin_product(do, self.shared.v.get(n), interpret=interpret)
         self.turns.pass_on()
-        s = plgpu.wgmma_accumulator_load(s_sum, wait_n=1)
+        plgpu.wgmma_wait(1)
+        if end_step is not None:
+            self.shared.k.release(n - 1)
         p = probs(s, self.offset, row, t, self.full, self.tile.walk, self.problem)
-        return p, plgpu.wgmma_accumulator_load(dp_sum, wait_n=0)
+        plgpu.wgmma_wait(0)
+        self.shared.v.release(n)
+        return p, dp

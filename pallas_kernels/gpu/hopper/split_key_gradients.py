@@ -21,6 +21,7 @@ from pallas_kernels.gpu.hopper.by_key import Shared, Steps
 from pallas_kernels.gpu.hopper.machine import (
     accumulator,
     as_operand,
+    begin_product,
     opaque_zero,
     set_registers,
 )
@@ -124,12 +125,9 @@ class _Walk(NamedTuple):
 
     def _product(self, keys: Any, queries: Any) -> Array:
         """keys queriesᵀ, waited for."""
-
-        def product(total: Any) -> Array:
-            plgpu.wgmma(total, keys, queries.T)
-            return plgpu.wgmma_accumulator_load(total, wait_n=0)
-
-        return pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+        found = begin_product(keys, queries, interpret=self.problem.sizes.interpret)
+        plgpu.wgmma_wait(0)
+        return found
 
     def _operand(self, me: int, x: Array) -> Any:
         """x, rounded, as a left operand."""

@@ -24,6 +24,7 @@ from pallas_kernels.gpu.hopper.machine import (
     accumulator,
     along_rows,
     as_operand,
+    begin_product,
     by_lane,
     constant,
     opaque_zero,
@@ -185,12 +186,10 @@ class _Walk(NamedTuple):
 
     def _product(self, buffer: int, keys: Any) -> Array:
         """rows keysᵀ of a buffer of the rows, waited for."""
-
-        def product(total: Any) -> Array:
-            plgpu.wgmma(total, self.shared.rows.get(self.tiles, 0, buffer=buffer), keys.T)
-            return plgpu.wgmma_accumulator_load(total, wait_n=0)
-
-        return pl.run_scoped(product, accumulator(ROWS, self.tile.walk))
+        rows = self.shared.rows.get(self.tiles, 0, buffer=buffer)
+        found = begin_product(rows, keys, interpret=self.problem.sizes.interpret)
+        plgpu.wgmma_wait(0)
+        return found
 
     def _operand(self, me: int, x: Array) -> Any:
         """x, rounded, as a left operand."""
