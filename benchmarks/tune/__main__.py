@@ -3,7 +3,7 @@
     python -m benchmarks.tune --shapes gpt2 long64 long128 --presets flash exact --out FILE
     python -m benchmarks.tune --implementation hopper --shapes gpt2 long64 long128 --out FILE
     python -m benchmarks.tune --implementation hopper --unordered --shapes gpt2 long64 long128
-    python -m benchmarks.tune --implementation hopper --rules dynamic_max --vary tie_test
+    python -m benchmarks.tune --implementation hopper --rules dynamic_max --vary tests_ties
 
 Each kernel is timed alone, all its tiles in turn, round after round. The fastest tiles of each
 kernel are printed, and the table's own. The records hold every tile; one that the compiler refuses,

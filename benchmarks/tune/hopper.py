@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -15,7 +14,6 @@ from pallas_kernels.gpu.hopper import query_sums
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
     BlockSizes,
-    TieTest,
     Tile,
     block_sizes,
     is_wide,
@@ -60,17 +58,13 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
     turns = _TURNS[:2] if kernel == "forward" else _TURNS
     waits = (False, True) if kernel == "forward" else (False,)
-    tests: tuple[TieTest | None, ...] = (None,)
-    if kernel == "forward":
-        # What the table has says nothing where the rule does not look for ties.
-        tests = (
-            (None, *get_args(TieTest)) if isinstance(spec.row_max, DynamicMax) else ("compared",)
-        )
+    counts = kernel == "forward" and isinstance(spec.row_max, DynamicMax)
+    tests = (True, False) if counts else (True,)
     if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
     elif sums_queries(kernel, spec) or (kernel == "query_gradients" and _sums(kernel, spec) > 1):
         turns = _TURNS[:3]
-    for warpgroups, walk, n, slots, turn, longest_first, soon, tie_test in itertools.product(
+    for warpgroups, walk, n, slots, turn, longest_first, soon, tests_ties in itertools.product(
         _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits, tests
     ):
         if split and (warpgroups, walk) != (2, ROWS):
@@ -85,7 +79,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             **turn,
             longest_first=longest_first,
             soon=soon,
-            tie_test=tie_test,
+            tests_ties=tests_ties,
             split=split,
         )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:

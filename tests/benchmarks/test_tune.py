@@ -110,9 +110,9 @@ def test_tiles_without_a_kernel_are_named() -> None:
 def test_tests_for_ties_are_tried_where_ties_count() -> None:
     standard, dynamic = call(), call(row_max="dynamic_max")
     for kernel in KERNELS:
-        for of, tests in ((standard, {None}), (dynamic, {None, "compared", "mixed"})):
+        for of, tests in ((standard, {True}), (dynamic, {True, False})):
             found = list(of.module.tiles(kernel, 64, of.spec, of.module.STAGES))
-            assert {tile.tie_test for tile in found} == (tests if kernel == "forward" else {None})
+            assert {tile.tests_ties for tile in found} == (tests if kernel == "forward" else {True})
 
 
 def test_an_earlier_wait_is_tried_in_the_forward_kernel_alone() -> None:

@@ -41,7 +41,6 @@ from lowprec_attn.numerics import (
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import (
     BlockSizes,
-    TieTest,
     Tile,
     block_sizes,
     default_block_sizes,
@@ -110,10 +109,10 @@ def of_table(case: Case, chosen: Numerics, *, long: bool) -> BlockSizes:
 
 @needs_mosaic
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
-@pytest.mark.parametrize("tie_test", [None, "compared"])
-def test_rows_of_minus_infinity_alone_are_empty(rule: RowMax, tie_test: TieTest | None) -> None:
+@pytest.mark.parametrize("tests_ties", [False, True])
+def test_rows_of_minus_infinity_alone_are_empty(rule: RowMax, tests_ties: bool) -> None:
     sizes = of_table(FEW, FLASH, long=False)
-    tile = dataclasses.replace(sizes.forward, tie_test=tie_test)
+    tile = dataclasses.replace(sizes.forward, tests_ties=tests_ties)
     sizes = dataclasses.replace(sizes, forward=tile)
     spec = Spec(numerics=FLASH, row_max=rule, scale=0.125, is_causal=True, block_sizes=sizes)
     check_rows_without_a_score(hopper.attention, spec, 64)
@@ -324,7 +323,7 @@ def test_a_tie_shifts_the_maximum() -> None:
 @needs_mosaic
 @pytest.mark.parametrize("case", [TIES, GROUPED], ids=["ties", "hardly any, and masks"])
 def test_testing_for_ties_changes_no_bit(case: Case) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, tie_test="compared")
+    tile = dataclasses.replace(harness.HOPPER_TILE, tests_ties=False)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(case, call(case, FLASH, DynamicMax(), sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -688,6 +687,9 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"stages": 0}, "stages must be at least 1, got 0"),
         ({"value_stages": 0}, "value_stages must be at least 1, got 0"),
         ({"held": True}, "held=True needs turns=True"),
+        ({"ahead": True, "turns": True, "held": True}, "ahead=True takes .*held=True"),
+        ({"ahead": True, "stages": 1}, "ahead=True takes two stages"),
+        ({"ahead": True, "split": True, "walk": 64}, "ahead=True takes .*split=True"),
         ({"split": True}, "split=True takes two warpgroups, walk=64, no turns, got .*walk=128"),
         ({"split": True, "walk": 64, "turns": True}, "split=True takes .*turns=True"),
         ({"split": True, "walk": 64, "warpgroups": 3}, "split=True takes .*warpgroups=3"),
@@ -716,7 +718,7 @@ def test_the_earlier_wait_is_of_the_forward_kernel_alone(kernel: str) -> None:
         ("forward", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
         ("key_gradients", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
         ("forward", Tile(walk=64, split=True), "it has one sum, got split=True"),
-        ("key_gradients", Tile(tie_test="mixed"), "maxima are of the forward kernel alone, got"),
+        ("forward", Tile(ahead=True), "S is always ahead of P̄V, got ahead=True"),
     ],
 )
 def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, named: str) -> None:
@@ -731,9 +733,17 @@ def test_a_single_sum_is_not_split() -> None:
         run(FEW, call(FEW, sizes=sizes))
 
 
-def test_unordered_dq_takes_no_split() -> None:
-    with pytest.raises(ValueError, match="unordered dQ takes no split"):
-        dataclasses.replace(SIZES, key_gradients=Tile(walk=64, split=True), unordered=True)
+@pytest.mark.parametrize("tile", [Tile(walk=64, split=True), Tile(ahead=True)], ids=str)
+def test_unordered_dq_takes_no_split_and_nothing_ahead(tile: Tile) -> None:
+    with pytest.raises(ValueError, match="unordered dQ takes no split of dK and dV, nor ahead"):
+        dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
+
+
+@needs_mosaic
+def test_a_normalized_delta_takes_nothing_ahead() -> None:
+    sizes = dataclasses.replace(SIZES, query_gradients=Tile(walk=64, ahead=True))
+    with pytest.raises(ValueError, match="ahead=True is of one sum, not of delta='normalized'"):
+        run(FEW, call(FEW, NORMALIZED_DELTA, sizes=sizes))
 
 
 @pytest.mark.parametrize(

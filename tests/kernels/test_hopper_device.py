@@ -5,7 +5,7 @@ pytest -m gpu tests/kernels/test_hopper_device.py
 """
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import (
     BlockSizes,
-    TieTest,
     Tile,
     default_block_sizes,
 )
@@ -255,9 +254,8 @@ def test_an_earlier_wait_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few ties", "ties in every step"])
-@pytest.mark.parametrize("test", get_args(TieTest))
 @pytest.mark.parametrize("name", CALLS)
-def test_testing_for_ties_changes_no_bit(name: str, test: TieTest, few: bool) -> None:
+def test_testing_for_ties_changes_no_bit(name: str, few: bool) -> None:
     """With few ties a warp has some in half of its steps, so that it counts there alone."""
     call = dataclasses.replace(CALLS[name], row_max=DynamicMax(), few_ties=few)
     sizes = sizes_of(call)
@@ -265,10 +263,10 @@ def test_testing_for_ties_changes_no_bit(name: str, test: TieTest, few: bool) ->
         call.run(
             hopper,
             block_sizes=dataclasses.replace(
-                sizes, forward=dataclasses.replace(sizes.forward, tie_test=tie_test)
+                sizes, forward=dataclasses.replace(sizes.forward, tests_ties=on)
             ),
         )
-        for tie_test in (test, None)
+        for on in (True, False)
     )
     for what, x in expected.items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
@@ -276,12 +274,12 @@ def test_testing_for_ties_changes_no_bit(name: str, test: TieTest, few: bool) ->
 
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 @pytest.mark.parametrize("row_max", [StandardMax(), DynamicMax()], ids=str)
-@pytest.mark.parametrize("test", [None, "compared"])
+@pytest.mark.parametrize("tests_ties", [False, True])
 def test_rows_of_minus_infinity_alone_are_empty(
-    head_size: int, row_max: RowMax, test: TieTest | None
+    head_size: int, row_max: RowMax, tests_ties: bool
 ) -> None:
     sizes = default_block_sizes(head_size)
-    tile = dataclasses.replace(sizes.forward, tie_test=test)
+    tile = dataclasses.replace(sizes.forward, tests_ties=tests_ties)
     sizes = dataclasses.replace(sizes, forward=tile)
     spec = Spec(numerics=FLASH, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
     check_rows_without_a_score(hopper.attention, spec, head_size)

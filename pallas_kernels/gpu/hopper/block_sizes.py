@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 
@@ -10,7 +9,6 @@ from lowprec_attn.arithmetic.request import Spec
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 WALKS = (64, 128)
-TieTest = Literal["compared", "mixed"]
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
 
 
@@ -44,9 +42,9 @@ class Tile:
         nothing.
       soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
         after all of its softmax.
-      tie_test: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
-        counted only in steps of which a test says that there may be some, by comparisons
-        ('compared') or by these and products in turn ('mixed'). None counts in every step.
+      tests_ties: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
+        counted only in steps of which a test says that there may be some, instead of in every
+        step. Where nothing is counted, and in other kernels, it says nothing.
       value_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
         for dP alone, early in a step.
       split: of the backward kernels: two warpgroups share 64 rows, and each has one of two sums: dV
@@ -68,7 +66,7 @@ class Tile:
     ahead: bool = False
     longest_first: bool = False
     soon: bool = False
-    tie_test: TieTest | None = None
+    tests_ties: bool = True
     value_stages: int | None = None
     split: bool = False
 
@@ -77,8 +75,6 @@ class Tile:
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
-        if self.tie_test not in (None, *(tests := get_args(TieTest))):
-            raise ValueError(f"tie_test must be None or one of {tests}, got {self.tie_test!r}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
         if self.ahead and (self.held or self.stages < 2 or self.split):
@@ -118,9 +114,9 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held, `ahead` or a split forward; `soon` or `tie_test` in the
-        backward kernels; `value_stages` in others than dQ's; an unordered dQ of other than two
-        warpgroups, of one stage, `ahead`, or beside a split.
+      ValueError: turns that are held, `ahead` or a split forward; `soon` in the backward kernels;
+        `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups, of one
+        stage, `ahead`, or beside a split.
     """
 
     forward: Tile
@@ -141,18 +137,14 @@ class BlockSizes:
         for name in ("query_gradients", "key_gradients"):
             if getattr(self, name).soon:
                 raise ValueError(f"{name}: P̄V is of the forward kernel alone, got soon=True")
-            if test := getattr(self, name).tie_test:
-                raise ValueError(f"{name}: maxima are of the forward kernel alone, got {test!r}")
         if self.forward.split:
             raise ValueError("forward: it has one sum, got split=True")
         for name in ("forward", "key_gradients"):
             if stages := getattr(self, name).value_stages:
                 raise ValueError(f"{name}: value_stages are of query_gradients alone, got {stages}")
         tile = self.key_gradients
-        if self.unordered and tile.split:
-            raise ValueError(f"unordered dQ takes no split of dK and dV, got {tile}")
-        if self.unordered and tile.ahead:
-            raise ValueError(f"unordered dQ is a step behind of itself, got {tile}")
+        if self.unordered and (tile.split or tile.ahead):
+            raise ValueError(f"unordered dQ takes no split of dK and dV, nor ahead, got {tile}")
         if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
@@ -200,7 +192,7 @@ def default_block_sizes(
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
         return BlockSizes(
-            forward=Tile(walk=64, slots=1, turns=long, longest_first=long, tie_test="compared"),
+            forward=Tile(walk=64, slots=1, turns=long, longest_first=long),
             query_gradients=Tile(walk=64, slots=1, longest_first=long, split=True)
             if sums_keys
             else Tile(walk=64, slots=1, value_stages=1, turns=True, longest_first=long),
@@ -216,7 +208,6 @@ def default_block_sizes(
                 turns=True,
                 longest_first=long,
                 soon=long,
-                tie_test="compared",
             ),
             query_gradients=Tile(walk=64, stages=3, longest_first=long)
             if sums_keys
@@ -231,7 +222,6 @@ def default_block_sizes(
             turns=long,
             longest_first=long,
             soon=long,
-            tie_test="compared",
         ),
         query_gradients=Tile(
             walk=64,

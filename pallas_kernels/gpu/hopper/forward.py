@@ -7,7 +7,7 @@ hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is
 P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2). From its kernel's code
 are three more: S adds to nothing, P̄V may be waited for among the exponentials (`Tile.soon`), and
 the longest tiles may come first (`Tile.longest_first`). Repeated maxima, which `dynamic_max` looks
-for, are counted in every step or where a test says that there may be some (`Tile.tie_test`).
+for, are counted in every step or where a test says that there may be some (`Tile.tests_ties`).
 
 O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import by_query
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, TieTest, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
     LANES,
@@ -322,7 +322,7 @@ class _Walk(NamedTuple):
             return s
 
         def mask() -> Array:
-            apart = self._tie_test is not None
+            apart = self._tests_ties
             masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
             return problem.mask_keys(s, self.row, t * walk, masked)
 
@@ -387,9 +387,9 @@ class _Walk(NamedTuple):
             # The rule looks at S − r_m only to count ties, which S itself shows as well.
             return rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
 
-        if (test := self._tie_test) is not None:
+        if self._tests_ties:
             # Where no maximum of a warp's rows is repeated, the rule is the standard one.
-            r_m, repeats = maxima(s, test, interpret=interpret)
+            r_m, repeats = maxima(s, interpret=interpret)
             new = lax.cond(repeats != 0, partial(new_by, rule), partial(new_by, StandardMax()))
         else:
             r_m = by_lane(jnp.maximum, s).max(axis=1)
@@ -397,11 +397,11 @@ class _Walk(NamedTuple):
         return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
 
     @property
-    def _tie_test(self) -> TieTest | None:
-        """The test that says where repeated maxima are to be counted; None to count them always."""
+    def _tests_ties(self) -> bool:
+        """Whether repeated maxima are looked for, and counted only where a test says so."""
         rule = self.problem.spec.row_max
         # Scores that are near each other need not meet in the tree of maxima.
-        return self.tile.tie_test if isinstance(rule, DynamicMax) and rule.tolerance == 0 else None
+        return self.tile.tests_ties and isinstance(rule, DynamicMax) and rule.tolerance == 0
 
     def _offset(self, m: Array) -> Array:
         """What the exponent of P̄ takes away [64]."""

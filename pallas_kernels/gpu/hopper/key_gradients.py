@@ -191,7 +191,8 @@ class _Walk(NamedTuple):
         def add(t: Array, probs: Array, ds: Array) -> None:
             self._add(dk, dv, probs, ds, t)
 
-        add(end - 1, *lax.fori_loop(1, end, step, step(jnp.int32(0), None)))
+        operands = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
+        add(end - 1, *operands)
         plgpu.wgmma_wait(0)
         self._release(end - 1)
 

@@ -6,7 +6,6 @@ tree of maxima has a node whose two inputs are equal: one test per node, where t
 hand, says of nearly all steps that there is nothing to count.
 """
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,17 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import TieTest
 from pallas_kernels.gpu.hopper.machine import LANES, PER_ROW, TILE
 
 # Of float32; the more is added, the farther it is from 0.
 _MASKED_BITS = np.float32(MASKED).view(np.int32)
 
 _CHAINS = 4  # of maxima, for each row of a thread: instructions that need not wait for each other
-_FACTORS = 8  # of a product, which so vanishes only where scores differ by 1e-5 or less
-
-# Which nodes are tested by a product, in turn.
-_BY_PRODUCT: dict[TieTest, tuple[bool, ...]] = {"compared": (False,), "mixed": (True, False)}
 
 
 def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
@@ -58,11 +52,11 @@ def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
     return emit()
 
 
-def maxima(x: Array, test: TieTest, *, interpret: bool) -> tuple[Array, Array]:
+def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
     """The maxima of the rows, and a number that is 0 where all of a warp's rows have theirs once.
 
-    Two numbers that meet may be equal and not the maximum, or a product may vanish: then it is 1
-    for nothing. It may differ from warp to warp.
+    Two numbers that meet may be equal and not the maximum: then it is 1 for nothing. It may differ
+    from warp to warp.
     """
     if interpret:
         equal = jnp.bool_(False)
@@ -81,7 +75,7 @@ def maxima(x: Array, test: TieTest, *, interpret: bool) -> tuple[Array, Array]:
     )
     def emit(_: Any, x: Any) -> Any:
         word, layout = ir.IntegerType.get_signless(32), PER_ROW.to_mgpu()
-        nodes = _Nodes(test)
+        nodes = _Nodes()
         # A thread has two rows, and of each two neighbours in a register of Mosaic GPU's.
         rows = [
             [llvm.extractelement(pair, literal(i, word)) for pair in row for i in (0, 1)]
@@ -95,7 +89,7 @@ def maxima(x: Array, test: TieTest, *, interpret: bool) -> tuple[Array, Array]:
             found = [[nodes.larger(r[i], r[half + i]) for i in range(half)] for r in found]
         for lanes in (1, 2):  # threads of a row
             found = [[nodes.larger(x, shfl_bfly(x, lanes))] for (x,) in found]
-        equal = nvvm.vote_sync(literal(-1, word), nodes.equal(), nvvm.VoteSyncKind.any)
+        equal = nvvm.vote_sync(literal(-1, word), nodes.equal, nvvm.VoteSyncKind.any)
         of_rows = np.empty(layout.registers_shape(x.shape[:1]), dtype=object)
         for place, (maximum,) in zip(np.ndindex(of_rows.shape), found, strict=True):
             of_rows[place] = vector.broadcast(ir.VectorType.get((1,), maximum.type), maximum)
@@ -108,41 +102,15 @@ def maxima(x: Array, test: TieTest, *, interpret: bool) -> tuple[Array, Array]:
 
 
 class _Nodes:
-    """Nodes of a tree of maxima, whose two inputs are tested for equality.
+    """Nodes of a tree of maxima.
 
-    By a comparison, which is one instruction chained to the last, or by the difference as a factor
-    of a product: two instructions, but of a unit that is twice as fast as that of comparisons and
-    maxima, and idle meanwhile.
+    `equal`: a bit, whether the two inputs of any of them were.
     """
 
-    def __init__(self, test: TieTest) -> None:
-        self._by_product = _BY_PRODUCT[test]
-        self._count = 0
-        self._differences: list[Any] = []
-        self._equal: Any = None
+    equal: Any = None
 
     def larger(self, a: Any, b: Any) -> Any:
         """The larger of two numbers, which are tested."""
-        if self._by_product[self._count % len(self._by_product)]:
-            self._differences.append(arith.subf(a, b))
-            if len(self._differences) == _FACTORS:
-                self._end_product()
-        else:
-            self._add(arith.cmpf(arith.CmpFPredicate.OEQ, a, b))
-        self._count += 1
+        equal = arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
+        self.equal = equal if self.equal is None else arith.ori(self.equal, equal)
         return arith.maximumf(a, b)
-
-    def equal(self) -> Any:
-        """A bit: whether any two were."""
-        self._end_product()
-        return self._equal
-
-    def _end_product(self) -> None:
-        if self._differences:
-            product = functools.reduce(arith.mulf, self._differences)
-            # Unordered: zero times infinity is not a number.
-            self._add(arith.cmpf(arith.CmpFPredicate.UEQ, product, literal(0.0, product.type)))
-            self._differences = []
-
-    def _add(self, test: Any) -> None:
-        self._equal = test if self._equal is None else arith.ori(self._equal, test)
