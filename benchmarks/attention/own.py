@@ -24,7 +24,7 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes, is_long
+from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes, is_long
 from pallas_kernels.tpu import attention as tpu
 
 # What serves every preset on a platform, as JAX names it; `tiled` on any other.
@@ -44,7 +44,7 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
         for preset in ("flash", "float32_output", "normalized_delta"):
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
-        yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=_unordered)
+        yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)
     for preset, numerics in PRESETS.items():
         yield _candidate(implementation(platform), preset, numerics, StandardMax())
     for preset in ("flash", "published"):
@@ -84,7 +84,8 @@ def _candidate(
     return JaxCandidate(f"{prefix} {name}", attention)
 
 
-def _unordered(shape: Shape) -> Hashable:
+def unordered(shape: Shape) -> BlockSizes:
+    """The Hopper kernels' tiles of a causal call whose dQ has no order."""
     long = is_long(shape.length, is_causal=True)
     return default_block_sizes(shape.head_size, long=long, unordered=True)
 

@@ -29,7 +29,7 @@ PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
 RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
 
-# None, those that begin a step, those held from the end of a step on, those with both at once.
+# None, those that begin a step, those held from the end of a step on, and products of two steps.
 _TURNS: tuple[dict[str, bool], ...] = (
     {},
     {"turns": True},

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.attention import own
 from benchmarks.attention.measure import check, prepare
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record
@@ -31,7 +32,6 @@ from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import PRESETS, get_row_max
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes, is_long
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "hopper": hopper}
 KERNELS = ("forward", "query_gradients", "key_gradients")
@@ -66,9 +66,7 @@ class Call:
         """The arithmetic, with the tiles of the table."""
         sizes = None
         if self.unordered:
-            shape = SHAPES[self.shape]
-            long = is_long(shape.length, is_causal=True)
-            sizes = default_block_sizes(shape.head_size, long=long, unordered=True)
+            sizes = own.unordered(SHAPES[self.shape])
         return Spec(
             numerics=PRESETS[self.preset],
             row_max=get_row_max(self.row_max),
