@@ -1,6 +1,5 @@
 """The model's door to the GPU kernels: a norm, an activation, a loss, and who runs them."""
 
-from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 from pallas_kernels.gpu.device import kernel_or
 from pallas_kernels.gpu.gelu import gelu, gelu_gradient
 from pallas_kernels.gpu.gelu import slope as gelu_slope
@@ -11,6 +10,12 @@ from pallas_kernels.gpu.layer_norm import (
     normalize,
     residual_gradient,
 )
+from pallas_kernels.gpu.trainer import (
+    cross_entropy_rows,
+    gelu_gradient_of_product,
+    multiplies_with_gelu,
+    product_and_gelu,
+)
 
 __all__ = [
     "add_norm",
@@ -18,9 +23,12 @@ __all__ = [
     "cross_entropy_rows",
     "gelu",
     "gelu_gradient",
+    "gelu_gradient_of_product",
     "gelu_slope",
     "gelu_value",
     "kernel_or",
+    "multiplies_with_gelu",
     "normalize",
+    "product_and_gelu",
     "residual_gradient",
 ]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.gpt2.embedding import embed
-from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.mlp import mlp
 from lowprec_attn.gpt2.norm import LayerNorm
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 
@@ -214,10 +214,10 @@ class Block(nnx.Module):
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
-        std, self.biased = init_std(settings), bool(settings.biases)
-        self.norm_1 = LayerNorm(d, dtype, rngs, self.biased)
+        std, biased = init_std(settings), bool(settings.biases)
+        self.norm_1 = LayerNorm(d, dtype, rngs, biased)
         self.attention = CausalSelfAttention(settings, arithmetic, rngs)
-        self.norm_2 = LayerNorm(d, dtype, rngs, self.biased)
+        self.norm_2 = LayerNorm(d, dtype, rngs, biased)
         self.mlp_in = _linear(settings, d, 4 * d, std, rngs)
         self.mlp_out = _linear(settings, 4 * d, d, std / math.sqrt(2 * settings.layers), rngs)
 
@@ -245,7 +245,7 @@ class Block(nnx.Module):
         with jax.named_scope("norm"):
             residual, x_2 = self.norm_2(residual, y)
         with jax.named_scope("mlp"):
-            y = self.mlp_out(gelu(self.mlp_in(x_2), not self.biased))
+            y = mlp(x_2, self.mlp_in, self.mlp_out)
         # Only the record holds this sum: XLA drops it where no record is read.
         after = residual + y.astype(jnp.float32)
         return residual, y, LayerRecord(x, q, k, v, o, after)

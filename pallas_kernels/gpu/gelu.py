@@ -20,6 +20,8 @@ from pallas_kernels.gpu.instructions import exp2
 from pallas_kernels.gpu.problem import LOG2E
 from pallas_kernels.gpu.triton import plt
 
+Function = Callable[[Array], Array]
+
 _TILE = 4096
 _WARPS = 8
 # (1 + tanh(u)) / 2 = sigmoid(2u) with 2u = h · (A + B h²).
@@ -27,20 +29,24 @@ _A = 2 * math.sqrt(2 / math.pi)
 _B = 0.044715 * _A
 
 
-def value(h: Array, power: Callable[[Array], Array] = jnp.exp2) -> Array:
-    """h · sigmoid(2u) of float32 numbers; `power` is 2^x."""
-    return h * _sigmoid(h, power)
+def _one_over(x: Array) -> Array:
+    return 1 / x
 
 
-def slope(h: Array, power: Callable[[Array], Array] = jnp.exp2) -> Array:
+def value(h: Array, power: Function = jnp.exp2, one_over: Function = _one_over) -> Array:
+    """h · sigmoid(2u) of float32 numbers; `power` is 2^x, `one_over` 1 / x."""
+    return h * _sigmoid(h, power, one_over)
+
+
+def slope(h: Array, power: Function = jnp.exp2, one_over: Function = _one_over) -> Array:
     """σ + h σ (1 − σ) d(2u)/dh of float32 numbers."""
-    sigma = _sigmoid(h, power)
+    sigma = _sigmoid(h, power, one_over)
     return sigma + sigma * (1 - sigma) * h * (jnp.float32(_A) + jnp.float32(3 * _B) * (h * h))
 
 
-def _sigmoid(h: Array, power: Callable[[Array], Array]) -> Array:
+def _sigmoid(h: Array, power: Function, one_over: Function) -> Array:
     log2 = h * (jnp.float32(-_A * LOG2E) + jnp.float32(-_B * LOG2E) * (h * h))
-    return 1 / (1 + power(log2))
+    return one_over(1 + power(log2))
 
 
 def gelu(x: Float[Array, "*n"], *, interpret: bool = False) -> Float[Array, "*n"]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from tiny import tiny_settings
+from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn import attention
 from lowprec_attn.gpt2 import norm
@@ -19,31 +20,10 @@ from pallas_kernels.gpu import gelu as kernels
 from pallas_kernels.gpu import layer_norm
 from pallas_kernels.gpu.cross_entropy import Columns, cross_entropy_rows
 
-# Half an ulp of bfloat16, and room for the float32 arithmetic before it is rounded.
-BFLOAT16 = 2.0**-8 * 1.01
 COLUMNS = Columns(held=64, tile=32, warps=4)
 
 # Rows shorter than what is held, in tiles only, with a remainder, and of one column.
 WIDTHS = [1, 50, 64, 128, 257]
-
-
-def logits_and_targets(width, rows=5, dtype="float32"):
-    rng = np.random.default_rng(width)
-    logits = 4 * rng.standard_normal((rows, width))
-    logits[1] += 500
-    logits[2] -= 500
-    logits[3, width // 2] = 80  # one column has all the weight
-    targets = np.array([0, width - 1, width // 2, width // 3, 2 * width // 3])
-    return jnp.asarray(logits, dtype), jnp.asarray(targets, jnp.int32)
-
-
-def exact_cross_entropy(logits, targets):
-    logits, rows = np.asarray(logits, np.float64), np.arange(len(targets))
-    m = logits.max(axis=-1, keepdims=True)
-    lse = m + np.log(np.exp(logits - m).sum(axis=-1, keepdims=True))
-    gradient = np.exp(logits - lse)
-    gradient[rows, targets] -= 1
-    return (lse - logits)[rows, targets], gradient
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "columns", "z_loss"))
@@ -228,14 +208,6 @@ def test_the_residual_is_not_rounded_before_it_is_normalised():
 def test_what_is_added_has_the_format_of_the_output():
     with pytest.raises(ValueError, match="y must be bfloat16, got float32"):
         norm.add_norm(jnp.ones((2, 4)), jnp.ones((2, 4)), jnp.ones(4), "bfloat16")
-
-
-def exact_gelu(x):
-    """GELU and its slope in float64."""
-    u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
-    d_u = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
-    half = (1 + np.tanh(u)) / 2
-    return x * half, half + x * d_u * (1 - np.tanh(u) ** 2) / 2
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

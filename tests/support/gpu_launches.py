@@ -2,6 +2,8 @@
 
     python tests/support/gpu_launches.py flash     # attention with a preset and every rule
     python tests/support/gpu_launches.py trainer   # cross-entropy, LayerNorm and GELU
+    python tests/support/gpu_launches.py hopper    # the Hopper kernels of attention
+    python tests/support/gpu_launches.py hopper_trainer  # those of cross-entropy and of the MLP
     python tests/support/gpu_launches.py beyond    # a kernel that stores outside its array
     python tests/support/gpu_launches.py race      # warps that write one word of shared memory
 
@@ -21,6 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from kernel_calls import PRESETS, RULES, Call, call_of, operands_of
 
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import (
+    AUXILIARY_OUTPUT,
+    FLASH,
+    FLOAT32_OUTPUT,
+    NORMALIZED_DELTA,
+    DynamicMax,
+    StandardMax,
+)
 from pallas_kernels.gpu import gelu, layer_norm
 from pallas_kernels.gpu.cross_entropy import cross_entropy_rows
 
@@ -86,6 +97,71 @@ def launch_trainer() -> int:
     return len(results)
 
 
+def launch_hopper() -> int:
+    """Runs every Hopper kernel of attention, in short calls and with the tiles of long ones.
+
+    192 rows end within a tile of 128.
+    """
+    from pallas_kernels.gpu.hopper import attention as hopper
+    from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
+
+    calls = [
+        (head_size, numerics, rule, default_block_sizes(head_size, long=long))
+        for head_size in hopper.HEAD_SIZES
+        for long in (False, True)
+        for numerics in (FLASH, FLOAT32_OUTPUT, NORMALIZED_DELTA)
+        for rule in (StandardMax(), DynamicMax())
+        if numerics == FLASH or rule == StandardMax()
+    ]
+    calls += [(head_size, AUXILIARY_OUTPUT, StandardMax(), None) for head_size in (64, 128)]
+    calls += [
+        (head_size, FLASH, StandardMax(), default_block_sizes(head_size, unordered=True))
+        for head_size in (64, 128)
+    ]
+    for head_size, numerics, rule, sizes in calls:
+        spec = Spec(
+            numerics=numerics,
+            row_max=rule,
+            scale=head_size**-0.5,
+            is_causal=True,
+            block_sizes=sizes,
+        )
+        keys = jax.random.split(jax.random.key(head_size), 4)
+        q, k, v, do = (jax.random.normal(key, (1, 192, 2, head_size), jnp.bfloat16) for key in keys)
+
+        @jax.jit
+        def step(q: Any, k: Any, v: Any, do: Any, spec: Any = spec) -> Any:
+            (o, lse), pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), q, k, v)
+            return o, lse, pullback((do, jnp.zeros_like(lse)))
+
+        jax.block_until_ready(step(q, k, v, do))
+    return len(calls)
+
+
+def launch_hopper_trainer() -> int:
+    """Runs the trainer's Hopper kernels, with rows beyond a tile; the number of calls."""
+    from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
+
+    logits = jax.random.normal(jax.random.key(0), (5, 128 * 73), jnp.bfloat16)
+    x, w = jnp.ones((300, 192), jnp.bfloat16), jnp.ones((192, 512), jnp.bfloat16)
+    tile = gelu_products.Tile(programs=4)  # two clusters, with some tiles each
+    h, y = gelu_products.product_and_gelu(x, w, tile=tile)
+    results = [
+        (h, y),
+        gelu_products.gelu_gradient_of_product(x, w.T, h, tile=tile),
+        cross_entropy.cross_entropy_rows(logits, jnp.arange(5), programs=2),
+    ]
+    jax.block_until_ready(results)
+    return len(results)
+
+
+# What is launched by a name that is no preset.
+OTHERS = {
+    "trainer": launch_trainer,
+    "hopper": launch_hopper,
+    "hopper_trainer": launch_hopper_trainer,
+}
+
 _SIZE = 1024
 # Volatile: otherwise each thread keeps the word that it wrote, and nothing is read.
 _ONE_WORD = """{
@@ -129,10 +205,10 @@ def launch_fault(fault: str) -> int:
 def main() -> None:
     """Launches what is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=[*PRESETS, "trainer", *FAULTS])
+    parser.add_argument("what", choices=[*PRESETS, *OTHERS, *FAULTS])
     what = parser.parse_args().what
-    if what == "trainer":
-        count = launch_trainer()
+    if what in OTHERS:
+        count = OTHERS[what]()
     else:
         count = launch_fault(what) if what in FAULTS else launch_preset(what)
     print(f"launched {what}: {count} calls")

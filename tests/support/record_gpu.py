@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_compl
 from pathlib import Path
 
 from gpu_checks import CHECKS, Check, Record, record_of
+from gpu_launches import OTHERS
 from kernel_calls import PRESETS
 
 from benchmarks.attention.records import environment, write
@@ -34,7 +35,7 @@ CLEAN = {
     "racecheck": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
 }
 FAULTS = {"memcheck": "beyond", "racecheck": "race"}
-LAUNCHED = (*PRESETS, "trainer")
+LAUNCHED = (*PRESETS, *OTHERS)
 # The report of single hazards: the default one, an analysis, stays empty on the race of `FAULTS`.
 REPORT = {"memcheck": [], "racecheck": ["--racecheck-report", "all"]}
 # XLA's own kernels would take most of the time of a racecheck.
@@ -114,7 +115,7 @@ def sanitizer_command(program: str, run: tuple[str, str]) -> list[str]:
     """The command up to the script that is to be run."""
     tool, what = run
     port = FIRST_PORT + PORTS * sanitizer_runs("").index(run)
-    which = [] if what == "trainer" else ATTENTION_ALONE[tool]
+    which = [] if what.endswith("trainer") else ATTENTION_ALONE[tool]
     where = ["--target-processes", "application-only", "--port", str(port)]
     return [program, "--tool", tool, *REPORT[tool], *which, *where, sys.executable]
 

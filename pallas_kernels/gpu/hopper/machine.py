@@ -98,6 +98,30 @@ def extended(x: Array) -> Array:
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
 
+def reciprocal(x: Array, *, interpret: bool) -> Array:
+    """1 / x of a tile, by the machine's own approximation, 2**-23 off at most."""
+    if interpret:
+        return 1 / x
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_: Any, x: Any) -> Any:
+        return x._pointwise(invert)
+
+    def invert(register: Any) -> Any:
+        result = llvm.mlir_undef(register.type)
+        for place in (literal(i, ir.IntegerType.get_signless(32)) for i in range(2)):
+            entry = llvm.extractelement(register, place)
+            inverse: Any = llvm.inline_asm(
+                ir.F32Type.get(), [entry], "rcp.approx.ftz.f32 $0, $1;", "=f,f"
+            )
+            result = llvm.insertelement(result, inverse, place)
+        return result
+
+    return emit(x)
+
+
 def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
     """Keeps the wait for a product that follows behind all that x, ≥ 0, is computed from.
 
@@ -427,31 +451,50 @@ class Ring:
 
     The n-th filling goes to buffer n modulo their number; it waits until every reader has released
     what was there.
+
+    The programs of a cluster may have rings in step, and fill all of them together: `cluster` is
+    the name of its axis.
     """
 
-    def __init__(self, refs: Any, size: int) -> None:
+    def __init__(self, refs: Any, size: int, *, cluster: str | None = None) -> None:
         self._buffers, self._filled, self._free = refs
-        self._size = size
+        self._size, self._cluster = size, cluster
 
     @staticmethod
-    def types(size: int, buffers: Sequence[Any], *, copies: int, readers: int) -> Any:
-        """The scratch types of a ring: buffers [size, ...], filled by `copies` at a time."""
-        return (
-            tuple(buffers),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=size),
-            plgpu.Barrier(num_arrivals=readers, num_barriers=size),
-        )
+    def types(
+        size: int, buffers: Sequence[Any], *, copies: int, readers: int, cluster: str | None = None
+    ) -> Any:
+        """The scratch types of a ring: buffers [size, ...], filled by `copies` at a time.
+
+        readers: of one program; in a cluster those of all programs release a buffer.
+        """
+        free: Any = plgpu.Barrier(num_arrivals=readers, num_barriers=size)
+        if cluster is not None:
+            free = plgpu.ClusterBarrier(
+                collective_axes=(cluster,), num_arrivals=readers, num_barriers=size
+            )
+        filled = plgpu.Barrier(num_arrivals=copies, num_barriers=size)
+        return tuple(buffers), filled, free
 
     def _slot(self, n: Array | int) -> Array:
         return lax.rem(jnp.int32(n), jnp.int32(self._size))
 
-    def fill(self, n: Array, *copies: tuple[Any, int, tuple[int, ...]]) -> None:
-        """The n-th filling, from copies (source, which buffer, where in it)."""
+    def fill(
+        self,
+        n: Array,
+        *copies: tuple[Any, int, tuple[int, ...]],
+        to_all: Sequence[tuple[Any, int, tuple[int, ...]]] = (),
+    ) -> None:
+        """The n-th filling, from copies (source, which buffer, where in it).
+
+        to_all: those that all programs of the cluster name, of which each makes its part for all.
+        """
         slot = self._slot(n)
         pl.when(n >= self._size)(partial(plgpu.barrier_wait, self._free.at[slot]))
-        for source, buffer, place in copies:
-            target = self._buffers[buffer].at[(slot, *place)]
-            plgpu.copy_gmem_to_smem(source, target, self._filled.at[slot])
+        for axes, some in ((None, copies), (self._cluster, to_all)):
+            for source, buffer, place in some:
+                target = self._buffers[buffer].at[(slot, *place)]
+                plgpu.copy_gmem_to_smem(source, target, self._filled.at[slot], collective_axes=axes)
 
     def drain(self, n: Array) -> None:
         """After n fillings, the last: until every reader has released them all."""

@@ -1,0 +1,59 @@
+"""Which kernels serve the trainer: where it is a Hopper GPU, those written for it.
+
+Importing Mosaic GPU takes a quarter of a second: only who calls its kernels waits for it.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Float32, Int
+
+from pallas_kernels.gpu import cross_entropy
+from pallas_kernels.gpu.block_sizes import is_hopper
+from pallas_kernels.gpu.device import device_kind
+from pallas_kernels.gpu.hopper.attention import is_available
+
+
+def _is_hopper() -> bool:
+    """Whether this JAX and the GPU that is compiled for run the Hopper kernels."""
+    return is_available() and is_hopper(device_kind())
+
+
+def cross_entropy_rows(
+    logits: Float[Array, "n V"], targets: Int[Array, "n"], dtype: Any, *, z_loss: float = 0.0
+) -> tuple[Float32[Array, "n"], Float[Array, "n V"]]:
+    """`pallas_kernels.gpu.cross_entropy.cross_entropy_rows`, by the fastest kernel."""
+    if _is_hopper() and logits.dtype == jnp.dtype(dtype) == jnp.bfloat16:
+        from pallas_kernels.gpu.hopper import cross_entropy as hopper
+
+        if hopper.unsupported(logits.shape[1]) is None:
+            return hopper.cross_entropy_rows(logits, targets, z_loss=z_loss)
+    return cross_entropy.cross_entropy_rows(logits, targets, dtype, z_loss=z_loss)
+
+
+def multiplies_with_gelu(x: Float[Array, "*n d"], w: Float[Array, "d f"]) -> bool:
+    """Whether `product_and_gelu` and `gelu_gradient_of_product` serve x w and its gradient."""
+    if not (_is_hopper() and x.dtype == w.dtype == jnp.bfloat16):
+        return False
+    from pallas_kernels.gpu.hopper import gelu_products
+
+    return gelu_products.unsupported(*w.shape) is None and math.prod(x.shape[:-1]) > 0
+
+
+def product_and_gelu(
+    x: BFloat16[Array, "n d"], w: BFloat16[Array, "d f"]
+) -> tuple[BFloat16[Array, "n f"], BFloat16[Array, "n f"]]:
+    """h = x w, rounded, and GELU of the rounded h."""
+    from pallas_kernels.gpu.hopper import gelu_products
+
+    return gelu_products.product_and_gelu(x, w)
+
+
+def gelu_gradient_of_product(
+    d_y: BFloat16[Array, "n d"], w: BFloat16[Array, "f d"], h: BFloat16[Array, "n f"]
+) -> BFloat16[Array, "n f"]:
+    """(d_y wᵀ, rounded) ∘ GELU′(h), rounded."""
+    from pallas_kernels.gpu.hopper import gelu_products
+
+    return gelu_products.gelu_gradient_of_product(d_y, w, h)
