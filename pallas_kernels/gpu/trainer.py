@@ -33,12 +33,12 @@ def cross_entropy_rows(
 
 
 def multiplies_with_gelu(x: Float[Array, "*n d"], w: Float[Array, "d f"]) -> bool:
-    """Whether `product_and_gelu` and `gelu_gradient_of_product` serve x w and its gradient."""
+    """Whether `product_and_gelu` serves x w, and `gelu_gradient_of_product` its gradient."""
     if not (_is_hopper() and x.dtype == w.dtype == jnp.bfloat16):
         return False
     from pallas_kernels.gpu.hopper import gelu_products
 
-    return gelu_products.unsupported(*w.shape) is None and math.prod(x.shape[:-1]) > 0
+    return gelu_products.unsupported(math.prod(x.shape[:-1]), *w.shape) is None
 
 
 def product_and_gelu(

@@ -397,3 +397,9 @@ def test_compiler_options_reach_the_compiler() -> None:
     records = measure(tiny(), [known, unknown], rounds=1)
     assert [r["kind"] for r in records] == ["time", "refused"]
     assert "xla_no_such_option" in records[1]["reason"]
+
+
+def test_no_script_hides_a_module_of_python() -> None:
+    """`python benchmarks/nanogpt.py` looks there first: a `profile.py` was in cProfile's way."""
+    names = {path.stem for path in Path(timing.__file__).parents[1].iterdir()}
+    assert not names & sys.stdlib_module_names

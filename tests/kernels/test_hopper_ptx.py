@@ -31,6 +31,7 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
 from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
@@ -54,12 +55,14 @@ class Code:
         self.ptx, self.reports, self.spilled = {}, {}, {}
         for path in folder.glob("*.ptx"):
             text = path.read_text()
-            if found := re.search(r"\.entry attention_(\w+?)_\d+_mosaic_gpu", text):
-                report = path.with_suffix(".ptxas").read_text()
-                self.ptx[found.group(1)], self.reports[found.group(1)] = text, report
-                self.spilled[found.group(1)] = int(
-                    re.search(r"(\d+) bytes spill stores", report).group(1)  # type: ignore[union-attr]
-                )
+            if found := re.search(r"\.entry (?:attention_)?(\w+?)_\d+_mosaic_gpu", text):
+                report, name = path.with_suffix(".ptxas").read_text(), found.group(1)
+                self.ptx[name], self.reports[name] = text, report
+                self.spilled[name] = self.number(name, r"(\d+) bytes spill stores")
+
+    def number(self, kernel: str, pattern: str) -> int:
+        """What the assembler's report on a kernel says."""
+        return int(re.search(pattern, self.reports[kernel]).group(1))  # type: ignore[union-attr]
 
 
 def numbered(*args: Any, kernel: Callable[..., Any], kernel_name: str, **options: Any) -> Any:
@@ -96,16 +99,52 @@ def code(
 
     of = SHAPES["long64" if long else "gpt2"]  # how many tiles there are changes what is spilled
     x = jax.ShapeDtypeStruct((*of.qkv[:-1], head_size), jnp.bfloat16)
+    found = compiled(step, x, x, x)
+    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
+    return found
+
+
+def compiled(step: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> Code:
+    """The Hopper kernels of a function, for an H200."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         jax.clear_caches()
         environment.setattr(plgpu, "kernel", functools.partial(numbered, kernel=plgpu.kernel))
         environment.setenv("MOSAIC_GPU_DUMP_TO", folder)
         for what in ("PTX", "PTXAS"):
             environment.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
-        lowered(step, x, x, x, target=H200).compile()
-        found = Code(Path(folder))
-    assert found.ptx.keys() == set(KERNELS) - ({"query_gradients"} if unordered else set())
-    return found
+        lowered(step, *shapes, target=H200).compile()
+        return Code(Path(folder))
+
+
+def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for() -> None:
+    """Warpgroups that ask for more registers than a program has wait for ever."""
+
+    def step(x: Any, w: Any, d_y: Any, w_out: Any, logits: Any, targets: Any) -> Any:
+        h, y = gelu_products.product_and_gelu(x, w)
+        d_h = gelu_products.gelu_gradient_of_product(d_y, w_out, h)
+        return y, d_h, cross_entropy.cross_entropy_rows(logits, targets)
+
+    shapes = [(65536, 768), (768, 3072), (65536, 768), (3072, 768), (16384, 50304)]
+    found = compiled(
+        step,
+        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+        jax.ShapeDtypeStruct((16384,), jnp.int32),
+    )
+    products = {"product_and_gelu", "gelu_gradient_of_product"}
+    assert found.ptx.keys() == products | {"cross_entropy_rows"}
+    workers = gelu_products.WORKERS
+    wanted = workers * (gelu_products.MULTIPLIES + gelu_products.FINISHES) + gelu_products.LOADS
+    for kernel, report in found.reports.items():
+        assert found.spilled[kernel] == 0, kernel
+        assert not re.search(SERIALIZED, report), kernel
+        if kernel in products:
+            given = (2 * workers + 1) * found.number(kernel, r"Used (\d+) registers")
+            assert wanted <= given, kernel
+            # w comes once for two programs; nothing divides.
+            assert "multicast" in found.ptx[kernel]
+            assert not re.search(r"\bdiv\.(full|rn)", found.ptx[kernel])
+    # Two programs of the cross-entropy fit the 228 KiB of a multiprocessor.
+    assert found.number("cross_entropy_rows", r"Used (\d+) registers") <= 65536 // 256
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from gpu_targets import A100, B200, H200, mesh_of
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn.gpt2 import kernels
 from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.mlp import mlp
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.attention import is_available
@@ -53,14 +55,14 @@ def check_gradient(d_y, w, h, d_h):
 
 
 # Rows in one tile, in a tile and a half, and in clusters of which the last has none but the first.
-@pytest.mark.parametrize("rows", [64, 328, 700])
+@pytest.mark.parametrize("rows", [64, 328, 712])
 @pytest.mark.parametrize("tile", [Tile(programs=4), Tile(programs=3, together=1)], ids=str)
 def test_a_product_and_its_gelu_are_those_of_float64(rows, tile):
     x, w = operands(rows)
     check_value(x, w, *gelu_products.product_and_gelu(x, w, tile=tile, interpret=True))
 
 
-@pytest.mark.parametrize("rows", [64, 328, 700])
+@pytest.mark.parametrize("rows", [64, 328, 712])
 @pytest.mark.parametrize("tile", [Tile(programs=4), Tile(programs=3, together=1)], ids=str)
 def test_the_gradient_of_gelu_is_that_of_float64(rows, tile):
     (d_y, w), (h, _) = operands(rows), operands(rows, COLUMNS, COLUMNS)
@@ -95,10 +97,17 @@ def test_gelu_of_extreme_numbers_is_finite():
     np.testing.assert_array_equal(np.asarray(d_h)[np.asarray(h) < -20], 0)
 
 
-@pytest.mark.parametrize(("depth", "columns"), [(200, 512), (192, 320)])
-def test_products_off_the_tiles_are_refused(depth, columns):
-    x, w = operands(64, depth, columns)
-    bad = {200: "a depth of 200", 192: "320 columns"}[depth]
+@pytest.mark.parametrize(
+    ("shape", "bad"),
+    [
+        ((0, 192, 512), "0 rows"),
+        ((300, 192, 512), "300 rows"),
+        ((64, 200, 512), "a depth of 200"),
+        ((64, 192, 320), "320 columns"),
+    ],
+)
+def test_products_off_the_tiles_are_refused(shape, bad):
+    x, w = operands(*shape)
     with pytest.raises(ValueError, match=f"product_and_gelu does not support {bad} .multiples of"):
         gelu_products.product_and_gelu(x, w)
 
@@ -156,10 +165,42 @@ def test_the_kernels_serve_bfloat16_on_hopper_and_nothing_else():
             assert kernels.multiplies_with_gelu(x, w) is expected
             assert not kernels.multiplies_with_gelu(x.astype(jnp.float32), w.astype(jnp.float32))
             assert not kernels.multiplies_with_gelu(x, w[:, :320])
+            assert not kernels.multiplies_with_gelu(x[:60], w)
     assert kernels.multiplies_with_gelu(x, w) is is_hopper(device_kind())
 
 
+def test_the_mlp_is_that_of_its_layers_bit_by_bit():
+    """Lowered for a CPU, so by plain JAX; what is tested is how its gradients are put together."""
+    rngs = nnx.Rngs(0)
+    options = {"use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+    layers = nnx.Linear(128, 512, **options), nnx.Linear(512, 128, **options)
+    x = operands(64, 128)[0]
+
+    graph, weights = nnx.split(layers)
+
+    def both(x, weights):
+        def loss(x, weights):
+            y = mlp(x, *nnx.merge(graph, weights))
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        (_, y), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weights)
+        return y, gradients
+
+    def run():
+        # Otherwise XLA leaves out roundings, and not the same ones every time.
+        options = {"xla_allow_excess_precision": False}
+        return jax.jit(lambda *x: both(*x), compiler_options=options)(x, weights)
+
+    expected = run()
+    with jax.sharding.use_abstract_mesh(mesh_of(H200.kind)):
+        assert "gelu_gradient_of_product" in str(jax.make_jaxpr(both)(x, weights))
+        found = run()
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     if not is_hopper(kind := device_kind()):
         pytest.skip(f"{kind} is no Hopper GPU")

@@ -1,6 +1,6 @@
-"""Attention for NVIDIA's Hopper GPUs (sm_90a) in Pallas Mosaic GPU: for speed.
+"""Kernels for NVIDIA's Hopper GPUs (sm_90a) in Pallas Mosaic GPU: for speed.
 
-`attention` is the entry. It serves the arithmetic that people train with, see `unsupported` there;
+`attention` is the entry of attention. It serves the arithmetic that people train with, see `unsupported` there;
 `pallas_kernels.gpu` serves everything else. Who lives here:
 
   vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
@@ -14,6 +14,7 @@
   schedule       which program does which tiles, and in which order
   machine        warpgroups, shared memory and barriers, as Mosaic GPU names them
   block_sizes    tile sizes: speed only
+  gelu_products, cross_entropy   the trainer's, which `pallas_kernels.gpu.trainer` chooses
 
 A program stays on its multiprocessor and works through many tiles. One warpgroup loads (TMA), the
 others multiply (WGMMA) and do the softmax.

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import profile
+from benchmarks import counters
 from lowprec_attn.errors import RunError
 
 # As `ncu --csv --page raw` writes it: notes, names, units, a kernel a line.
@@ -21,7 +21,7 @@ UNITS = {"gpu__time_duration.sum": "ns", "smsp__inst_executed.sum": "inst"}
 
 def output(*kernels: dict[str, str]) -> list[str]:
     text = io.StringIO()
-    names = ["ID", "Kernel Name", *(c.counter for c in profile._COUNTERS.values()), "another"]
+    names = ["ID", "Kernel Name", *(c.counter for c in counters._COUNTERS.values()), "another"]
     writer = csv.writer(text, quoting=csv.QUOTE_ALL)
     writer.writerow(names)
     writer.writerow([UNITS.get(name, "") for name in names])
@@ -36,7 +36,7 @@ def test_counters_are_read_in_the_units_of_records() -> None:
         {"Kernel Name": "attention_forward", "gpu__time_duration.sum": "629,824"},
         {"Kernel Name": "sdpa_bprop", "smsp__inst_executed.sum": "597,714,420"},
     )
-    forward, backward = profile.kernels(lines)
+    forward, backward = counters.kernels(lines)
     assert (forward["kernel"], forward["seconds"]) == ("attention_forward", 629.8e-6)
     assert forward["products"] == forward["issue_slots"] == 0.5
     assert backward["instructions"] == 597.7e6
@@ -45,17 +45,17 @@ def test_counters_are_read_in_the_units_of_records() -> None:
 def test_a_counter_that_is_missing_is_named() -> None:
     lines = [line.replace("pipe_xu", "pipe_other") for line in output({"Kernel Name": "k"})]
     with pytest.raises(RunError, match="ncu did not count sm__inst_executed_pipe_xu"):
-        list(profile.kernels(lines))
+        list(counters.kernels(lines))
 
 
 def test_no_kernel_is_no_record() -> None:
-    assert list(profile.kernels(output())) == []
-    assert list(profile.kernels(NOTES)) == []
+    assert list(counters.kernels(output())) == []
+    assert list(counters.kernels(NOTES)) == []
 
 
 def test_the_table_has_microseconds_and_percent() -> None:
-    (record,) = profile.kernels(output({"Kernel Name": "k", "gpu__time_duration.sum": "1,500"}))
-    head, line = profile.table([{"shape": "gpt2", "name": "hopper flash", **record}]).splitlines()
+    (record,) = counters.kernels(output({"Kernel Name": "k", "gpu__time_duration.sum": "1,500"}))
+    head, line = counters.table([{"shape": "gpt2", "name": "hopper flash", **record}]).splitlines()
     assert head.split()[:4] == ["shape", "candidate", "kernel", "µs"]
     assert line.split() == ["gpt2", "hopper", "flash", "k", "2", *["50"] * 5]
 
@@ -63,11 +63,11 @@ def test_the_table_has_microseconds_and_percent() -> None:
 def test_without_the_profiler_or_a_gpu_nothing_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["profile"])
+    monkeypatch.setattr(sys, "argv", ["counters"])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main would, for good
     for found, missing in ((None, "ncu (of NVIDIA Nsight Compute)"), ("/bin/ncu", "a GPU")):
-        monkeypatch.setattr(profile.shutil, "which", lambda _, found=found: found)
-        assert profile.main() == 2
+        monkeypatch.setattr(counters.shutil, "which", lambda _, found=found: found)
+        assert counters.main() == 2
         error = capsys.readouterr().err
         assert error == f"error: kernels are profiled with {missing}, which is not found here\n"
 
@@ -85,17 +85,17 @@ def test_each_candidate_runs_in_a_process_that_leaves_room(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
-    monkeypatch.setattr(profile.shutil, "which", lambda _: "/bin/ncu")
-    monkeypatch.setattr(profile.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(profile.subprocess, "run", ncu)
-    monkeypatch.setattr(profile, "environment", lambda program: {"command": program})
+    monkeypatch.setattr(counters.shutil, "which", lambda _: "/bin/ncu")
+    monkeypatch.setattr(counters.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(counters.subprocess, "run", ncu)
+    monkeypatch.setattr(counters, "environment", lambda program: {"command": program})
     out = tmp_path / "profile.jsonl"
     names = ["hopper flash", "torch cudnn"]
-    monkeypatch.setattr(sys, "argv", ["profile", "--only", *names, "--out", str(out)])
-    assert profile.main() == 0
+    monkeypatch.setattr(sys, "argv", ["counters", "--only", *names, "--out", str(out)])
+    assert counters.main() == 0
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
     assert {(command[-1], room) for command, room in commands} == {(n, "false") for n in names}
     first, *records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert first["command"] == "python -m benchmarks.profile"
+    assert first["command"] == "python -m benchmarks.counters"
     assert {r["name"] for r in records} == set(names)
     assert "attention_forward" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """What binds the kernels of attention: Nsight Compute's counters, kernel by kernel.
 
-    python -m benchmarks.profile --shapes long64 --only 'hopper flash' 'torch cudnn' --out FILE
+    python -m benchmarks.counters --shapes long64 --only 'hopper flash' 'torch cudnn' --out FILE
 
 It needs NVIDIA's `ncu`, and a GPU whose counters this user may read. Each candidate of
 `benchmarks.attention` runs one forward and backward pass in a process of its own, under `ncu`,
@@ -29,7 +29,7 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.tables import columns
 
-_PROGRAM = "python -m benchmarks.profile"
+_PROGRAM = "python -m benchmarks.counters"
 
 # Kernels of attention, ours and others'; not those that XLA or PyTorch put around them.
 _KERNELS = "regex:attention|sdpa|flash|mha"
@@ -125,7 +125,7 @@ def _counted(ncu: str, shape: str, name: str) -> Iterator[Record]:
         options = ["--csv", "--page", "raw", "--clock-control", "none", "--log-file", str(log)]
         options += ["--kernel-name", _KERNELS]
         options += [part for section in _SECTIONS for part in ("--section", section)]
-        run = [sys.executable, "-m", "benchmarks.profile", "--run", shape, "--only", name]
+        run = [sys.executable, "-m", "benchmarks.counters", "--run", shape, "--only", name]
         done = subprocess.run([ncu, *options, *run], capture_output=True, text=True, check=False)
         if done.returncode:
             last = (done.stderr or done.stdout).strip().splitlines()[-1:]
