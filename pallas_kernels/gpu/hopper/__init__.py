@@ -1,7 +1,7 @@
 """Kernels for NVIDIA's Hopper GPUs (sm_90a) in Pallas Mosaic GPU: for speed.
 
-`attention` is the entry of attention. It serves the arithmetic that people train with, see `unsupported` there;
-`pallas_kernels.gpu` serves everything else. Who lives here:
+`attention` is the entry of attention. It serves the arithmetic that people train with, see
+`unsupported` there; `pallas_kernels.gpu` serves everything else. Who lives here:
 
   vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
   forward, query_gradients, key_gradients   one kernel each
