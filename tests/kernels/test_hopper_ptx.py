@@ -143,6 +143,20 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
             # w comes once for two programs; nothing divides.
             assert "multicast" in found.ptx[kernel]
             assert not re.search(r"\bdiv\.(full|rn)", found.ptx[kernel])
+    # What the interpreter does not model: stores that are read later than they are begun, products
+    # that are read, threads of a warpgroup that wait for each other, releases in both programs.
+    pieces, wait = gelu_products.PIECES, r"cp\.async\.bulk\.wait_group\.read\s+{};"
+    for kernel, stores, fences in (
+        ("product_and_gelu", pieces + 1, pieces + 1),
+        ("gelu_gradient_of_product", 1, 2 * pieces + 1),
+    ):
+        text = found.ptx[kernel]
+        assert len(re.findall(wait.format(0), text)) == stores, kernel
+        assert len(re.findall(r"fence\.proxy\.async", text)) == fences, kernel
+        assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned 0;", text)) == 1, kernel
+        assert len(re.findall(r"mbarrier\.arrive\.shared::cluster", text)) == 1, kernel
+    for count, times in ((1, 1), (0, 1)):
+        assert len(re.findall(wait.format(count), found.ptx["cross_entropy_rows"])) == times
     # Two programs of the cross-entropy fit the 228 KiB of a multiprocessor.
     assert found.number("cross_entropy_rows", r"Used (\d+) registers") <= 65536 // 256
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from gpu_targets import A100, B200, H200, mesh_of
+from product_races import check_products
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn.gpt2 import kernels
@@ -21,7 +22,14 @@ if not is_available():
 from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
 from pallas_kernels.gpu.hopper.gelu_products import Tile
 
+pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
+
 DEPTH, COLUMNS = 192, 512
+
+
+@pytest.fixture
+def products_are_checked(monkeypatch):
+    check_products(monkeypatch)
 
 
 def operands(rows, depth=DEPTH, columns=COLUMNS, scale=2.0):

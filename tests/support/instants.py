@@ -98,13 +98,12 @@ class Disk:
           reached: (directory, its names as synced, and now) -> those that have reached the disk.
           of_file: (its bytes as synced, and now) -> those that have.
         """
-        names, now = dict(self.names), {}
-        for path in (self.root, *self.root.rglob("*")):
-            inode = path.stat().st_ino
-            if path.is_dir():
-                names[inode] = reached(path, names.get(inode, {}), self.listed(path))
-            else:
-                now[inode] = path.read_bytes()
+        while True:
+            # TensorStore's threads go on meanwhile. What was seen before a file vanished would make
+            # an image that lacks the rest, which no loss of power leaves.
+            with contextlib.suppress(FileNotFoundError):
+                names, now = self._found(reached)
+                break
 
         def write(inode, path):
             path.mkdir()
@@ -116,6 +115,17 @@ class Disk:
                     (path / name).write_bytes(of_file(synced, now.get(child, synced)))
 
         write(self.root.stat().st_ino, target)
+
+    def _found(self, reached):
+        """Names that have reached the disk, by directory, and the bytes of files that are there."""
+        names, now = dict(self.names), {}
+        for path in (self.root, *self.root.rglob("*")):
+            inode = path.stat().st_ino
+            if path.is_dir():
+                names[inode] = reached(path, names.get(inode, {}), self.listed(path))
+            else:
+                now[inode] = path.read_bytes()
+        return names, now
 
     def close(self):
         for descriptor in self.held.values():
