@@ -76,9 +76,10 @@ def _train(numerics: str, logits: str, devices: int, data: str) -> dict:
 
 
 def _run(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
+    # Warnings and errors of an arm, which takes two minutes, are seen as they come.
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if result.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
+        sys.exit(f"{' '.join(command)} failed with exit status {result.returncode}, see above")
     return result.stdout
 
 
