@@ -18,9 +18,10 @@ def mlp(
     of the product before it, and its gradient part of that of the product before that. GELU is then
     of x W_in as it is rounded, as on other platforms.
     """
-    if layer_in.bias is None and layer_out.bias is None:
-        w_in, w_out = (layer.kernel[...].astype(x.dtype) for layer in (layer_in, layer_out))
-        if kernels.multiplies_with_gelu(x, w_in):
+    layers = layer_in, layer_out
+    if all(layer.bias is None and layer.dtype == x.dtype for layer in layers):
+        w_in, w_out = (layer.kernel[...].astype(x.dtype) for layer in layers)
+        if kernels.multiplies_with_gelu(x, w_in, w_out):
             rows = x.reshape(-1, x.shape[-1])
             return _products(rows, w_in, w_out).reshape(*x.shape[:-1], w_out.shape[1])
     return layer_out(gelu(layer_in(x), layer_in.bias is None))

@@ -32,13 +32,17 @@ def cross_entropy_rows(
     return cross_entropy.cross_entropy_rows(logits, targets, dtype, z_loss=z_loss)
 
 
-def multiplies_with_gelu(x: Float[Array, "*n d"], w: Float[Array, "d f"]) -> bool:
-    """Whether `product_and_gelu` serves x w, and `gelu_gradient_of_product` its gradient."""
-    if not (_is_hopper() and x.dtype == w.dtype == jnp.bfloat16):
+def multiplies_with_gelu(
+    x: Float[Array, "*n d"], w_in: Float[Array, "d f"], w_out: Float[Array, "f e"]
+) -> bool:
+    """Whether `product_and_gelu` serves x w_in, and `gelu_gradient_of_product` dy w_outᵀ."""
+    if not (_is_hopper() and x.dtype == w_in.dtype == w_out.dtype == jnp.bfloat16):
         return False
     from pallas_kernels.gpu.hopper import gelu_products
 
-    return gelu_products.unsupported(math.prod(x.shape[:-1]), *w.shape) is None
+    rows = math.prod(x.shape[:-1])
+    shapes = w_in.shape, w_out.shape[::-1]
+    return all(gelu_products.unsupported(rows, *shape) is None for shape in shapes)
 
 
 def product_and_gelu(

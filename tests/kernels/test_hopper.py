@@ -239,14 +239,14 @@ def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.Monke
     def watch(name: str, array: int) -> None:
         copy = getattr(plgpu, name)
 
-        def watched(*refs: Any) -> None:
+        def watched(*refs: Any, **options: Any) -> None:
             *_, length = refs[array].ref.shape
             if len(refs[array].shape) == 1:
                 rows = refs[array].transforms[-1].indices[-1]
                 jax.debug.callback(
                     lambda row: ends[array].append(length - int(row) - rows.size), rows.start
                 )
-            copy(*refs)
+            copy(*refs, **options)
 
         monkeypatch.setattr(plgpu, name, watched)
 

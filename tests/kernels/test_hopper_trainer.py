@@ -158,7 +158,14 @@ def test_a_row_that_is_not_finite_has_a_loss_that_is_not(bad, column):
     np.testing.assert_array_equal(np.isfinite(loss), [True, True, False, True, True])
 
 
-@pytest.mark.parametrize(("width", "reason"), [(1000, "multiples of 128"), (128 * 1000, "at most")])
+@pytest.mark.parametrize(
+    ("width", "reason"),
+    [
+        (1000, "multiples of 128"),
+        (128 * 1000, "at most"),
+        (16 * 128 * 37, "they do not divide into 32 pieces"),
+    ],
+)
 def test_rows_off_the_lanes_are_refused(width, reason):
     with pytest.raises(ValueError, match=f"{width} columns .{reason}"):
         cross_entropy.cross_entropy_rows(
@@ -170,11 +177,13 @@ def test_the_kernels_serve_bfloat16_on_hopper_and_nothing_else():
     x, w = operands(64)
     for target, expected in ((H200, True), (A100, False), (B200, False)):
         with jax.sharding.use_abstract_mesh(mesh_of(target.kind)):
-            assert kernels.multiplies_with_gelu(x, w) is expected
-            assert not kernels.multiplies_with_gelu(x.astype(jnp.float32), w.astype(jnp.float32))
-            assert not kernels.multiplies_with_gelu(x, w[:, :320])
-            assert not kernels.multiplies_with_gelu(x[:60], w)
-    assert kernels.multiplies_with_gelu(x, w) is is_hopper(device_kind())
+            assert kernels.multiplies_with_gelu(x, w, w.T) is expected
+            single = (array.astype(jnp.float32) for array in (x, w, w.T))
+            assert not kernels.multiplies_with_gelu(*single)
+            assert not kernels.multiplies_with_gelu(x, w[:, :320], w.T[:320])
+            assert not kernels.multiplies_with_gelu(x, w, w.T[:, :100])
+            assert not kernels.multiplies_with_gelu(x[:60], w, w.T)
+    assert kernels.multiplies_with_gelu(x, w, w.T) is is_hopper(device_kind())
 
 
 def test_the_mlp_is_that_of_its_layers_bit_by_bit():
@@ -218,8 +227,8 @@ def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     d_y = operands(20_000, 768)[0][::-1]
     d_h = gelu_products.gelu_gradient_of_product(d_y, w.T, h)
     check_gradient(d_y, w, h, d_h)
-    logits, targets = logits_and_targets(50304, rows=5, dtype="bfloat16")
-    losses = cross_entropy.cross_entropy_rows(logits, targets)
+    logits, targets = logits_and_targets(50304, dtype="bfloat16")
+    losses = cross_entropy.cross_entropy_rows(logits, targets, programs=2)  # some rows each
     exact_loss, exact = exact_cross_entropy(logits, targets)
     np.testing.assert_allclose(losses[0], exact_loss, atol=4 * 2.0**-15)
     np.testing.assert_allclose(
@@ -228,7 +237,7 @@ def test_compiled_kernels_are_those_of_float64_and_give_the_same_bits_twice():
     again = (
         *gelu_products.product_and_gelu(x, w),
         gelu_products.gelu_gradient_of_product(d_y, w.T, h),
-        *cross_entropy.cross_entropy_rows(logits, targets),
+        *cross_entropy.cross_entropy_rows(logits, targets, programs=2),
     )
     for a, b in zip((*value, d_h, *losses), again, strict=True):
         np.testing.assert_array_equal(a, b)

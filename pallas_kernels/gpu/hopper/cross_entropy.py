@@ -29,6 +29,7 @@ _STEP = 16  # rows of that matrix that a pass works on at once
 _MOST = 256  # rows of it in a copy
 _PROGRAMS = 2 * 132
 _MEMORY = 227 * 1024 - 2048
+_BARRIERS = 32  # one a piece; Mosaic GPU has no more together
 
 
 def unsupported(width: int) -> str | None:
@@ -37,6 +38,9 @@ def unsupported(width: int) -> str | None:
         return f"{width} columns (multiples of {LANES})"
     if 2 * width > _MEMORY:
         return f"{width} columns (at most {_MEMORY // 2})"
+    _, pieces, rest = _split(width)
+    if pieces + (rest > 0) > _BARRIERS:
+        return f"{width} columns (they do not divide into {_BARRIERS} pieces)"
     return None
 
 
@@ -64,9 +68,7 @@ def cross_entropy_rows(
     if reason := unsupported(width):
         raise ValueError(f"cross_entropy_rows does not support {reason}")
     down = width // LANES
-    steps, rest = divmod(down, _STEP)
-    together = _together(steps)
-    pieces = steps // together
+    together, pieces, rest = _split(width)
     kernel = plgpu.kernel(
         partial(_kernel, together=together, pieces=pieces, rest=rest, z_loss=z_loss),
         out_type=[
@@ -87,10 +89,15 @@ def cross_entropy_rows(
     return losses, gradient.reshape(n, width)
 
 
-def _together(steps: int) -> int:
-    """Steps of a piece: a row has at least six pieces, all of them as long, if it has the steps."""
+def _split(width: int) -> tuple[int, int, int]:
+    """Steps of a piece, pieces, and rows beyond the last.
+
+    A row has at least six pieces, all of them as long, if it has the steps.
+    """
+    steps, rest = divmod(width // LANES, _STEP)
     counts = [k for k in range(1, _MOST // _STEP + 1) if steps % k == 0 and 6 * k <= steps]
-    return max(counts, default=1)
+    together = max(counts, default=1)
+    return together, steps // together, rest
 
 
 def _kernel(
@@ -157,11 +164,12 @@ def _kernel(
         def exponentials(x: Array, shift: Array) -> Array:
             return jnp.exp2((extended(x) - shift) * jnp.float32(LOG2E))
 
-        sums = over(lambda total, x: total + exponentials(x, m), states(0, jnp.float32))
-        lse = m + jnp.log(sum(jnp.sum(x) for x in sums))
         target = targets[i]
         down, across = lax.div(target, jnp.int32(LANES)), lax.rem(target, jnp.int32(LANES))
+        # Here: the sums below wait for all warps, one of which will write softmax in its place.
         of_target = row[down, across].astype(jnp.float32)
+        sums = over(lambda total, x: total + exponentials(x, m), states(0, jnp.float32))
+        lse = m + jnp.log(sum(jnp.sum(x) for x in sums))
         losses[i] = lse - of_target
         factor = 1 + jnp.float32(2 * z_loss) * lse
 

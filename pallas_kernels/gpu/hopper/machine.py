@@ -28,9 +28,9 @@ _REGISTERS = {1: (24, 240), 2: (40, 232), 3: (24, 160)}
 
 COMPILER = plgpu.CompilerParams(
     approx_math=True,
-    # A warp overwrites only those rows of shared memory that it alone has read.
+    # A warp overwrites only what it alone has read in shared memory, or waits for the others.
     unsafe_no_auto_barriers=True,
-    reduction_scratch_bytes=512,  # no reduction crosses warps
+    reduction_scratch_bytes=512,  # of attention no reduction crosses warps
 )
 
 
