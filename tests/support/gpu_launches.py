@@ -13,6 +13,7 @@ v, O, lse and the gradients are allocations of their own, whose ends the sanitiz
 """
 
 import argparse
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -23,15 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from kernel_calls import PRESETS, RULES, Call, call_of, operands_of
 
-from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     FLASH,
     FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     DynamicMax,
-    Numerics,
-    RowMax,
     StandardMax,
 )
 from pallas_kernels.gpu import gelu, layer_norm
@@ -54,6 +52,11 @@ LENGTHS = Case(
 PACKED = Case(batch=2, rows=77, keys=77, head_size=64, dtype="bfloat16", is_causal=True)
 # A head size between powers of two, operands that are split, tiles that are all seen in full.
 SPLIT = Case(batch=1, rows=130, keys=100, head_size=40)
+
+# For the Hopper kernels: rows that end within a tile of 128.
+ROWS_OF_THREE_WARPGROUPS = Case(
+    batch=1, rows=192, keys=192, head_size=64, dtype="bfloat16", is_causal=True
+)
 
 
 def launch_preset(preset: str) -> int:
@@ -100,14 +103,11 @@ def launch_trainer() -> int:
 
 
 def launch_hopper() -> int:
-    """Runs every Hopper kernel of attention, with tiles of short and of long calls.
-
-    192 rows end within a tile of 128.
-    """
+    """Runs every Hopper kernel of attention, with tiles of short and of long calls."""
     from pallas_kernels.gpu.hopper import attention as hopper
-    from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, default_block_sizes
+    from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
-    calls: list[tuple[int, Numerics, RowMax, BlockSizes | None]] = []
+    calls = []
     for head_size in hopper.HEAD_SIZES:
         long = default_block_sizes(head_size, long=True)
         calls += [
@@ -120,23 +120,10 @@ def launch_hopper() -> int:
             unordered = default_block_sizes(head_size, unordered=True)
             calls.append((head_size, FLASH, StandardMax(), unordered))
             calls.append((head_size, AUXILIARY_OUTPUT, StandardMax(), None))
-    for head_size, numerics, rule, sizes in calls:
-        spec = Spec(
-            numerics=numerics,
-            row_max=rule,
-            scale=head_size**-0.5,
-            is_causal=True,
-            block_sizes=sizes,
-        )
-        keys = jax.random.split(jax.random.key(head_size), 4)
-        q, k, v, do = (jax.random.normal(key, (1, 192, 2, head_size), jnp.bfloat16) for key in keys)
-
-        @jax.jit
-        def step(q: Any, k: Any, v: Any, do: Any, spec: Any = spec) -> Any:
-            (o, lse), pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), q, k, v)
-            return o, lse, pullback((do, jnp.zeros_like(lse)))
-
-        jax.block_until_ready(step(q, k, v, do))
+    for head_size, *how in calls:
+        case = dataclasses.replace(ROWS_OF_THREE_WARPGROUPS, head_size=head_size)
+        call = call_of(case, *how, kv_block=None, implementation=hopper)
+        jax.block_until_ready(launch(case, call))
     return len(calls)
 
 

@@ -12,8 +12,8 @@ of w, and the copy engine hands it to both.
 The floors on one H200, at 65,536 rows of 768 and 3,072 columns: 309 GFLOP, 0.39 ms at 790 TFLOP/s;
 0.91 GB, 0.21 ms at 4.3 TB/s. Programs fetch 2.4 GB, nearly all from the L2 cache. The first kernel
 takes 0.55 ms and the second 0.64, where XLA's product alone takes 0.45 and a product and a pass of
-GELU's gradient 0.74 (results/training_speed/trainer_kernels_h200.jsonl). What was tried is in
-docs/hopper_versions.md.
+GELU's gradient 0.74 (results/training_speed/trainer_kernels_h200.jsonl, run 4, with a fetch of x
+that is gone, for it gained nothing). What was tried is in docs/hopper_versions.md.
 """
 
 import dataclasses
