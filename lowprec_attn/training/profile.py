@@ -136,7 +136,7 @@ def measure(settings: TrainSettings, devices: Devices) -> Profile:
     require_memory(settings, devices)
     program = make_program(settings, devices)
     root = root_key(settings)
-    state = program.init(root)
+    state = program.initial_state(root)
     batch = (*devices.put(_random_batch(settings)), root)
     lowered = program.train.lower(state, *batch)
     train = lowered.compile()

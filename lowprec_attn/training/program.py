@@ -1,9 +1,12 @@
 """The programs of a run: one step for training, for profiles, and for `lowprec-attn compile`."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key
 
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
@@ -29,6 +32,27 @@ class Program(NamedTuple):
     state: TrainState
     batch: jax.ShapeDtypeStruct
     root: jax.ShapeDtypeStruct
+
+    def initial_state(self, root: Key[Array, ""]) -> TrainState:
+        """What `init` gives, compiled in seconds on a GPU as well."""
+        with random_bits_by_kernel():
+            state: TrainState = self.init(root)
+            return state
+
+
+@contextlib.contextmanager
+def random_bits_by_kernel() -> Iterator[None]:
+    """Threefry by JAX's own kernel wherever a program is compiled for a GPU; the same bits.
+
+    XLA would compile it anew for each of GPT-2's 74 random arrays, which takes half a minute.
+    """
+    option = "jax_threefry_gpu_kernel_lowering"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
 
 
 def make_program(settings: TrainSettings, devices: Devices) -> Program:

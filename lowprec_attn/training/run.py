@@ -122,7 +122,7 @@ def _run_once(
     )
     program = make_program(settings, devices)
     if restored is None:
-        state = program.init(root_key(settings))
+        state = program.initial_state(root_key(settings))
     else:
         state = restored.state
         data.set_state(restored.data_state)

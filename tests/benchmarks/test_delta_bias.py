@@ -47,7 +47,7 @@ def runs(tmp_path_factory, text):
             Checkpoints(run_dir.checkpoints) as checkpoints,
         ):
             if step is not None:
-                checkpoints.save(step, program.init(root_key(settings)), {})
+                checkpoints.save(step, program.initial_state(root_key(settings)), {})
     return directory
 
 

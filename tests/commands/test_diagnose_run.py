@@ -37,7 +37,7 @@ def made(tmp_path_factory, text):
     config = tiny_config(data__path=str(text), **CHANGES)
     settings = train_settings(config)
     program = make_program(settings, run_devices(settings))
-    state = program.init(root_key(settings))
+    state = program.initial_state(root_key(settings))
     path = tmp_path_factory.mktemp("run")
     recorded = config | {"text_sha256": {"train": "", "val": "another"}}
     with RunDir.open(path, recorded) as run_dir, Checkpoints(run_dir.checkpoints) as checkpoints:

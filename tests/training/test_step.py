@@ -20,7 +20,7 @@ from lowprec_attn.numerics import PRESETS
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.devices import compiler_options, run_devices
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.program import make_program, random_bits_by_kernel
 from lowprec_attn.training.step import make_steps, root_key
 
 # What serves on a CPU; named, it spares tracing the kernels of other platforms.
@@ -437,6 +437,30 @@ GOLDEN_LOSSES = [5.5618, 5.5631, 5.5333]
 GOLDEN_GRAD_NORM = 0.6470
 
 
+def test_initial_weights_take_one_kernel_for_their_random_bits_on_a_gpu():
+    """XLA compiles Threefry anew for every array: half a minute of GPT-2 124M's start."""
+    settings = tiny_settings()
+    program = make_program(settings, run_devices(settings))
+
+    def for_a_gpu() -> str:
+        traced = program.init.trace(program.root)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    with random_bits_by_kernel():
+        by_kernel = for_a_gpu()
+    by_xla = for_a_gpu()
+    assert "threefry2x32_ffi" in by_kernel and "threefry2x32_ffi" not in by_xla
+    assert by_xla.count("shift_right_logical") > 100 > by_kernel.count("shift_right_logical")
+
+
+@pytest.mark.gpu
+def test_initial_weights_by_that_kernel_have_the_same_bits():
+    settings = tiny_settings(devices=1)
+    program = make_program(settings, run_devices(settings))
+    root = root_key(settings)
+    jax.tree.map(np.testing.assert_array_equal, program.initial_state(root), program.init(root))
+
+
 def test_runs_of_other_seeds_are_the_same_programs():
     def programs(seed):
         settings = tiny_settings(seed=seed, attention__points={"output": "bfloat16:stochastic"})
@@ -446,5 +470,5 @@ def test_runs_of_other_seeds_are_the_same_programs():
 
     assert programs(1) == programs(2)
     settings = [tiny_settings(seed=seed) for seed in (1, 2)]
-    a, b = (make_program(s, run_devices(s)).init(root_key(s)).params for s in settings)
+    a, b = (make_program(s, run_devices(s)).initial_state(root_key(s)).params for s in settings)
     assert not all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
