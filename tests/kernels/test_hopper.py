@@ -19,12 +19,18 @@ from gpu_targets import mesh_of
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_calls import call_of, check_accuracy, check_rows_without_a_score, run
+from kernel_calls import (
+    call_of,
+    check_accuracy,
+    check_rows_without_a_score,
+    run,
+    run_plain,
+)
 from product_races import check_products
 
 from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
-from lowprec_attn.attention import dot_product_attention
+from lowprec_attn.attention import dot_product_attention, tiled
 from lowprec_attn.attention.dispatch import UnsupportedError, resolve
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
@@ -32,6 +38,7 @@ from lowprec_attn.numerics import (
     FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     PRESETS,
+    PUBLISHED,
     DynamicMax,
     Numerics,
     PublishedMax,
@@ -103,8 +110,106 @@ def of_table(case: Case, chosen: Numerics, *, long: bool) -> BlockSizes:
         keeps_auxiliary=chosen.saved_dtype == jnp.bfloat16,
         sums_keys=chosen.delta == "normalized",
         long=long,
+        rounds_products=not chosen.tile_grads.is_identity,
     )
     return dataclasses.replace(sizes, programs=2, interpret=True)
+
+
+def published(case: Case, rule: RowMax | None = None, **options: Any) -> Any:
+    sizes = of_table(case, PUBLISHED, long=False)
+    return call(case, PUBLISHED, rule, **({"sizes": sizes, "kv_block": 128} | options))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("case", "rule", "kv_block"),
+    [
+        pytest.param(GROUPED, StandardMax(), 128, id="causal, grouped heads"),
+        pytest.param(
+            dataclasses.replace(GROUPED, batch=2, heads=1, values="repeated_maxima"),
+            *(DynamicMax(), 256),
+            id="ties within parts and between them",
+        ),
+        pytest.param(MORE_KEYS, DynamicMax(), 128, id="not causal, more keys"),
+        pytest.param(MORE_ROWS, StandardMax(), 256, id="more rows"),
+        pytest.param(
+            dataclasses.replace(GROUPED, rows=640, keys=640, heads=1),
+            *(StandardMax(), 512),
+            id="as published",
+        ),
+    ],
+)
+def test_products_of_long_steps_are_rounded(case: Case, rule: RowMax, kv_block: int) -> None:
+    check_accuracy(case, published(case, rule, kv_block=kv_block))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("point", ["scores", "pv", "normalizer", "dp", "tile_grads"])
+def test_products_are_rounded_where_published_says(point: str) -> None:
+    """Noise tips hardly a rounding; without one of them, most numbers of some array differ."""
+    case = dataclasses.replace(GROUPED, heads=1)
+    whole = published(case)
+    without = dataclasses.replace(
+        whole.spec, numerics=whole.spec.numerics.replace(**{point: "float32"})
+    )
+    result = run(case, whole)
+    expected, others = (
+        run_plain(case, dataclasses.replace(whole, spec=spec)) for spec in (whole.spec, without)
+    )
+
+    def differ(x: dict[str, Any], name: str) -> float:
+        return float(np.mean(x[name] != result[name]))
+
+    names = ("out", "dq", "dk", "dv")
+    assert max(differ(expected, name) for name in names) < 0.01
+    assert max(differ(others, name) for name in names) > 0.1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
+def test_rows_of_minus_infinity_alone_are_empty_in_long_steps(rule: RowMax) -> None:
+    spec = dataclasses.replace(published(FEW, rule).spec, is_causal=True, scale=0.125)
+    check_rows_without_a_score(hopper.attention, spec, 64)
+
+
+@needs_mosaic
+def test_ties_of_long_steps_are_counted_once() -> None:
+    """A maximum that returns in a later part is repeated; one that a later part exceeds is not."""
+    case = dataclasses.replace(FEW, rows=64, keys=256)
+    arrays = harness.inputs(case)
+    keys = np.zeros_like(arrays["k"])
+    keys[0, [3, 200], 0, 0] = 2  # of positive rows the largest, in two parts of 128
+    keys[0, [5, 6], 0, 1] = 1  # of the others, but for key 130
+    keys[0, 130, 0, 1] = 2
+    queries = np.zeros_like(arrays["q"])
+    queries[0, ::2, 0, 0], queries[0, 1::2, 0, 1] = 4, 4
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (queries, keys, arrays["v"]))
+    for rule in (StandardMax(), DynamicMax()):
+        spec = published(case, rule, kv_block=256).spec
+        out, _ = hopper.attention(q, k, v, Extras(), spec)
+        expected, _ = tiled.attention(
+            *(q, k, v), Extras(), dataclasses.replace(spec, block_sizes=None)
+        )
+        np.testing.assert_array_equal(out, expected)
+        if rule == StandardMax():
+            standard = out
+    moved = (np.asarray(out, np.float32) != np.asarray(standard, np.float32)).any(axis=(2, 3))[0]
+    assert moved[::2].any() and not moved[1::2].any()
+
+
+def test_keys_per_step_are_those_of_long_steps() -> None:
+    assert hopper.keys_per_step(request(PUBLISHED)) == 512
+
+
+@needs_mosaic
+def test_own_rows_that_end_within_a_long_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="kv_block=128 takes walks of a multiple of own rows"):
+        run(FEW, published(FEW, sizes=SIZES))
+    ahead = of_table(FEW, PUBLISHED, long=False)
+    for kernel in ("query_gradients", "key_gradients"):
+        tile = dataclasses.replace(getattr(ahead, kernel), ahead=True, held=False)
+        with pytest.raises(ValueError, match="ahead=True is of one sum"):
+            run(FEW, published(FEW, sizes=dataclasses.replace(ahead, **{kernel: tile})))
 
 
 @needs_mosaic
@@ -378,11 +483,13 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
         pytest.param(64, SIZES, id="64"),
         pytest.param(64, dataclasses.replace(SIZES, unordered=True), id="64, unordered"),
         pytest.param(256, of_table(WIDEST, FLASH, long=False), id="256", marks=pytest.mark.slow),
+        pytest.param(64, of_table(GROUPED, PUBLISHED, long=False), id="64, published"),
     ],
 )
 def test_packed_arrays_give_the_same_bits(head_size: int, sizes: BlockSizes) -> None:
     case = dataclasses.replace(GROUPED, rows=128, keys=128, kv_heads=2, head_size=head_size)
-    result, expected = (run(case, call(case, packed=p, sizes=sizes)) for p in (True, False))
+    make = published if sizes == of_table(GROUPED, PUBLISHED, long=False) else call
+    result, expected = (run(case, make(case, packed=p, sizes=sizes)) for p in (True, False))
     for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
 
@@ -625,7 +732,30 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(window=(8, 8)), "a local window"),
         (request(scale=-0.125), "scale=-0.125 (it takes numbers above 0)"),
         (request(row_max=PublishedMax()), "row_max=PublishedMax"),
-        (request(PRESETS["published"]), "scores=bfloat16 (it takes float32)"),
+        (
+            request(PUBLISHED, sizes=None, platform="cuda"),
+            "an unknown GPU (it needs a Hopper GPU)",
+        ),
+        (request(PUBLISHED, head_size=128), "head size 128 with tile_grads=bfloat16 (it takes 64)"),
+        (request(PUBLISHED, scale=0.1), "scale=0.1 with tile_grads=bfloat16 (it takes powers of"),
+        (
+            request(PUBLISHED, row_max=DynamicMax(tolerance=0.1)),
+            "row_max.tolerance=0.1 with tile_grads=bfloat16 (it takes 0)",
+        ),
+        (
+            request(PUBLISHED, sizes=dataclasses.replace(SIZES, unordered=True)),
+            "unordered=True with tile_grads=bfloat16",
+        ),
+        (
+            request(PUBLISHED.replace(kv_block=64)),
+            "kv_block=64 with tile_grads=bfloat16 (it takes 128 or 256 or 384 or 512)",
+        ),
+        (
+            request(PUBLISHED.replace(delta="normalized")),
+            "delta=normalized, saved_output=same with tile_grads=bfloat16 (it takes do_o, same)",
+        ),
+        (request(PUBLISHED.replace(scores="float32")), "scores=float32 (it takes bfloat16)"),
+        (request(PRESETS["probe"]), "scores=bfloat16 (it takes float32)"),
         (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),
         (request(PRESETS["delta_dp_p"]), "delta=dp_p (it takes do_o or normalized)"),
         (
@@ -655,6 +785,7 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         ),
         (request(sizes=None, platform="cuda"), "NVIDIA A100-SXM4-80GB", "gpu"),
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:

@@ -20,6 +20,7 @@ from lowprec_attn.numerics import (
     FLASH,
     FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
+    PUBLISHED,
     DynamicMax,
     Numerics,
     RowMax,
@@ -134,6 +135,19 @@ CALLS = {
     ),
     "normalized_delta": Call(numerics=NORMALIZED_DELTA),
     "normalized_delta, head 128": Call(rows=640, head_size=128, numerics=NORMALIZED_DELTA),
+    "published": Call(numerics=PUBLISHED, kv_block=512),
+    "published, dynamic_max": Call(numerics=PUBLISHED, kv_block=512, row_max=DynamicMax()),
+    "published, grouped heads, an odd number of tiles": Call(
+        rows=640, keys=640, kv_heads=2, numerics=PUBLISHED, kv_block=512
+    ),
+    "published, not causal": Call(
+        rows=192, keys=320, is_causal=False, numerics=PUBLISHED, kv_block=256
+    ),
+    "published, more rows": Call(rows=512, keys=192, numerics=PUBLISHED, kv_block=128),
+    "published, packed": Call(numerics=PUBLISHED, kv_block=512, packed=True),
+    "published, many tiles per program": Call(
+        batch=16, heads=12, kv_heads=12, numerics=PUBLISHED, kv_block=512
+    ),
     "packed": Call(packed=True),
     "head 256": Call(head_size=256, kv_block=64),
     "grouped heads, an odd number of tiles, head 256": Call(
@@ -176,6 +190,7 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
         sums_keys=n.delta == "normalized",
         long=long,
         unordered=unordered,
+        rounds_products=not n.tile_grads.is_identity,
     )
 
 
@@ -208,6 +223,7 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
     [
         *("causal", "head 128", "head 256"),
         *("many tiles per program", "many tiles per program, head 256"),
+        "published, many tiles per program",
     ],
 )
 def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
@@ -222,7 +238,8 @@ def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
 
 @BOTH_TABLES
 @pytest.mark.parametrize(
-    "name", ["causal", "head 128", "head 256", "half of the last tile", "not causal"]
+    "name",
+    ["causal", "head 128", "head 256", "half of the last tile", "not causal", "published"],
 )
 def test_turns_change_no_bit(name: str, long: bool) -> None:
     call = CALLS[name]
@@ -286,7 +303,7 @@ def test_rows_of_minus_infinity_alone_are_empty(
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "head 128", "head 256", "not causal", "many tiles per program"]
+    "name", ["causal", "head 128", "head 256", "not causal", "many tiles per program", "published"]
 )
 def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     call = CALLS[name]
@@ -299,7 +316,12 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, call in CALLS.items() if call.numerics.delta != "normalized"]
+    "name",
+    [
+        name
+        for name, call in CALLS.items()
+        if call.numerics.delta != "normalized" and call.numerics.tile_grads.is_identity
+    ],
 )
 def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
     """In both kernels of the backward pass, those of no table that has it, too."""
@@ -322,7 +344,9 @@ def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
 UNORDERED = [
     name
     for name, call in CALLS.items()
-    if call.numerics.delta != "normalized" and call.head_size < 256
+    if call.numerics.delta != "normalized"
+    and call.numerics.tile_grads.is_identity
+    and call.head_size < 256
 ]
 
 
@@ -384,7 +408,8 @@ def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
 
 @BOTH_TABLES
 @pytest.mark.parametrize(
-    "name", ["causal", "head 128", "head 256", "grouped heads, an odd number of tiles"]
+    "name",
+    ["causal", "head 128", "head 256", "grouped heads, an odd number of tiles", "published"],
 )
 def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, long: bool) -> None:
     """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""

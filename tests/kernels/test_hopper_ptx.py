@@ -25,6 +25,7 @@ from lowprec_attn.numerics import (
     FLASH,
     FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
+    PUBLISHED,
     DynamicMax,
     Numerics,
     RowMax,
@@ -89,6 +90,8 @@ def code(
         sizes = default_block_sizes(head_size, long=long)
         forward = dataclasses.replace(sizes.forward, tests_ties=False)
         sizes = dataclasses.replace(sizes, forward=forward)
+    if not chosen.tile_grads.is_identity:
+        sizes = default_block_sizes(head_size, rounds_products=True)
     spec = Spec(
         numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes
     )
@@ -192,6 +195,16 @@ def test_other_numerics_and_rules_hardly_spill(
     if head_size == 256 and chosen.delta != "normalized":
         most = SPILLED["query_gradients"][-1]
     assert found.spilled["query_gradients"] <= most
+
+
+@pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
+def test_long_steps_hardly_spill(rule: RowMax) -> None:
+    found = code(64, PUBLISHED, rule)
+    for kernel, report in found.reports.items():
+        assert found.spilled[kernel] <= SPILLED[kernel][0], kernel
+        assert not re.search(SERIALIZED, report), kernel
+    # S twice and P̄V forward: one group each, and one group of the products of S to start with.
+    assert len(re.findall(r"wgmma\.commit_group", found.ptx["forward"])) == 3
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -29,6 +29,7 @@ from lowprec_attn.numerics import (
     FLASH,
     FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
+    PUBLISHED,
     DynamicMax,
     StandardMax,
 )
@@ -120,9 +121,12 @@ def launch_hopper() -> int:
             unordered = default_block_sizes(head_size, unordered=True)
             calls.append((head_size, FLASH, StandardMax(), unordered))
             calls.append((head_size, AUXILIARY_OUTPUT, StandardMax(), None))
-    for head_size, *how in calls:
+    long_steps = default_block_sizes(64, rounds_products=True)
+    calls += [(64, PUBLISHED, rule, long_steps) for rule in (StandardMax(), DynamicMax())]
+    for head_size, chosen, rule, sizes in calls:
         case = dataclasses.replace(ROWS_OF_THREE_WARPGROUPS, head_size=head_size)
-        call = call_of(case, *how, kv_block=None, implementation=hopper)
+        kv_block = 128 if chosen == PUBLISHED else None
+        call = call_of(case, chosen, rule, sizes, kv_block=kv_block, implementation=hopper)
         jax.block_until_ready(launch(case, call))
     return len(calls)
 

@@ -8,6 +8,8 @@ The floors are those of `pallas_kernels.gpu.attention`: its products are the sam
 takes two more here and three more there.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -26,7 +28,11 @@ from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes,
 
 HEAD_SIZES = (64, 128, 256)
 KEYS_PER_STEP = (64, 128)
+# Steps whose products are rounded, as those of 512 by `published`; and the head size.
+_LONG_STEPS, _LONG_STEPS_OF = (128, 256, 384, 512), 64
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
+# What `published` rounds beside these.
+_PRODUCTS = ("scores", "pv", "normalizer", "dp", "tile_grads")
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 
@@ -56,6 +62,8 @@ def unsupported(request: Request) -> str | None:
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and spec.numerics.delta == "normalized":
         return "delta=normalized with unordered=True (which takes do_o)"
+    if not spec.numerics.tile_grads.is_identity and (reason := _unsupported_in_long_steps(request)):
+        return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
         return f"{reason} at head size {head_size}"
@@ -70,6 +78,27 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
         return "saved_output=auxiliary"
     if n.kv_block == 128:
         return "kv_block=128 (it takes 64 or None)"
+    return None
+
+
+def _unsupported_in_long_steps(request: Request) -> str | None:
+    """What, where products are rounded as by `published`."""
+    spec, head_size, which = request.spec, request.q_shape[-1], "with tile_grads=bfloat16"
+    if spec.block_sizes is None:
+        return f"block_sizes=None {which} (no device has run these kernels yet)"
+    if head_size != _LONG_STEPS_OF:
+        return f"head size {head_size} {which} (it takes {_LONG_STEPS_OF})"
+    if math.frexp(spec.scale)[0] != 0.5:  # S is rounded before its scale
+        return f"scale={spec.scale} {which} (it takes powers of two)"
+    if isinstance(spec.row_max, DynamicMax) and spec.row_max.tolerance != 0:
+        return f"row_max.tolerance={spec.row_max.tolerance} {which} (it takes 0)"
+    if _is_unordered(spec):
+        return f"unordered=True {which}"
+    n = spec.numerics
+    if n.delta != "do_o" or n.saved_dtype is not None:
+        return f"delta={n.delta}, saved_output={n.saved_output} {which} (it takes do_o, same)"
+    if n.kv_block not in _LONG_STEPS:
+        return f"kv_block={n.kv_block} {which} (it takes {_listed(_LONG_STEPS)})"
     return None
 
 
@@ -96,15 +125,17 @@ def _unsupported_machine(request: Request) -> str | None:
 
 
 def _unsupported_numerics(n: Numerics) -> str | None:
+    in_long_steps = not n.tile_grads.is_identity
+    rounded = _ROUNDED + (_PRODUCTS if in_long_steps else ())
     for point in POINTS:
-        wanted = _BFLOAT16 if point in _ROUNDED else _FLOAT32
+        wanted = _BFLOAT16 if point in rounded else _FLOAT32
         if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) != wanted:
             return f"{point}={found} (it takes {wanted})"
     if n.delta not in (taken := ("do_o", "normalized")):
         return f"delta={n.delta} (it takes {_listed(taken)})"
     if n.row_sum != "unrounded":
         return f"row_sum={n.row_sum} (it takes unrounded)"
-    if n.kv_block not in (None, *KEYS_PER_STEP):
+    if not in_long_steps and n.kv_block not in (None, *KEYS_PER_STEP):
         return f"kv_block={n.kv_block} (it takes {_listed(KEYS_PER_STEP)} or None)"
     return None
 
@@ -115,7 +146,9 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    return block_sizes(request.q_shape, request.spec).forward.walk
+    walk = block_sizes(request.q_shape, request.spec).forward.walk
+    kv_block = request.spec.numerics.kv_block
+    return kv_block if isinstance(kv_block, int) else walk
 
 
 def attention(

@@ -169,6 +169,7 @@ def default_block_sizes(
     sums_keys: bool = False,
     long: bool = False,
     unordered: bool = False,
+    rounds_products: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
 
@@ -182,10 +183,18 @@ def default_block_sizes(
         registers.
       long: whether `is_long`. Steps of 64 keys and Ō′ were not measured so, and change nothing.
       unordered: of `BlockSizes`.
+      rounds_products: whether a step of `kv_block` keys is walked over in parts, for its products
+        are rounded, as by `published`. Not measured.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ.
     """
+    if rounds_products:
+        return BlockSizes(
+            forward=Tile(),
+            query_gradients=Tile(walk=64, stages=3, turns=True, held=True),
+            key_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
+        )
     if is_wide(head_size):
         asked = (kv_block == 128, keeps_auxiliary, unordered)
         names = ("kv_block=128", "keeps_auxiliary", "unordered")
@@ -260,6 +269,7 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             keeps_auxiliary=spec.numerics.saved_dtype == jnp.bfloat16,
             sums_keys=spec.numerics.delta == "normalized",
             long=is_long(shape[1], is_causal=spec.is_causal),
+            rounds_products=not spec.numerics.tile_grads.is_identity,
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -139,7 +139,7 @@ def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Ar
     offset: a reference to what the exponent adds, [walk].
     """
     of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
-    log2_p = s * np.float32(problem.log2_unit) + of_rows
+    log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
     if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
         mask = partial(problem.mask_queries, log2_p, key, row)
         log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
@@ -148,6 +148,7 @@ def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Ar
 
 def shifted_dp(dp: Array, offset: Any, problem: Problem) -> Array:
     """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [walk]."""
+    dp = problem.rounded(dp)
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)
     return dp + along_columns(load_values(offset, PER_COLUMN, straight=False), dp.shape)

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.gpu.hopper import long_steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import Ring, Turns, set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -21,6 +22,7 @@ def load(
     tile: Tile,
     *,
     most: bool = False,
+    keys_twice: bool = False,
 ) -> None:
     """All tiles of a program and the keys they see, by the warpgroup that does nothing else.
 
@@ -30,6 +32,7 @@ def load(
       rings: of the rows, of k and of v.
       problem, tile: of the kernel.
       most: see `set_registers`.
+      keys_twice: k comes twice in each of `long_steps`.
     """
     set_registers(tile.warpgroups, loads=True, most=most)
     program, schedule = lax.axis_index("program"), problem.by_query(tile)
@@ -53,19 +56,25 @@ def load(
         end = jnp.where(turn.exists, end, 0)
         kv_head = lax.div(turn.head, jnp.int32(problem.group))
 
+        def parts(t: Array) -> list[Any]:
+            place = (turn.batch, t * tile.walk, tile.walk, kv_head)
+            return [problem.part(ref, *place, plane=plane) for ref, plane in ((k, 1), (v, 2))]
+
         def load_keys(t: Array, n: Array) -> Array:
-            for ring, ref, plane in ((of_k, k, 1), (of_v, v, 2)):
-                part = problem.part(ref, turn.batch, t * tile.walk, tile.walk, kv_head, plane=plane)
+            for ring, part in zip((of_k, of_v), parts(t), strict=True):
                 ring.fill(n, (part, 0, ()))
             return n + 1
 
-        steps = lax.fori_loop(0, end, load_keys, steps)
+        if keys_twice:
+            steps = long_steps.load_keys(parts, (of_k, of_v), problem, tile, end, steps)
+        else:
+            steps = lax.fori_loop(0, end, load_keys, steps)
         return tiles + turn.exists.astype(jnp.int32), steps
 
     done = (jnp.int32(0), jnp.int32(0))
     tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
     of_rows.drain(tiles)
-    of_k.drain(steps)
+    of_k.drain(2 * steps if keys_twice else steps)
     of_v.drain(steps)
 
 

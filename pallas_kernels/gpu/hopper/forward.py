@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
-from pallas_kernels.gpu.hopper import by_query
+from pallas_kernels.gpu.hopper import by_query, long_steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
@@ -94,6 +94,8 @@ class _Rows(NamedTuple):
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     """Runs the kernel; q, k and v may be one packed array."""
     tile, n = problem.sizes.forward, problem.spec.numerics
+    if problem.rounds_products and tile.walk % tile.own:
+        raise ValueError(f"kv_block={n.kv_block} takes walks of a multiple of own rows, got {tile}")
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     workers, head = tile.warpgroups, problem.head_size
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -142,7 +144,8 @@ def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     rings = shared.q, shared.k, shared.v
-    pl.when(me == loader)(lambda: by_query.load((q,), k, v, rings, problem, tile))
+    twice = problem.rounds_products
+    pl.when(me == loader)(lambda: by_query.load((q,), k, v, rings, problem, tile, keys_twice=twice))
     pl.when(me < loader)(lambda: _multiply(Outputs(*out), shared, problem, tile))
 
 
@@ -164,7 +167,8 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
 
         def attend() -> None:
             rows, acc, left = walk.run()
-            by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
+            if not problem.rounds_products:  # there all end together
+                by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
             walk.store(out, rows, acc, left, turn.batch, turn.head)
 
         pl.when(turn.exists)(attend)
@@ -201,6 +205,11 @@ class _Walk(NamedTuple):
         if self.tile.slots == 1:  # q has no other place to come to
             self._free_last_output()
         self.shared.q.wait(self.tiles)
+        if self.problem.rounds_products:
+            if self.tile.slots > 1:
+                self._free_last_output()
+            acc, m, l = long_steps.attend(self)
+            return _Rows(m, l, m, m), acc, None
         run = self._run_ahead if self.shared.probs is None else self._run_in_order
         return run(acc, left)
 
@@ -218,7 +227,7 @@ class _Walk(NamedTuple):
             q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(n)
             s = add_product(no_score, q, k.T, interpret=interpret)
             self.shared.k.release(n)
-            rows = self._softmax(self._masked(s, t), m, l)
+            rows = self._softmax(self.masked(s, t), m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
             left, rows = self._add_left(left, rows, n)
             self._wait_for_values(n)
@@ -313,9 +322,9 @@ class _Walk(NamedTuple):
         """Waits for them, while so many products that were started later run; takes the mask."""
         plgpu.wgmma_wait(later)
         self.shared.k.release(self.steps + t)
-        return self._masked(s, t)
+        return self.masked(s, t)
 
-    def _masked(self, s: Array, t: Array) -> Array:
+    def masked(self, s: Array, t: Array) -> Array:
         """The scores of step t, MASKED where a row does not see."""
         problem, walk = self.problem, self.tile.walk
         if not problem.masks_steps(walk):
@@ -331,7 +340,7 @@ class _Walk(NamedTuple):
     def _softmax(self, s: Array, m: Array, l: Array) -> _Rows:
         """One step of online softmax. S and m count in units of `scale`."""
         new, alpha = self._maxima(s, m)
-        probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
+        probs = self.exponentials(s, along_rows(self.offset(new), s.shape))
         l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
         # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
         # assembler would then let none run beside other instructions (its remark C7513).
@@ -346,17 +355,17 @@ class _Walk(NamedTuple):
         """
         new, alpha = self._maxima(s, rows.m)
         l = along_rows(alpha, rows.l.shape) * rows.l
-        probs = self._exponentials(s, along_rows(self._offset(new), s.shape))
+        probs = self.exponentials(s, along_rows(self.offset(new), s.shape))
         sums = by_lane(jnp.add, probs, LANES * self._one_of)
         finish_before_waiting(sums[:, :LANES], l)
         return _Rows(new, l, s, alpha)
 
     def _end_softmax(self, rows: _Rows, done: Array, zero: Array) -> _Rows:
         """The rest of it, that is not to come before `done`; zero: see `after`."""
-        sooner, s = self._offset(rows.m), rows.probs
+        sooner, s = self.offset(rows.m), rows.probs
         later = after(sooner, done, zero)
         offsets = (along_rows(x, s.shape) for x in (sooner, later))
-        probs = self._exponentials(s, mixed(*offsets, every=self._one_of))
+        probs = self.exponentials(s, mixed(*offsets, every=self._one_of))
         return rows._replace(l=rows.l + by_lane(jnp.add, probs), probs=probs)
 
     @property
@@ -403,11 +412,11 @@ class _Walk(NamedTuple):
         # Scores that are near each other need not meet in the tree of maxima.
         return self.tile.tests_ties and isinstance(rule, DynamicMax) and rule.tolerance == 0
 
-    def _offset(self, m: Array) -> Array:
+    def offset(self, m: Array) -> Array:
         """What the exponent of P̄ takes away [64]."""
         return m * np.float32(self.problem.log2_unit)
 
-    def _exponentials(self, s: Array, offset: Array) -> Array:
+    def exponentials(self, s: Array, offset: Array) -> Array:
         """P̄, not rounded, of the offset of every entry."""
         # One multiply-add per entry. Its error is that of m·log2(e), the same for a whole row: it
         # cancels in Ō / l.
@@ -446,7 +455,8 @@ class _Walk(NamedTuple):
         """
         empty = rows.m <= np.float32(MASKED)
         infinity = constant((ROWS,), np.inf, PER_ROW)
-        l = jnp.where(empty, infinity, rows.l.sum(axis=1))  # O = Ō / ∞ = 0
+        # O = Ō / ∞ = 0
+        l = jnp.where(empty, infinity, self.problem.rounded(rows.l.sum(axis=1)))
         o = acc / along_rows(l, acc.shape)
         memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
         memory[...] = o.astype(self.problem.dtype)

@@ -24,11 +24,13 @@ from pallas_kernels.gpu.hopper.by_key import Inputs, Shared, Steps
 from pallas_kernels.gpu.hopper.handover import Handover
 from pallas_kernels.gpu.hopper.machine import (
     COMPILER,
+    TILE,
     Ring,
     Turns,
     accumulator,
     as_operand,
     begin_product,
+    constant,
     interpreter,
     set_registers,
     tiles_of,
@@ -51,6 +53,8 @@ def key_gradients(
       dq: the sums of `query_sums`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
+    if tile.ahead and problem.rounds_products:
+        raise ValueError(f"ahead=True is of one sum, not of one for every long step, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
     own = tile.own // ROWS
     keys = tiles_of((tile.slots, own, ROWS, head), problem.dtype)
@@ -120,9 +124,8 @@ def _multiply(
 
     def differentiate(walk: _Walk, turn: Turn, tiles: Array, key: Array) -> None:
         shared.keys.wait(tiles)
-        totals = (accumulator(ROWS, problem.head_size),) * 2
         copies = []
-        for buffer, total in enumerate(pl.run_scoped(walk.run, *totals)):
+        for buffer, total in enumerate(walk.totals()):
             if buffer == 0 and problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.keys.get(tiles, me, buffer=buffer)
@@ -151,8 +154,34 @@ class _Walk(NamedTuple):
     turn: Turn
     sums: QuerySums | None
 
-    def run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
+    def totals(self) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
+        problem, walk, steps = self.problem, self.tile.walk, self.steps
+        sums = (accumulator(ROWS, problem.head_size),) * 2
+        if not problem.rounds_products:
+            return pl.run_scoped(self._run, *sums)
+        begin, end = steps.begin, steps.begin + steps.length
+        before, last = problem.long_steps(walk, end, begin)
+
+        def product(first: Array, last: Array, dk: Any, dv: Any) -> tuple[Array, ...]:
+            lax.fori_loop(first, last, lambda t, _: self._step(t, dk, dv), None)
+            return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
+
+        def long_step(i: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+            head, step = lax.div(i, last - before), lax.rem(i, last - before)
+            done = head * steps.length - begin
+            first, end_of_step = problem.parts_of_long_step(before + step, walk, end, begin)
+            found = pl.run_scoped(partial(product, done + first, done + end_of_step), *sums)
+            return tuple(x + problem.rounded(y) for x, y in zip(totals, found, strict=True))
+
+        self.turns.enter()
+        none = (constant((ROWS, problem.head_size), 0, TILE),) * 2
+        totals = lax.fori_loop(0, (last - before) * problem.group, long_step, none)
+        self.turns.leave()
+        return totals
+
+    def _run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
+        """The same, in one sum each."""
         end = self._end
         if self.tile.ahead:
             pl.when(end > 0)(lambda: self._run_ahead(dk, dv, end))

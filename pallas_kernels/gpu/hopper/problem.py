@@ -15,7 +15,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide
-from pallas_kernels.gpu.hopper.machine import rows_and_columns
+from pallas_kernels.gpu.hopper.machine import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule
 
 LOG2E = math.log2(math.e)
@@ -102,6 +102,37 @@ class Problem:
     def keeps_auxiliary(self) -> bool:
         """Whether δ sees O′, from unrounded P̄."""
         return self.spec.numerics.saved_dtype == jnp.bfloat16
+
+    @property
+    def rounds_products(self) -> bool:
+        """Whether S, P̄V of a step, the last l, dP and the products of a tile are rounded to `dtype`
+        too, as by `published`; see `long_steps`."""
+        return not self.spec.numerics.tile_grads.is_identity
+
+    def rounded(self, x: Array) -> Array:
+        """x as it is rounded where `rounds_products`, float32; elsewhere x itself."""
+        return extended(x.astype(self.dtype)) if self.rounds_products else x
+
+    def _parts(self, walk: int) -> int:
+        """Steps of a walk, of keys or queries, that are one of those that round."""
+        step = self.spec.numerics.kv_block
+        assert isinstance(step, int)  # `unsupported` declines any other
+        return step // walk
+
+    def long_steps(
+        self, walk: int, end: Array, begin: Array | None = None
+    ) -> tuple[Array | int, Array]:
+        """(first, last): those first ... last − 1 have the steps begin ... end − 1 of a walk."""
+        parts = jnp.int32(self._parts(walk))
+        return 0 if begin is None else lax.div(begin, parts), lax.div(end + (parts - 1), parts)
+
+    def parts_of_long_step(
+        self, i: Array, walk: int, end: Array, begin: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(first, last): of a walk over begin ... end − 1 the i-th has first ... last − 1."""
+        parts = self._parts(walk)
+        first = i * parts if begin is None else jnp.maximum(i * parts, begin)
+        return first, jnp.minimum((i + 1) * parts, end)
 
     @property
     def is_wide(self) -> bool:

@@ -57,6 +57,8 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     tile = problem.sizes.query_gradients
     if tile.ahead and problem.normalizes_delta:
         raise ValueError(f"ahead=True is of one sum, not of delta='normalized', got {tile}")
+    if tile.ahead and problem.rounds_products:
+        raise ValueError(f"ahead=True is of one sum, not of one for every long step, got {tile}")
     if tile.split and not problem.normalizes_delta:
         raise ValueError(f"split=True is of delta='normalized' alone, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
@@ -149,8 +151,7 @@ def _multiply(
             if not problem.normalizes_delta:
                 of_dp = of_dp + dlse
             walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
-            sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
-            total, *others = pl.run_scoped(partial(walk.run, end=end), *sums)
+            total, *others = walk.totals(end)
             if problem.normalizes_delta:
                 pk, r, s = others
                 # What δ₀ lacks, in the units of dS: Σ dS / Σ P, and −dlse beside it.
@@ -198,7 +199,29 @@ class _Walk(NamedTuple):
     offset: Array
     of_dp: Array
 
-    def run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
+    def totals(self, end: Array) -> tuple[Array, ...]:
+        """Σ dS k over the steps before `end`; and what `_run` gives beside it."""
+        sums = (accumulator(ROWS, self.problem.head_size),) * (1 + self.problem.normalizes_delta)
+        if not self.problem.rounds_products:
+            return pl.run_scoped(partial(self._run, end=end), *sums)
+
+        problem, walk = self.problem, self.tile.walk
+
+        def product(first: Array, last: Array, dq: Any) -> Array:
+            lax.fori_loop(first, last, lambda t, none: self._step(t, dq, None, none), ())
+            return plgpu.wgmma_accumulator_load(dq, wait_n=None)
+
+        def long_step(i: Array, total: Array) -> Array:
+            steps = problem.parts_of_long_step(i, walk, end)
+            return total + problem.rounded(pl.run_scoped(partial(product, *steps), *sums))
+
+        self.turns.enter()
+        none = constant((ROWS, problem.head_size), 0, TILE)
+        total = lax.fori_loop(*problem.long_steps(walk, end), long_step, none)
+        self.turns.leave()
+        return (total,)
+
+    def _run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
         """Σ dS k over the steps before `end`; if asked for Σ P k too, that, Σ dS and Σ P [64]."""
         if self.tile.ahead:
             self._run_ahead(dq, end)
@@ -276,4 +299,4 @@ class _Walk(NamedTuple):
         p = probs(s, self.offset, row, t, self.full, self.tile.walk, self.problem)
         plgpu.wgmma_wait(0)
         self.shared.v.release(n)
-        return p, dp
+        return p, self.problem.rounded(dp)

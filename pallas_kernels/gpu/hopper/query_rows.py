@@ -91,7 +91,7 @@ def probs(
 
     offset: what the exponent adds [64].
     """
-    log2_p = s * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
+    log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     if problem.masks_steps(walk):
         mask = partial(problem.mask_keys, log2_p, row, step * walk)
         log2_p = lax.cond(step >= full, mask, lambda: log2_p)
