@@ -8,6 +8,7 @@
   split_query_gradients, split_key_gradients   the same where a warpgroup has no registers for two
                  sums; `handover` is how one warpgroup gives P to another
   query_sums   dQ as a sum without an order, by the last of them, if asked for
+  long_steps     `published`: steps that are walked over in parts, for their products are rounded
   by_query       what forward and dQ share: loading, steps that are skipped
   query_rows, by_key   what the kernels of dQ, and those of dK and dV, share
   problem        one call: sizes, tiles, what may be multiplied with what

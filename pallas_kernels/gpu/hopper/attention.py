@@ -2,7 +2,8 @@
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
 products), the O that δ sees rounded or not or O′, δ normalised or not, and the standard and the
-dynamic maximum. `unsupported` names what it declines; the general GPU kernels serve that.
+dynamic maximum; and, with tiles of the caller's, the products that `published` rounds as well
+(`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
 takes two more here and three more there.
