@@ -60,6 +60,8 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     waits = (False, True) if kernel == "forward" else (False,)
     counts = kernel == "forward" and isinstance(spec.row_max, DynamicMax)
     tests = (True, False) if counts else (True,)
+    if _rounds_products(spec):  # forward there is neither a turn nor an earlier wait nor a test
+        turns, waits, tests = _TURNS[: 1 if kernel == "forward" else 3], (False,), (True,)
     if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
     elif sums_queries(kernel, spec) or (kernel == "query_gradients" and _sums(kernel, spec) > 1):
@@ -70,6 +72,8 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
         if split and (warpgroups, walk) != (2, ROWS):
             continue
         if "ahead" in turn and n < 2:
+            continue
+        if kernel == "forward" and _rounds_products(spec) and walk % (warpgroups * ROWS):
             continue
         tile = Tile(
             warpgroups=warpgroups,
@@ -107,6 +111,11 @@ def sums_queries(kernel: str, spec: Spec) -> bool:
     return kernel == "key_gradients" and isinstance(sizes, BlockSizes) and sizes.unordered
 
 
+def _rounds_products(spec: Spec) -> bool:
+    """Whether products of steps of several tiles are rounded, as by `published`."""
+    return not spec.numerics.tile_grads.is_identity
+
+
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     """Of a thread, for the sums over the walk and the products of a step."""
     sums = 1 if tile.split else _sums(kernel, spec)
@@ -118,11 +127,11 @@ def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
 
 def _sums(kernel: str, spec: Spec) -> int:
     """Of a head's features, over the walk."""
-    n = spec.numerics
+    n, of_step = spec.numerics, _rounds_products(spec)
     return {
-        "forward": 1 + (n.saved_output == "auxiliary"),  # Ō; Ō′ − Ō
-        "query_gradients": 1 + (n.delta == "normalized"),  # dQ; Σ P k
-        "key_gradients": 2,  # dK, dV
+        "forward": 1 + (n.saved_output == "auxiliary") + of_step,  # Ō; Ō′ − Ō
+        "query_gradients": 1 + (n.delta == "normalized") + of_step,  # dQ; Σ P k
+        "key_gradients": 2 + 2 * of_step,  # dK, dV
     }[kernel]
 
 
@@ -152,12 +161,12 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
 
 def sees(kernel: str, spec: Spec) -> Hashable:
     """What differs between the calls that these kernels serve."""
-    saved = spec.numerics.saved_dtype
+    saved, rounds_products = spec.numerics.saved_dtype, _rounds_products(spec)
     if kernel == "forward":
-        return saved, spec.row_max
+        return rounds_products, saved, spec.row_max
     if kernel == "query_gradients":
-        return saved == jnp.float32, spec.numerics.delta
-    return None
+        return rounds_products, saved == jnp.float32, spec.numerics.delta
+    return rounds_products
 
 
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:

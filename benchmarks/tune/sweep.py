@@ -64,11 +64,13 @@ class Call:
     @property
     def spec(self) -> Spec:
         """The arithmetic, with the tiles of the table."""
-        sizes = None
+        sizes, numerics, shape = None, PRESETS[self.preset], SHAPES[self.shape]
         if self.unordered:
-            sizes = own.unordered(SHAPES[self.shape])
+            sizes = own.unordered(shape)
+        elif self.implementation == "hopper" and not numerics.tile_grads.is_identity:
+            sizes = own.long_steps(shape)
         return Spec(
-            numerics=PRESETS[self.preset],
+            numerics=numerics,
             row_max=get_row_max(self.row_max),
             scale=self.problem.scale,
             is_causal=True,

@@ -102,6 +102,19 @@ def test_tiles_of_head_size_256(preset: str) -> None:
         assert {tile.walk for tile in found} == {64}
 
 
+@pytest.mark.parametrize("row_max", ["standard", "dynamic_max"])
+def test_tiles_of_long_steps(row_max: str) -> None:
+    of = call("published", row_max, shape="gpt2")
+    sizes = of.module.table(of.problem.abstract_inputs()[0], of.spec)
+    for kernel in KERNELS:
+        found = list(of.module.tiles(kernel, 64, of.spec, of.module.STAGES))
+        assert len(found) == len(set(found)) > 1
+        assert getattr(sizes, kernel) in found
+        assert not any(tile.ahead or tile.soon for tile in found)
+        assert kernel != "forward" or all(tile.walk % tile.own == 0 for tile in found)
+        assert hopper.sees(kernel, of.spec) != hopper.sees(kernel, call().spec)
+
+
 def test_tiles_without_a_kernel_are_named() -> None:
     with pytest.raises(RunError, match="long256: unordered does not fit head size 256"):
         call(shape="long256", unordered=True).check()

@@ -187,9 +187,12 @@ def default_block_sizes(
         are rounded, as by `published`. Not measured.
 
     Raises:
-      ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ.
+      ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
+        another head size than 64.
     """
     if rounds_products:
+        if head_size != ROWS:
+            raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
         return BlockSizes(
             forward=Tile(),
             query_gradients=Tile(walk=64, stages=3, turns=True, held=True),
