@@ -755,6 +755,7 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
             "delta=normalized, saved_output=same with tile_grads=bfloat16 (it takes do_o, same)",
         ),
         (request(PUBLISHED.replace(scores="float32")), "scores=float32 (it takes bfloat16)"),
+        (request(PRESETS["published_eager"]), "shift=bfloat16 (it takes float32)"),
         (request(PRESETS["probe"]), "scores=bfloat16 (it takes float32)"),
         (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),
         (request(PRESETS["delta_dp_p"]), "delta=dp_p (it takes do_o or normalized)"),
@@ -791,6 +792,19 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
     with jax.sharding.use_abstract_mesh(mesh_of(kind)):
         assert resolve(asked) == name
+
+
+@needs_mosaic
+def test_published_is_served_where_its_tiles_are_named() -> None:
+    asked = request(PUBLISHED, sizes=None, platform="cuda")
+    reason = r"support block_sizes=None with tile_grads=bfloat16 \(no device .* use gpu"
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        with pytest.raises(UnsupportedError, match=reason):
+            resolve(asked, "hopper")
+        sizes = default_block_sizes(64, rounds_products=True)
+        assert resolve(request(PUBLISHED, sizes=sizes, platform="cuda")) == "hopper"
+    with pytest.raises(ValueError, match="rounds_products takes head size 64, got 128"):
+        default_block_sizes(128, rounds_products=True)
 
 
 @needs_mosaic

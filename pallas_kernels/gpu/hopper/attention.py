@@ -63,12 +63,12 @@ def unsupported(request: Request) -> str | None:
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and spec.numerics.delta == "normalized":
         return "delta=normalized with unordered=True (which takes do_o)"
-    if not spec.numerics.tile_grads.is_identity and (reason := _unsupported_in_long_steps(request)):
-        return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
         return f"{reason} at head size {head_size}"
-    return _unsupported_numerics(spec.numerics)
+    if reason := _unsupported_numerics(spec.numerics):
+        return reason
+    return None if spec.numerics.tile_grads.is_identity else _unsupported_in_long_steps(request)
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:
@@ -85,8 +85,6 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
 def _unsupported_in_long_steps(request: Request) -> str | None:
     """What, where products are rounded as by `published`."""
     spec, head_size, which = request.spec, request.q_shape[-1], "with tile_grads=bfloat16"
-    if spec.block_sizes is None:
-        return f"block_sizes=None {which} (no device has run these kernels yet)"
     if head_size != _LONG_STEPS_OF:
         return f"head size {head_size} {which} (it takes {_LONG_STEPS_OF})"
     if math.frexp(spec.scale)[0] != 0.5:  # S is rounded before its scale
@@ -100,6 +98,8 @@ def _unsupported_in_long_steps(request: Request) -> str | None:
         return f"delta={n.delta}, saved_output={n.saved_output} {which} (it takes do_o, same)"
     if n.kv_block not in _LONG_STEPS:
         return f"kv_block={n.kv_block} {which} (it takes {_listed(_LONG_STEPS)})"
+    if spec.block_sizes is None:
+        return f"block_sizes=None {which} (no device has run these kernels yet)"
     return None
 
 

@@ -236,14 +236,14 @@ class _Walk(NamedTuple):
             self.shared.v.release(n)
             return acc, left, rows.m, rows.l
 
-        acc, left, m, l = lax.fori_loop(0, self.end, step, (acc, left, *self._no_key_yet()))
+        acc, left, m, l = lax.fori_loop(0, self.end, step, (acc, left, *self.no_key_yet()))
         return _Rows(m, l, m, m), acc, left
 
     def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         first = jnp.int32(0)
         s = self._begin_scores(first)
         self.turns.pass_on()
-        rows = self._softmax(self._finish_scores(s, first, later=0), *self._no_key_yet())
+        rows = self._softmax(self._finish_scores(s, first, later=0), *self.no_key_yet())
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
@@ -308,7 +308,8 @@ class _Walk(NamedTuple):
         return left, rows._replace(probs=rounded)
 
     @staticmethod
-    def _no_key_yet() -> tuple[Array, Array]:
+    def no_key_yet() -> tuple[Array, Array]:
+        """m and l of rows that have seen none."""
         return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
 
     def _begin_scores(self, t: Array) -> Array:
@@ -455,8 +456,8 @@ class _Walk(NamedTuple):
         """
         empty = rows.m <= np.float32(MASKED)
         infinity = constant((ROWS,), np.inf, PER_ROW)
-        # O = Ō / ∞ = 0
-        l = jnp.where(empty, infinity, self.problem.rounded(rows.l.sum(axis=1)))
+        l = self.problem.rounded(rows.l.sum(axis=1))
+        l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
         o = acc / along_rows(l, acc.shape)
         memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
         memory[...] = o.astype(self.problem.dtype)

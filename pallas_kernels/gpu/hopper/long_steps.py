@@ -133,14 +133,6 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
         return along_rows(alpha, acc.shape) * acc + problem.rounded(pv), new, l
 
     begin, end = problem.long_steps(tile.walk, walk.end)
-    acc, m, l = lax.fori_loop(begin, end, long_step, no_key_yet(problem))
+    none = constant((ROWS, problem.head_size), 0, TILE), *walk.no_key_yet()
+    acc, m, l = lax.fori_loop(begin, end, long_step, none)
     return acc, m, l
-
-
-def no_key_yet(problem: Problem) -> tuple[Array, Array, Array]:
-    """Ō, m and l of rows that have seen none."""
-    return (
-        constant((ROWS, problem.head_size), 0, TILE),
-        constant((ROWS,), MASKED, PER_ROW),
-        constant((ROWS, LANES), 0, TILE),
-    )
