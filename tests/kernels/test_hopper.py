@@ -202,14 +202,18 @@ def test_keys_per_step_are_those_of_long_steps() -> None:
 
 
 @needs_mosaic
-def test_own_rows_that_end_within_a_long_step_are_refused() -> None:
+def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
     with pytest.raises(ValueError, match="kv_block=128 takes walks of a multiple of own rows"):
         run(FEW, published(FEW, sizes=SIZES))
-    ahead = of_table(FEW, PUBLISHED, long=False)
-    for kernel in ("query_gradients", "key_gradients"):
-        tile = dataclasses.replace(getattr(ahead, kernel), ahead=True, held=False)
-        with pytest.raises(ValueError, match="ahead=True is of one sum"):
-            run(FEW, published(FEW, sizes=dataclasses.replace(ahead, **{kernel: tile})))
+    whole = of_table(FEW, PUBLISHED, long=False)
+    for kernel, tile, named in (
+        ("query_gradients", Tile(turns=True, ahead=True), "takes no ahead"),
+        ("key_gradients", Tile(turns=True, ahead=True), "takes neither ahead nor split"),
+        ("key_gradients", Tile(walk=64, split=True), "takes neither ahead nor split"),
+    ):
+        sizes = dataclasses.replace(whole, **{kernel: tile})
+        with pytest.raises(ValueError, match=f"one sum for every long step {named}"):
+            run(FEW, published(FEW, sizes=sizes))
 
 
 @needs_mosaic
@@ -832,6 +836,7 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"stages": 0}, "stages must be at least 1, got 0"),
         ({"value_stages": 0}, "value_stages must be at least 1, got 0"),
         ({"held": True}, "held=True needs turns=True"),
+        ({"held": True, "turns": True, "stages": 1}, "held=True takes two stages"),
         ({"ahead": True, "turns": True, "held": True}, "ahead=True takes .*held=True"),
         ({"ahead": True, "stages": 1}, "ahead=True takes two stages"),
         ({"ahead": True, "split": True, "walk": 64}, "ahead=True takes .*split=True"),

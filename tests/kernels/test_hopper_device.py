@@ -138,7 +138,7 @@ CALLS = {
     "published": Call(numerics=PUBLISHED, kv_block=512),
     "published, dynamic_max": Call(numerics=PUBLISHED, kv_block=512, row_max=DynamicMax()),
     "published, grouped heads, an odd number of tiles": Call(
-        rows=640, keys=640, kv_heads=2, numerics=PUBLISHED, kv_block=512
+        rows=640, keys=640, kv_heads=2, numerics=PUBLISHED, kv_block=384
     ),
     "published, not causal": Call(
         rows=192, keys=320, is_causal=False, numerics=PUBLISHED, kv_block=256
@@ -300,6 +300,13 @@ def test_rows_of_minus_infinity_alone_are_empty(
     sizes = dataclasses.replace(sizes, forward=tile)
     spec = Spec(numerics=FLASH, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
     check_rows_without_a_score(hopper.attention, spec, head_size)
+
+
+@pytest.mark.parametrize("row_max", [StandardMax(), DynamicMax()], ids=str)
+def test_rows_of_minus_infinity_alone_are_empty_in_long_steps(row_max: RowMax) -> None:
+    sizes = default_block_sizes(64, rounds_products=True)
+    spec = Spec(numerics=PUBLISHED, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
+    check_rows_without_a_score(hopper.attention, spec, 64)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,15 @@ from lowprec_attn.arithmetic.request import (
     unsupported_by_kernels,
     unsupported_in_tiles,
 )
-from lowprec_attn.numerics import POINTS, DynamicMax, Numerics, StandardMax, get_rounding
+from lowprec_attn.numerics import (
+    FLASH,
+    POINTS,
+    PUBLISHED,
+    DynamicMax,
+    Numerics,
+    StandardMax,
+    get_rounding,
+)
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes, is_wide
@@ -33,7 +41,7 @@ KEYS_PER_STEP = (64, 128)
 _LONG_STEPS, _LONG_STEPS_OF = (128, 256, 384, 512), 64
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
-_PRODUCTS = ("scores", "pv", "normalizer", "dp", "tile_grads")
+_PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 

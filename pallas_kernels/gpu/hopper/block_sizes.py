@@ -52,9 +52,9 @@ class Tile:
         the other anyway.
 
     Raises:
-      ValueError: a size out of range, turns that are held where there are none, `ahead` with held
-        turns, in one stage or with a split, or a split among other than two warpgroups, in steps of
-        other than 64 rows, or with turns.
+      ValueError: a size out of range, turns that are held where there are none or in one stage,
+        `ahead` with held turns, in one stage or with a split, or a split among other than two
+        warpgroups, in steps of other than 64 rows, or with turns.
     """
 
     warpgroups: int = 2
@@ -77,6 +77,10 @@ class Tile:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
         if self.held and not self.turns:
             raise ValueError("held=True needs turns=True: there is no turn to hold")
+        if self.held and self.stages < 2:
+            # Who holds the turn would wait for a step that takes the place of one that another,
+            # who waits for the turn, has not done with.
+            raise ValueError(f"held=True takes two stages, got {self}")
         if self.ahead and (self.held or self.stages < 2 or self.split):
             raise ValueError(f"ahead=True takes two stages, no held turns, no split, got {self}")
         for name in ("stages", "value_stages"):

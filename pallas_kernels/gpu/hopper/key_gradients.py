@@ -53,8 +53,8 @@ def key_gradients(
       dq: the sums of `query_sums`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
-    if tile.ahead and problem.rounds_products:
-        raise ValueError(f"ahead=True is of one sum, not of one for every long step, got {tile}")
+    if (tile.ahead or tile.split) and problem.rounds_products:
+        raise ValueError(f"one sum for every long step takes neither ahead nor split, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
     own = tile.own // ROWS
     keys = tiles_of((tile.slots, own, ROWS, head), problem.dtype)

@@ -58,7 +58,7 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     if tile.ahead and problem.normalizes_delta:
         raise ValueError(f"ahead=True is of one sum, not of delta='normalized', got {tile}")
     if tile.ahead and problem.rounds_products:
-        raise ValueError(f"ahead=True is of one sum, not of one for every long step, got {tile}")
+        raise ValueError(f"one sum for every long step takes no ahead, got {tile}")
     if tile.split and not problem.normalizes_delta:
         raise ValueError(f"split=True is of delta='normalized' alone, got {tile}")
     workers, head = tile.warpgroups, problem.head_size
