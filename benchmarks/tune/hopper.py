@@ -71,7 +71,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     ):
         if split and (warpgroups, walk) != (2, ROWS):
             continue
-        if "ahead" in turn and n < 2:
+        if n < 2 and ("ahead" in turn or "held" in turn):
             continue
         if kernel == "forward" and _rounds_products(spec) and walk % (warpgroups * ROWS):
             continue

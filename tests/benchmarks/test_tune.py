@@ -115,6 +115,14 @@ def test_tiles_of_long_steps(row_max: str) -> None:
         assert hopper.sees(kernel, of.spec) != hopper.sees(kernel, call().spec)
 
 
+def test_one_stage_is_tried_without_what_takes_two() -> None:
+    """Also where the interpreter alone is at hand: impossible tiles raise when they are made."""
+    for kernel in KERNELS:
+        found = list(hopper.tiles(kernel, 64, call().spec, [1]))
+        assert found
+        assert not any(tile.held or tile.ahead for tile in found)
+
+
 def test_tiles_without_a_kernel_are_named() -> None:
     with pytest.raises(RunError, match="long256: unordered does not fit head size 256"):
         call(shape="long256", unordered=True).check()
