@@ -116,7 +116,6 @@ def test_tiles_of_long_steps(row_max: str) -> None:
 
 
 def test_one_stage_is_tried_without_what_takes_two() -> None:
-    """Also where the interpreter alone is at hand: impossible tiles raise when they are made."""
     for kernel in KERNELS:
         found = list(hopper.tiles(kernel, 64, call().spec, [1]))
         assert found
