@@ -17,6 +17,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     Tile,
     block_sizes,
     is_wide,
+    rounds_products,
 )
 from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
@@ -60,7 +61,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
     waits = (False, True) if kernel == "forward" else (False,)
     counts = kernel == "forward" and isinstance(spec.row_max, DynamicMax)
     tests = (True, False) if counts else (True,)
-    if _rounds_products(spec):  # forward there is neither a turn nor an earlier wait nor a test
+    if rounds_products(spec.numerics):  # forward there are no turns, waits or tests
         turns, waits, tests = _TURNS[: 1 if kernel == "forward" else 3], (False,), (True,)
     if split := _sums(kernel, spec) > 1 and is_wide(head_size):
         turns = _TURNS[:1]
@@ -73,7 +74,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             continue
         if n < 2 and ("ahead" in turn or "held" in turn):
             continue
-        if kernel == "forward" and _rounds_products(spec) and walk % (warpgroups * ROWS):
+        if kernel == "forward" and rounds_products(spec.numerics) and walk % (warpgroups * ROWS):
             continue
         tile = Tile(
             warpgroups=warpgroups,
@@ -111,11 +112,6 @@ def sums_queries(kernel: str, spec: Spec) -> bool:
     return kernel == "key_gradients" and isinstance(sizes, BlockSizes) and sizes.unordered
 
 
-def _rounds_products(spec: Spec) -> bool:
-    """Whether products of steps of several tiles are rounded, as by `published`."""
-    return not spec.numerics.tile_grads.is_identity
-
-
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     """Of a thread, for the sums over the walk and the products of a step."""
     sums = 1 if tile.split else _sums(kernel, spec)
@@ -127,7 +123,7 @@ def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
 
 def _sums(kernel: str, spec: Spec) -> int:
     """Of a head's features, over the walk."""
-    n, of_step = spec.numerics, _rounds_products(spec)
+    n, of_step = spec.numerics, rounds_products(spec.numerics)
     return {
         "forward": 1 + (n.saved_output == "auxiliary") + of_step,  # Ō; Ō′ − Ō
         "query_gradients": 1 + (n.delta == "normalized") + of_step,  # dQ; Σ P k
@@ -161,12 +157,12 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
 
 def sees(kernel: str, spec: Spec) -> Hashable:
     """What differs between the calls that these kernels serve."""
-    saved, rounds_products = spec.numerics.saved_dtype, _rounds_products(spec)
+    saved, long_steps = spec.numerics.saved_dtype, rounds_products(spec.numerics)
     if kernel == "forward":
-        return rounds_products, saved, spec.row_max
+        return long_steps, saved, spec.row_max
     if kernel == "query_gradients":
-        return rounds_products, saved == jnp.float32, spec.numerics.delta
-    return rounds_products
+        return long_steps, saved == jnp.float32, spec.numerics.delta
+    return long_steps
 
 
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:

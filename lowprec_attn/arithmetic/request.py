@@ -12,6 +12,7 @@ Without the fourth it gets the planes of a packed array.
 """
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -43,6 +44,11 @@ class Spec:
     is_causal: bool = False
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
+
+    @property
+    def scale_is_power_of_two(self) -> bool:
+        """Whether multiplying by the scale commutes with rounding."""
+        return math.frexp(self.scale)[0] == 0.5
 
 
 class RandomStream(NamedTuple):

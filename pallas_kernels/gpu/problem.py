@@ -145,8 +145,7 @@ class Problem(common.Problem):
         """Whether dQ and dK are scaled as sums, because that commutes with rounding dS · scale."""
         points = (self.spec.numerics.ds, self.spec.numerics.tile_grads)
         rounded = [x.format.name for x in points if not x.is_identity]
-        is_power_of_two = math.frexp(self.spec.scale)[0] == 0.5
-        return is_power_of_two and set(rounded) == {"bfloat16"} if rounded else True
+        return self.spec.scale_is_power_of_two and set(rounded) == {"bfloat16"} if rounded else True
 
     def block(
         self,

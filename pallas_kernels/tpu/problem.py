@@ -62,7 +62,7 @@ class Problem(common.Problem):
 
         Then S needs no factor, nor does dS: rounding commutes with it, and dK = dSᵀ (q · scale).
         """
-        return math.frexp(self.spec.scale)[0] == 0.5
+        return self.spec.scale_is_power_of_two
 
     def counts_in_scale(self, *points: str) -> bool:
         """As in `common.Problem`, but not where S needs no factor: it is in q then."""

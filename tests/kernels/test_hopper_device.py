@@ -34,6 +34,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     BlockSizes,
     Tile,
     default_block_sizes,
+    rounds_products,
 )
 
 pytestmark = [
@@ -190,7 +191,7 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
         sums_keys=n.delta == "normalized",
         long=long,
         unordered=unordered,
-        rounds_products=not n.tile_grads.is_identity,
+        rounds_products=rounds_products(n),
     )
 
 
@@ -327,7 +328,7 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
     [
         name
         for name, call in CALLS.items()
-        if call.numerics.delta != "normalized" and call.numerics.tile_grads.is_identity
+        if call.numerics.delta != "normalized" and not rounds_products(call.numerics)
     ],
 )
 def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
@@ -352,7 +353,7 @@ UNORDERED = [
     name
     for name, call in CALLS.items()
     if call.numerics.delta != "normalized"
-    and call.numerics.tile_grads.is_identity
+    and not rounds_products(call.numerics)
     and call.head_size < 256
 ]
 

@@ -9,8 +9,6 @@ The floors are those of `pallas_kernels.gpu.attention`: its products are the sam
 takes two more here and three more there.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -33,7 +31,13 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, BlockSizes, block_sizes, is_wide
+from pallas_kernels.gpu.hopper.block_sizes import (
+    ROWS,
+    BlockSizes,
+    block_sizes,
+    is_wide,
+    rounds_products,
+)
 
 HEAD_SIZES = (64, 128, 256)
 KEYS_PER_STEP = (64, 128)
@@ -76,7 +80,7 @@ def unsupported(request: Request) -> str | None:
         return f"{reason} at head size {head_size}"
     if reason := _unsupported_numerics(spec.numerics):
         return reason
-    return None if spec.numerics.tile_grads.is_identity else _unsupported_in_long_steps(request)
+    return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:
@@ -95,7 +99,7 @@ def _unsupported_in_long_steps(request: Request) -> str | None:
     spec, head_size, which = request.spec, request.q_shape[-1], "with tile_grads=bfloat16"
     if head_size != _LONG_STEPS_OF:
         return f"head size {head_size} {which} (it takes {_LONG_STEPS_OF})"
-    if math.frexp(spec.scale)[0] != 0.5:  # S is rounded before its scale
+    if not spec.scale_is_power_of_two:  # S is rounded before its scale
         return f"scale={spec.scale} {which} (it takes powers of two)"
     if isinstance(spec.row_max, DynamicMax) and spec.row_max.tolerance != 0:
         return f"row_max.tolerance={spec.row_max.tolerance} {which} (it takes 0)"
@@ -134,7 +138,7 @@ def _unsupported_machine(request: Request) -> str | None:
 
 
 def _unsupported_numerics(n: Numerics) -> str | None:
-    in_long_steps = not n.tile_grads.is_identity
+    in_long_steps = rounds_products(n)
     rounded = _ROUNDED + (_PRODUCTS if in_long_steps else ())
     for point in POINTS:
         wanted = _BFLOAT16 if point in rounded else _FLOAT32

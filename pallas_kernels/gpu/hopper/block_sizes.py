@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.numerics import Numerics
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 WALKS = (64, 128)
@@ -18,6 +19,11 @@ def is_wide(head_size: int) -> bool:
     No warpgroup has two sums then, and O takes no shared memory where it is not needed there.
     """
     return head_size > _FEATURES
+
+
+def rounds_products(numerics: Numerics) -> bool:
+    """Whether the products of a step of several tiles are rounded, as by `published`."""
+    return not numerics.tile_grads.is_identity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,7 +282,7 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             keeps_auxiliary=spec.numerics.saved_dtype == jnp.bfloat16,
             sums_keys=spec.numerics.delta == "normalized",
             long=is_long(shape[1], is_causal=spec.is_causal),
-            rounds_products=not spec.numerics.tile_grads.is_identity,
+            rounds_products=rounds_products(spec.numerics),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -202,21 +202,17 @@ class _Walk(NamedTuple):
         """m, l and Ō after the last step; Ō′ − Ō, where it is kept."""
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
         left = acc if self.problem.keeps_auxiliary else None
-        if self.tile.slots == 1:  # q has no other place to come to
+        in_order = self.problem.rounds_products or self.shared.probs is not None
+        if in_order or self.tile.slots == 1:  # with one, q has no other place to come to
             self._free_last_output()
         self.shared.q.wait(self.tiles)
         if self.problem.rounds_products:
-            if self.tile.slots > 1:
-                self._free_last_output()
             acc, m, l = long_steps.attend(self)
             return _Rows(m, l, m, m), acc, None
-        run = self._run_ahead if self.shared.probs is None else self._run_in_order
-        return run(acc, left)
+        return (self._run_in_order if in_order else self._run_ahead)(acc, left)
 
     def _run_in_order(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         """One product after the other, P̄ from shared memory: for tests."""
-        if self.tile.slots > 1:
-            self._free_last_output()
         probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
         no_score = constant((ROWS, self.tile.walk), 0, TILE)
 

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide
+from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide, rounds_products
 from pallas_kernels.gpu.hopper.machine import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule
 
@@ -77,7 +77,7 @@ class Problem:
     @property
     def scales_last(self) -> bool:
         """Whether dQ and dK are scaled as sums: a power of two commutes with rounding dS."""
-        return math.frexp(self.spec.scale)[0] == 0.5
+        return self.spec.scale_is_power_of_two
 
     @property
     def vector_rows(self) -> int:
@@ -107,7 +107,7 @@ class Problem:
     def rounds_products(self) -> bool:
         """Whether S, P̄V of a step, the last l, dP and the products of a tile are rounded to `dtype`
         too, as by `published`; see `long_steps`."""
-        return not self.spec.numerics.tile_grads.is_identity
+        return rounds_products(self.spec.numerics)
 
     def rounded(self, x: Array) -> Array:
         """x as it is rounded where `rounds_products`, float32; elsewhere x itself."""
