@@ -83,7 +83,8 @@ def _forward(
         full = begin
     elif not problem.masks_every_tile:
         state = lax.fori_loop(0, full, partial(step, masked=False), state)
-    if problem.has_masked_tiles:
+    # A step that the end of the keys cuts need not have a tile that it cuts.
+    if problem.has_masked_tiles or problem.keys % problem.step != 0:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
     if problem.visits_above_diagonal:
         every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)

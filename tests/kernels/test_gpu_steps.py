@@ -104,6 +104,17 @@ def test_long_steps_are_as_accurate_as_plain(preset: str, rule: str, kv_block: K
     harness.check(result, plain, oracle)
 
 
+@pytest.mark.parametrize("keys", [32, 48, 64, 80, 96, 112, 90])
+def test_the_keys_of_a_last_step_count(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has whole tiles, of 16 keys: no tile needs a mask then, of 64 keys a step."""
+    split(monkeypatch)
+    case = harness.Case(batch=1, rows=24, keys=keys)
+    call = call_of(case, PRESETS["published"], kv_block=64)
+    result = harness.as_float32(compiled.__wrapped__(call)(*operands_of(case)))
+    plain, oracle = run_plain(case, call), harness.oracle(case, harness.inputs(case))
+    harness.check(result, plain, oracle)
+
+
 def test_a_step_is_arithmetic() -> None:
     """P̄V rounded once per 16 keys or once per 64: other results."""
     chosen = PRESETS["published"]
