@@ -47,10 +47,8 @@ def presets(platform: str) -> Iterator[JaxCandidate]:
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
         yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)
-        yield _candidate(_HOPPER, "published", PUBLISHED, StandardMax(), sizes=long_steps)
-        yield _candidate(
-            _HOPPER, "published dynamic_max", PUBLISHED, DynamicMax(), sizes=long_steps
-        )
+        yield _candidate(_HOPPER, "published", PUBLISHED, StandardMax())
+        yield _candidate(_HOPPER, "published dynamic_max", PUBLISHED, DynamicMax())
     for preset, numerics in PRESETS.items():
         yield _candidate(implementation(platform), preset, numerics, StandardMax())
     for preset in ("flash", "published"):
@@ -94,11 +92,6 @@ def unordered(shape: Shape) -> BlockSizes:
     """The Hopper kernels' tiles of a causal call whose dQ has no order."""
     long = is_long(shape.length, is_causal=True)
     return default_block_sizes(shape.head_size, long=long, unordered=True)
-
-
-def long_steps(shape: Shape) -> BlockSizes:
-    """The Hopper kernels' tiles of a call whose products are rounded, as by `published`."""
-    return default_block_sizes(shape.head_size, rounds_products=True)
 
 
 def _attention(

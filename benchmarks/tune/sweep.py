@@ -32,7 +32,6 @@ from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention.dispatch import resolve
 from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import PRESETS, get_row_max
-from pallas_kernels.gpu.hopper.block_sizes import rounds_products
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {"gpu": gpu, "hopper": hopper}
 KERNELS = ("forward", "query_gradients", "key_gradients")
@@ -68,8 +67,6 @@ class Call:
         sizes, numerics, shape = None, PRESETS[self.preset], SHAPES[self.shape]
         if self.unordered:
             sizes = own.unordered(shape)
-        elif self.implementation == "hopper" and rounds_products(numerics):
-            sizes = own.long_steps(shape)
         return Spec(
             numerics=numerics,
             row_max=get_row_max(self.row_max),

@@ -801,7 +801,8 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         ),
         (request(sizes=None, platform="cuda"), "NVIDIA A100-SXM4-80GB", "gpu"),
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
-        (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
+        (request(PUBLISHED, head_size=128, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:
@@ -809,15 +810,7 @@ def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str)
         assert resolve(asked) == name
 
 
-@needs_mosaic
-def test_published_is_served_where_its_tiles_are_named() -> None:
-    asked = request(PUBLISHED, sizes=None, platform="cuda")
-    reason = r"support block_sizes=None with tile_grads=bfloat16 \(no device .* use gpu"
-    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
-        with pytest.raises(UnsupportedError, match=reason):
-            resolve(asked, "hopper")
-        sizes = default_block_sizes(64, rounds_products=True)
-        assert resolve(request(PUBLISHED, sizes=sizes, platform="cuda")) == "hopper"
+def test_tiles_of_long_steps_are_of_one_head_size() -> None:
     with pytest.raises(ValueError, match="rounds_products takes head size 64, got 128"):
         default_block_sizes(128, rounds_products=True)
 

@@ -121,8 +121,7 @@ def launch_hopper() -> int:
             unordered = default_block_sizes(head_size, unordered=True)
             calls.append((head_size, FLASH, StandardMax(), unordered))
             calls.append((head_size, AUXILIARY_OUTPUT, StandardMax(), None))
-    long_steps = default_block_sizes(64, rounds_products=True)
-    calls += [(64, PUBLISHED, rule, long_steps) for rule in (StandardMax(), DynamicMax())]
+    calls += [(64, PUBLISHED, rule, None) for rule in (StandardMax(), DynamicMax())]
     for head_size, chosen, rule, sizes in calls:
         case = dataclasses.replace(ROWS_OF_THREE_WARPGROUPS, head_size=head_size)
         kv_block = 128 if chosen == PUBLISHED else None

@@ -110,8 +110,6 @@ def _unsupported_in_long_steps(request: Request) -> str | None:
         return f"delta={n.delta}, saved_output={n.saved_output} {which} (it takes do_o, same)"
     if n.kv_block not in _LONG_STEPS:
         return f"kv_block={n.kv_block} {which} (it takes {_listed(_LONG_STEPS)})"
-    if spec.block_sizes is None:
-        return f"block_sizes=None {which} (no device has run these kernels yet)"
     return None
 
 

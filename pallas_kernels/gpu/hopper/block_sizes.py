@@ -194,7 +194,7 @@ def default_block_sizes(
       long: whether `is_long`. Steps of 64 keys and Ō′ were not measured so, and change nothing.
       unordered: of `BlockSizes`.
       rounds_products: whether a step of `kv_block` keys is walked over in parts, for its products
-        are rounded, as by `published`. Not measured.
+        are rounded, as by `published`.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
@@ -204,8 +204,8 @@ def default_block_sizes(
         if head_size != ROWS:
             raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
         return BlockSizes(
-            forward=Tile(),
-            query_gradients=Tile(walk=64, stages=3, turns=True, held=True),
+            forward=Tile(longest_first=True),
+            query_gradients=Tile(walk=64, stages=3, turns=True, longest_first=True),
             key_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
         )
     if is_wide(head_size):
