@@ -93,7 +93,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             continue  # a warpgroup has a block of dQ
         if sums_queries(kernel, spec) and warpgroups != 2:
             continue
-        for fits in _with_fewer_stages(kernel, tile, head_size):
+        for fits in (*_with_fewer_stages(kernel, tile, head_size), *_joined(kernel, tile, spec)):
             if _shared_bytes(kernel, fits, head_size, spec) <= _SHARED_BYTES:
                 yield fits
 
@@ -104,6 +104,14 @@ def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile
     if kernel == "query_gradients" and (is_wide(head_size) or tile.ahead) and not tile.split:
         for stages in range(1, tile.stages):
             yield dataclasses.replace(tile, value_stages=stages)
+
+
+def _joined(kernel: str, tile: Tile, spec: Spec) -> Iterator[Tile]:
+    """The tile with its last product beside the next one's first softmax, where there is that."""
+    n = spec.numerics
+    taken = not rounds_products(n) and n.saved_output != "auxiliary"
+    if kernel == "forward" and taken and tile.slots > 1 and tile.walk % tile.own == 0:
+        yield dataclasses.replace(tile, joined=True)
 
 
 def sums_queries(kernel: str, spec: Spec) -> bool:
@@ -144,6 +152,8 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     own = tile.slots * loaded[kernel]
     if kernel == "forward" and saved and not is_wide(head_size):
         own += saved.itemsize
+    if tile.joined:
+        own += entry  # O
     stages = tile.stages + tile.stages_of_values
     loads = head_size * (own * tile.own + entry * stages * tile.walk)
     if tile.split:

@@ -323,6 +323,27 @@ def test_the_order_of_tiles_changes_no_bit(name: str) -> None:
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
+def joins(call: Call) -> bool:
+    """Whether the last product of a tile may be multiplied beside the next tile's softmax."""
+    tile, n = sizes_of(call).forward, call.numerics
+    alike = tile.slots > 1 and tile.walk % tile.own == 0
+    return alike and not rounds_products(n) and n.saved_output != "auxiliary"
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if joins(call)])
+def test_joined_tiles_change_no_bit(name: str) -> None:
+    call = CALLS[name]
+    sizes = sizes_of(call)
+
+    def run(*, joined: bool) -> dict[str, np.ndarray]:
+        forward = dataclasses.replace(sizes.forward, joined=joined)
+        return call.run(hopper, block_sizes=dataclasses.replace(sizes, forward=forward))
+
+    result, expected = run(joined=True), run(joined=False)
+    for what, x in expected.items():
+        np.testing.assert_array_equal(result[what], x, err_msg=what)
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -48,6 +48,9 @@ class Tile:
         nothing.
       soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
         after all of its softmax.
+      joined: of the forward kernel: the last P̄V of a tile is multiplied during the first softmax of
+        the program's next, instead of before it. O takes shared memory of its own then. In steps
+        that all warpgroups have alike, with two slots, without `published`'s or O′'s products.
       tests_ties: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
         counted only in steps of which a test says that there may be some, instead of in every
         step. Where nothing is counted, and in other kernels, it says nothing.
@@ -72,6 +75,7 @@ class Tile:
     ahead: bool = False
     longest_first: bool = False
     soon: bool = False
+    joined: bool = False
     tests_ties: bool = True
     value_stages: int | None = None
     split: bool = False
@@ -89,6 +93,8 @@ class Tile:
             raise ValueError(f"held=True takes two stages, got {self}")
         if self.ahead and (self.held or self.stages < 2 or self.split):
             raise ValueError(f"ahead=True takes two stages, no held turns, no split, got {self}")
+        if self.joined and (self.slots < 2 or self.walk % self.own):
+            raise ValueError(f"joined=True takes two slots, walks of own rows, got {self}")
         for name in ("stages", "value_stages"):
             if (stages := getattr(self, name)) is not None and stages < 1:
                 raise ValueError(f"{name} must be at least 1, got {stages}")
@@ -145,8 +151,9 @@ class BlockSizes:
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
         for name in ("query_gradients", "key_gradients"):
-            if getattr(self, name).soon:
-                raise ValueError(f"{name}: P̄V is of the forward kernel alone, got soon=True")
+            for field in ("soon", "joined"):
+                if getattr(getattr(self, name), field):
+                    raise ValueError(f"{name}: P̄V is of the forward kernel alone, got {field}=True")
         if self.forward.split:
             raise ValueError("forward: it has one sum, got split=True")
         for name in ("forward", "key_gradients"):

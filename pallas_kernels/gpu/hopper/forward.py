@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory: rings of q (where O goes later), k and v; lse and offset; P̄, O for δ."""
+    """Shared memory: rings of q, k and v; lse and offset; P̄; O for δ; O, otherwise in q's place."""
 
     q: Any
     k: Any
@@ -77,6 +77,7 @@ class _Shared(NamedTuple):
     statistics: Any
     probs: Any
     saved: Any
+    o: Any
 
 
 class _Rows(NamedTuple):
@@ -91,11 +92,24 @@ class _Rows(NamedTuple):
     alpha: Array
 
 
+class _Due(NamedTuple):
+    """A tile without its last P̄V, which is due, as O is then; `Tile.joined`."""
+
+    acc: Array
+    rows: _Rows
+    row: Array
+    batch: Array
+    head: Array
+
+
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     """Runs the kernel; q, k and v may be one packed array."""
     tile, n = problem.sizes.forward, problem.spec.numerics
     if problem.rounds_products and tile.walk % tile.own:
         raise ValueError(f"kv_block={n.kv_block} takes walks of a multiple of own rows, got {tile}")
+    if tile.joined and (problem.rounds_products or problem.keeps_auxiliary):
+        what = "tile_grads" if problem.rounds_products else "saved_output"
+        raise ValueError(f"joined=True takes no {what}={getattr(n, what)}")
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     workers, head = tile.warpgroups, problem.head_size
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -121,6 +135,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         vectors_of((2, workers, ROWS)),
         probs,
         saved,
+        tiles_of((workers, ROWS, head), problem.dtype) if tile.joined else None,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -156,8 +171,10 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
     turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
     turns.start()
 
-    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, steps = done
+    joins = tile.joined and not problem.sizes.from_memory
+
+    def multiply_tile(u: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+        tiles, steps, due = carry
         turn = schedule.turn(program, u)
         start = turn.tile * tile.own
         _, last = problem.key_steps(start, tile.own, tile.walk)
@@ -165,20 +182,37 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
         full, end = problem.key_steps(row, ROWS, tile.walk)
         walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, end)
 
-        def attend() -> None:
+        def attend(due: Any) -> Any:
+            if joins:
+                rows, acc = walk.join(due, out)
+                return _Due(acc, rows, row, turn.batch, turn.head)
             rows, acc, left = walk.run()
             if not problem.rounds_products:  # there all end together
                 by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
             walk.store(out, rows, acc, left, turn.batch, turn.head)
+            return None
 
-        pl.when(turn.exists)(attend)
-        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
+        due = lax.cond(turn.exists, attend, lambda due: due, due)
+        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0), due
 
-    done = (jnp.int32(0), jnp.int32(0))
-    tiles, _ = lax.fori_loop(0, schedule.turns(program), multiply_tile, done)
+    zero = jnp.int32(0)
+    due = _nothing_due(problem, tile) if joins else None
+    tiles, steps, due = lax.fori_loop(0, schedule.turns(program), multiply_tile, (zero, zero, due))
     turns.end()
+    if joins:
+        _Walk(problem, tile, shared, turns, me, tiles, steps, zero, zero, zero).end_last(due, out)
     plgpu.wait_smem_to_gmem(0)
-    shared.q.release(tiles - 1)
+    if not tile.joined:
+        shared.q.release(tiles - 1)
+
+
+def _nothing_due(problem: Problem, tile: Tile) -> _Due:
+    """Before a program's first tile."""
+    m, l = _Walk.no_key_yet()
+    acc = constant((ROWS, problem.head_size), 0, TILE)
+    probs = constant((ROWS, tile.walk), 0, TILE).astype(problem.dtype)
+    nowhere = jnp.int32(0)
+    return _Due(acc, _Rows(m, l, probs, m), nowhere, nowhere, nowhere)
 
 
 class _Walk(NamedTuple):
@@ -203,13 +237,51 @@ class _Walk(NamedTuple):
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
         left = acc if self.problem.keeps_auxiliary else None
         in_order = self.problem.rounds_products or self.shared.probs is not None
-        if in_order or self.tile.slots == 1:  # with one, q has no other place to come to
-            self._free_last_output()
+        if (in_order or self.tile.slots == 1) and not self.tile.joined:
+            self._free_last_output()  # with one slot, q has no other place to come to
         self.shared.q.wait(self.tiles)
         if self.problem.rounds_products:
             acc, m, l = long_steps.attend(self)
             return _Rows(m, l, m, m), acc, None
-        return (self._run_in_order if in_order else self._run_ahead)(acc, left)
+        found = (self._run_in_order if in_order else self._run_ahead)(acc, left)
+        if self.tile.joined:
+            self.shared.q.release(self.tiles)
+        return found
+
+    def join(self, due: _Due, out: Outputs) -> tuple[_Rows, Array]:
+        """m, l and Ō of all steps but the last, whose P̄V is due, as that of the tile before is."""
+
+        def end_tile_before(due: _Due) -> _Rows:
+            first = self.end * 0  # not a literal, which Mosaic GPU's conditions do not take
+            acc, rows = self._advance(first, due.acc, due.rows, *self.no_key_yet())
+            self._store_due(due, acc, out)
+            return self._rounded(rows)
+
+        self.shared.q.wait(self.tiles)
+
+        def begin(_: _Due) -> _Rows:
+            return self._rounded(self._begin())
+
+        rows = lax.cond(self.tiles == 0, begin, end_tile_before, due)
+
+        def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
+            acc, rows = carry
+            acc, rows = self._advance(t, acc, rows, rows.m, rows.l)
+            return along_rows(rows.alpha, acc.shape) * acc, self._rounded(rows)
+
+        acc = constant((ROWS, self.problem.head_size), 0, TILE)
+        acc, rows = lax.fori_loop(1, self.end, step, (acc, rows))
+        self.shared.q.release(self.tiles)
+        return rows, acc
+
+    def _store_due(self, due: _Due, acc: Array, out: Outputs) -> None:
+        walk = self._replace(row=pl.multiple_of(due.row, ROWS))
+        walk.store(out, due.rows, acc, None, due.batch, due.head)
+
+    def end_last(self, due: _Due, out: Outputs) -> None:
+        """After a program's last tile; `steps` are all that it has done."""
+        acc = self._end(due.acc, due.rows, self.steps)
+        self._store_due(due, acc, out)
 
     def _run_in_order(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         """One product after the other, P̄ from shared memory: for tests."""
@@ -236,48 +308,62 @@ class _Walk(NamedTuple):
         return _Rows(m, l, m, m), acc, left
 
     def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
-        first = jnp.int32(0)
-        s = self._begin_scores(first)
-        self.turns.pass_on()
-        rows = self._softmax(self._finish_scores(s, first, later=0), *self.no_key_yet())
+        rows = self._begin()
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
 
         def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, rows = carry
-            before = self.steps + t - 1
-
-            def products(refs: Any) -> None:
-                acc_ref, new = refs
-                s = self._begin_scores(t)
-                self._wait_for_values(before)
-                plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
-                self.turns.pass_on()
-                s = self._finish_scores(s, t, later=1)
-                if self.tile.soon:
-                    result = self._begin_softmax(s, rows)
-                else:
-                    result = self._softmax(s, rows.m, rows.l)
-                    finish_before_waiting(result.l)  # for P̄V, which runs meanwhile
-                for ref, x in zip(new, result, strict=True):
-                    ref[...] = x
-
-            no_score = constant((ROWS, self.tile.walk), 0, TILE)
-            new = rows._replace(probs=no_score) if self._rounds_later else rows
-            acc, rows = pl.run_state(products)((plgpu.ACC.init(acc), new))
-            self.shared.v.release(before)
-            if self.tile.soon:
-                rows = self._end_softmax(rows, acc, unknown_zero(self.steps + t))
+            acc, rows = self._advance(t, acc, rows, rows.m, rows.l)
             left, rows = self._add_left(left, rows, self.steps + t)
             return along_rows(rows.alpha, acc.shape) * acc, left, rows
 
         acc, left, rows = lax.fori_loop(1, self.end, step, (acc, left, rows))
-        last = self.steps + self.end - 1
-        self._wait_for_values(last)
-        acc = add_product(acc, rows.probs, self.shared.v.get(last), interpret=False)
-        self.shared.v.release(last)
-        return rows, acc, left
+        return rows, self._end(acc, rows, self.steps + self.end), left
+
+    def _begin(self) -> _Rows:
+        """The first step's softmax."""
+        first = jnp.int32(0)
+        s = self._begin_scores(first)
+        self.turns.pass_on()
+        return self._softmax(self._finish_scores(s, first, later=0), *self.no_key_yet())
+
+    def _advance(
+        self, t: Array, acc: Array, rows: _Rows, m: Array, l: Array
+    ) -> tuple[Array, _Rows]:
+        """Ō with P̄V of the step before step t, and t's softmax beside it, from m and l on."""
+        before = self.steps + t - 1
+
+        def products(refs: Any) -> None:
+            acc_ref, new = refs
+            s = self._begin_scores(t)
+            self._wait_for_values(before)
+            plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
+            self.turns.pass_on()
+            s = self._finish_scores(s, t, later=1)
+            if self.tile.soon:
+                result = self._begin_softmax(s, m, l)
+            else:
+                result = self._softmax(s, m, l)
+                finish_before_waiting(result.l)  # for P̄V, which runs meanwhile
+            for ref, x in zip(new, result, strict=True):
+                ref[...] = x
+
+        no_score = constant((ROWS, self.tile.walk), 0, TILE)
+        new = rows._replace(probs=no_score) if self._rounds_later else rows
+        acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
+        self.shared.v.release(before)
+        if self.tile.soon:
+            new = self._end_softmax(new, acc, unknown_zero(self.steps + t))
+        return acc, new
+
+    def _end(self, acc: Array, rows: _Rows, steps: Array) -> Array:
+        """Ō with P̄V of the step before the program's n-th, the tile's last."""
+        self._wait_for_values(steps - 1)
+        acc = add_product(acc, rows.probs, self.shared.v.get(steps - 1), interpret=False)
+        self.shared.v.release(steps - 1)
+        return acc
 
     def _wait_for_values(self, n: Array) -> None:
         """Before P̄V of the n-th step of the program, unless `_add_left` has waited.
@@ -293,7 +379,7 @@ class _Walk(NamedTuple):
         The products are not ahead, as P̄V is: their operands in registers would be too many.
         """
         if left is None:
-            return None, rows._replace(probs=rows.probs.astype(self.problem.dtype))
+            return None, self._rounded(rows)
         rounded, *terms = self._terms(rows.probs)
         left = along_rows(rows.alpha, left.shape) * left
         memory = None if self.shared.probs is None else self.shared.probs.at[self.me]
@@ -302,6 +388,10 @@ class _Walk(NamedTuple):
         for term in terms[::-1]:  # the smallest first
             left = add_product(left, as_operand(term, memory), v, interpret=interpret)
         return left, rows._replace(probs=rounded)
+
+    def _rounded(self, rows: _Rows) -> _Rows:
+        """The same with P̄ rounded."""
+        return rows._replace(probs=rows.probs.astype(self.problem.dtype))
 
     @staticmethod
     def no_key_yet() -> tuple[Array, Array]:
@@ -345,13 +435,13 @@ class _Walk(NamedTuple):
             probs = probs.astype(self.problem.dtype)
         return _Rows(new, l, probs, alpha)
 
-    def _begin_softmax(self, s: Array, rows: _Rows) -> _Rows:
+    def _begin_softmax(self, s: Array, m: Array, l: Array) -> _Rows:
         """What of it comes before P̄V is waited for, `Tile.soon`; S for P̄, and l without it.
 
         These exponentials are of every so-manyth 8 columns: those whose sum l takes anyway.
         """
-        new, alpha = self._maxima(s, rows.m)
-        l = along_rows(alpha, rows.l.shape) * rows.l
+        new, alpha = self._maxima(s, m)
+        l = along_rows(alpha, l.shape) * l
         probs = self.exponentials(s, along_rows(self.offset(new), s.shape))
         sums = by_lane(jnp.add, probs, LANES * self._one_of)
         finish_before_waiting(sums[:, :LANES], l)
@@ -455,7 +545,12 @@ class _Walk(NamedTuple):
         l = self.problem.rounded(rows.l.sum(axis=1))
         l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
         o = acc / along_rows(l, acc.shape)
-        memory, saved = self.shared.q.get(self.tiles, self.me), self.shared.saved
+        if self.tile.joined:  # the tile before's have long left
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            memory = self.shared.o.at[self.me]
+        else:
+            memory = self.shared.q.get(self.tiles, self.me)
+        saved = self.shared.saved
         memory[...] = o.astype(self.problem.dtype)
         place = (batch, self.row, ROWS, head)
         copies = [(memory, self.problem.part(out.o, *place))]
