@@ -105,7 +105,7 @@ def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> Non
     check_accuracy(case, call(case, chosen, rule))
 
 
-def of_table(case: Case, chosen: Numerics, *, long: bool) -> BlockSizes:
+def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> BlockSizes:
     """For calls as short as these."""
     sizes = default_block_sizes(
         case.head_size,
@@ -114,12 +114,13 @@ def of_table(case: Case, chosen: Numerics, *, long: bool) -> BlockSizes:
         sums_keys=chosen.delta == "normalized",
         long=long,
         rounds_products=rounds_products(chosen),
+        counts_ties=isinstance(rule, DynamicMax),
     )
     return dataclasses.replace(sizes, programs=2, interpret=True)
 
 
 def published(case: Case, rule: RowMax | None = None, **options: Any) -> Any:
-    sizes = of_table(case, PUBLISHED, long=False)
+    sizes = of_table(case, PUBLISHED, rule or StandardMax(), long=False)
     return call(case, PUBLISHED, rule, **({"sizes": sizes, "kv_block": 128} | options))
 
 
@@ -208,7 +209,7 @@ def test_keys_per_step_are_those_of_long_steps() -> None:
 def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
     with pytest.raises(ValueError, match="kv_block=128 takes walks of a multiple of own rows"):
         run(FEW, published(FEW, sizes=SIZES))
-    whole = of_table(FEW, PUBLISHED, long=False)
+    whole = of_table(FEW, PUBLISHED, StandardMax(), long=False)
     for kernel, tile, named in (
         ("query_gradients", Tile(turns=True, ahead=True), "takes no ahead"),
         ("key_gradients", Tile(turns=True, ahead=True), "takes neither ahead nor split"),
@@ -223,7 +224,7 @@ def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
 @pytest.mark.parametrize("tests_ties", [False, True])
 def test_rows_of_minus_infinity_alone_are_empty(rule: RowMax, tests_ties: bool) -> None:
-    sizes = of_table(FEW, FLASH, long=False)
+    sizes = of_table(FEW, FLASH, StandardMax(), long=False)
     tile = dataclasses.replace(sizes.forward, tests_ties=tests_ties)
     sizes = dataclasses.replace(sizes, forward=tile)
     spec = Spec(numerics=FLASH, row_max=rule, scale=0.125, is_causal=True, block_sizes=sizes)
@@ -248,7 +249,7 @@ def test_tiles_of_long_calls(rows: int, keys: int, chosen: Numerics, rule: RowMa
     """Three warpgroups' rows are no whole number of steps; lengths end within tiles or beyond."""
     case = dataclasses.replace(GROUPED, rows=rows, keys=keys)
     long, short = (
-        call(case, chosen, rule, sizes=of_table(case, chosen, long=long), kv_block=None)
+        call(case, chosen, rule, sizes=of_table(case, chosen, rule, long=long), kv_block=None)
         for long in (True, False)
     )
     check_accuracy(case, long)
@@ -263,7 +264,7 @@ def test_tiles_of_long_calls(rows: int, keys: int, chosen: Numerics, rule: RowMa
 )
 def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) -> None:
     case = dataclasses.replace(WIDE, rows=192, values="repeated_maxima")
-    sizes = of_table(case, chosen, long=True)
+    sizes = of_table(case, chosen, rule, long=True)
     check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
 
 
@@ -293,7 +294,7 @@ def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) ->
 def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, long: bool) -> None:
     """In the tiles of the table: lengths end within tiles, a program has several of them."""
     case = dataclasses.replace(WIDEST, **changes)
-    sizes = of_table(case, chosen, long=long)
+    sizes = of_table(case, chosen, rule, long=long)
     check_accuracy(case, call(case, chosen, rule, sizes=sizes, kv_block=None))
 
 
@@ -495,7 +496,7 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
         ),
         pytest.param(
             256,
-            partial(call, sizes=of_table(WIDEST, FLASH, long=False)),
+            partial(call, sizes=of_table(WIDEST, FLASH, StandardMax(), long=False)),
             id="256",
             marks=pytest.mark.slow,
         ),
@@ -671,7 +672,7 @@ def test_steps_of_head_size_256_have_64_keys() -> None:
 @pytest.mark.parametrize("shape", [(1, 4096, 2, 64), (1, 8192, 3, 2, 64), (1, 4096, 2, 128)])
 def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
     def is_long(spec: Spec, shape: tuple[int, ...] = shape) -> bool:
-        return block_sizes(shape, spec).forward.soon
+        return block_sizes(shape, spec).forward.longest_first
 
     spec = dataclasses.replace(call(GROUPED).spec, block_sizes=None)
     of_128 = dataclasses.replace(spec, numerics=FLASH.replace(kv_block=128))
@@ -682,6 +683,22 @@ def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
     assert not is_long(dataclasses.replace(of_128, is_causal=False))
     assert not is_long(auxiliary)
     assert not is_long(dataclasses.replace(spec, numerics=FLASH.replace(kv_block=64)))
+
+
+def test_who_joins_tiles() -> None:
+    def joins(shape: tuple[int, ...] = (1, 1024, 2, 64), **changes: Any) -> bool:
+        spec = dataclasses.replace(call(GROUPED).spec, block_sizes=None, numerics=FLASH)
+        spec = dataclasses.replace(spec, row_max=DynamicMax())
+        return block_sizes(shape, dataclasses.replace(spec, **changes)).forward.joined
+
+    assert joins()
+    assert joins(numerics=FLOAT32_OUTPUT)
+    assert not joins(row_max=StandardMax())
+    assert not joins(numerics=AUXILIARY_OUTPUT)
+    assert not joins(numerics=FLASH.replace(kv_block=64))
+    assert not joins(numerics=PUBLISHED)
+    assert not joins((1, 4096, 2, 64))
+    assert not joins((1, 1024, 2, 128))
 
 
 @needs_mosaic
@@ -844,6 +861,12 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ahead": True, "turns": True, "held": True}, "ahead=True takes .*held=True"),
         ({"ahead": True, "stages": 1}, "ahead=True takes two stages"),
         ({"ahead": True, "split": True, "walk": 64}, "ahead=True takes .*split=True"),
+        (
+            {"joined": True, "slots": 1},
+            "joined=True takes two slots, walks of own rows, got .*slots=1",
+        ),
+        ({"joined": True, "walk": 64}, "joined=True takes .*walk=64"),
+        ({"joined": True, "warpgroups": 3}, "joined=True takes .*warpgroups=3"),
         ({"split": True}, "split=True takes two warpgroups, walk=64, no turns, got .*walk=128"),
         ({"split": True, "walk": 64, "turns": True}, "split=True takes .*turns=True"),
         ({"split": True, "walk": 64, "warpgroups": 3}, "split=True takes .*warpgroups=3"),
@@ -860,10 +883,23 @@ def test_turns_are_not_held_forward() -> None:
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
 
 
+@pytest.mark.parametrize("field", ["soon", "joined"])
 @pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
-def test_the_earlier_wait_is_of_the_forward_kernel_alone(kernel: str) -> None:
-    with pytest.raises(ValueError, match=f"{kernel}: P̄V is of the forward kernel alone"):
-        dataclasses.replace(SIZES, **{kernel: Tile(soon=True)})
+def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{kernel}: P̄V is of the forward .* got {field}=True"):
+        dataclasses.replace(SIZES, **{kernel: Tile(**{field: True})})
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [(PUBLISHED, "tile_grads=bfloat16"), (AUXILIARY_OUTPUT, "saved_output=auxiliary")],
+)
+def test_sums_that_tiles_are_not_joined_with_are_named(chosen: Numerics, named: str) -> None:
+    sizes = of_table(FEW, chosen, StandardMax(), long=False)
+    sizes = dataclasses.replace(sizes, forward=Tile(joined=True))
+    with pytest.raises(ValueError, match=f"joined=True takes no {named}"):
+        run(FEW, call(FEW, chosen, sizes=sizes, kv_block=128))
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,7 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
         long=long,
         unordered=unordered,
         rounds_products=rounds_products(n),
+        counts_ties=isinstance(call.row_max, DynamicMax),
     )
 
 

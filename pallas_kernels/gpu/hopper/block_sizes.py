@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from lowprec_attn.arithmetic.request import Spec
-from lowprec_attn.numerics import Numerics
+from lowprec_attn.numerics import DynamicMax, Numerics
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 WALKS = (64, 128)
@@ -187,6 +187,7 @@ def default_block_sizes(
     long: bool = False,
     unordered: bool = False,
     rounds_products: bool = False,
+    counts_ties: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, tuned on one NVIDIA H200.
 
@@ -202,6 +203,8 @@ def default_block_sizes(
       unordered: of `BlockSizes`.
       rounds_products: whether a step of `kv_block` keys is walked over in parts, for its products
         are rounded, as by `published`.
+      counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does. At
+        head size 64 it then joins short tiles, for it has more to hide.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
@@ -212,7 +215,7 @@ def default_block_sizes(
             raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
         return BlockSizes(
             forward=Tile(longest_first=True),
-            query_gradients=Tile(walk=64, stages=3, turns=True, longest_first=True),
+            query_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
             key_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
         )
     if is_wide(head_size):
@@ -236,7 +239,8 @@ def default_block_sizes(
                 walk=walk,
                 turns=True,
                 longest_first=long,
-                soon=long,
+                soon=walk == 128 and not keeps_auxiliary,
+                joined=counts_ties and walk == 128 and not long and not keeps_auxiliary,
             ),
             query_gradients=Tile(walk=64, stages=3, longest_first=long)
             if sums_keys
@@ -290,6 +294,7 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             sums_keys=spec.numerics.delta == "normalized",
             long=is_long(shape[1], is_causal=spec.is_causal),
             rounds_products=rounds_products(spec.numerics),
+            counts_ties=isinstance(spec.row_max, DynamicMax),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes
