@@ -93,7 +93,7 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
             continue  # a warpgroup has a block of dQ
         if sums_queries(kernel, spec) and warpgroups != 2:
             continue
-        for fits in (*_with_fewer_stages(kernel, tile, head_size), *_joined(kernel, tile, spec)):
+        for fits in (*_with_fewer_stages(kernel, tile, head_size), *_forward(kernel, tile, spec)):
             if _shared_bytes(kernel, fits, head_size, spec) <= _SHARED_BYTES:
                 yield fits
 
@@ -106,11 +106,15 @@ def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile
             yield dataclasses.replace(tile, value_stages=stages)
 
 
-def _joined(kernel: str, tile: Tile, spec: Spec) -> Iterator[Tile]:
-    """The tile with its last product beside the next one's first softmax, where there is that."""
-    n = spec.numerics
-    taken = not rounds_products(n) and n.saved_output != "auxiliary"
-    if kernel == "forward" and taken and tile.slots > 1 and tile.walk % tile.own == 0:
+def _forward(kernel: str, tile: Tile, spec: Spec) -> Iterator[Tile]:
+    """The tile as the forward kernel alone may have it: joined, or halved in long steps."""
+    if kernel != "forward":
+        return
+    if rounds_products(spec.numerics):
+        yield dataclasses.replace(tile, halved=True)
+        return
+    alike = tile.slots > 1 and tile.walk % tile.own == 0
+    if alike and spec.numerics.saved_output != "auxiliary":
         yield dataclasses.replace(tile, joined=True)
 
 

@@ -119,8 +119,12 @@ def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> Block
     return dataclasses.replace(sizes, programs=2, interpret=True)
 
 
-def published(case: Case, rule: RowMax | None = None, **options: Any) -> Any:
+def published(
+    case: Case, rule: RowMax | None = None, *, halved: bool = False, **options: Any
+) -> Any:
     sizes = of_table(case, PUBLISHED, rule or StandardMax(), long=False)
+    forward = dataclasses.replace(sizes.forward, halved=halved)
+    sizes = dataclasses.replace(sizes, forward=forward)
     return call(case, PUBLISHED, rule, **({"sizes": sizes, "kv_block": 128} | options))
 
 
@@ -143,8 +147,11 @@ def published(case: Case, rule: RowMax | None = None, **options: Any) -> Any:
         ),
     ],
 )
-def test_products_of_long_steps_are_rounded(case: Case, rule: RowMax, kv_block: int) -> None:
-    check_accuracy(case, published(case, rule, kv_block=kv_block))
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
+def test_products_of_long_steps_are_rounded(
+    case: Case, rule: RowMax, kv_block: int, halved: bool
+) -> None:
+    check_accuracy(case, published(case, rule, kv_block=kv_block, halved=halved))
 
 
 @needs_mosaic
@@ -170,14 +177,17 @@ def test_products_are_rounded_where_published_says(point: str) -> None:
 
 
 @needs_mosaic
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
-def test_rows_of_minus_infinity_alone_are_empty_in_long_steps(rule: RowMax) -> None:
-    spec = dataclasses.replace(published(FEW, rule).spec, is_causal=True, scale=0.125)
+def test_rows_of_minus_infinity_alone_are_empty_in_long_steps(rule: RowMax, halved: bool) -> None:
+    of = published(FEW, rule, halved=halved)
+    spec = dataclasses.replace(of.spec, is_causal=True, scale=0.125)
     check_rows_without_a_score(hopper.attention, spec, 64)
 
 
 @needs_mosaic
-def test_ties_of_long_steps_are_counted_once() -> None:
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
+def test_ties_of_long_steps_are_counted_once(halved: bool) -> None:
     """A maximum that returns in a later part is repeated; one that a later part exceeds is not."""
     case = dataclasses.replace(FEW, rows=64, keys=256)
     arrays = harness.inputs(case)
@@ -189,7 +199,7 @@ def test_ties_of_long_steps_are_counted_once() -> None:
     queries[0, ::2, 0, 0], queries[0, 1::2, 0, 1] = 4, 4
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (queries, keys, arrays["v"]))
     for rule in (StandardMax(), DynamicMax()):
-        spec = published(case, rule, kv_block=256).spec
+        spec = published(case, rule, kv_block=256, halved=halved).spec
         out, _ = hopper.attention(q, k, v, Extras(), spec)
         expected, _ = tiled.attention(
             *(q, k, v), Extras(), dataclasses.replace(spec, block_sizes=None)
@@ -883,22 +893,26 @@ def test_turns_are_not_held_forward() -> None:
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
 
 
-@pytest.mark.parametrize("field", ["soon", "joined"])
+@pytest.mark.parametrize("field", ["soon", "joined", "halved"])
 @pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
 def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{kernel}: P̄V is of the forward .* got {field}=True"):
+    with pytest.raises(ValueError, match=f"{kernel}: {field}=True is of the forward kernel"):
         dataclasses.replace(SIZES, **{kernel: Tile(**{field: True})})
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("chosen", "named"),
-    [(PUBLISHED, "tile_grads=bfloat16"), (AUXILIARY_OUTPUT, "saved_output=auxiliary")],
+    ("chosen", "field", "named"),
+    [
+        (PUBLISHED, "joined", "joined=True takes no tile_grads=bfloat16"),
+        (AUXILIARY_OUTPUT, "joined", "joined=True takes no saved_output=auxiliary"),
+        (FLASH, "halved", "halved=True takes tile_grads=bfloat16, got float32"),
+    ],
 )
-def test_sums_that_tiles_are_not_joined_with_are_named(chosen: Numerics, named: str) -> None:
+def test_sums_of_other_numerics_are_named(chosen: Numerics, field: str, named: str) -> None:
     sizes = of_table(FEW, chosen, StandardMax(), long=False)
-    sizes = dataclasses.replace(sizes, forward=Tile(joined=True))
-    with pytest.raises(ValueError, match=f"joined=True takes no {named}"):
+    sizes = dataclasses.replace(sizes, forward=Tile(**{field: True}))
+    with pytest.raises(ValueError, match=named):
         run(FEW, call(FEW, chosen, sizes=sizes, kv_block=128))
 
 

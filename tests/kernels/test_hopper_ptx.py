@@ -82,6 +82,7 @@ def code(
     *,
     is_causal: bool = True,
     long: bool = False,
+    halved: bool = False,
     unordered: bool = False,
     tests_ties: bool = True,
 ) -> Code:
@@ -89,6 +90,10 @@ def code(
     if not tests_ties:
         sizes = default_block_sizes(head_size, long=long, counts_ties=True)
         forward = dataclasses.replace(sizes.forward, tests_ties=False)
+        sizes = dataclasses.replace(sizes, forward=forward)
+    if halved:
+        sizes = default_block_sizes(head_size, rounds_products=True)
+        forward = dataclasses.replace(sizes.forward, halved=True)
         sizes = dataclasses.replace(sizes, forward=forward)
     spec = Spec(
         numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes
@@ -195,9 +200,10 @@ def test_other_numerics_and_rules_hardly_spill(
     assert found.spilled["query_gradients"] <= most
 
 
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
-def test_long_steps_hardly_spill(rule: RowMax) -> None:
-    found = code(64, PUBLISHED, rule)
+def test_long_steps_hardly_spill(rule: RowMax, halved: bool) -> None:
+    found = code(64, PUBLISHED, rule, halved=halved)
     for kernel, report in found.reports.items():
         assert found.spilled[kernel] <= SPILLED[kernel][0], kernel
         assert not re.search(SERIALIZED, report), kernel

@@ -51,6 +51,8 @@ class Tile:
       joined: of the forward kernel: the last P̄V of a tile is multiplied during the first softmax of
         the program's next, instead of before it. O takes shared memory of its own then. In steps
         that all warpgroups have alike, with two slots, without `published`'s or O′'s products.
+      halved: of the forward kernel in long steps (`rounds_products`): S of a part is multiplied in
+        two halves, the second while the first is looked at.
       tests_ties: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
         counted only in steps of which a test says that there may be some, instead of in every
         step. Where nothing is counted, and in other kernels, it says nothing.
@@ -76,6 +78,7 @@ class Tile:
     longest_first: bool = False
     soon: bool = False
     joined: bool = False
+    halved: bool = False
     tests_ties: bool = True
     value_stages: int | None = None
     split: bool = False
@@ -130,7 +133,8 @@ class BlockSizes:
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held, `ahead` or a split forward; `soon` in the backward kernels;
+      ValueError: turns that are held, `ahead` or a split forward; `soon`, `joined` or `halved`
+        backward;
         `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups, of one
         stage, `ahead`, or beside a split.
     """
@@ -151,9 +155,9 @@ class BlockSizes:
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
         for name in ("query_gradients", "key_gradients"):
-            for field in ("soon", "joined"):
+            for field in ("soon", "joined", "halved"):
                 if getattr(getattr(self, name), field):
-                    raise ValueError(f"{name}: P̄V is of the forward kernel alone, got {field}=True")
+                    raise ValueError(f"{name}: {field}=True is of the forward kernel alone")
         if self.forward.split:
             raise ValueError("forward: it has one sum, got split=True")
         for name in ("forward", "key_gradients"):

@@ -107,6 +107,8 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     tile, n = problem.sizes.forward, problem.spec.numerics
     if problem.rounds_products and tile.walk % tile.own:
         raise ValueError(f"kv_block={n.kv_block} takes walks of a multiple of own rows, got {tile}")
+    if tile.halved and not problem.rounds_products:
+        raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
     if tile.joined and (problem.rounds_products or problem.keeps_auxiliary):
         what = "tile_grads" if problem.rounds_products else "saved_output"
         raise ValueError(f"joined=True takes no {what}={getattr(n, what)}")
@@ -411,8 +413,8 @@ class _Walk(NamedTuple):
         self.shared.k.release(self.steps + t)
         return self.masked(s, t)
 
-    def masked(self, s: Array, t: Array) -> Array:
-        """The scores of step t, MASKED where a row does not see."""
+    def masked(self, s: Array, t: Array, first: int = 0) -> Array:
+        """The scores of step t, from its `first` key on, MASKED where a row does not see."""
         problem, walk = self.problem, self.tile.walk
         if not problem.masks_steps(walk):
             return s
@@ -420,7 +422,7 @@ class _Walk(NamedTuple):
         def mask() -> Array:
             apart = self._tests_ties
             masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
-            return problem.mask_keys(s, self.row, t * walk, masked)
+            return problem.mask_keys(s, self.row, t * walk + first, masked)
 
         return lax.cond(t >= self.full, mask, lambda: s)
 

@@ -8,6 +8,7 @@ Forward, the maximum of a row has to be known before the first P̄, and S of 64 
 is three products for two, and k is loaded twice, the second time from the L2 cache.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from pallas_kernels.gpu.hopper.machine import (
     begin_product,
     by_lane,
     constant,
+    finish_before_waiting,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -74,15 +76,32 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
     """Ō, m [64] and l [64, LANES] of a `forward._Walk` after its last step."""
     problem, tile, shared = walk.problem, walk.tile, walk.shared
     memory = None if shared.probs is None else shared.probs.at[walk.me]
+    pieces = 2 if tile.halved else 1
+    keys = tile.walk // pieces
+    interpret = problem.sizes.interpret
 
-    def scores(t: Array, n: Array) -> Array:
-        """S of a part, rounded, from the n-th filling of k's ring."""
+    def rows_of(ref: Any, i: int) -> Any:
+        """The i-th piece of a part of k or v."""
+        return ref.at[pl.ds(i * keys, keys)] if tile.halved else ref
+
+    def scores(t: Array, n: Array) -> Iterator[Array]:
+        """S of a part, rounded, piece by piece, from the n-th filling of k's ring.
+
+        All of them are begun at first: a piece is multiplied while the one before is looked at.
+        """
         shared.k.wait(n)
         q, k = shared.q.get(walk.tiles, walk.me), shared.k.get(n)
-        s = begin_product(q, k, interpret=problem.sizes.interpret)
-        plgpu.wgmma_wait(0)
-        shared.k.release(n)
-        return walk.masked(problem.rounded(s), t)
+        begun = [begin_product(q, rows_of(k, i), interpret=interpret) for i in range(pieces)]
+        for i, s in enumerate(begun):
+            plgpu.wgmma_wait(pieces - 1 - i)
+            if i == pieces - 1:
+                shared.k.release(n)
+            yield walk.masked(problem.rounded(s), t, i * keys)
+
+    def before_next_piece(i: int, x: Array) -> None:
+        """x ≥ 0, of the i-th piece, is computed before the next one is waited for."""
+        if i < pieces - 1 and not interpret:
+            finish_before_waiting(x)
 
     def long_step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry
@@ -90,16 +109,20 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
         n = 2 * (walk.steps + first) - first
 
         def largest(t: Array, r: Array) -> Array:
-            return jnp.maximum(r, by_lane(jnp.maximum, scores(t, n + t)))
+            for i, s in enumerate(scores(t, n + t)):
+                r = jnp.maximum(r, by_lane(jnp.maximum, s))
+                before_next_piece(i, jnp.abs(r))
+            return r
 
         def largest_and_ties(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             r, ties = carry
-            s = scores(t, n + t)
-            of_part = by_lane(jnp.maximum, s).max(axis=1)
-            new = jnp.maximum(r, of_part)
-            near = at_least(s, along_rows(new, s.shape), interpret=problem.sizes.interpret)
-            ties = jnp.where(of_part > r, np.int32(0), ties)
-            return new, ties + by_lane(jnp.add, near).sum(axis=1)
+            for s in scores(t, n + t):
+                of_piece = by_lane(jnp.maximum, s).max(axis=1)
+                new = jnp.maximum(r, of_piece)
+                near = at_least(s, along_rows(new, s.shape), interpret=interpret)
+                ties = jnp.where(of_piece > r, np.int32(0), ties)
+                r, ties = new, ties + by_lane(jnp.add, near).sum(axis=1)
+            return r, ties
 
         if isinstance(problem.spec.row_max, DynamicMax):
             none = constant((ROWS,), MASKED, PER_ROW)
@@ -114,12 +137,19 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
         alpha = jnp.exp2((m - new) * np.float32(problem.log2_unit))
 
         def add_part(pv: Any, t: Array, l: Array) -> Array:
-            s = scores(t, n + (last - first) + t)
-            probs = walk.exponentials(s, along_rows(walk.offset(new), s.shape))
+            found = []
+            for i, s in enumerate(scores(t, n + (last - first) + t)):
+                found.append(walk.exponentials(s, along_rows(walk.offset(new), s.shape)))
+                if i < pieces - 1:
+                    l = l + by_lane(jnp.add, found[-1])
+                before_next_piece(i, l)
             of_v = walk.steps + t
             shared.v.wait(of_v)
-            plgpu.wgmma(pv, as_operand(probs.astype(problem.dtype), memory), shared.v.get(of_v))
-            l = l + by_lane(jnp.add, probs)  # meanwhile
+            for i, probs in enumerate(found):
+                place = None if memory is None else memory.at[:, pl.ds(i * keys, keys)]
+                values = rows_of(shared.v.get(of_v), i)
+                plgpu.wgmma(pv, as_operand(probs.astype(problem.dtype), place), values)
+            l = l + by_lane(jnp.add, found[-1])  # meanwhile
             plgpu.wgmma_wait(0)
             shared.v.release(of_v)
             return l
