@@ -33,6 +33,7 @@ from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
+from lowprec_attn.training import heap
 from lowprec_attn.training.across_steps import AcrossSteps
 from lowprec_attn.training.adam_signals import AdamValues, make_adam_signals
 from lowprec_attn.training.devices import Devices
@@ -144,6 +145,8 @@ class Loop:
                         return self._stop_exploded(step)
                     self._before(step)
                     self._dispatch(step)
+                    if step == start:  # all that a step takes is compiled
+                        heap.settle()
                     if (code := stop_after(step)) is not None:
                         return self._stop_early(step + 1, code)
                 self._fetch()

@@ -36,6 +36,7 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import level_before
 from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
+from lowprec_attn.training import heap
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
@@ -73,6 +74,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     config = {**config, "text_sha256": identity}
     _require_one_run(config, workdir)
     with (
+        heap.rarely_collected(),
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
         Trackers(settings.loggers, run_dir, config) as copies,

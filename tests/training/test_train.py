@@ -1,6 +1,7 @@
 """The trainer from the command line: `python train.py`, mostly in this process."""
 
 import functools
+import gc
 import json
 import re
 import shutil
@@ -124,6 +125,24 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
+def test_no_step_but_the_first_waits_for_a_full_garbage_collection(run, tmp_path):
+    seen = []
+
+    def count(phase, info):
+        if phase == "stop" and info["generation"] == 2:
+            seen.append(gc.get_freeze_count())
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(count)
+    try:
+        run(tmp_path / "run", steps=3)
+    finally:
+        gc.callbacks.remove(count)
+    assert len(seen) == 1
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
+
+
 def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finished):
     before = (finished / "metrics.jsonl").read_bytes()
     (finished / "failure.json").write_text("{}")  # of a start on other devices, say
