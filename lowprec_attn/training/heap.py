@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 
 # Objects that are allocated before the youngest are looked through, and how many such collections
-# come before one of those older: by default 700 (2,000 since Python 3.13), 10 and 10.
+# come before one of those older: 700, 10 and 10 in CPython 3.12.
 _THRESHOLDS = (50_000, 20, 20)
 
 

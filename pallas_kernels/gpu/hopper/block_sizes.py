@@ -134,9 +134,8 @@ class BlockSizes:
 
     Raises:
       ValueError: turns that are held, `ahead` or a split forward; `soon`, `joined` or `halved`
-        backward;
-        `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups, of one
-        stage, `ahead`, or beside a split.
+        backward; `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups,
+        of one stage, `ahead`, or beside a split.
     """
 
     forward: Tile
