@@ -26,6 +26,12 @@ def rarely_collected() -> Iterator[None]:
         gc.unfreeze()  # what a run leaves is garbage in a process that goes on
 
 
+def release() -> None:
+    """Collects what has become garbage since `settle` froze it."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def settle() -> None:
     """Collects all garbage; what is left is looked through no more, within `rarely_collected`."""
     gc.collect()

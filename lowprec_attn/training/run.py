@@ -87,9 +87,9 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
                 f"note: warmup_steps {settings.optimizer.warmup_steps} is not below steps "
                 f"{settings.steps}: the learning rate never reaches its peak"
             )
-        code = None
-        while code is None:
-            code = _run_once(settings, devices, corpus, draw, run_dir, checkpoints, copies)
+        parts = settings, devices, corpus, draw, run_dir, checkpoints, copies
+        while (code := _run_once(*parts)) is None:
+            heap.release()  # the loop that went back refers to itself, and has a whole state
         return code
 
 

@@ -876,6 +876,7 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             "joined=True takes two slots, walks of own rows, got .*slots=1",
         ),
         ({"joined": True, "walk": 64}, "joined=True takes .*walk=64"),
+        ({"halved": True, "walk": 64}, "halved=True takes walk=128, got walk=64"),
         ({"joined": True, "warpgroups": 3}, "joined=True takes .*warpgroups=3"),
         ({"split": True}, "split=True takes two warpgroups, walk=64, no turns, got .*walk=128"),
         ({"split": True, "walk": 64, "turns": True}, "split=True takes .*turns=True"),

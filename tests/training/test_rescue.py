@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import weakref
 
 import numpy as np
 import pytest
@@ -81,6 +82,21 @@ def rollbacks(workdir):
 
 def losses(path):
     return {r["step"]: r["loss"] for r in metrics.read(path) if "loss" in r}
+
+
+def test_a_loop_that_went_back_leaves_the_device(run, tmp_path, monkeypatch):
+    """Its parameters and moments would stay beside those of the next."""
+    loops, alive, dispatch = [], [], Loop._dispatch
+
+    def watched(self, step):
+        if all(known() is not self for known in loops):
+            alive.append(sum(known() is not None for known in loops))
+            loops.append(weakref.ref(self))
+        dispatch(self, step)
+
+    monkeypatch.setattr(Loop, "_dispatch", watched)
+    assert run(tmp_path / "run") == EXIT_DONE
+    assert alive == [0, 0]
 
 
 def test_a_run_goes_back_leaves_out_batches_and_ends(whole):

@@ -64,7 +64,8 @@ class Tile:
 
     Raises:
       ValueError: a size out of range, turns that are held where there are none or in one stage,
-        `ahead` with held turns, in one stage or with a split, or a split among other than two
+        `ahead` with held turns, in one stage or with a split, `joined` in one slot or in walks that
+        are no multiple of own rows, `halved` in walks of 64, or a split among other than two
         warpgroups, in steps of other than 64 rows, or with turns.
     """
 
@@ -98,6 +99,8 @@ class Tile:
             raise ValueError(f"ahead=True takes two stages, no held turns, no split, got {self}")
         if self.joined and (self.slots < 2 or self.walk % self.own):
             raise ValueError(f"joined=True takes two slots, walks of own rows, got {self}")
+        if self.halved and self.walk != max(WALKS):  # halves of P̄ have 64 columns
+            raise ValueError(f"halved=True takes walk={max(WALKS)}, got walk={self.walk}")
         for name in ("stages", "value_stages"):
             if (stages := getattr(self, name)) is not None and stages < 1:
                 raise ValueError(f"{name} must be at least 1, got {stages}")
