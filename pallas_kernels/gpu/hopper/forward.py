@@ -259,20 +259,13 @@ class _Walk(NamedTuple):
             self._store_due(due, acc, out)
             return self._rounded(rows)
 
-        self.shared.q.wait(self.tiles)
-
         def begin(_: _Due) -> _Rows:
             return self._rounded(self._begin())
 
+        self.shared.q.wait(self.tiles)
         rows = lax.cond(self.tiles == 0, begin, end_tile_before, due)
-
-        def step(t: Array, carry: tuple[Array, _Rows]) -> tuple[Array, _Rows]:
-            acc, rows = carry
-            acc, rows = self._advance(t, acc, rows, rows.m, rows.l)
-            return along_rows(rows.alpha, acc.shape) * acc, self._rounded(rows)
-
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
-        acc, rows = lax.fori_loop(1, self.end, step, (acc, rows))
+        acc, _, rows = self._walk_on(acc, None, rows)
         self.shared.q.release(self.tiles)
         return rows, acc
 
@@ -314,6 +307,13 @@ class _Walk(NamedTuple):
         if self.tile.slots > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
+        acc, left, rows = self._walk_on(acc, left, rows)
+        return rows, self._end(acc, rows, self.steps + self.end), left
+
+    def _walk_on(
+        self, acc: Array, left: Array | None, rows: _Rows
+    ) -> tuple[Array, Array | None, _Rows]:
+        """All steps after the first, but for P̄V of the last."""
 
         def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, rows = carry
@@ -321,8 +321,10 @@ class _Walk(NamedTuple):
             left, rows = self._add_left(left, rows, self.steps + t)
             return along_rows(rows.alpha, acc.shape) * acc, left, rows
 
-        acc, left, rows = lax.fori_loop(1, self.end, step, (acc, left, rows))
-        return rows, self._end(acc, rows, self.steps + self.end), left
+        result: tuple[Array, Array | None, _Rows] = lax.fori_loop(
+            1, self.end, step, (acc, left, rows)
+        )
+        return result
 
     def _begin(self) -> _Rows:
         """The first step's softmax."""
