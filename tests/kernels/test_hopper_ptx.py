@@ -210,7 +210,7 @@ def test_long_steps_hardly_spill(rule: RowMax, halved: bool) -> None:
     # S twice and P̄V forward. What the interpreter does not model: that nobody gives back what a
     # product still reads.
     products = re.findall(
-        r"wgmma\.commit_group.*?wgmma\.wait_group", found.ptx["forward"], re.DOTALL
+        r"wgmma\.commit_group.*?wgmma\.wait_group\S* 0;", found.ptx["forward"], re.DOTALL
     )
     assert len(products) == 3
     assert not any("mbarrier.arrive" in between for between in products)
