@@ -120,7 +120,7 @@ def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> Block
 
 
 def published(
-    case: Case, rule: RowMax | None = None, *, halved: bool = False, **options: Any
+    case: Case, rule: RowMax | None = None, *, halved: bool = True, **options: Any
 ) -> Any:
     sizes = of_table(case, PUBLISHED, rule or StandardMax(), long=False)
     forward = dataclasses.replace(sizes.forward, halved=halved)

@@ -33,7 +33,7 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper import cross_entropy, gelu_products
-from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes, rounds_products
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs jax-cuda13-plugin")
 pytest.importorskip("nvidia", reason="needs nvidia-cuda-nvcc and nvidia-nvvm")
@@ -82,7 +82,7 @@ def code(
     *,
     is_causal: bool = True,
     long: bool = False,
-    halved: bool = False,
+    halved: bool = True,
     unordered: bool = False,
     tests_ties: bool = True,
 ) -> Code:
@@ -91,9 +91,9 @@ def code(
         sizes = default_block_sizes(head_size, long=long, counts_ties=True)
         forward = dataclasses.replace(sizes.forward, tests_ties=False)
         sizes = dataclasses.replace(sizes, forward=forward)
-    if halved:
+    if rounds_products(chosen):
         sizes = default_block_sizes(head_size, rounds_products=True)
-        forward = dataclasses.replace(sizes.forward, halved=True)
+        forward = dataclasses.replace(sizes.forward, halved=halved)
         sizes = dataclasses.replace(sizes, forward=forward)
     spec = Spec(
         numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes

@@ -220,7 +220,7 @@ def default_block_sizes(
         if head_size != ROWS:
             raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
         return BlockSizes(
-            forward=Tile(longest_first=True),
+            forward=Tile(longest_first=True, halved=True),
             query_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
             key_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
         )
