@@ -22,20 +22,30 @@ _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
 
 
-def compiler_options(platform: str) -> dict[str, bool]:
+# Bytes of gradients up to which one all-reduce on GPUs takes several. Few and late is best: one
+# beside the backward pass takes multiprocessors from kernels that have a program on each, and these
+# then take twice as long.
+_REDUCED_AT_ONCE = 2**28
+
+
+def compiler_options(platform: str) -> dict[str, bool | int | str]:
     """XLA options of every jitted function of a run, so that its bits are the same every time.
 
     Args:
       platform: name of the platform that is compiled for, such as `gpu`.
     """
     # By default XLA may drop the rounding of a bfloat16 activation between two operations.
-    options = {"xla_allow_excess_precision": False}
+    options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         # By default reductions and scatters need not give the same bits twice.
         options["xla_gpu_deterministic_ops"] = True
         # XLA's own products lose to cuBLAS here. But while XLA considers them, it takes apart sums
         # that cuBLAS would have made in place.
         options["xla_gpu_enable_triton_gemm"] = False
+        # NCCL sums many arrays in one kernel. By default XLA copies them into one array before, and
+        # the sums out of it after.
+        options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
+        options["xla_gpu_all_reduce_combine_threshold_bytes"] = _REDUCED_AT_ONCE
     return options
 
 
@@ -68,7 +78,7 @@ class Devices(NamedTuple):
         return NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | int | str]:
         """See the function of this name."""
         return compiler_options(self.mesh.devices.flat[0].platform)
 

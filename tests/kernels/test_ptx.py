@@ -13,8 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from gpu_targets import A100, B200, H200, L4, Target, lowered
+from gpu_targets import A100, B200, H200, L4, Target, devices_of, lowered
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_settings
 
 from lowprec_attn import attention, numerics
@@ -367,3 +370,24 @@ def test_a_training_step_has_no_loops_and_adds_products_in_place(
     short = {"float32": "f32", "bfloat16": "bf16"}[logits]
     products = re.findall(rf"\({short}\[{1024 // chunks},512\].* custom-call\(.*__cublas", text)
     assert len(products) == chunks
+
+
+def test_gradients_are_reduced_where_they_lie() -> None:
+    """By one all-reduce of several arrays, which XLA does not copy into one and out of it again."""
+    mesh = Mesh(np.array(devices_of(H200, 2)), ("data",))
+    whole = PartitionSpec()
+    mean = jax.shard_map(
+        lambda *x: [2 * y for y in lax.pmean(x, "data")],
+        mesh=mesh,
+        in_specs=whole,
+        out_specs=whole,
+        check_vma=False,
+    )
+    shapes = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, whole))
+        for shape in ((768, 3072), (768,), (3072, 768))
+    )
+    program = jax.jit(mean).trace(*shapes).lower(lowering_platforms=("cuda",))
+    text = program.compile(compiler_options=compiler_options("gpu")).as_text()
+    assert len(re.findall(r"= .* all-reduce(?:-start)?\(", text)) == 1
+    assert "concatenate" not in text

@@ -51,12 +51,17 @@ def mesh_of(kind: str) -> AbstractMesh:
     return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
+def devices_of(target: Target, count: int = 1) -> list[Any]:
+    """So many GPUs of one host, none of which need be here."""
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="x", target_config=str(target), topology=f"1x1x{count}"
+    ).devices
+
+
 def lowered(function: Callable[..., Any], *shapes: Any, target: Target) -> Any:
     """The function for one GPU, with arguments of these shapes."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="one", target_config=str(target), topology="1x1x1"
-    )
-    there = SingleDeviceSharding(topology.devices[0])
+    (device,) = devices_of(target)
+    there = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
     with jax.sharding.use_abstract_mesh(mesh_of(target.kind)):
         return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
