@@ -377,7 +377,7 @@ def test_gradients_are_reduced_where_they_lie() -> None:
     mesh = Mesh(np.array(devices_of(H200, 2)), ("data",))
     whole = PartitionSpec()
     mean = jax.shard_map(
-        lambda *x: [2 * y for y in lax.pmean(x, "data")],
+        lambda *x: lax.pmean(x, "data"),
         mesh=mesh,
         in_specs=whole,
         out_specs=whole,
