@@ -69,7 +69,8 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
             return tuple(x for x in out if x is not None)
         if kernel == "key_gradients":
             return key_gradients(operands, scalars, problem)
-        return query_gradients(operands, scalars, problem)
+        dq, found = query_gradients(operands, scalars, problem)
+        return dq, found.dp_offset
 
     return run
 

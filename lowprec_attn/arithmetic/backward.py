@@ -79,8 +79,25 @@ def delta_from_probs(tile: BackwardTile) -> Array:
     return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)
 
 
+class Delta(NamedTuple):
+    """What is subtracted from a row, [..., T, 1]: δ from dP, and λ P from dS as rounded.
+
+    Attributes:
+      rounded: the δ of the dS that is rounded at `ds`.
+      unrounded: that of the dS that is not, in the gradients of a bias and of the scale.
+      after: λ; None except with `delta='after_cast'`.
+    """
+
+    rounded: Array
+    unrounded: Array
+    after: Array | None = None
+
+
 class RowSums(NamedTuple):
-    """Of `delta='normalized'`: Σ P (dP − δ₀), Σ P [..., T, 1] and Σ round(P) k [..., T, H]."""
+    """Σ P (dP − δ₀), Σ P [..., T, 1] and Σ round(P) k [..., T, H] of `delta='normalized'`.
+
+    With 'after_cast' the first two are those of dS · scale and of P as rounded.
+    """
 
     p_dp: Array
     p: Array
@@ -92,8 +109,12 @@ class RowSums(NamedTuple):
         return row_shift(self.p_dp, self.p)
 
 
+# Choices of `delta` that ask for the sums, in a pass over the keys before that of dK.
+SUMS_ROWS = ("normalized", "after_cast")
+
+
 def row_shift(p_dp: Array, p: Array) -> Array:
-    """Σ P (dP − δ₀) / Σ P, by which a normalised δ exceeds δ₀: 0 for a row without keys."""
+    """Σ P (dP − δ₀) / Σ P, by which a normalised δ exceeds δ₀; 0 where p is 0, without keys."""
     empty = p == 0
     return jnp.where(empty, jnp.float32(0), p_dp / jnp.where(empty, jnp.float32(1), p))
 
@@ -103,17 +124,38 @@ def row_sums(
 ) -> RowSums:
     """The sums over the keys of this tile; `delta` is δ₀, [B, K, G, T, 1]."""
     n = spec.numerics
-    p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
+    p = p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
+    if n.delta == "after_cast":
+        ds = rounded_ds(tile, delta, spec, extras, place)
+    else:
+        ds, p = ds_of(tile, delta), tile.p
     return RowSums(
-        jnp.sum(tile.p * (tile.dp - delta), axis=-1, keepdims=True),
-        jnp.sum(tile.p, axis=-1, keepdims=True),
+        jnp.sum(ds, axis=-1, keepdims=True),
+        jnp.sum(p, axis=-1, keepdims=True),
         dot("bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, format_of(k)),
     )
 
 
-def corrected_dq(dq: Array, sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
-    """dQ of δ₀ and without dlse as that of δ₀ + r / s − dlse, before rounding at `grads`."""
-    return dq - scale_of(spec, extras) * (sums.shift - dlse) * sums.pk
+def corrected(
+    dq: Array, sums: RowSums, delta: Array, dlse: Array, spec: Spec, extras: Extras
+) -> tuple[Array, Delta]:
+    """dQ before rounding at `grads`, and what dS has in dK.
+
+    Args:
+      dq: that of `delta`, without dlse.
+      sums: over all keys.
+      delta: δ₀, [..., T, 1].
+      dlse: the gradient of lse, [..., T, 1]. d lse / dS = P, so it enters dS beside δ.
+      spec, extras: the call.
+    """
+    scale = scale_of(spec, extras)
+    if spec.numerics.delta == "after_cast":
+        after = sums.shift - scale * dlse
+        unrounded = delta + row_shift(sums.shift, scale) - dlse
+        return dq - after * sums.pk, Delta(delta, unrounded, after)
+    dq = dq - scale * (sums.shift - dlse) * sums.pk
+    delta = delta + sums.shift - dlse
+    return dq, Delta(delta, delta)
 
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:
@@ -141,7 +183,7 @@ def query_gradient(
 
 def key_gradients(
     tile: BackwardTile,
-    delta: Array,
+    delta: Delta,
     q: Array,
     do: Array,
     spec: Spec,
@@ -153,7 +195,7 @@ def key_gradients(
     At `tile_grads` the product of each query head is rounded by itself.
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
-    ds = rounded_ds(tile, delta, spec, extras, place)
+    ds = rounded_ds(tile, delta.rounded, spec, extras, place)
     p_rounded = round_point(tile.p, "probs_bwd", place)
 
     def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
@@ -167,7 +209,17 @@ def key_gradients(
         return jnp.sum(rounded, axis=2)
 
     dk = product(ds, q, n.ds.result_format, 1)
+    if delta.after is not None:
+        features = scaled_rows(place.rows, q.shape[-1])
+        rows = round_point(delta.after * q.astype(jnp.float32), "ds", features)
+        p_format, ds_format = n.probs_bwd.result_format, n.ds.result_format
+        dk = dk - dot("bkgts,bkgth->bksh", p_rounded, rows, p_format, ds_format)
     return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
+
+
+def scaled_rows(rows: Array, head_size: int) -> Place:
+    """The place of λ q, of rows [T, 1]: its random bits are not those of dS."""
+    return Place(rows, span(0, head_size)[None], 1)
 
 
 def scale_gradient(ds: Array, q: Array, k: Array) -> Array:

@@ -75,23 +75,23 @@ def _backward(
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
-    if n.delta == "normalized":
+    if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k, spec, extras, place)
         dq = backward.query_gradient(tile, delta, k, spec, extras, place)
-        dq = backward.corrected_dq(dq, sums, dlse, spec, extras)
-        delta = delta + sums.shift - dlse
+        dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta - dlse
+        corrected = backward.Delta(delta, delta)
         dq = backward.query_gradient(tile, delta, k, spec, extras, place)
-    dk, dv = backward.key_gradients(tile, delta, q, do, spec, extras, place)
+    dk, dv = backward.key_gradients(tile, corrected, q, do, spec, extras, place)
     dbias = None
     if extras.bias is not None:
-        ds = backward.ds_of(tile, delta)
+        ds = backward.ds_of(tile, corrected.unrounded)
         dbias = layout.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
     dscale = None
     if extras.scale is not None:
-        dscale = backward.scale_gradient(backward.ds_of(tile, delta), q, k)
+        dscale = backward.scale_gradient(backward.ds_of(tile, corrected.unrounded), q, k)
     rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
     return (*rounded, Extras(bias=dbias, scale=dscale))
 

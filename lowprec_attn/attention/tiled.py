@@ -144,7 +144,7 @@ class _Walk(NamedTuple):
         return backward.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
 
     def delta(self, o_saved: Array | None) -> Array:
-        """δ, without dlse; δ₀ of `delta='normalized'`. A pass over the keys where O is not kept."""
+        """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
         rows = span(self.i * self.grid.block_q, self.grid.block_q)[:, None]
         if o_saved is None:
             delta = self.over_keys(
@@ -157,8 +157,8 @@ class _Walk(NamedTuple):
             self.do, o, rows, self.spec, self.tiles.extras, self.tiles.q.dtype
         )
 
-    def normalized(self, delta: Array) -> tuple[Array, Array]:
-        """dQ, and the δ less dlse that dS has in dK and dV: a pass over the keys of its own."""
+    def corrected(self, delta: Array) -> tuple[Array, backward.Delta]:
+        """dQ, and what dS has in dK, of δ₀: a pass over the keys of its own."""
         extras = self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
@@ -168,19 +168,20 @@ class _Walk(NamedTuple):
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.lse)
         dq, sums = self.over_keys(add, (zero, backward.RowSums(row, row, zero)))
-        dq = backward.corrected_dq(dq, sums, self.dlse, self.spec, extras)
-        return dq, delta + sums.shift - self.dlse
+        return backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
 
-    def gradients(self, sums: _Sums, delta: Array, dq: Array | None) -> tuple[_Sums, Array]:
+    def gradients(
+        self, sums: _Sums, delta: backward.Delta, dq: Array | None
+    ) -> tuple[_Sums, Array]:
         """The sums with this tile's contributions, and its dQ where that is not known yet."""
         grid, extras = self.grid, self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum = total
             if dq_sum is not None:
-                dq_sum = dq_sum + self.query_gradient(tile, delta, k, place)
+                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, k, place)
             dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
-            ds, dbias, dscale = backward.ds_of(tile, delta), sums.dbias, sums.dscale
+            ds, dbias, dscale = backward.ds_of(tile, delta.unrounded), sums.dbias, sums.dscale
             if dbias is not None:
                 dbias = grid.add_pairs(dbias, ds, self.i, j)
             if dscale is not None:
@@ -213,11 +214,12 @@ def _backward(
         q, do_tile, lse_tile, dlse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse, dlse))
         walk = _Walk(grid, tiles, i, q, do_tile, lse_tile, dlse_tile, spec)
         delta = walk.delta(o_saved)
-        if spec.numerics.delta == "normalized":
-            dq, delta = walk.normalized(delta)
-            return walk.gradients(sums, delta, dq)
+        if spec.numerics.delta in backward.SUMS_ROWS:
+            dq, corrected = walk.corrected(delta)
+            return walk.gradients(sums, corrected, dq)
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-        return walk.gradients(sums, delta - walk.dlse, None)
+        delta = delta - walk.dlse
+        return walk.gradients(sums, backward.Delta(delta, delta), None)
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
     dbias, dscale = (

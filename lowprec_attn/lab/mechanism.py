@@ -52,7 +52,7 @@ def _of_statistics(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
 
 
 def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
-    if numerics.delta == "normalized":
+    if numerics.delta in ("normalized", "after_cast"):  # rows of dS sum to zero whatever δ is
         return
     yield from _rounded(numerics, ("delta_value",), dtype)
     if numerics.delta == "dp_p":

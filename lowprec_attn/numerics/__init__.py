@@ -3,6 +3,7 @@
 from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 from lowprec_attn.numerics.presets import (
     AUXILIARY_OUTPUT,
+    CORRECTED_AFTER_CAST,
     DELTA_DP_P,
     EXACT,
     FLASH,
@@ -37,6 +38,7 @@ from lowprec_attn.numerics.row_max import (
 
 __all__ = [
     "AUXILIARY_OUTPUT",
+    "CORRECTED_AFTER_CAST",
     "DELTA_DP_P",
     "EXACT",
     "FLASH",

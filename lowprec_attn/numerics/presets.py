@@ -57,6 +57,9 @@ DELTA_DP_P = FLASH.replace(delta="dp_p")
 NORMALIZED_DELTA = FLASH.replace(delta="normalized")
 """`flash` with δ = Σ P dP / Σ P of the backward pass itself: rows of dS sum to zero."""
 
+CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast")
+"""`flash` whose rows of dS as rounded sum to zero (Chen et al., arXiv 2609.34272)."""
+
 STOCHASTIC_OUTPUT = FLASH.replace(output="bfloat16:stochastic")
 """`flash` with O rounded stochastically: no persistent sign."""
 
@@ -82,6 +85,7 @@ PRESETS: dict[str, Numerics] = {
     "auxiliary_output": AUXILIARY_OUTPUT,
     "delta_dp_p": DELTA_DP_P,
     "normalized_delta": NORMALIZED_DELTA,
+    "corrected_after_cast": CORRECTED_AFTER_CAST,
     "stochastic_output": STOCHASTIC_OUTPUT,
     "standard": STANDARD,
 }

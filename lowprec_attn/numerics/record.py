@@ -27,6 +27,15 @@ The sums of the gradients go over tiles of `kv_block` keys by as many queries. W
     δ  = δ₀ + r / s, so that a row of dS sums to zero whatever O, P̄ and dP were rounded to
     dQ = round_grads(Σ round_tile_grads(round_ds(P ∘ (dP − δ₀) · scale) k)
                      − scale · (r / s) · Σ round_probs_bwd(P) k)
+
+With `delta='after_cast'` the row sum is taken away after rounding. Of D = round_ds(P ∘ (dP − δ₀) ·
+scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the gradient of lse:
+
+    λ  = Σ_j D / Σ_j R − scale · dlse, so that rows of D − λ R sum to scale · dlse · Σ_j R
+    dQ = round_grads(Σ round_tile_grads(D k) − λ Σ R k)
+    dK = round_grads(Σ round_tile_grads(Dᵀ q) − Σ Rᵀ round_ds(λ q))
+
+and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
 """
 
 import dataclasses
@@ -39,7 +48,7 @@ from lowprec_attn.numerics.formats import get_format
 from lowprec_attn.numerics.rounding import Rounding, get_rounding
 
 SavedOutput = Literal["same", "float32", "auxiliary"]
-Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized"]
+Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 
 KvBlock = int | Literal["all"]
@@ -94,11 +103,12 @@ class Numerics:
       output_bwd: that O once more, as it enters δ = rowsum(dO ∘ O). With
         `saved_output='float32'` it rounds the O of δ and no other.
       delta_value: δ itself, one number per row, before dS is formed of it; a control for
-        experiments, for no kernel known rounds it. With `delta='normalized'` it is δ₀, whose error
-        that takes away.
+        experiments, for no kernel known rounds it. With `delta='normalized'` and 'after_cast' it is
+        δ₀, whose error they take away.
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
         the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
-        `normalized`: see the module.
+        `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
+        from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
         does; needs all keys in one step (`dense`).

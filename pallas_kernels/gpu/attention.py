@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import (
     Extras,
     Request,
@@ -189,8 +190,8 @@ def _backward(
         operands = operands._replace(dp_offset=dp_offset(delta, by_query))
     else:
         operands = operands._replace(o=o_saved, dlse=dlse)
-    dq, of_dp = query_gradients(operands, scalars, by_query)
-    operands = operands._replace(dp_offset=of_dp, o=None, dlse=None)
+    dq, found = query_gradients(operands, scalars, by_query)
+    operands = operands._replace(**found._asdict(), o=None, dlse=None)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
         return key_gradients(operands, scalars, by_key), Extras()
@@ -232,7 +233,7 @@ def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
             q.shape[-1],
             length=q.shape[1],
             splits=_splits(spec.numerics, q.dtype),
-            sums_keys=spec.numerics.delta == "normalized",
+            sums_keys=spec.numerics.delta in SUMS_ROWS,
             device_kind=device_kind(),
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other

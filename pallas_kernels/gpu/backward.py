@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.backward import delta_from_output, row_shift
+from lowprec_attn.arithmetic.backward import delta_from_output, row_shift, scaled_rows
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
@@ -53,6 +53,8 @@ class Operands(NamedTuple):
     hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T], the gradient of
     lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
 
+    `after` [B, N, T] is what dQ's kernel finds with `delta='after_cast'`: λ in the units of dS.
+
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
@@ -64,6 +66,7 @@ class Operands(NamedTuple):
     dp_offset: Any = None
     o: Any = None
     dlse: Any = None
+    after: Any = None
     gradients: Any = None
 
 
@@ -171,7 +174,8 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     else:
         gradients = None
         blocks = [problem.block(problem.tile.kv, lambda j, h, b: (b, j, h))] * 2
-    in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients)
+    after = None if x.after is None else statistics
+    in_specs = Operands(q, k, v, do, statistics, statistics, after=after, gradients=gradients)
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (problem.kv_tiles, problem.kv_heads, problem.batch)
@@ -190,13 +194,23 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     begin, full, end = problem.query_range(j, batch, scalars)
     first_key = j * problem.tile.kv
     zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
+    per_product, _ = problem.tiles_per_rounded_product
 
-    def add_head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_head(g: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         head = kv_head * problem.group + g
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
 
-        def add_tile(i: Array, sums: tuple[Array, Array], *, masked: bool) -> tuple[Array, Array]:
-            dk, dv = sums
+        def corrected(dk: Array, p_rounded: Array, q: Array, start: Array) -> Array:
+            """What `after_cast` takes from a sum of dK: round(P)ᵀ round(λ q)."""
+            after = problem.load_statistics(ref.after, start, g)[:, None]
+            rows = span(start, problem.tile.query)[:, None]
+            place = scaled_rows(rows, problem.padded_head)
+            q = program.round_point(after * q.astype(jnp.float32), "ds", place)
+            formats = n.probs_bwd.result_format, n.ds.result_format
+            return dk - program.round_point.dot(p_rounded, q, *formats)
+
+        def add_tile(i: Array, sums: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
+            dk, dv, *apart = sums
             start = i * problem.tile.query
             rows = Side(
                 *(problem.load_rows(r, start, problem.tile.query, g) for r in (ref.q, ref.do))
@@ -216,7 +230,11 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             )
             ds = _rounded_ds(program, probs, dp, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
-            return dk, dv
+            if apart:
+                apart = [corrected(x, p_rounded, q, start) for x in apart]
+            elif ref.after is not None:
+                dk = corrected(dk, p_rounded, q, start)
+            return dk, dv, *apart
 
         def add_tiles(begin: Array, full: Array, end: Array, sums: Any) -> Any:
             sums = lax.fori_loop(begin, full, partial(add_tile, masked=True), sums)
@@ -224,24 +242,27 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
                 return sums
             return lax.fori_loop(full, end, partial(add_tile, masked=False), sums)
 
-        per_product, _ = problem.tiles_per_rounded_product
         if per_product is None:
             return add_tiles(begin, full, end, sums)
 
-        def add_product(c: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add_product(c: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
             first = jnp.maximum(first, begin)
-            products = add_tiles(first, jnp.clip(full, first, last), last, (zeros, zeros))
+            start = (zeros, zeros, *sums[2:])
+            products = add_tiles(first, jnp.clip(full, first, last), last, start)
             dk, dv = (
                 _rounded_product(program, x, problem.features(first_key, problem.tile.kv), c, which)
-                for which, x in enumerate(products, start=1)
+                for which, x in enumerate(products[:2], start=1)
             )
-            return sums[0] + dk, sums[1] + dv
+            return sums[0] + dk, sums[1] + dv, *products[2:]
 
         first = lax.div(begin, per_product)
         return lax.fori_loop(first, lax.div(end + per_product - 1, per_product), add_product, sums)
 
-    dk, dv = lax.fori_loop(0, problem.group, add_head, (zeros, zeros))
+    # Products that are rounded one by one leave what is taken from dK out.
+    apart = ref.after is not None and per_product is not None
+    dk, dv, *rest = lax.fori_loop(0, problem.group, add_head, (zeros,) * (2 + apart))
+    dk = sum(rest, start=dk)
     sums = (_scaled_sum(dk, problem), dv)
     # A gradient summed over a group is told apart by the group's first head.
     round_point = problem.rounder(scalars, batch, kv_head * problem.group)
@@ -261,13 +282,23 @@ def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: 
     return program.round_point(x, "tile_grads", place)
 
 
-def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Array]:
-    """dQ and the `dp_offset` that dS had."""
+class Found(NamedTuple):
+    """What dQ's kernel leaves to that of dK: `dp_offset` and `after`, see `Operands`."""
+
+    dp_offset: Any
+    after: Any = None
+
+
+def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Found]:
+    """dQ, and of rows what is found on the way."""
     dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), problem.tile_rows(0))
     if x.dp_offset is not None:
-        return _over_queries(_query_gradients, x, scalars, problem, [dq])[0], x.dp_offset
-    dq, formed = _over_queries(_query_gradients, x, scalars, problem, [dq, problem.tile_statistics])
-    return dq, formed
+        found = Found(x.dp_offset)
+        return _over_queries(_query_gradients, x, scalars, problem, [dq])[0], found
+    rows = 2 if problem.spec.numerics.delta == "after_cast" else 1
+    outputs = [dq, *[problem.tile_statistics] * rows]
+    dq, *formed = _over_queries(_query_gradients, x, scalars, problem, outputs)
+    return dq, Found(*formed)
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
@@ -371,10 +402,11 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     n = problem.spec.numerics
     walk = _Walk.of(ref, scalars, problem)
     round_point = walk.program.round_point
-    normalized = n.delta == "normalized"
+    normalized, after_cast = n.delta == "normalized", n.delta == "after_cast"
+    sums_rows = normalized or after_cast
     if ref.dp_offset is None:
         delta = _delta_from_output(walk)
-        of_dp = dp_offset(delta if normalized else delta - walk.statistic(ref.dlse), problem)
+        of_dp = dp_offset(delta if sums_rows else delta - walk.statistic(ref.dlse), problem)
         if not normalized:
             problem.store_statistics(out[1], of_dp[:, 0], walk.start)
     else:
@@ -390,14 +422,27 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         ds = _unrounded_ds(problem, probs, dp, of_dp)
         return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
 
+    def with_rounded_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
+        p_rounded = round_point(probs, "probs_bwd", place)
+        ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
+        dq, pk = (
+            round_point.dot(x, k, rounding.result_format, format_of(k))
+            for x, rounding in ((ds, n.ds), (p_rounded, n.probs_bwd))
+        )
+        return dq, pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, p_rounded)
+
     zero = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
-    if normalized:
+    if sums_rows:
         lanes = jnp.zeros((problem.tile.query, LANES), jnp.float32)
-        dq, pk, *sums = walk.sum_of_rounded(with_row_sums, (zero, zero, lanes, lanes))
+        contribution = with_rounded_sums if after_cast else with_row_sums
+        dq, pk, *sums = walk.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
-        # What δ₀ lacks, r / s − dlse, in the units of dS.
+        # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
         lacks = row_shift(r, s) + dp_offset(walk.statistic(ref.dlse), problem)
-        problem.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
+        if after_cast:
+            problem.store_statistics(out[2], lacks[:, 0], walk.start)
+        else:
+            problem.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
         dq = dq - lacks * pk
     elif problem.tiles_per_rounded_product[1] is None:
         dq = walk.sum(product, zero)

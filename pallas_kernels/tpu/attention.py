@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic.backward import delta_from_saved_output, rounded_delta
+from lowprec_attn.arithmetic.backward import SUMS_ROWS, delta_from_saved_output, rounded_delta
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import (
@@ -144,15 +144,13 @@ def _backward(
     # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
     lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
 
-    def operands(
-        problem: Problem, delta: Array | None = None, dlse: Array | None = None
-    ) -> Operands:
+    def operands(problem: Problem, **rows: Array) -> Operands:
         q, k, v = _padded_inputs(inputs, problem)
         scores_lse = _statistics(lse / jnp.float32(lse_unit(problem)), problem, jnp.inf)
-        delta, dlse = (None if x is None else _statistics(x, problem, 0.0) for x in (delta, dlse))
+        statistics = {name: _statistics(x, problem, 0.0) for name, x in rows.items()}
         pairs = _padded_pairs(inputs.extras, problem)
         do_rows = _padded_rows(do, problem)
-        return Operands(q, k, v, do_rows, scores_lse, delta, dlse, pairs)
+        return Operands(q, k, v, do_rows, scores_lse, pairs=pairs, **statistics)
 
     n, rows, dtype = spec.numerics, span(0, do.shape[-2])[:, None], inputs.q.dtype
     if res.o_saved is None:
@@ -161,13 +159,15 @@ def _backward(
     else:
         delta = delta_from_saved_output(do, res.o_saved, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-    if n.delta == "normalized":  # dQ comes first: it finds the δ of dK and dV
-        dq, found = query_gradients(operands(by_query, delta, dlse), scalars, by_query)
-        delta = _by_row(found, by_query)
+    of_rows = {"delta": delta}
+    if n.delta in SUMS_ROWS:  # dQ comes first: it finds the δ of dK, or λ
+        of_queries = operands(by_query, delta=delta, dlse=dlse)
+        dq, found = query_gradients(of_queries, scalars, by_query)
+        of_rows["after" if n.delta == "after_cast" else "delta"] = _by_row(found, by_query)
     else:
-        delta = delta - dlse
-        dq, _ = query_gradients(operands(by_query, delta), scalars, by_query)
-    dk, dv = key_gradients(operands(by_key, delta), scalars, by_key)
+        of_rows["delta"] = delta - dlse
+        dq, _ = query_gradients(operands(by_query, **of_rows), scalars, by_query)
+    dk, dv = key_gradients(operands(by_key, **of_rows), scalars, by_key)
     dq = _by_group(dq, by_query)[..., : do.shape[-2], :]
     keys = inputs.k.shape[-2]
     return dq, dk[..., :keys, :], dv[..., :keys, :], Extras()

@@ -34,7 +34,8 @@ class Operands(NamedTuple):
     """q, dO [B, N, T, H], k, v [B, K, S, H], lse, δ, dlse [B, N, 1, T]; or references to tiles.
 
     lse counts in `lse_unit`, as the scores do that it is subtracted from. dlse comes with
-    `delta='normalized'` alone; otherwise δ has it already.
+    `SUMS_ROWS` alone; otherwise δ has it already. `after` is λ of 'after_cast', [B, N, 1, T], in
+    the units of dS as rounded.
     """
 
     q: Any
@@ -45,6 +46,7 @@ class Operands(NamedTuple):
     delta: Any = None
     dlse: Any = None
     pairs: Pairs | None = None
+    after: Any = None
 
 
 class Program(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.backward import scaled_rows
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
 from pallas_kernels.scalars import Scalars
@@ -26,7 +27,9 @@ from pallas_kernels.tpu.problem import (
     Problem,
     call,
     indices,
+    lanes,
     pair_specs,
+    to_columns,
 )
 from pallas_kernels.tpu.products import ROWS
 
@@ -63,7 +66,18 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     grid = Grid(
         sizes=(problem.batch, problem.kv_heads, problem.kv_tiles, problem.group, problem.q_tiles),
         parallel=3,
-        in_specs=(Operands(rows, keys, keys, rows, statistics, statistics, pairs=pairs),),
+        in_specs=(
+            Operands(
+                rows,
+                keys,
+                keys,
+                rows,
+                statistics,
+                statistics,
+                pairs=pairs,
+                after=None if x.after is None else statistics,
+            ),
+        ),
         out_specs=(keys, keys),
         scratch=((size.kv, problem.head_size),)
         * (4 if sums_parts(problem, size.query, problem.row_step) else 2),
@@ -109,6 +123,11 @@ def _key_gradients(
         ds = rounded_ds(program, probs * (dp - ref.delta[...]), place)
         ds_format = n.ds.result_format
         dk_total.add(i, lambda x: dot(ds[:, x], q[x], ds_format, format_of(q), ROWS), cols)
+        if ref.after is not None:
+            place = scaled_rows(indices(i * problem.tile.query, problem.tile.query, 0), q.shape[1])
+            after = lanes(to_columns(ref.after[...]), q.shape[1])
+            scaled = program.round_point(after * q.astype(jnp.float32), "ds", place)
+            dk_sum[...] -= dot(rounded, scaled, p_format, ds_format, ROWS)
 
     seen = problem.query_range(j, batch, scalars)
     visit_tile(i, seen, (problem.key_range(i, batch, scalars).full > j), problem, add_tile)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.backward import row_shift
+from lowprec_attn.arithmetic.backward import SUMS_ROWS, row_shift
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
 from pallas_kernels.problem import Range
@@ -41,10 +41,13 @@ from pallas_kernels.tpu.softmax import sum_slices
 
 
 class QueryGradients(NamedTuple):
-    """dQ [B, N, T, H]; with `delta='normalized'` the δ of dK and dV, less dlse, [B, N, 1, T]."""
+    """dQ [B, N, T, H], and what rows of dS lack, [B, N, 1, T].
+
+    That is, with `delta='normalized'`, the δ of dK, less dlse; with 'after_cast' λ.
+    """
 
     dq: Any
-    delta: Any = None
+    found: Any = None
 
 
 class _QuerySums(NamedTuple):
@@ -64,7 +67,7 @@ class _QuerySums(NamedTuple):
         tile = problem.tile
         row, sums = (tile.query, LANES), (tile.query, problem.head_size)
         result = cls(sums, row, row)
-        if problem.spec.numerics.delta == "normalized":
+        if problem.spec.numerics.delta in SUMS_ROWS:
             result = result._replace(p_dp=row, p=row, pk=sums)
         return result._replace(part=sums) if sums_parts(problem, tile.kv, problem.step) else result
 
@@ -75,8 +78,8 @@ def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGra
     out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
     out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
     if x.dlse is not None:
-        out_spec = out_spec._replace(delta=_row_statistics(problem))
-        out = out._replace(delta=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
+        out_spec = out_spec._replace(found=_row_statistics(problem))
+        out = out._replace(found=jax.ShapeDtypeStruct(x.lse.shape, jnp.float32))
     scratch = tuple(shape for shape in _QuerySums.shapes(problem) if shape is not None)
     return QueryGradients(
         *_over_queries(_query_gradients, x, scalars, problem, (out, out_spec, scratch))
@@ -179,11 +182,12 @@ def _query_gradients(
     scalars: Scalars,
     ref: Operands,
     dq_ref: Any,
-    delta_ref: Any,
+    found_ref: Any,
     *scratch: Any,
     problem: Problem,
 ) -> None:
     n = problem.spec.numerics
+    after_cast = n.delta == "after_cast"
     given = iter(scratch)
     sums = _QuerySums(
         *(None if shape is None else next(given) for shape in _QuerySums.shapes(problem))
@@ -215,8 +219,8 @@ def _query_gradients(
             rounded = round_point(probs, "probs_bwd", place)
             p_format = n.probs_bwd.result_format
             sums.pk[...] += round_point.dot(rounded, k, p_format, format_of(k), ROWS)
-            sums.p_dp[...] += sum_slices(unscaled)
-            sums.p[...] += sum_slices(probs)
+            sums.p_dp[...] += sum_slices(ds if after_cast else unscaled)
+            sums.p[...] += sum_slices(rounded if after_cast else probs)
 
     walk.visit(contribution)
     total.end_of_tile(walk.j, walk.seen, problem.kv_tiles, walk.rows)
@@ -224,11 +228,17 @@ def _query_gradients(
     @pl.when(walk.j == problem.kv_tiles - 1)
     def finish() -> None:
         scale = jnp.float32(problem.spec.scale)
-        dq = sums.dq[...] * scale if scales_last(problem) else sums.dq[...]
-        if sums.pk is not None:
+        dq = sums.dq[...]
+        if after_cast:
+            dlse = to_columns(ref.dlse[...])
+            after = _row_shift(sums) - (dlse if scales_last(problem) else scale * dlse)
+            dq = dq - lanes(after, problem.head_size) * sums.pk[...]
+            found_ref[...] = to_row(after)
+        dq = dq * scale if scales_last(problem) else dq
+        if sums.pk is not None and not after_cast:
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
             dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
-            delta_ref[...] = to_row(sums.delta[...] + correction)
+            found_ref[...] = to_row(sums.delta[...] + correction)
         place = Place(walk.rows, indices(0, problem.head_size, 1), 0)
         dq_ref[...] = round_point(dq, "grads", place).astype(dq_ref.dtype)
 

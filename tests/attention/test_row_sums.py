@@ -102,7 +102,10 @@ NEAREST = [name for name, num in PRESETS.items() if not num.needs_bits]
 
 
 # Their S, m, l and lse are those of `flash`.
-PROBABILITIES_OF_FLASH = ("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta")
+PROBABILITIES_OF_FLASH = (
+    *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
+    "corrected_after_cast",
+)
 
 
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=["standard", "dynamic"])
@@ -264,6 +267,24 @@ def test_rows_of_ds_sum_to_zero_with_the_normalized_delta(name: str, implementat
 
     saved = without_dlse(case, arrays, how, COARSE)
     assert np.median(np.abs(saved)[allowed > 0] / allowed[allowed > 0]) > 30
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_bias_has_the_ds_that_is_corrected_after_the_cast(name: str, implementation: str) -> None:
+    """Its rows sum to what the cast left: at most 2^-8 of each entry. δ₀ is off by far more."""
+    case, how = CASES[name], harness.IMPLEMENTATIONS[implementation]
+    arrays = harness.inputs(case)
+    chosen = COARSE.replace(dp="float32")
+    corrected, saved = (
+        harness.run(how, case, arrays, chosen.replace(delta=delta))["dbias"].astype(np.float64)
+        for delta in ("after_cast", "do_o")
+    )
+    expected = arrays["dlse"].swapaxes(1, 2) * of_p(case, arrays, how, chosen).sum(-1)
+    sums, of_saved = (x.sum(-1) - expected for x in (corrected, saved))
+    allowed = 2 * LOW_EPS * np.abs(saved).sum(-1) + 1e-5
+    assert (np.abs(sums) <= allowed).all()
+    assert np.median((np.abs(of_saved) / allowed)[expected != 0]) > 2
 
 
 def test_rows_of_ds_sum_to_zero_for_packed_arrays() -> None:

@@ -346,8 +346,9 @@ def test_a_traced_scale_is_multiplied_where_a_number_is(implementation: str | No
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("delta", ["dp_p", "after_cast"])
 @pytest.mark.parametrize("implementation", ["dense", "tiled"])
-def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str) -> None:
+def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str, delta: str) -> None:
     x = {name: y for name, y in inputs().items() if name != "scale"}
     q, k, v, bias = (np.asarray(x[name], np.float64) for name in ("q", "k", "v", "bias"))
     masking = reference.Masking(is_causal=True, bias=bias, key_lengths=LENGTHS)
@@ -357,7 +358,7 @@ def test_the_gradient_of_a_scale_is_that_of_the_reference(implementation: str) -
         return np.sum(np.sin(3 * result.o)) + np.sum(np.cos(result.lse))
 
     half = N // 2  # heads of different arithmetic: the contributions of both calls are added
-    chosen = [numerics.EXACT] * half + [numerics.EXACT.replace(delta="dp_p")] * half
+    chosen = [numerics.EXACT] * half + [numerics.EXACT.replace(delta=delta)] * half
 
     def value(scale: jax.Array) -> jax.Array:
         out, lse = attention.dot_product_attention(

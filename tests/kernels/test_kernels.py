@@ -42,7 +42,11 @@ pytestmark = [
 
 # Presets that differ from another in what δ reads alone.
 OTHER_DELTA = dict.fromkeys(
-    ("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"), "flash"
+    (
+        *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
+        "corrected_after_cast",
+    ),
+    "flash",
 ) | {"flash": "float32_output"}
 
 

@@ -136,14 +136,16 @@ def test_tile_gradients_of_several_tiles_and_of_parts_of_one() -> None:
         assert closer(result, on, off) == {"dq", "dk", "dv"}
 
 
-def test_normalized_delta_with_groups_of_heads_and_rows_without_keys(
+@pytest.mark.parametrize("delta", ["normalized", "after_cast"])
+def test_row_sums_of_ds_with_groups_of_heads_and_rows_without_keys(
+    delta: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And a kernel that finds no r / s is noticed."""
     case = dataclasses.replace(
         LONG_CASES["tiles_gqa_lengths"], rows=130, heads=2, kv_heads=1, key_lengths=(200, 0)
     )
-    chosen = EXACT.replace(output="bfloat16", saved_output="same", delta="normalized")
+    chosen = EXACT.replace(output="bfloat16", saved_output="same", delta=delta)
     call = call_of(case, chosen)
     on, off = (run_plain(case, how) for how in (call, call_of(case, chosen.replace(delta="do_o"))))
     assert closer(check_accuracy(case, call), on, off) == {"dq", "dk"}

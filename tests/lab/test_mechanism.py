@@ -39,6 +39,8 @@ def of(numerics, **fields):
         ("flash", {"row_sum": "rounded"}, "A (row_sum), B (output)"),
         ("published", {}, "A (normalizer), B (pv, output)"),
         ("published", {"delta": "normalized"}, "A (normalizer)"),
+        ("published", {"delta": "after_cast"}, "A (normalizer)"),
+        ("corrected_after_cast", {"delta_value": "bf16_m1"}, "–"),
     ],
 )
 def test_the_mechanism_is_read_off_the_points(numerics, points, found):

@@ -13,6 +13,7 @@ import pytest
 from compiling import UNOPTIMIZED
 
 from lowprec_attn import numerics
+from lowprec_attn.arithmetic import points
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
 from pallas_kernels.gpu import attention as gpu
@@ -196,12 +197,14 @@ def factor_of(chosen: Numerics) -> int:
 
 def skip_point(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     """Kernels traced from now on do not round at the point."""
-    rounded = Rounder.__call__
+    # Some points of the TPU's round beside its kernels.
+    for rounder in (Rounder, points.Rounder):
+        rounded = rounder.__call__
 
-    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else rounded(self, x, name, *rest)
+        def skipping(self: Any, x: Any, name: str, *rest: Any, rounded: Any = rounded) -> Any:
+            return x if name == point else rounded(self, x, name, *rest)
 
-    monkeypatch.setattr(Rounder, "__call__", skipping)
+        monkeypatch.setattr(rounder, "__call__", skipping)
     # A product casts its operand to the point's format once more, as the compiled code needs it.
     unrounded = property(lambda self: numerics.get_format("float32"))
     monkeypatch.setattr(numerics.Rounding, "result_format", unrounded)

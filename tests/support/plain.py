@@ -190,17 +190,26 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
             total[..., where, :] += round_nearest(x, n.tile_grads)
         return total
 
-    p_r = round_nearest(p, n.probs_bwd)
+    p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
     if n.delta == "normalized":
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
         total = p.sum(-1, keepdims=True, dtype=np.float32)
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
         ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k)
         delta = delta + moved - dlse
+    elif n.delta == "after_cast":
+        ds_of_q = rounded_ds(delta)
+        r, total = (x.sum(-1, keepdims=True, dtype=np.float32) for x in (ds_of_q, p_r))
+        moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
+        after = moved - scale * dlse
+        correction, of_k = after * (p_r @ k), round_nearest(after * q, n.ds)
+        taken_from_dk = p_r.swapaxes(-1, -2) @ of_k
     else:
         delta = delta - dlse
         ds_of_q, correction = rounded_ds(delta), np.float32(0)
     ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
+    if n.delta == "after_cast":
+        ds = ds - p * after / scale
     dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k[..., j, :])) - correction
     dk, dv = (
         sum_over_tiles(
@@ -208,6 +217,8 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         )
         for a, b in ((ds_of_k, q), (p_r, do))
     )
+
+    dk = dk - taken_from_dk
 
     def of_key_heads(x: np.ndarray) -> np.ndarray:
         return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)

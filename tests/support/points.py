@@ -44,6 +44,11 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         {"dq", "dk"},
     ),
     "delta=normalized": (ROUNDED_OUTPUT.replace(delta="normalized"), ROUNDED_OUTPUT, {"dq", "dk"}),
+    "delta=after_cast": (
+        ROUNDED_OUTPUT.replace(delta="after_cast", ds="bfloat16", probs_bwd="bfloat16"),
+        ROUNDED_OUTPUT.replace(ds="bfloat16", probs_bwd="bfloat16"),
+        {"dq", "dk"},
+    ),
     "delta=dp_p": (ROUNDED_OUTPUT.replace(delta="dp_p"), ROUNDED_OUTPUT, {"dq", "dk"}),
     "row_sum=rounded": (
         EXACT.replace(probs="bfloat16", row_sum="rounded"),
