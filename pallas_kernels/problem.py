@@ -85,7 +85,8 @@ class Problem:
     @property
     def keeps_auxiliary(self) -> bool:
         """Whether the forward kernel keeps Ō′."""
-        return self.spec.numerics.saved_dtype == jnp.bfloat16
+        n = self.spec.numerics
+        return n.saved_dtype is not None and n.saved_output == "auxiliary"
 
     @property
     def keeps_partial_sums(self) -> bool:

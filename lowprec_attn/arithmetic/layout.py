@@ -26,11 +26,15 @@ class Grouped(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, lse."""
+    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, lse.
+
+    `o_low` is the lower half of an O_saved that is kept in two.
+    """
 
     inputs: Grouped
     o_saved: Array | None
     lse: Array
+    o_low: Array | None = None
 
 
 def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:

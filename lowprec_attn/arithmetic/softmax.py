@@ -128,6 +128,9 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = o
     elif n.saved_output == "float32":
         saved = acc
+    elif n.saved_output == "halves":
+        high = o.astype(jnp.float32)
+        saved = high + round_to(acc - high, "bfloat16")
     else:
         assert state.aux is not None
         saved = round_to(state.aux / l, "bfloat16").astype(jnp.bfloat16)

@@ -57,7 +57,11 @@ def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
     yield from _rounded(numerics, ("delta_value",), dtype)
     if numerics.delta == "dp_p":
         return
-    read = {"same": (*_PRODUCTS, "output"), "float32": _PRODUCTS, "auxiliary": ()}
+    # Both halves of O are O before its rounding to 16 bits.
+    read = {
+        **{"same": (*_PRODUCTS, "output"), "auxiliary": ()},
+        **dict.fromkeys(("float32", "halves"), _PRODUCTS),
+    }
     yield from _rounded(numerics, (*read[numerics.saved_output], "output_bwd"), dtype)
     if numerics.saved_output == "auxiliary":
         yield "saved_output"  # O′ is kept in bfloat16

@@ -51,6 +51,9 @@ FLOAT32_OUTPUT = FLASH.replace(saved_output="float32")
 AUXILIARY_OUTPUT = FLASH.replace(saved_output="auxiliary")
 """`flash` where δ sees O′, formed from unrounded P̄ (Attn-QAT, arXiv 2603.00040)."""
 
+HALVES_OUTPUT = FLASH.replace(saved_output="halves")
+"""`flash` where δ sees O in two bfloat16 halves (FlashAttention-4's sparse MLA)."""
+
 DELTA_DP_P = FLASH.replace(delta="dp_p")
 """`flash` with δ = rowsum(dP ∘ P), which does not see O at all."""
 
@@ -83,6 +86,7 @@ PRESETS: dict[str, Numerics] = {
     "probe": PROBE,
     "float32_output": FLOAT32_OUTPUT,
     "auxiliary_output": AUXILIARY_OUTPUT,
+    "halves_output": HALVES_OUTPUT,
     "delta_dp_p": DELTA_DP_P,
     "normalized_delta": NORMALIZED_DELTA,
     "corrected_after_cast": CORRECTED_AFTER_CAST,

@@ -47,7 +47,7 @@ import numpy as np
 from lowprec_attn.numerics.formats import get_format
 from lowprec_attn.numerics.rounding import Rounding, get_rounding
 
-SavedOutput = Literal["same", "float32", "auxiliary"]
+SavedOutput = Literal["same", "float32", "auxiliary", "halves"]
 Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 
@@ -99,7 +99,8 @@ class Numerics:
         they are stored in any case).
       saved_output: the O that δ sees. `same`: the rounded one; `float32`: Ō / l before
         rounding; `auxiliary`: O′, from unrounded P̄ and float32 accumulation, kept in bfloat16
-        (Attn-QAT, arXiv 2603.00040).
+        (Attn-QAT, arXiv 2603.00040); `halves`: O as handed on plus what its rounding left, kept in
+        bfloat16, O + round_bfloat16(Ō / l − O), as in FlashAttention-4's sparse MLA.
       output_bwd: that O once more, as it enters δ = rowsum(dO ∘ O). With
         `saved_output='float32'` it rounds the O of δ and no other.
       delta_value: δ itself, one number per row, before dS is formed of it; a control for
@@ -204,7 +205,7 @@ class Numerics:
 
     @property
     def saved_dtype(self) -> np.dtype | None:
-        """Dtype of the O that δ sees, None where it is O itself or not needed."""
+        """Dtype of what is saved for δ beside O, None where δ sees O itself or does not need it."""
         if self.delta == "dp_p" or self.saved_output == "same":
             return None
         return jnp.dtype(jnp.float32 if self.saved_output == "float32" else jnp.bfloat16)

@@ -140,6 +140,7 @@ class _Residuals(NamedTuple):
     arrays: _Arrays
     extras: Extras
     o_saved: Array | None
+    o_low: Array | None
     lse: Array
 
 
@@ -161,17 +162,20 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
     out = forward(q, k, v, _scalars(extras, spec, q.shape[1], k.shape[1]), problem)
-    saved = None
+    saved, low = None, None
     if spec.numerics.delta != "dp_p":
-        saved = out.o if out.saved is None else out.saved
-    return (out.o, out.lse.transpose(0, 2, 1)), _Residuals(arrays, extras, saved, out.lse)
+        halves = spec.numerics.saved_output == "halves"
+        saved = out.o if halves or out.saved is None else out.saved
+        low = out.saved if halves else None
+    residuals = _Residuals(arrays, extras, saved, low, out.lse)
+    return (out.o, out.lse.transpose(0, 2, 1)), residuals
 
 
 def _backward(
     spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[_Arrays, Extras]:
     do, dlse = first_order_only(cotangents, "gpu")
-    arrays, extras, o_saved, lse = res
+    arrays, extras, o_saved, o_low, lse = res
     q, k, v = _separate(arrays)
     sizes, scalars = block_sizes(q, spec), _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
@@ -189,9 +193,9 @@ def _backward(
         delta = delta_from_probs(operands, scalars, by_query) - dlse
         operands = operands._replace(dp_offset=dp_offset(delta, by_query))
     else:
-        operands = operands._replace(o=o_saved, dlse=dlse)
+        operands = operands._replace(o=o_saved, o_low=o_low, dlse=dlse)
     dq, found = query_gradients(operands, scalars, by_query)
-    operands = operands._replace(**found._asdict(), o=None, dlse=None)
+    operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
         return key_gradients(operands, scalars, by_key), Extras()

@@ -50,8 +50,8 @@ class Operands(NamedTuple):
     tile, and for every thread that holds a row.
 
     In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
-    hand, forms it from: `o` [B, T, N, H], the O that δ sees, and `dlse` [B, N, T], the gradient of
-    lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
+    hand, forms it from: `o` [B, T, N, H], the O that δ sees, or its upper half with the lower in
+    `o_low`; and `dlse` [B, N, T], the gradient of lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
 
     `after` [B, N, T] is what dQ's kernel finds with `delta='after_cast'`: λ in the units of dS.
 
@@ -67,6 +67,7 @@ class Operands(NamedTuple):
     o: Any = None
     dlse: Any = None
     after: Any = None
+    o_low: Any = None
     gradients: Any = None
 
 
@@ -313,7 +314,14 @@ def _over_queries(
     rows = problem.head_rows()
     statistics = pl.BlockSpec((None, None, problem.rows), lambda i, n, b: (b, n, 0))
     every = Operands(
-        problem.head_rows(0), *problem.head_keys, rows, statistics, statistics, rows, statistics
+        problem.head_rows(0),
+        *problem.head_keys,
+        do=rows,
+        offset=statistics,
+        dp_offset=statistics,
+        o=rows,
+        dlse=statistics,
+        o_low=rows,
     )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
@@ -456,12 +464,14 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
 def _delta_from_output(walk: _Walk) -> Array:
     """δ = rowsum(dO ∘ O), rounded, [query, 1]."""
     problem, ref, columns = walk.program.problem, walk.ref, 0
-    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in (ref.do, ref.o))
+    refs = (ref.do, ref.o) if ref.o_low is None else (ref.do, ref.o, ref.o_low)
+    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in refs)
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
-    for do, o in zip(*parts, strict=True):
+    for do, o, *low in zip(*parts, strict=True):
         rows, features = span(walk.start, problem.tile.query), span(columns, o.shape[1])
         place = Place(rows[:, None], features[None])
-        o = walk.program.round_point(o.astype(jnp.float32), "output_bwd", place)
+        o = sum((x.astype(jnp.float32) for x in low), start=o.astype(jnp.float32))
+        o = walk.program.round_point(o, "output_bwd", place)
         delta = delta + delta_from_output(do, o, problem.spec.numerics, problem.dtype)
         columns += o.shape[1]
     return _rounded_delta(walk, delta)

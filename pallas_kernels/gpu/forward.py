@@ -35,7 +35,7 @@ _BFLOAT16 = get_rounding("bfloat16")
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H], lse [B, N, T], O for δ where it is another."""
+    """O [B, T, N, H], lse [B, N, T], O for δ where it is another, or the lower half of O."""
 
     o: Any
     lse: Any
@@ -111,7 +111,9 @@ def _finish(
     if state.aux is not None:
         problem.store_rows(out.saved, round_point.nearest(state.aux / l, _BFLOAT16), start)
     elif out.saved is not None:
-        problem.store_rows(out.saved, unrounded, start)
+        halves = problem.spec.numerics.saved_output == "halves"
+        saved = round_point.nearest(unrounded - o, _BFLOAT16) if halves else unrounded
+        problem.store_rows(out.saved, saved, start)
 
     m = m * np.float32(problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)

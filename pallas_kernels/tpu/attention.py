@@ -127,10 +127,12 @@ def _forward(
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
     lse = _by_group(out.lse, problem)[..., 0, :rows]
-    saved = None
-    if spec.numerics.delta != "dp_p":
-        saved = o if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
-    return (o, lse), Residuals(inputs, saved, lse)
+    saved = None if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
+    if spec.numerics.delta == "dp_p":
+        return (o, lse), Residuals(inputs, None, lse)
+    if spec.numerics.saved_output == "halves":
+        return (o, lse), Residuals(inputs, o, lse, saved)
+    return (o, lse), Residuals(inputs, o if saved is None else saved, lse)
 
 
 def _backward(
@@ -157,7 +159,10 @@ def _backward(
         delta = _by_row(delta_from_probs(operands(by_query), scalars, by_query), by_query)
         delta = rounded_delta(delta[..., None], rows, spec, inputs.extras)[..., 0]
     else:
-        delta = delta_from_saved_output(do, res.o_saved, rows, spec, inputs.extras, dtype)[..., 0]
+        o = res.o_saved
+        if res.o_low is not None:
+            o = o.astype(jnp.float32) + res.o_low.astype(jnp.float32)
+        delta = delta_from_saved_output(do, o, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     of_rows = {"delta": delta}
     if n.delta in SUMS_ROWS:  # dQ comes first: it finds the δ of dK, or λ

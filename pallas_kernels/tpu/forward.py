@@ -36,7 +36,7 @@ from pallas_kernels.tpu.walk import Inputs, LongStep, Program, Walk, read, take_
 
 
 class Outputs(NamedTuple):
-    """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another."""
+    """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another, or the lower half of O."""
 
     o: Any
     lse: Any
@@ -137,9 +137,12 @@ def _finish(
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)
 
     unrounded = divided(state.acc)
-    out.o[...] = round_point(unrounded, "output", place).astype(out.o.dtype)
+    o = round_point(unrounded, "output", place)
+    out.o[...] = o.astype(out.o.dtype)
     if state.aux is not None:
         out.saved[...] = round_point.nearest(divided(state.aux), BFLOAT16).astype(jnp.bfloat16)
+    elif out.saved is not None and problem.spec.numerics.saved_output == "halves":
+        out.saved[...] = round_point.as_bfloat16(unrounded - o)
     elif out.saved is not None:
         out.saved[...] = unrounded
 

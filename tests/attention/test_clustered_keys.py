@@ -108,3 +108,18 @@ def test_a_gradient_of_lse_is_not_projected_away(name: str) -> None:
     for x, exact in zip(found, expected, strict=False):  # not dV
         error = np.linalg.norm(np.asarray(x)[0, :, 0] - exact) / np.linalg.norm(exact)
         assert error < 4e-3
+
+
+@pytest.mark.parametrize("largest", LARGEST[:-1])
+def test_of_the_error_of_delta_two_halves_of_o_take_what_a_float32_o_takes(largest: float) -> None:
+    halves, float32, same, exact = (
+        errors(largest, n)[0]
+        for n in (
+            numerics.HALVES_OUTPUT,
+            numerics.FLOAT32_OUTPUT,
+            numerics.FLASH,
+            EXACT.replace(ds="bfloat16"),
+        )
+    )
+    assert abs(halves - float32) < 0.1 * float32
+    assert exact < halves < 0.9 * same

@@ -104,7 +104,7 @@ NEAREST = [name for name, num in PRESETS.items() if not num.needs_bits]
 # Their S, m, l and lse are those of `flash`.
 PROBABILITIES_OF_FLASH = (
     *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
-    "corrected_after_cast",
+    *("corrected_after_cast", "halves_output"),
 )
 
 

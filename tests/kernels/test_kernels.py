@@ -44,7 +44,7 @@ pytestmark = [
 OTHER_DELTA = dict.fromkeys(
     (
         *("float32_output", "auxiliary_output", "delta_dp_p", "normalized_delta"),
-        "corrected_after_cast",
+        *("corrected_after_cast", "halves_output"),
     ),
     "flash",
 ) | {"flash": "float32_output"}

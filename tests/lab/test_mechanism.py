@@ -39,6 +39,8 @@ def of(numerics, **fields):
         ("flash", {"row_sum": "rounded"}, "A (row_sum), B (output)"),
         ("published", {}, "A (normalizer), B (pv, output)"),
         ("published", {"delta": "normalized"}, "A (normalizer)"),
+        ("halves_output", {}, "–"),
+        ("published", {"saved_output": "halves"}, "A (normalizer), B (pv)"),
         ("published", {"delta": "after_cast"}, "A (normalizer)"),
         ("corrected_after_cast", {"delta_value": "bf16_m1"}, "–"),
     ],

@@ -21,6 +21,7 @@ PRESETS = {
     "probe": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
     "float32_output": (F32, BF16, F32, BF16, "float32", "do_o", BF16, F32, BF16),
     "auxiliary_output": (F32, BF16, F32, BF16, "auxiliary", "do_o", BF16, F32, BF16),
+    "halves_output": (F32, BF16, F32, BF16, "halves", "do_o", BF16, F32, BF16),
     "delta_dp_p": (F32, BF16, F32, BF16, "same", "dp_p", BF16, F32, BF16),
     "normalized_delta": (F32, BF16, F32, BF16, "same", "normalized", BF16, F32, BF16),
     "corrected_after_cast": (F32, BF16, F32, BF16, "same", "after_cast", BF16, F32, BF16),

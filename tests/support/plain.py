@@ -141,6 +141,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     saved = {
         "same": o,
         "float32": acc,
+        "halves": o + (acc - o).astype(ml_dtypes.bfloat16).astype(np.float32),
         "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
     lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.lse))

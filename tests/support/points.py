@@ -38,6 +38,17 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         EXACT.replace(probs="bfloat16"),
         {"dq", "dk"},
     ),
+    "saved_output=halves": (
+        ROUNDED_OUTPUT.replace(saved_output="halves"),
+        ROUNDED_OUTPUT,
+        {"dq", "dk"},
+    ),
+    # Its lower half has 8 bits: less than float32.
+    "saved_output=halves, coarse": (
+        EXACT.replace(output="bf16_m1", saved_output="halves"),
+        EXACT.replace(output="bf16_m1"),
+        {"dq", "dk"},
+    ),
     "delta=do_o_storage": (
         ROUNDED_OUTPUT.replace(delta="do_o_storage"),
         ROUNDED_OUTPUT,
