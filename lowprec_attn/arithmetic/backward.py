@@ -9,7 +9,13 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.layout import Grouped
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.points import Rounder
-from lowprec_attn.arithmetic.products import dot, format_of, query_key_products, scale_of
+from lowprec_attn.arithmetic.products import (
+    dot,
+    format_of,
+    query_key_products,
+    scale_of,
+    values_as_read,
+)
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Format, Numerics, round_to
 
@@ -24,7 +30,7 @@ class BackwardTile(NamedTuple):
 def backward_tile(
     s: Array, lse: Array, v: Array, do: Array, spec: Spec, extras: Extras, place: Place
 ) -> BackwardTile:
-    """P = exp(S − lse) and dP = round_dp(dO vᵀ).
+    """P = exp(S − lse) and dP = round_dp(dO round_value(v)ᵀ).
 
     Args:
       s: masked scores, as the forward pass rounded them, [B, K, G, T, S].
@@ -35,6 +41,7 @@ def backward_tile(
     """
     # A row without keys has lse = −inf; its scores are all MASKED and exp must give 0.
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, jnp.float32(0), lse))
+    v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))
 

@@ -13,7 +13,13 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, span, statistic
 from lowprec_attn.arithmetic.points import Rounder
-from lowprec_attn.arithmetic.products import dot, format_of, query_key_products, scale_of
+from lowprec_attn.arithmetic.products import (
+    dot,
+    format_of,
+    query_key_products,
+    scale_of,
+    values_as_read,
+)
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
     divisor,
@@ -72,6 +78,7 @@ def softmax_step(
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     out = Place(place.rows, span(0, v.shape[-1])[None], place.cols[0, 0])
     place = dataclasses.replace(place, step=0)
+    v = values_as_read(v, place, spec, extras)
 
     # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
     # that it adds to theirs would not cancel.

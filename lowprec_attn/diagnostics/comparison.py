@@ -186,9 +186,11 @@ def _compare_rows(chunk: _Chunk, do: Array | None, spec: Spec) -> Comparison:
     s = chunk.scores(spec)
     state = chunk.run(s, spec)
     out = chunk.finish(state, spec)
-    same_scores = chunk.exact(s, exact_spec)
+    # V as attention reads it is the same in both passes, as S is.
+    as_read = _EXACT.replace(value=spec.numerics.value)
+    same_scores = chunk.exact(s, dataclasses.replace(exact_spec, numerics=as_read))
     o_same_scores = chunk.finish(same_scores, exact_spec).o
-    if spec.numerics.scores.is_identity:
+    if spec.numerics.scores.is_identity and spec.numerics.value.is_identity:
         o_exact = o_same_scores
     else:
         exact = chunk.exact(chunk.scores(exact_spec), exact_spec)

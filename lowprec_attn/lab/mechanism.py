@@ -58,10 +58,8 @@ def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
     if numerics.delta == "dp_p":
         return
     # Both halves of O are O before its rounding to 16 bits.
-    read = {
-        **{"same": (*_PRODUCTS, "output"), "auxiliary": ()},
-        **dict.fromkeys(("float32", "halves"), _PRODUCTS),
-    }
+    read = {"same": (*_PRODUCTS, "output"), "auxiliary": ()}
+    read |= dict.fromkeys(("float32", "halves"), _PRODUCTS)
     yield from _rounded(numerics, (*read[numerics.saved_output], "output_bwd"), dtype)
     if numerics.saved_output == "auxiliary":
         yield "saved_output"  # O′ is kept in bfloat16

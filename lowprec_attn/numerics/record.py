@@ -7,7 +7,7 @@ letters stands in `lowprec_attn.attention.reference`):
     S  = round_scores(q kᵀ · scale + bias)                  m = round_stats(row-max rule(S, m))
     P̄  = exp(round_shift(S − m))                            α = exp(round_shift(m_old − m))
     l  = round_stats(α l + rowsum(P̄))                       (row_sum: P̄ rounded or not)
-    Ō  = round_accumulator(round_rescale(α Ō) + round_pv(round_probs(P̄) v))
+    Ō  = round_accumulator(round_rescale(α Ō) + round_pv(round_probs(P̄) round_value(v)))
 
 and after the last step
 
@@ -16,7 +16,8 @@ and after the last step
 
     P  = exp(S − lse)             δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
                                       or as `delta` says
-    dP = round_dp(dO vᵀ)          dS = P ∘ (dP − δ)
+    dP = round_dp(dO round_value(v)ᵀ)
+                                  dS = P ∘ (dP − δ)
     dV = round_grads(Σ round_tile_grads(round_probs_bwd(P)ᵀ dO))
     dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
     dK = round_grads(Σ round_tile_grads(round_ds(dS · scale)ᵀ q))
@@ -59,6 +60,7 @@ SALTS: dict[str, int] = {
     "scores": 0,
     "shift": 12,
     "probs": 1,
+    "value": 17,
     "pv": 2,
     "rescale": 3,
     "accumulator": 4,
@@ -87,6 +89,7 @@ class Numerics:
 
     Attributes:
       scores, probs, pv, rescale, accumulator, probs_bwd, dp, ds: see the module.
+      value: V as attention reads it, in both passes.
       shift: the exponents of P̄ and α. Below −128, where exp is 0, they are −128.
       stats: m and l after every step.
       normalizer: l after the last step, as it divides Ō and enters lse.
@@ -124,6 +127,7 @@ class Numerics:
     scores: Rounding = _FLOAT32
     shift: Rounding = _FLOAT32
     probs: Rounding = _FLOAT32
+    value: Rounding = _FLOAT32
     pv: Rounding = _FLOAT32
     rescale: Rounding = _FLOAT32
     accumulator: Rounding = _FLOAT32
@@ -214,6 +218,12 @@ class Numerics:
         """The dtype of O: that of q where it holds the output's format, else float32."""
         result = self.rounding_at("output", dtype).result_format
         return jnp.dtype(dtype) if result.is_exact_in(dtype) else jnp.dtype(jnp.float32)
+
+    def value_dtype(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of V as it is read: its own where that holds the format of `value`."""
+        if self.value.is_identity or self.value.result_format.is_exact_in(dtype):
+            return jnp.dtype(dtype)
+        return self.value.result_format.dtype
 
     @property
     def needs_bits(self) -> bool:

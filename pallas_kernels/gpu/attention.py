@@ -247,5 +247,7 @@ def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
 def _splits(numerics: Numerics, dtype: np.dtype) -> bool:
     """Whether an operand of some product has another format than the inputs, or is float32."""
     name = jnp.dtype(dtype).name
-    operands = (numerics.probs, numerics.probs_bwd, numerics.ds)
+    operands = [numerics.probs, numerics.probs_bwd, numerics.ds]
+    if not numerics.value.is_identity:
+        operands.append(numerics.value)
     return name == "float32" or any(x.result_format.storage != name for x in operands)

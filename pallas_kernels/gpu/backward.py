@@ -50,8 +50,9 @@ class Operands(NamedTuple):
     tile, and for every thread that holds a row.
 
     In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
-    hand, forms it from: `o` [B, T, N, H], the O that δ sees, or its upper half with the lower in
-    `o_low`; and `dlse` [B, N, T], the gradient of lse. d lse / dS = P, so that it enters dS = P ∘ (dP − δ + dlse) beside δ.
+    hand, forms it from: `o` [B, T, N, H], the O that δ sees, or its upper half, with the lower in
+    `o_low`; and `dlse` [B, N, T], the gradient of lse. d lse / dS = P, so that it enters dS =
+    P ∘ (dP − δ + dlse) beside δ.
 
     `after` [B, N, T] is what dQ's kernel finds with `delta='after_cast'`: λ in the units of dS.
 
@@ -191,7 +192,9 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     n = problem.spec.numerics
     dk_ref, dv_ref = (out[0].at[:, jnp.int32(plane)] for plane in (1, 2)) if problem.packed else out
     j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    keys = Side(problem.load_keys(ref.k, j), problem.load_keys(ref.v, j))
+    first_head = kv_head * problem.group
+    k = problem.load_keys(ref.k, j)
+    keys = Side(k, problem.load_values(ref.v, j, scalars, batch, first_head))
     begin, full, end = problem.query_range(j, batch, scalars)
     first_key = j * problem.tile.kv
     zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
@@ -386,7 +389,9 @@ class _Walk(NamedTuple):
         problem = self.program.problem
 
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
-            keys = Side(problem.load_keys(self.ref.k, j), problem.load_keys(self.ref.v, j))
+            _, scalars, batch, head, _ = self.program
+            k = problem.load_keys(self.ref.k, j)
+            keys = Side(k, problem.load_values(self.ref.v, j, scalars, batch, head))
             place = problem.place(self.i, j)
             tile = self.program.tile(self.i, j)
             probs, dp = _probs_and_dp(

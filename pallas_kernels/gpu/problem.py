@@ -347,6 +347,17 @@ class Problem(common.Problem):
         """Tile j of a [keys, H] reference; zeros outside."""
         return self._load(ref, j * self.tile.kv, self.tile.kv, self.keys)
 
+    def load_values(self, ref: Any, j: Array, scalars: Scalars, batch: Array, head: Array) -> Array:
+        """Tile j of the V that a query head reads, rounded at `value`."""
+        v = self.load_keys(ref, j)
+        if self.spec.numerics.value.is_identity:
+            return v
+        # Random bits are those of the group's first head.
+        round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
+        place = self.features(j * self.tile.kv, self.tile.kv)
+        v = round_point(v.astype(jnp.float32), "value", place)
+        return v.astype(self.spec.numerics.value_dtype(self.dtype))
+
     def _load(
         self,
         ref: Any,

@@ -34,8 +34,8 @@ class Walk(NamedTuple):
         return self.problem.load_keys(self.k_ref, j)
 
     def values(self, j: Array) -> Array:
-        """v of key tile j."""
-        return self.problem.load_keys(self.v_ref, j)
+        """v of key tile j, as rounded at `value`."""
+        return self.problem.load_values(self.v_ref, j, self.scalars, self.batch, self.head)
 
     def scores(self, k: Array, j: Array, *, masked: bool | Array) -> tuple[Array, Place]:
         """S of key tile j, which holds k, in units of `score_unit`; and where it lies.

@@ -56,7 +56,13 @@ class Program(NamedTuple):
     scalars: Scalars
     batch: Array
     round_point: Rounder
+    head: Array
     pairs: Pairs | None = None
+
+    def values(self, v: Array, tile: Array) -> Array:
+        """V of a key tile, rounded at `value`."""
+        start = tile * self.problem.tile.kv
+        return self.problem.values(v, start, self.scalars, self.batch, self.head)
 
 
 class Side(NamedTuple):

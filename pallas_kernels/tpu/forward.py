@@ -86,7 +86,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
 def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> None:
     out, scratch = Outputs(*refs[:3]), refs[3:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
-    program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i)
+    program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i, head)
     walk = Walk.of(problem)
     size, missing = (4, ()) if problem.keeps_auxiliary else (3, (None,))
     state_ref = SoftmaxState(*scratch[:size], *missing)

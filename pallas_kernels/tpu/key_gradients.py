@@ -99,8 +99,9 @@ def _key_gradients(
 ) -> None:
     n = problem.spec.numerics
     batch, kv_head, j, g, i = (pl.program_id(axis) for axis in range(5))
-    round_point = problem.rounder(scalars, batch, kv_head * problem.group + g)
-    program = Program(problem, scalars, batch, round_point, ref.pairs)
+    head = kv_head * problem.group + g
+    round_point = problem.rounder(scalars, batch, head)
+    program = Program(problem, scalars, batch, round_point, head, ref.pairs)
     dk_part, dv_part = parts or (None, None)
     dk_total = GradientSum(program, dk_sum, dk_part, problem.tile.query, problem.row_step, 1)
     dv_total = GradientSum(program, dv_sum, dv_part, problem.tile.query, problem.row_step, 2)
@@ -115,7 +116,7 @@ def _key_gradients(
         cols = indices(j * problem.tile.kv, problem.tile.kv, 0)
         place = Place(indices(i * problem.tile.query, problem.tile.query, 1), cols)
         q, do = ref.q[...], ref.do[...]
-        keys, rows = Side(ref.k[...], ref.v[...]), Side(q, do)
+        keys, rows = Side(ref.k[...], program.values(ref.v[...], j)), Side(q, do)
         probs, dp = probs_and_dp(program, keys, rows, ref.lse[...], place, masked=masked)
         rounded = program.round_point(probs, "probs_bwd", place)
         dot, p_format = program.round_point.dot, n.probs_bwd.result_format

@@ -95,6 +95,16 @@ class Problem(common.Problem):
         stream = scalars.stream(batch, head)
         return Rounder(self.spec.numerics, self.dtype, stream, self.interpret is not None)
 
+    def values(self, v: Array, start: Array, scalars: Scalars, batch: Array, head: Array) -> Array:
+        """V of the keys from `start` on that a query head reads, rounded at `value`."""
+        if self.spec.numerics.value.is_identity:
+            return v
+        # Random bits are those of the group's first head.
+        round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
+        place = Place(indices(start, v.shape[0], 0), indices(0, v.shape[1], 1))
+        v = round_point(v.astype(jnp.float32), "value", place)
+        return v.astype(self.spec.numerics.value_dtype(self.dtype))
+
     def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
         """Of the query tiles: the first that sees key tile j, and the end of those that do."""
         rows, size = self.tile.query, self.tile.kv

@@ -145,7 +145,7 @@ class _Walk(NamedTuple):
     def of(cls, scalars: Scalars, ref: Operands, lse: Any, problem: Problem) -> "_Walk":
         batch, head, i, j = (pl.program_id(axis) for axis in range(4))
         round_point = problem.rounder(scalars, batch, head)
-        program = Program(problem, scalars, batch, round_point, ref.pairs)
+        program = Program(problem, scalars, batch, round_point, head, ref.pairs)
         return cls(program, ref, lse, i, j)
 
     @property
@@ -168,7 +168,7 @@ class _Walk(NamedTuple):
             place = Place(self.rows, indices(self.j * problem.tile.kv, problem.tile.kv, 1))
             rows, keys = (
                 Side(self.ref.q[...], self.ref.do[...]),
-                Side(self.ref.k[...], self.ref.v[...]),
+                Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j)),
             )
             lse = lanes(self.lse[...], problem.tile.kv)
             probs, dp = probs_and_dp(self.program, rows, keys, lse, place, masked=masked)

@@ -91,18 +91,23 @@ class LongStep(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What the tiles of one program share; `i` is its query tile."""
+    """What the tiles of one program share; `head` is its query head, `i` its query tile."""
 
     problem: Problem
     scalars: Scalars
     batch: Array
     round_point: Rounder
     i: Array
+    head: Array
 
     def rows(self) -> Array:
         """Of the tile; formed within each branch, where most have no use for them."""
         size = self.problem.tile.query
         return indices(self.i * size, size, 0)
+
+    def values(self, v: Array, start: Array) -> Array:
+        """V of the keys from `start` on, rounded at `value`."""
+        return self.problem.values(v, start, self.scalars, self.batch, self.head)
 
     def step(
         self, number: Array, *, start: Array | None = None, keys: int = 1, masked: bool
@@ -156,7 +161,7 @@ def _write(refs: Any, values: Any) -> None:
 
 def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Array) -> None:
     """The steps of key tile j."""
-    problem, scalars, batch, _, i = program
+    problem, scalars, batch, _, i, _ = program
     size = problem.step
     per_tile = problem.tile.kv // size
     visited = problem.key_range(i, batch, scalars, size=size)
@@ -168,6 +173,7 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
         step = program.step(number, keys=size, masked=masked)
         s = program.scores(inputs, k, step.place, keys=keys, masked=masked)
         old = read(state_ref)
+        v = program.values(v, number * size)
         new = softmax.softmax_step(old, s, v, step)
         _write(state_ref, program.keep_unvisited(new, old, step))
 
@@ -194,7 +200,7 @@ def take_part(
     program: Program, inputs: Inputs, state_ref: SoftmaxState, ref: LongStep, j: Array
 ) -> None:
     """One of the two walks over the tiles of a long step, at program j."""
-    problem, scalars, batch, _, i = program
+    problem, scalars, batch, _, i, _ = program
     walk, size = Walk.of(problem), problem.tile.kv
     tile, number = walk.tile(j), walk.step(j)
     visited = problem.key_range(i, batch, scalars, size=size)
@@ -230,7 +236,8 @@ def take_part(
         @pl.when(walk.sums(j))
         def add() -> None:
             auxiliary = ref.sums.aux is not None
-            new = softmax.contribution(s, inputs.v[...], ref.m[...], step, auxiliary=auxiliary)
+            v = program.values(inputs.v[...], tile * size)
+            new = softmax.contribution(s, v, ref.m[...], step, auxiliary=auxiliary)
             _write(ref.sums, jax.tree.map(jnp.add, read(ref.sums), new))
 
     if not problem.masks_every_tile:

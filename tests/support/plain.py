@@ -166,6 +166,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     q, k, v, do = (inputs[name].astype(np.float32).swapaxes(1, 2) for name in ("q", "k", "v", "do"))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat(group, 1), v.repeat(group, 1)
+    v = round_nearest(v, n.value)
     fwd = forward(q, k, v, opt, dtype)
 
     lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)

@@ -12,6 +12,7 @@ ROUNDINGS: dict[str, set[str]] = {
     "scores": ALL,
     "shift": ALL,
     "probs": FORWARD,
+    "value": FORWARD,
     "pv": FORWARD,
     "rescale": FORWARD,
     "accumulator": FORWARD,
