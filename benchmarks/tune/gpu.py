@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import jax
 from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
@@ -55,7 +56,9 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
     problem = _problem(q, k, spec, sizes, "forward")
     out = forward(q, k, v, Scalars(), problem)
     delta = delta_from_output(do, out.o, spec.numerics, q.dtype)[..., 0].transpose(0, 2, 1)
-    return q, k, v, do, exponent_offset(out.lse, problem), dp_offset(delta, problem)
+    subtracted, *inverse_l = (out.lse,) if out.apart is None else out.apart
+    offsets = exponent_offset(subtracted, problem), dp_offset(delta, problem)
+    return q, k, v, do, *offsets, *inverse_l
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
@@ -63,10 +66,12 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
 
     def run(q: Array, k: Array, v: Array, do: Array, *offsets: Array) -> Results:
         problem, scalars = _problem(q, k, spec, sizes, kernel), Scalars()
-        operands = Operands(q, k, v, do, *offsets)
+        operands = Operands(q, k, v, do, *offsets[:2])
+        if offsets[2:]:
+            operands = operands._replace(inverse_l=offsets[2])
         if kernel == "forward":
             out = forward(q, k, v, scalars, problem)
-            return tuple(x for x in out if x is not None)
+            return tuple(jax.tree.leaves(out))
         if kernel == "key_gradients":
             return key_gradients(operands, scalars, problem)
         dq, found = query_gradients(operands, scalars, problem)

@@ -16,6 +16,7 @@ from lowprec_attn.arithmetic.products import (
     scale_of,
     values_as_read,
 )
+from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Format, Numerics, round_to
 
@@ -27,20 +28,34 @@ class BackwardTile(NamedTuple):
     dp: Array
 
 
+def probabilities(s: Array, statistics: RowStatistics) -> Array:
+    """P = exp(S − lse), or exp(S − m) / l."""
+    subtracted, inverse_l = statistics
+    if inverse_l is not None:
+        return jnp.exp(s - subtracted) * inverse_l
+    # A row without keys has lse = −inf; its scores are all masked and exp must give 0.
+    return jnp.exp(s - jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted))
+
+
 def backward_tile(
-    s: Array, lse: Array, v: Array, do: Array, spec: Spec, extras: Extras, place: Place
+    s: Array,
+    statistics: RowStatistics,
+    v: Array,
+    do: Array,
+    spec: Spec,
+    extras: Extras,
+    place: Place,
 ) -> BackwardTile:
-    """P = exp(S − lse) and dP = round_dp(dO round_value(v)ᵀ).
+    """P and dP = round_dp(dO round_value(v)ᵀ).
 
     Args:
       s: masked scores, as the forward pass rounded them, [B, K, G, T, S].
-      lse: [B, K, G, T, 1], −inf in rows that see no key.
+      statistics: of its rows, [B, K, G, T, 1].
       v, do: values of the block of keys, and dO of the rows.
       spec, extras: the call.
       place: the tile.
     """
-    # A row without keys has lse = −inf; its scores are all MASKED and exp must give 0.
-    p = jnp.exp(s - jnp.where(lse == -jnp.inf, jnp.float32(0), lse))
+    p = probabilities(s, statistics)
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))

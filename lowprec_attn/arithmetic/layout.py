@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import Extras
 
 
@@ -26,14 +27,14 @@ class Grouped(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, lse.
+    """What the forward pass keeps for the backward pass: inputs, O_saved if δ needs it, statistics.
 
-    `o_low` is the lower half of an O_saved that is kept in two.
+    The statistics are [..., T]. `o_low` is the lower half of an O_saved that is kept in two.
     """
 
     inputs: Grouped
     o_saved: Array | None
-    lse: Array
+    statistics: RowStatistics
     o_low: Array | None = None
 
 

@@ -25,10 +25,31 @@ class SoftmaxState(NamedTuple):
     aux: Array | None
 
 
-def subtracted_max(m: Array) -> Array:
-    """What is subtracted in exponents: m, or 0 where every key so far is masked."""
-    # Such a row has m == MASKED, as its scores: exp(S − m) would be 1.
-    return jnp.where(m <= MASKED, jnp.float32(0), m)
+class RowStatistics(NamedTuple):
+    """What is saved of rows for P in the backward pass, exp(S − subtracted) · inverse_l.
+
+    Attributes:
+      subtracted: lse, −inf in rows that saw no key; or m, 0 in those rows.
+      inverse_l: None with lse; or 1 / l, 0 in rows that saw no key.
+    """
+
+    subtracted: Array
+    inverse_l: Array | None = None
+
+
+def m_and_inverse_l(m: Array, divisor: Array, empty: Array) -> tuple[Array, Array]:
+    """The two that are saved apart: m, in the units in which it was subtracted, and 1 / l."""
+    zero = jnp.float32(0)
+    return jnp.where(empty, zero, m), jnp.where(empty, zero, 1 / divisor)
+
+
+def subtracted_max(m: Array, empty: Array | None = None) -> Array:
+    """What is subtracted in exponents: m, or 0 where every key so far is masked.
+
+    empty: such rows; None: where m ≤ MASKED, as kernels keep it.
+    """
+    # m is as such a row's scores are: exp(S − m) would be 1, or NaN.
+    return jnp.where(m <= MASKED if empty is None else empty, jnp.float32(0), m)
 
 
 def summed_probs(p: Array, p_rounded: Array, numerics: Numerics) -> Array:

@@ -21,16 +21,22 @@ from lowprec_attn.arithmetic.products import (
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import (
+    RowStatistics,
     SoftmaxState,
     divisor,
     log_sum_exp,
+    m_and_inverse_l,
     next_accumulator,
     next_sum,
     subtracted_max,
     summed_probs,
 )
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.numerics import MASKED, get_format, round_to
+from lowprec_attn.numerics import get_format, round_to
+
+# A score that is not there. A bias may make any finite float32 a score: what is below MASKED, such
+# as the least of them, is one here. Kernels take no bias, and a finite number spares them NaN.
+UNSEEN = -jnp.inf
 
 
 def scores(
@@ -57,7 +63,12 @@ def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:
     row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
     acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
-    return SoftmaxState(jnp.full_like(row, MASKED), row, acc, aux)
+    return SoftmaxState(jnp.full_like(row, UNSEEN), row, acc, aux)
+
+
+def is_empty(m: Array) -> Array:
+    """Whether a row has seen no key."""
+    return m == UNSEEN
 
 
 def softmax_step(
@@ -84,7 +95,7 @@ def softmax_step(
     # that it adds to theirs would not cancel.
     m = spec.row_max(lax.stop_gradient(s), state.m)
     m = round_point(m, "stats", statistic(out, "m"))
-    subtracted = subtracted_max(m)
+    subtracted = subtracted_max(m, is_empty(m))
     p = jnp.exp(round_point.shift(s - subtracted, place))
     alpha = jnp.exp(round_point.shift(state.m - subtracted, statistic(out, "alpha")))
 
@@ -93,7 +104,7 @@ def softmax_step(
     l = next_sum(state.l, alpha, row_sum, spec.row_max, round_point, out)
 
     if n.normalize_probs:  # all keys are in this one step, so l is final
-        p_rounded = round_point(p / divisor(l, m <= MASKED, round_point, place), "probs", place)
+        p_rounded = round_point(p / divisor(l, is_empty(m), round_point, place), "probs", place)
     pv = dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, format_of(v))
     acc = next_accumulator(state.acc, alpha, pv, round_point, out)
 
@@ -105,11 +116,22 @@ def softmax_step(
 
 
 class Output(NamedTuple):
-    """O as handed on, the O that δ sees (None: not kept), and lse [B, K, G, T]."""
+    """O as handed on, the O that δ sees (None: not kept), and lse [B, K, G, T].
+
+    `apart`, [B, K, G, T, 1], is what P is formed from where that is not lse.
+    """
 
     o: Array
     o_saved: Array | None
     lse: Array
+    apart: tuple[Array, Array] | None = None
+
+    @property
+    def statistics(self) -> RowStatistics:
+        """What P is formed from, [B, K, G, T, 1]."""
+        return (
+            RowStatistics(self.lse[..., None]) if self.apart is None else RowStatistics(*self.apart)
+        )
 
 
 def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: np.dtype) -> Output:
@@ -124,7 +146,7 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     place = Place(rows, span(0, state.acc.shape[-1])[None])
-    empty = state.m <= MASKED
+    empty = is_empty(state.m)
     l = divisor(state.l, empty, round_point, place)
     acc = state.acc if n.normalize_probs else state.acc / l
     o = round_point(acc, "output", place, dtype).astype(n.output_dtype(dtype))
@@ -143,4 +165,5 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = round_to(state.aux / l, "bfloat16").astype(jnp.bfloat16)
 
     lse = log_sum_exp(state.m, l, empty, round_point, place)
-    return Output(o, saved, lse[..., 0])
+    apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
+    return Output(o, saved, lse[..., 0], apart)

@@ -125,6 +125,6 @@ def by_position(
     return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def mask_scores(s: Array, seen: Array | None) -> Array:
-    """Scores with MASKED where `seen` is False; unchanged where `seen` is None."""
-    return s if seen is None else jnp.where(seen, s, jnp.float32(MASKED))
+def mask_scores(s: Array, seen: Array | None, masked: float = MASKED) -> Array:
+    """Scores with `masked` where `seen` is False; unchanged where `seen` is None."""
+    return s if seen is None else jnp.where(seen, s, jnp.float32(masked))

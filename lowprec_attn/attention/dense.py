@@ -60,7 +60,8 @@ def _forward(
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
-    return (out.o, out.lse), layout.Residuals(layout.Grouped(q, k, v, extras), out.o_saved, out.lse)
+    inputs = layout.Grouped(q, k, v, extras)
+    return (out.o, out.lse), layout.Residuals(inputs, out.o_saved, out.statistics)
 
 
 def _backward(
@@ -70,7 +71,7 @@ def _backward(
     do, dlse = cotangents
     place, s = _scores(q, k, extras, spec)
     n, dlse = spec.numerics, dlse[..., None]
-    tile = backward.backward_tile(s, res.lse[..., None], v, do, spec, extras, place)
+    tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place)
     if res.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
@@ -107,4 +108,4 @@ def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Arra
     s = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
-    return place, visibility.mask_scores(s, seen)
+    return place, visibility.mask_scores(s, seen, softmax.UNSEEN)

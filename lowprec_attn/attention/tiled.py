@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.places import Place, span
-from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
+from lowprec_attn.arithmetic.recurrence import RowStatistics, SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_in_tiles
 from lowprec_attn.arithmetic.transforms import differentiated_as
 
@@ -101,7 +101,10 @@ def _forward(
     saved = None
     if out.o_saved is not None:
         saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
-    return (o, lse), layout.Residuals(layout.Grouped(q, k, v, extras), saved, lse)
+    statistics = RowStatistics(lse[..., None])
+    if out.apart is not None:
+        statistics = RowStatistics(*map(grid.unpad_rows, out.apart))
+    return (o, lse), layout.Residuals(layout.Grouped(q, k, v, extras), saved, statistics)
 
 
 class _Sums(NamedTuple):
@@ -121,7 +124,7 @@ class _Walk(NamedTuple):
     i: Index
     q: Array
     do: Array
-    lse: Array
+    statistics: RowStatistics
     dlse: Array
     spec: Spec
 
@@ -132,7 +135,7 @@ class _Walk(NamedTuple):
             s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
-            tile = backward.backward_tile(s, self.lse, v, self.do, self.spec, extras, place)
+            tile = backward.backward_tile(s, self.statistics, v, self.do, self.spec, extras, place)
             return add(total, j, tile, k, place)
 
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
@@ -149,7 +152,7 @@ class _Walk(NamedTuple):
         if o_saved is None:
             delta = self.over_keys(
                 lambda total, j, tile, k, place: total + backward.delta_from_probs(tile),
-                jnp.zeros_like(self.lse),
+                jnp.zeros_like(self.dlse),
             )
             return backward.rounded_delta(delta, rows, self.spec, self.tiles.extras)
         o = self.grid.query_rows(o_saved, self.i)
@@ -166,7 +169,7 @@ class _Walk(NamedTuple):
             dq = self.query_gradient(tile, delta, k, place)
             return jax.tree.map(jnp.add, total, (dq, sums))
 
-        zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.lse)
+        zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
         dq, sums = self.over_keys(add, (zero, backward.RowSums(row, row, zero)))
         return backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
 
@@ -207,12 +210,17 @@ def _backward(
     tiles = grid.pad(res.inputs)
     do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
     # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
-    lse = grid.pad_rows(res.lse[..., None], jnp.inf)
+    subtracted, inverse_l = res.statistics
+    subtracted = grid.pad_rows(subtracted, jnp.inf)
+    inverse_l = None if inverse_l is None else grid.pad_rows(inverse_l)
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
     def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, Array]:
-        q, do_tile, lse_tile, dlse_tile = (grid.query_rows(x, i) for x in (tiles.q, do, lse, dlse))
-        walk = _Walk(grid, tiles, i, q, do_tile, lse_tile, dlse_tile, spec)
+        q, do_tile, statistics, dlse_tile = jax.tree.map(
+            lambda x: grid.query_rows(x, i),
+            (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
+        )
+        walk = _Walk(grid, tiles, i, q, do_tile, statistics, dlse_tile, spec)
         delta = walk.delta(o_saved)
         if spec.numerics.delta in backward.SUMS_ROWS:
             dq, corrected = walk.corrected(delta)
@@ -281,8 +289,8 @@ def _tile_scores(
     )
     s = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
     mask = visibility.unhidden(mask, *grid.segments(tiles.extras, i, j))
-    s = visibility.mask_scores(s, visibility.visible(tiles.extras, spec, place, mask))
+    seen = visibility.visible(tiles.extras, spec, place, mask)
+    s = visibility.mask_scores(s, seen, softmax.UNSEEN)
     if grid.kv_padding:
-        # Not MASKED: keys that do not exist must not count as repeated maxima of a masked step.
-        s = jnp.where((place.cols < grid.keys)[None, None, None], s, -jnp.inf)
+        s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)
     return s, place

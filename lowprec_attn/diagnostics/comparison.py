@@ -149,7 +149,8 @@ class _Chunk:
         s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
         seen = (place.cols < self.grid.keys)[None, None, None]
         by_position = visibility.visible(tiles.extras, spec, place, None)
-        return visibility.mask_scores(s, seen if by_position is None else seen & by_position)
+        seen = seen if by_position is None else seen & by_position
+        return visibility.mask_scores(s, seen, softmax.UNSEEN)
 
     def run(self, s: Array, spec: Spec) -> SoftmaxState:
         """The run's own online softmax, one step per block of keys."""
@@ -223,7 +224,7 @@ def _gradient_rows(
     _, k, v, extras = chunk.tiles
     q, place = chunk.q, chunk.place
     float32, k_format = get_format("float32"), get_format(k.dtype.name)
-    tile = backward.backward_tile(s, out.lse[..., None], v, do, spec, extras, place)
+    tile = backward.backward_tile(s, out.statistics, v, do, spec, extras, place)
     if out.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:

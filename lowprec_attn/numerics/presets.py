@@ -2,8 +2,11 @@
 
 from lowprec_attn.numerics.record import Numerics
 
-EXACT = Numerics(saved_output="float32")
-"""float32 at every point; only O is handed on in the input's format."""
+EXACT = Numerics(saved_output="float32", statistics="m_and_l")
+"""float32 at every point; only O is handed on in the input's format.
+
+m and l are saved apart: rows whose scores are all near ± 1e6 have Σ P = 1 too.
+"""
 
 FLASH = Numerics(
     probs="bfloat16",  # type: ignore[arg-type]

@@ -14,7 +14,9 @@ and after the last step
     l  = round_normalizer(l)
     O  = round_output(Ō / l)                                lse = round_lse(m + log l)
 
-    P  = exp(S − lse)             δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
+The backward pass has P = exp(S − lse), or exp(S − m) / l with `statistics='m_and_l'`, and
+
+                                  δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
                                       or as `delta` says
     dP = round_dp(dO round_value(v)ᵀ)
                                   dS = P ∘ (dP − δ)
@@ -51,6 +53,7 @@ from lowprec_attn.numerics.rounding import Rounding, get_rounding
 SavedOutput = Literal["same", "float32", "auxiliary", "halves"]
 Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
+Statistics = Literal["lse", "m_and_l"]
 
 KvBlock = int | Literal["all"]
 
@@ -113,6 +116,9 @@ class Numerics:
         the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
         `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
+      statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
+        of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
+        lse that a caller gets is m + log l in either case.
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
         does; needs all keys in one step (`dense`).
@@ -144,6 +150,7 @@ class Numerics:
     ds: Rounding = _FLOAT32
     tile_grads: Rounding = _FLOAT32
     grads: Rounding | None = None
+    statistics: Statistics = "lse"
     row_sum: RowSum = "unrounded"
     normalize_probs: bool = False
     kv_block: KvBlock | None = None
@@ -157,6 +164,11 @@ class Numerics:
         _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
         _check_choice("delta", self.delta, get_args(Delta))
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
+        _check_choice("statistics", self.statistics, get_args(Statistics))
+        if self.statistics == "m_and_l" and not self.lse.is_identity:
+            raise ValueError(
+                f"lse={self.lse} is not saved with statistics='m_and_l'; use statistics='lse'"
+            )
         if not isinstance(self.normalize_probs, bool):
             raise ValueError(f"normalize_probs must be True or False, got {self.normalize_probs!r}")
         if self.kv_block not in (None, "all") and (
@@ -171,6 +183,9 @@ class Numerics:
     def replace(self, **changes: Any) -> "Numerics":
         """A copy with some fields changed: `FLASH.replace(output='float32')`.
 
+        A rounded `lse` makes `statistics` 'lse', unless that is among the changes: only an lse that
+        is saved is rounded.
+
         Raises:
           ValueError: unknown field or value; the message lists the fields.
         """
@@ -178,6 +193,8 @@ class Numerics:
         for name in changes:
             if name not in known:
                 raise ValueError(f"unknown numerics point {name!r}; points are {', '.join(known)}")
+        if "lse" in changes and not get_rounding(changes["lse"]).is_identity:
+            changes.setdefault("statistics", "lse")
         return dataclasses.replace(self, **changes)
 
     def with_format(self, fmt: str) -> "Numerics":

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
+from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
     Extras,
     Request,
@@ -141,7 +142,7 @@ class _Residuals(NamedTuple):
     extras: Extras
     o_saved: Array | None
     o_low: Array | None
-    lse: Array
+    statistics: RowStatistics
 
 
 def _separate(arrays: _Arrays) -> _Arrays:
@@ -167,7 +168,8 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         halves = spec.numerics.saved_output == "halves"
         saved = out.o if halves or out.saved is None else out.saved
         low = out.saved if halves else None
-    residuals = _Residuals(arrays, extras, saved, low, out.lse)
+    statistics = RowStatistics(*((out.lse,) if out.apart is None else out.apart))
+    residuals = _Residuals(arrays, extras, saved, low, statistics)
     return (out.o, out.lse.transpose(0, 2, 1)), residuals
 
 
@@ -175,7 +177,7 @@ def _backward(
     spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
 ) -> tuple[_Arrays, Extras]:
     do, dlse = first_order_only(cotangents, "gpu")
-    arrays, extras, o_saved, o_low, lse = res
+    arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
     sizes, scalars = block_sizes(q, spec), _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
@@ -187,7 +189,8 @@ def _backward(
         of_keys = _dividing(of_keys, "query", kv_block, q.shape[1])
     by_query = _problem(q, k, extras, spec, of_queries)
     by_key = _problem(q, k, extras, spec, of_keys)
-    operands = Operands(q, k, v, do, exponent_offset(lse, by_query))
+    offset = exponent_offset(statistics.subtracted, by_query)
+    operands = Operands(q, k, v, do, offset, inverse_l=statistics.inverse_l)
     dlse = dlse.transpose(0, 2, 1)
     if o_saved is None:
         delta = delta_from_probs(operands, scalars, by_query) - dlse

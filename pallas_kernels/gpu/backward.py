@@ -56,6 +56,8 @@ class Operands(NamedTuple):
 
     `after` [B, N, T] is what dQ's kernel finds with `delta='after_cast'`: λ in the units of dS.
 
+    `inverse_l` [B, N, T] is 1 / l, a factor of P, with `statistics='m_and_l'`.
+
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
@@ -69,7 +71,15 @@ class Operands(NamedTuple):
     dlse: Any = None
     after: Any = None
     o_low: Any = None
+    inverse_l: Any = None
     gradients: Any = None
+
+
+class Exponents(NamedTuple):
+    """What the exponent of P adds to the scores of a row, and a factor of P where there is one."""
+
+    offset: Array
+    inverse_l: Array | None = None
 
 
 class Side(NamedTuple):
@@ -93,10 +103,11 @@ class Program(NamedTuple):
         return TileIndex(self.batch, self.head, i, j)
 
 
-def exponent_offset(lse: Array, problem: Problem) -> Array:
-    """−lse, in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys."""
+def exponent_offset(subtracted: Array, problem: Problem) -> Array:
+    """−lse, or −m; in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys."""
     factor = LOG2E if problem.hides_exponent_noise else 1.0
-    return jnp.where(lse == -jnp.inf, jnp.float32(0), -lse) * jnp.float32(factor)
+    empty = subtracted == -jnp.inf
+    return jnp.where(empty, jnp.float32(0), -subtracted) * jnp.float32(factor)
 
 
 def dp_offset(delta: Array, problem: Problem) -> Array:
@@ -108,7 +119,7 @@ def _probs_and_dp(
     program: Program,
     left: Side,
     right: Side,
-    offset: Array,
+    exponents: Exponents,
     tile: TileIndex,
     place: Place,
     *,
@@ -122,8 +133,12 @@ def _probs_and_dp(
     if not n.scores.is_identity:
         s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
+    offset, inverse_l = exponents
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
+    elif inverse_l is not None:  # m is in the units of the forward kernel's scores
+        unit = np.float32(problem.score_unit)
+        log2_p = (s * (factor / unit) + offset) * np.float32(problem.score_unit * LOG2E)
     else:
         log2_p = (s * factor + offset) * log2e
     if masked:
@@ -133,6 +148,8 @@ def _probs_and_dp(
             seen = seen & problem.unhidden(tile, pairs, keys_first=keys_first)
         log2_p = mask_scores(log2_p, seen)
     probs = exp2(log2_p, interpret=problem.interpret)
+    if inverse_l is not None:
+        probs = probs * inverse_l
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
     return probs, round_point(dp, "dp", place)
@@ -176,8 +193,8 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     else:
         gradients = None
         blocks = [problem.block(problem.tile.kv, lambda j, h, b: (b, j, h))] * 2
-    after = None if x.after is None else statistics
-    in_specs = Operands(q, k, v, do, statistics, statistics, after=after, gradients=gradients)
+    of_rows = {name: statistics for name in ("after", "inverse_l") if getattr(x, name) is not None}
+    in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients, **of_rows)
     out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (problem.kv_tiles, problem.kv_heads, problem.batch)
@@ -226,7 +243,11 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
                 i, j, keys_first=True
             )  # P and dS are then left operands as they are
             tile = program.tile(i, j)
-            probs, dp = _probs_and_dp(program, keys, rows, offset, tile, place, masked=masked)
+            inverse_l = None
+            if ref.inverse_l is not None:
+                inverse_l = problem.load_statistics(ref.inverse_l, start, g)[None]
+            exponents = Exponents(offset, inverse_l)
+            probs, dp = _probs_and_dp(program, keys, rows, exponents, tile, place, masked=masked)
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", place)
             dv = dv + program.round_point.dot(
@@ -325,6 +346,7 @@ def _over_queries(
         o=rows,
         dlse=statistics,
         o_low=rows,
+        inverse_l=statistics,
     )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
@@ -340,7 +362,7 @@ class _Walk(NamedTuple):
     i: Array
     start: Array
     rows: Side
-    offset: Array
+    exponents: Exponents
 
     @classmethod
     def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
@@ -349,7 +371,10 @@ class _Walk(NamedTuple):
         rows = Side(*(problem.load_rows(r, start, problem.tile.query) for r in (ref.q, ref.do)))
         offset = problem.load_statistics(ref.offset, start)[:, None]
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
-        return cls(program, ref, i, start, rows, offset)
+        inverse_l = None
+        if ref.inverse_l is not None:
+            inverse_l = problem.load_statistics(ref.inverse_l, start)[:, None]
+        return cls(program, ref, i, start, rows, Exponents(offset, inverse_l))
 
     def statistic(self, ref: Any) -> Array:
         """A row statistic of the tile, [query, 1]."""
@@ -395,7 +420,7 @@ class _Walk(NamedTuple):
             place = problem.place(self.i, j)
             tile = self.program.tile(self.i, j)
             probs, dp = _probs_and_dp(
-                self.program, self.rows, keys, self.offset, tile, place, masked=masked
+                self.program, self.rows, keys, self.exponents, tile, place, masked=masked
             )
             new = contribution(probs, dp, keys.for_scores, place)
             return jax.tree.map(jnp.add, total, new)

@@ -17,7 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.recurrence import SoftmaxState, divisor, keep_unvisited, log_sum_exp
+from lowprec_attn.arithmetic.recurrence import (
+    SoftmaxState,
+    divisor,
+    keep_unvisited,
+    log_sum_exp,
+    m_and_inverse_l,
+)
 from lowprec_attn.numerics import MASKED, get_rounding
 from pallas_kernels.gpu.instructions import anew
 from pallas_kernels.gpu.problem import Problem, call, whole
@@ -35,11 +41,15 @@ _BFLOAT16 = get_rounding("bfloat16")
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H], lse [B, N, T], O for δ where it is another, or the lower half of O."""
+    """O [B, T, N, H], lse [B, N, T], O for δ where it is another, or the lower half of O.
+
+    `apart`, [B, N, T], is what P is formed from where that is not lse.
+    """
 
     o: Any
     lse: Any
     saved: Any = None
+    apart: tuple[Any, Any] | None = None
 
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
@@ -48,13 +58,20 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     lse, statistics = problem.tile_statistics
     saved = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    apart = n.statistics == "m_and_l"
     out = Outputs(
         jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
         lse,
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
+        (lse, lse) if apart else None,
     )
     out_rows = problem.head_rows()
-    out_specs = Outputs(out_rows, statistics, None if saved is None else out_rows)
+    out_specs = Outputs(
+        out_rows,
+        statistics,
+        None if saved is None else out_rows,
+        (statistics, statistics) if apart else None,
+    )
     specs = ((problem.head_rows(0), *problem.head_keys, jax.tree.map(whole, scalars)), out_specs)
     return Outputs(*call(_forward, problem, problem.query_grid, specs, out)(q, k, v, scalars))
 
@@ -115,6 +132,9 @@ def _finish(
         saved = round_point.nearest(unrounded - o, _BFLOAT16) if halves else unrounded
         problem.store_rows(out.saved, saved, start)
 
+    if out.apart is not None:
+        for ref, x in zip(out.apart, m_and_inverse_l(m, l, empty), strict=True):
+            problem.store_statistics(ref, x[:, 0], start)
     m = m * np.float32(problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
     problem.store_statistics(out.lse, lse[:, 0], start)

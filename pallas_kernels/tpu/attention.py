@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, delta_from_saved_output, rounded_delta
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
 from lowprec_attn.arithmetic.places import span
+from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
     Extras,
     Request,
@@ -126,13 +127,16 @@ def _forward(
     out = forward(Inputs(qs, ks, vs, pairs), _scalars(extras, spec), problem)
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
-    lse = _by_group(out.lse, problem)[..., 0, :rows]
+    lse = _by_row(out.lse, problem)
+    statistics = RowStatistics(lse)
+    if out.apart is not None:
+        statistics = RowStatistics(*(_by_row(x, problem) for x in out.apart))
     saved = None if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
     if spec.numerics.delta == "dp_p":
-        return (o, lse), Residuals(inputs, None, lse)
+        return (o, lse), Residuals(inputs, None, statistics)
     if spec.numerics.saved_output == "halves":
-        return (o, lse), Residuals(inputs, o, lse, saved)
-    return (o, lse), Residuals(inputs, o if saved is None else saved, lse)
+        return (o, lse), Residuals(inputs, o, statistics, saved)
+    return (o, lse), Residuals(inputs, o if saved is None else saved, statistics)
 
 
 def _backward(
@@ -144,11 +148,15 @@ def _backward(
         _problem(inputs, spec, tile) for tile in (sizes.query_gradients, sizes.key_gradients)
     )
     # P = exp(S − lse) must be 0 in a row without keys, whose lse is −inf, and in a padded row.
-    lse = jnp.where(res.lse == -jnp.inf, jnp.inf, res.lse)
+    lse, inverse_l = res.statistics
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
     def operands(problem: Problem, **rows: Array) -> Operands:
         q, k, v = _padded_inputs(inputs, problem)
-        scores_lse = _statistics(lse / jnp.float32(lse_unit(problem)), problem, jnp.inf)
+        unit = 1.0 if inverse_l is not None else lse_unit(problem)  # m counts in it already
+        scores_lse = _statistics(lse / jnp.float32(unit), problem, jnp.inf)
+        if inverse_l is not None:
+            rows = {**rows, "inverse_l": inverse_l}
         statistics = {name: _statistics(x, problem, 0.0) for name, x in rows.items()}
         pairs = _padded_pairs(inputs.extras, problem)
         do_rows = _padded_rows(do, problem)

@@ -35,7 +35,8 @@ class Operands(NamedTuple):
 
     lse counts in `lse_unit`, as the scores do that it is subtracted from. dlse comes with
     `SUMS_ROWS` alone; otherwise δ has it already. `after` is λ of 'after_cast', [B, N, 1, T], in
-    the units of dS as rounded.
+    the units of dS as rounded. With `statistics='m_and_l'` lse is m, and `inverse_l`, [B, N, 1, T],
+    is a factor of P.
     """
 
     q: Any
@@ -47,6 +48,14 @@ class Operands(NamedTuple):
     dlse: Any = None
     pairs: Pairs | None = None
     after: Any = None
+    inverse_l: Any = None
+
+
+class Exponents(NamedTuple):
+    """lse or m of rows, and a factor of P where there is one."""
+
+    lse: Array
+    inverse_l: Array | None = None
 
 
 class Program(NamedTuple):
@@ -73,12 +82,14 @@ class Side(NamedTuple):
 
 
 def lse_unit(problem: Problem) -> float:
-    """What lse counts in: lse = lse_unit · `Operands.lse`."""
+    """What lse, or m, counts in: lse = lse_unit · `Operands.lse`."""
+    if problem.spec.numerics.statistics == "m_and_l":
+        return problem.score_unit
     return problem.spec.scale if problem.counts_in_scale("scores") else 1.0
 
 
 def probs_and_dp(
-    program: Program, left: Side, right: Side, lse: Array, place: Place, *, masked: bool
+    program: Program, left: Side, right: Side, exponents: Exponents, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
     problem, round_point = program.problem, program.round_point
@@ -93,7 +104,9 @@ def probs_and_dp(
         if program.pairs is not None:
             seen = seen & unhidden(program.pairs, keys_first=place.rows.shape[0] == 1)
         s = mask_scores(s, seen)
-    probs = exponential(s - lse, unit)
+    probs = exponential(s - exponents.lse, unit)
+    if exponents.inverse_l is not None:
+        probs = probs * exponents.inverse_l
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
     return probs, round_point(dp, "dp", place)

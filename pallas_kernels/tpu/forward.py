@@ -16,7 +16,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
-from lowprec_attn.arithmetic.recurrence import SoftmaxState, divisor, log_sum_exp
+from lowprec_attn.arithmetic.recurrence import (
+    SoftmaxState,
+    divisor,
+    log_sum_exp,
+    m_and_inverse_l,
+)
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.rounder import BFLOAT16
 from pallas_kernels.scalars import Scalars
@@ -36,11 +41,15 @@ from pallas_kernels.tpu.walk import Inputs, LongStep, Program, Walk, read, take_
 
 
 class Outputs(NamedTuple):
-    """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another, or the lower half of O."""
+    """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another, or the lower half of O.
+
+    `apart`, [B, N, 1, T], is what P is formed from where that is not lse.
+    """
 
     o: Any
     lse: Any
     saved: Any = None
+    apart: tuple[Any, Any] | None = None
 
 
 def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
@@ -66,10 +75,13 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
     saved_dtype = problem.spec.numerics.saved_dtype
     shape = (problem.batch, problem.heads, problem.padded_rows, problem.head_size)
+    row = jax.ShapeDtypeStruct((problem.batch, problem.heads, 1, problem.padded_rows), jnp.float32)
+    apart = problem.spec.numerics.statistics == "m_and_l"
     out = Outputs(
         jax.ShapeDtypeStruct(shape, problem.spec.numerics.output_dtype(problem.dtype)),
-        jax.ShapeDtypeStruct((problem.batch, problem.heads, 1, problem.padded_rows), jnp.float32),
+        row,
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
+        (row, row) if apart else None,
     )
     per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
     state = (per_row, per_row, accumulator) + (accumulator,) * problem.keeps_auxiliary
@@ -77,14 +89,19 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         sizes=(problem.batch, problem.heads, problem.q_tiles, walk.programs),
         parallel=3,
         in_specs=(Inputs(rows, keys, values, pairs),),
-        out_specs=Outputs(rows, statistics, None if saved_dtype is None else rows),
+        out_specs=Outputs(
+            rows,
+            statistics,
+            None if saved_dtype is None else rows,
+            (statistics, statistics) if apart else None,
+        ),
         scratch=state + ((per_row,) * 2 + state) * walk.is_long,
     )
     return Outputs(*call(_forward, problem, grid, out)(scalars, x))
 
 
 def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> None:
-    out, scratch = Outputs(*refs[:3]), refs[3:]
+    out, scratch = Outputs(*refs[:4]), refs[4:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i, head)
     walk = Walk.of(problem)
@@ -146,5 +163,8 @@ def _finish(
     elif out.saved is not None:
         out.saved[...] = unrounded
 
+    if out.apart is not None:
+        for ref, x in zip(out.apart, m_and_inverse_l(state.m, l, empty), strict=True):
+            ref[...] = to_row(x)
     m = state.m * jnp.float32(problem.score_unit)
     out.lse[...] = to_row(log_sum_exp(m, l, empty, round_point, place))

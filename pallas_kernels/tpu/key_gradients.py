@@ -12,6 +12,7 @@ from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
+    Exponents,
     GradientSum,
     Operands,
     Program,
@@ -76,6 +77,7 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
                 statistics,
                 pairs=pairs,
                 after=None if x.after is None else statistics,
+                inverse_l=None if x.inverse_l is None else statistics,
             ),
         ),
         out_specs=(keys, keys),
@@ -117,7 +119,9 @@ def _key_gradients(
         place = Place(indices(i * problem.tile.query, problem.tile.query, 1), cols)
         q, do = ref.q[...], ref.do[...]
         keys, rows = Side(ref.k[...], program.values(ref.v[...], j)), Side(q, do)
-        probs, dp = probs_and_dp(program, keys, rows, ref.lse[...], place, masked=masked)
+        inverse_l = None if ref.inverse_l is None else ref.inverse_l[...]
+        exponents = Exponents(ref.lse[...], inverse_l)
+        probs, dp = probs_and_dp(program, keys, rows, exponents, place, masked=masked)
         rounded = program.round_point(probs, "probs_bwd", place)
         dot, p_format = program.round_point.dot, n.probs_bwd.result_format
         dv_total.add(i, lambda x: dot(rounded[:, x], do[x], p_format, format_of(do), ROWS), cols)

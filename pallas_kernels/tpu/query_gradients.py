@@ -15,6 +15,7 @@ from lowprec_attn.arithmetic.products import format_of
 from pallas_kernels.problem import Range
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
+    Exponents,
     GradientSum,
     Operands,
     Program,
@@ -51,7 +52,7 @@ class QueryGradients(NamedTuple):
 
 
 class _QuerySums(NamedTuple):
-    """Scratch of dQ: sums, lse and δ by row; `p_dp`, `p`, `pk` as in `backward.RowSums`."""
+    """Scratch of dQ: sums, lse, δ and 1 / l by row; `p_dp`, `p`, `pk` as in `backward.RowSums`."""
 
     dq: Any
     lse: Any
@@ -59,6 +60,7 @@ class _QuerySums(NamedTuple):
     p_dp: Any = None
     p: Any = None
     pk: Any = None
+    inverse_l: Any = None
     part: Any = None
 
     @classmethod
@@ -69,6 +71,8 @@ class _QuerySums(NamedTuple):
         result = cls(sums, row, row)
         if problem.spec.numerics.delta in SUMS_ROWS:
             result = result._replace(p_dp=row, p=row, pk=sums)
+        if problem.spec.numerics.statistics == "m_and_l":
+            result = result._replace(inverse_l=row)
         return result._replace(part=sums) if sums_parts(problem, tile.kv, problem.step) else result
 
 
@@ -95,9 +99,8 @@ def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
     """δ = rowsum(dP ∘ P), [B, N, 1, T], in a pass of its own over the keys."""
     statistic = (problem.tile.query, LANES)
     out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
-    return _over_queries(
-        _delta, x, scalars, problem, (out, _row_statistics(problem), (statistic, statistic))
-    )
+    scratch = (statistic,) * (2 if x.inverse_l is None else 3)
+    return _over_queries(_delta, x, scalars, problem, (out, _row_statistics(problem), scratch))
 
 
 def _over_queries(
@@ -114,8 +117,9 @@ def _over_queries(
     )
     keys = pl.BlockSpec((None, None, size.kv, problem.head_size), key_tile)
     shape, out_spec, scratch = out
-    lse, delta, dlse = (
-        None if row is None else _row_statistics(problem) for row in (x.lse, x.delta, x.dlse)
+    lse, delta, dlse, inverse_l = (
+        None if row is None else _row_statistics(problem)
+        for row in (x.lse, x.delta, x.dlse, x.inverse_l)
     )
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
@@ -125,7 +129,7 @@ def _over_queries(
     grid = Grid(
         sizes=(problem.batch, problem.heads, problem.q_tiles, problem.kv_tiles),
         parallel=3,
-        in_specs=(Operands(rows, keys, keys, rows, lse, delta, dlse, pairs),),
+        in_specs=(Operands(rows, keys, keys, rows, lse, delta, dlse, pairs, inverse_l=inverse_l),),
         out_specs=out_spec,
         scratch=scratch,
     )
@@ -137,16 +141,16 @@ class _Walk(NamedTuple):
 
     program: Program
     ref: Operands
-    lse: Any
+    exponents: Exponents
     i: Array
     j: Array
 
     @classmethod
-    def of(cls, scalars: Scalars, ref: Operands, lse: Any, problem: Problem) -> "_Walk":
+    def of(cls, scalars: Scalars, ref: Operands, exponents: Exponents, problem: Problem) -> "_Walk":
         batch, head, i, j = (pl.program_id(axis) for axis in range(4))
         round_point = problem.rounder(scalars, batch, head)
         program = Program(problem, scalars, batch, round_point, head, ref.pairs)
-        return cls(program, ref, lse, i, j)
+        return cls(program, ref, exponents, i, j)
 
     @property
     def rows(self) -> Array:
@@ -170,8 +174,9 @@ class _Walk(NamedTuple):
                 Side(self.ref.q[...], self.ref.do[...]),
                 Side(self.ref.k[...], self.program.values(self.ref.v[...], self.j)),
             )
-            lse = lanes(self.lse[...], problem.tile.kv)
-            probs, dp = probs_and_dp(self.program, rows, keys, lse, place, masked=masked)
+            given = (x for x in self.exponents if x is not None)
+            exponents = Exponents(*(lanes(x[...], problem.tile.kv) for x in given))
+            probs, dp = probs_and_dp(self.program, rows, keys, exponents, place, masked=masked)
             contribution(probs, dp, place)
 
         seen = self.seen
@@ -192,7 +197,7 @@ def _query_gradients(
     sums = _QuerySums(
         *(None if shape is None else next(given) for shape in _QuerySums.shapes(problem))
     )
-    walk = _Walk.of(scalars, ref, sums.lse, problem)
+    walk = _Walk.of(scalars, ref, Exponents(sums.lse, sums.inverse_l), problem)
     round_point = walk.program.round_point
     total = GradientSum(walk.program, sums.dq, sums.part, problem.tile.kv, problem.step, 0)
 
@@ -201,6 +206,8 @@ def _query_gradients(
         total.begin()
         sums.lse[...] = to_columns(ref.lse[...])
         sums.delta[...] = to_columns(ref.delta[...])
+        if sums.inverse_l is not None:
+            sums.inverse_l[...] = to_columns(ref.inverse_l[...])
         for x in (sums.p_dp, sums.p, sums.pk):
             if x is not None:
                 x[...] = jnp.zeros_like(x)
@@ -250,14 +257,18 @@ def _row_shift(sums: _QuerySums) -> Array:
 
 
 def _delta(
-    scalars: Scalars, ref: Operands, delta_ref: Any, lse: Any, total: Any, *, problem: Problem
+    scalars: Scalars, ref: Operands, delta_ref: Any, *scratch: Any, problem: Problem
 ) -> None:
-    walk = _Walk.of(scalars, ref, lse, problem)
+    lse, total, *rest = scratch
+    exponents = Exponents(lse, *rest)
+    walk = _Walk.of(scalars, ref, exponents, problem)
 
     @pl.when(walk.j == 0)
     def initialise() -> None:
         total[...] = jnp.zeros_like(total)
         lse[...] = to_columns(ref.lse[...])
+        if exponents.inverse_l is not None:
+            exponents.inverse_l[...] = to_columns(ref.inverse_l[...])
 
     def contribution(probs: Array, dp: Array, place: Place) -> None:
         total[...] += jnp.sum(dp * probs, axis=-1, keepdims=True)

@@ -54,6 +54,16 @@ def test_presets_are_those_of_the_table(name: str) -> None:
     kv_block = 512 if name.startswith("published") else None
     assert (preset.row_sum, preset.kv_block, preset.grads) == ("unrounded", kv_block, None)
     assert preset.needs_bits == (name == "stochastic_output")
+    assert preset.statistics == ("m_and_l" if name == "exact" else "lse")
+
+
+def test_only_an_lse_that_is_saved_is_rounded() -> None:
+    with pytest.raises(ValueError, match=r"lse=bfloat16 .* use statistics='lse'"):
+        Numerics(lse="bfloat16", statistics="m_and_l")
+    with pytest.raises(ValueError, match="lse=bfloat16 is not saved"):
+        numerics.EXACT.replace(lse="bfloat16", statistics="m_and_l")
+    assert numerics.EXACT.replace(lse="bfloat16").statistics == "lse"
+    assert numerics.EXACT.replace(lse="float32") == numerics.EXACT
 
 
 def test_records_are_values() -> None:

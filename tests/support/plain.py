@@ -94,6 +94,8 @@ class Forward:
     o: np.ndarray
     o_saved: np.ndarray
     lse: np.ndarray
+    m: np.ndarray
+    l: np.ndarray  # 1 where a row saw no key, and m 0
 
 
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: str) -> Forward:
@@ -145,7 +147,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
     lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.lse))
-    return Forward(s, o, saved, lse)
+    return Forward(s, o, saved, lse, np.where(empty, np.float32(0), m), divisor)
 
 
 def tile_slices(n: Numerics, rows: int, keys: int) -> list[tuple[slice, slice]]:
@@ -169,8 +171,10 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     v = round_nearest(v, n.value)
     fwd = forward(q, k, v, opt, dtype)
 
-    lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
-    p = np.exp(fwd.s - lse)
+    if n.statistics == "m_and_l":
+        p = np.exp(fwd.s - fwd.m) / fwd.l
+    else:
+        p = np.exp(fwd.s - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
     dp = round_nearest(do @ v.swapaxes(-1, -2), n.dp)
     if n.delta == "dp_p":
         products = dp * p

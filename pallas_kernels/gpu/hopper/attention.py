@@ -146,6 +146,8 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         return f"delta={n.delta} (it takes {_listed(taken)})"
     if n.saved_output == "halves":
         return "saved_output=halves (it takes same, float32 or auxiliary)"
+    if n.statistics != "lse":
+        return f"statistics={n.statistics} (it takes lse)"
     if n.row_sum != "unrounded":
         return f"row_sum={n.row_sum} (it takes unrounded)"
     if not in_long_steps and n.kv_block not in (None, *KEYS_PER_STEP):

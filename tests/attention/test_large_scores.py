@@ -1,0 +1,93 @@
+"""Rows whose every score is huge: Σ P is 1 where m and l are saved apart, whatever the scores.
+
+Left padding by an additive bias leaves the rows of the padding such scores. A lse of one float32
+number loses log l there: between 1e6 and 2e6 those numbers lie 1/16 to 1/8 apart.
+"""
+
+import harness
+import numpy as np
+import pytest
+from kernel_calls import kernel_call, run
+
+from lowprec_attn.numerics import EXACT, FLASH, Numerics
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+LEAST = float(np.finfo(np.float32).min)
+# MASKED, which stands for a score that is not there in the kernels, is among them.
+BIASES = (1e6, -1e6, -1e9, -1e30, LEAST / 2, -(2.0**127), LEAST)
+CASE = harness.Case(rows=13, keys=13, heads=2, kv_heads=1, is_causal=True, bias=(True, True, True))
+PADDED = 6  # keys on the left that no later row shall see; rows among them see nothing else
+
+
+def inputs(bias: float) -> harness.Arrays:
+    arrays = harness.inputs(CASE)
+    arrays["bias"][...] = 0.0
+    arrays["bias"][..., :PADDED] = bias
+    return arrays
+
+
+def exact_of(arrays: harness.Arrays) -> harness.Arrays:
+    """In float64, of the scores that float32 holds: q·k vanishes beside a bias of 1e9."""
+    q, k = (arrays[name].astype(np.float64).swapaxes(1, 2) for name in ("q", "k"))
+    products = q @ k.repeat(CASE.heads // CASE.kv_heads, 1).swapaxes(-1, -2) * CASE.head_size**-0.5
+    s = (products + arrays["bias"]).astype(np.float32).astype(np.float64)
+    return harness.oracle(CASE, arrays | {"bias": s - products})
+
+
+def check(result: harness.Arrays, exact: harness.Arrays) -> None:
+    for name in ("out", "dq", "dk", "dv"):
+        bound = 32 * 2.0**-24 * harness.largest(exact[name])
+        assert harness.error(result[name], exact[name]) <= bound, name
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+def test_padding_by_a_bias(implementation: str, bias: float) -> None:
+    arrays = inputs(bias)
+    result = harness.run(harness.IMPLEMENTATIONS[implementation], CASE, arrays, EXACT)
+    check(result, exact_of(arrays))
+    if bias < -1e8:  # their scores are equal
+        v = arrays["v"][:, :PADDED].astype(np.float64)
+        means = np.cumsum(v, axis=1) / np.arange(1, PADDED + 1)[:, None, None]
+        assert np.abs(result["out"][:, :PADDED] - means.repeat(2, 2)).max() < 1e-6
+
+
+@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
+def test_lse_as_one_number_is_noticed(implementation: str) -> None:
+    arrays, how = inputs(-1e6), harness.IMPLEMENTATIONS[implementation]
+    result = harness.run(how, CASE, arrays, EXACT.replace(statistics="lse"))
+    with pytest.raises(AssertionError, match=r"dq|dk|dv"):
+        check(result, exact_of(arrays))
+
+
+def errors_of_kernels(kernels: str, sign: str, num: Numerics) -> dict[str, float]:
+    """Relative to the largest entries; the kernels take no bias, so q and k make the scores."""
+    case = harness.Case(
+        batch=1, rows=20, keys=140, heads=2, kv_heads=1, scale=1.0, values=f"huge_{sign}_scores"
+    )
+    exact = harness.oracle(case, harness.inputs(case))
+    result = run(case, kernel_call(kernels, case, num))
+    # The first feature of q and k is 2^11, and of dS it multiplies what rounding leaves of a sum.
+    return {
+        name: harness.error(result[name][..., 1:], exact[name][..., 1:])
+        / harness.largest(exact[name][..., 1:])
+        for name in ("out", "dq", "dk", "dv")
+    }
+
+
+@pytest.mark.parametrize("sign", ["positive", "negative"])
+@pytest.mark.parametrize("kernels", harness.KERNELS)
+def test_scores_of_four_million_in_the_kernels(kernels: str, sign: str) -> None:
+    errors = errors_of_kernels(kernels, sign, EXACT)
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("kernels", harness.KERNELS)
+def test_rounding_to_bfloat16_takes_m_and_l_apart_as_well(kernels: str) -> None:
+    apart = errors_of_kernels(kernels, "negative", FLASH.replace(statistics="m_and_l"))
+    together = errors_of_kernels(kernels, "negative", FLASH)
+    assert apart["dv"] < 0.01 < 0.1 < together["dv"], (apart, together)
