@@ -57,6 +57,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.logits_dtype = "float32"  # bfloat16 is faster, and what PyTorch's autocast does
     config.model.qk_norm = False  # q and k over their RMS, times a learned scale
     config.model.z_loss = 0.0  # times log²Z of the output softmax; PaLM has 1e-4
+    config.model.embedding_mean = 0.0  # all position embeddings start with a vector of ± this
 
     config.attention = ConfigDict()
     config.attention.numerics = "published"
@@ -76,6 +77,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.path = placeholder(str)
+    config.data.builtin = "documentation"  # or lookup; where there is no path
     config.data.replay = placeholder(str)
 
     config.optimizer = ConfigDict()

@@ -55,11 +55,22 @@ class LayerRecord(NamedTuple):
     residual: Array
 
 
+class _Linear(nnx.Linear):
+    """`nnx.Linear`, its input as one matrix of rows.
+
+    On a CPU, JAX 0.11 multiplies a bfloat16 matrix twenty times as fast as a stack of them.
+    """
+
+    def __call__(self, inputs: Array, *args: Any, **kwargs: Any) -> Array:
+        rows = super().__call__(inputs.reshape(-1, inputs.shape[-1]), *args, **kwargs)
+        return rows.reshape(*inputs.shape[:-1], rows.shape[-1])
+
+
 def _linear(
     settings: ModelSettings, features_in: int, features_out: int, std: float, rngs: nnx.Rngs
 ) -> nnx.Linear:
     dtype = jnp.dtype(settings.activation_dtype)
-    return nnx.Linear(
+    return _Linear(
         features_in,
         features_out,
         use_bias=bool(settings.biases),
@@ -78,6 +89,17 @@ def init_std(settings: ModelSettings) -> float:
     return {"gpt2": 0.02, "small_init": math.sqrt(2 / (5 * d)), "lecun_uniform": (3 * d) ** -0.5}[
         settings.init
     ]
+
+
+def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..., Array]:
+    """An initialiser of rows that share a random vector of entries ±`size`."""
+
+    def rows(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
+        of_rows, of_signs = jax.random.split(key)
+        signs = jax.random.rademacher(of_signs, (1, shape[1]), dtype)
+        return init(of_rows, shape, dtype) + dtype(size) * signs
+
+    return rows
 
 
 @jax.custom_vjp
@@ -281,6 +303,8 @@ class GPT2(nnx.Module):
         normal = nnx.initializers.normal(init_std(settings))
         embed = {"dtype": jnp.float32, "param_dtype": jnp.float32, "embedding_init": normal}
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
+        if settings.embedding_mean:
+            embed["embedding_init"] = _about_common_vector(normal, settings.embedding_mean)
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
         self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
         self.norm = LayerNorm(settings.width, dtype, rngs, bool(settings.biases))

@@ -31,6 +31,8 @@ class ModelSettings:
         softmax (0: off); see `loss.cross_entropy`.
       biases: whether linear layers and norms have biases, which start at zero, as those of Radford
         et al. (2019) do; None for no.
+      embedding_mean: c ≥ 0: all position embeddings start with one common vector of entries ±c,
+        beside which those of 0.02 are small: the mean that hidden states of trained models have.
     """
 
     layers: int
@@ -45,6 +47,7 @@ class ModelSettings:
     qk_norm: bool
     z_loss: float
     biases: bool | None = None  # configs of earlier versions do not have it
+    embedding_mean: float = 0.0  # nor this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,8 @@ def _check(settings: TrainSettings) -> None:
     _check_ends(settings)
     _check_model(settings.model)
     _check_optimizer(settings.optimizer, settings.model)
+    alone = settings.data.path is None or settings.data.builtin == "documentation"
+    _require(alone, "data", "builtin", settings.data, "documentation beside data.path")
 
 
 def _check_run(run: TrainSettings) -> None:
@@ -207,7 +209,9 @@ def _check_model(model: ModelSettings) -> None:
         _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
         even = model.vocab_size % 2 == 0
         _require(even, "model", "vocab_size", model, "even if logits_dtype is bfloat16")
-    _require(0 <= model.z_loss < math.inf, "model", "z_loss", model, "0 or more and finite")
+    for name in ("z_loss", "embedding_mean"):
+        finite = 0 <= getattr(model, name) < math.inf
+        _require(finite, "model", name, model, "0 or more and finite")
 
 
 def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None:

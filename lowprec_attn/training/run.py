@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from lowprec_attn import hosts
-from lowprec_attn.data import builtin_text, tokens
+from lowprec_attn.data import builtin_text, lookup_text, tokens
 from lowprec_attn.data.batches import train_iterator
 from lowprec_attn.data.order import (
     Order,
@@ -152,8 +152,10 @@ def _after(rollbacks: Sequence[Rollback], settings: TrainSettings) -> TrainSetti
 
 
 def open_corpus(settings: DataSettings) -> tokens.Corpus:
-    """The text of a run: token files, or the built-in documentation."""
-    return builtin_text.load() if settings.path is None else tokens.load(settings.path)
+    """The text of a run: token files, or a built-in one."""
+    if settings.path is not None:
+        return tokens.load(settings.path)
+    return lookup_text.load() if settings.builtin == "lookup" else builtin_text.load()
 
 
 def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder | Replay:

@@ -5,6 +5,7 @@ environment variable.
 """
 
 import dataclasses
+from typing import Literal
 
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 
@@ -17,13 +18,16 @@ class DataSettings:
 
     Attributes:
       path: a directory with `train.bin` and `val.bin` (nanoGPT format, or as written by
-        `lowprec-attn prepare`), or None for the built-in text.
+        `lowprec-attn prepare`), or None for a built-in text.
       replay: a file with one line of comma-separated start indices per step, or None for the
         order drawn from the run's seed.
+      builtin: the text where there is no path: the `documentation` that comes with Python
+        (`data.builtin_text`), or `lookup` (`data.lookup_text`).
     """
 
     path: str | None
     replay: str | None
+    builtin: Literal["documentation", "lookup"] = "documentation"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

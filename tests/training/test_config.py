@@ -129,3 +129,20 @@ def test_a_bad_field_gives_one_line_with_the_value_and_what_is_possible(changes,
     assert value in message
     assert hint in message
     assert "\n" not in message
+
+
+def test_a_built_in_text_stands_beside_no_path():
+    config = tiny_config()
+    config["data"].update(builtin="lookup")
+    assert train_settings(config).data.builtin == "lookup"
+    config["data"].update(path="texts")
+    with pytest.raises(ConfigError, match=r"data\.builtin must be documentation beside data\.path"):
+        train_settings(config)
+
+
+@pytest.mark.parametrize("mean", [-1.0, float("inf"), float("nan")])
+def test_a_mean_of_the_embeddings_is_finite(mean):
+    config = tiny_config()
+    config["model"].update(embedding_mean=mean)
+    with pytest.raises(ConfigError, match=r"model\.embedding_mean must be 0 or more and finite"):
+        train_settings(config)

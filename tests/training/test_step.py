@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from compiling import OPTIMIZED, optimized
+from flax import nnx
 from tiny import tiny_settings, with_optimizer
 
 from configs import gpt2_bf16
@@ -472,3 +473,16 @@ def test_runs_of_other_seeds_are_the_same_programs():
     settings = [tiny_settings(seed=seed) for seed in (1, 2)]
     a, b = (make_program(s, run_devices(s)).initial_state(root_key(s)).params for s in settings)
     assert not all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def test_positions_start_with_a_common_vector():
+    settings = tiny_settings(devices=1, steps=20)
+    model = dataclasses.replace(settings.model, embedding_mean=1.5)
+    rows = GPT2(model, settings.attention, nnx.Rngs(0)).positions.embedding[...]
+    signs = jnp.sign(rows)
+    assert bool(jnp.all(signs == signs[:1]))
+    assert 0 < int(jnp.sum(signs[0] > 0)) < model.width
+    spread = rows - 1.5 * signs  # as the embeddings without a mean
+    assert 0.015 < float(jnp.std(spread)) < 0.025
+    plain = GPT2(settings.model, settings.attention, nnx.Rngs(0)).positions.embedding[...]
+    assert abs(float(jnp.mean(jnp.abs(plain)))) < 0.05
