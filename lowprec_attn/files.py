@@ -1,4 +1,8 @@
-"""Files that outlive a kill: written whole, or by whole lines; locks, and a disk that refuses."""
+"""Files that outlive a kill: written whole, or by whole lines; locks, and a disk that refuses.
+
+Nothing is written through a symbolic link, nor into a device, a pipe or a socket: what stands
+behind one of these is not the program's.
+"""
 
 import contextlib
 import dataclasses
@@ -6,13 +10,20 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
+import re
+import secrets
+import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self
 
 from lowprec_attn.errors import RunError
+
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class DiskError(RunError):
@@ -53,9 +64,57 @@ def require_writable(path: Path) -> None:
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
+    require_output(path)
+
+
+def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
+    """Sees that a file can be written later, in a directory that is there.
+
+    Args:
+      path: of the file.
+      reads: files and directories that the same command reads. It may not be one of the files; in
+        one of the directories it may be new, or an HTML page, which no command reads.
+
+    Raises:
+      DiskError: it cannot, or it is read.
+    """
+    with writing(path):
+        if not path.name:  # "", "." or "/"
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        _require_file_or_nothing(path)
         tempfile.TemporaryFile(dir=path.parent).close()
+    if not path.exists():
+        return
+    for source in reads:
+        inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
+        if (source.exists() and path.samefile(source)) or (inside and path.suffix != ".html"):
+            raise DiskError(
+                f"cannot write {path}: it is there already, and the same command reads {source}; "
+                "give another place"
+            )
+
+
+def _require_file_or_nothing(path: Path) -> None:
+    """Raises an OSError unless a regular file stands there, or nothing."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "a device, pipe or socket"
+        raise FileExistsError(errno.EEXIST, f"{what} stands there", str(path))
+
+
+def open_own(path: str | Path, flags: int) -> int:
+    """An opener for files that are written in place: no link is followed, no pipe waited for.
+
+    Raises:
+      OSError: the file cannot be opened, or something else than a file stands there.
+    """
+    _require_file_or_nothing(Path(path))
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def stays_inside(name: object) -> bool:
@@ -69,6 +128,11 @@ def stays_inside(name: object) -> bool:
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
+def is_temporary(name: str) -> bool:
+    """Whether `write_atomically` gives such a name to a file that it has not finished."""
+    return re.fullmatch(r"\.[0-9a-f]{12}\..*\.tmp", name) is not None
+
+
 # Whole files.
 
 
@@ -76,18 +140,25 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Writes or replaces a file in one step.
 
     A process that is killed at any instant leaves the old contents or the new, never a part, and so
-    does a machine that loses its power. At most `path` with `.tmp` appended stays behind, and the
-    next call overwrites it.
+    does a machine that loses its power. At most a hidden file whose name ends in that of `path`
+    and `.tmp` stays behind.
 
     Raises:
-      OSError: the disk refuses.
+      OSError: the disk refuses, or something else than a file stands there.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    _require_file_or_nothing(path)
+    # A name that nobody can foresee, made anew: a link that was planted under it is not followed,
+    # and no file of the user's has it.
+    temporary = path.with_name(f".{secrets.token_hex(6)}.{path.name}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync(path.parent)  # the new name
 
 
@@ -117,8 +188,29 @@ def make_directory(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
-    """Writes or replaces a JSON file in one step; raises as `write_atomically`."""
-    write_atomically(path, f"{json.dumps(value, indent=indent)}\n".encode())
+    """Writes or replaces a JSON file, strictly, in one step; raises as `write_atomically`."""
+    text = json.dumps(strict_json(value), indent=indent, allow_nan=False)
+    write_atomically(path, f"{text}\n".encode())
+
+
+def strict_json(value: Any) -> Any:
+    """The same value with NaN and infinities, which JSON has not, as "nan", "inf" and "-inf"."""
+    if isinstance(value, Mapping):
+        return {name: strict_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
+    return value
+
+
+def from_strict_json(value: Any) -> Any:
+    """The inverse of `strict_json`."""
+    if isinstance(value, dict):
+        return {name: from_strict_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [from_strict_json(item) for item in value]
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def read_json(path: Path) -> Any:
@@ -139,7 +231,8 @@ def read_record(path: Path, **fields: type) -> dict[str, Any]:
 
     Args:
       path: of the file.
-      **fields: that it must have, with their types; an int is a float as well.
+      **fields: that it must have, with their types; an int is a float as well, and so are the
+        texts that `strict_json` makes of some.
 
     Raises:
       NotJsonError: it holds something else; the message says what to do.
@@ -154,6 +247,8 @@ def read_record(path: Path, **fields: type) -> dict[str, Any]:
         raise NotJsonError(f"{path} holds {type(record).__name__}, no record; {mend}")
     for name, kind in fields.items():
         value = record.get(name)
+        if kind is float and isinstance(value, str):
+            value = record[name] = from_strict_json(value)
         if not isinstance(value, int | float if kind is float else kind):
             raise NotJsonError(f"{path} is no record with a {name}: it has {value!r}; {mend}")
     return record
@@ -235,7 +330,8 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("ab", buffering=0)
+        self._path = path
+        self._file = os.fdopen(open_own(path, _APPEND), "ab", buffering=0)
 
     def append(self, text: str) -> bytes:
         """Writes a line and returns its bytes.
@@ -295,7 +391,7 @@ def lock(path: Path) -> IO[bytes] | None:
       OSError: the file cannot be made or locked.
     """
     with contextlib.ExitStack() as unless_locked:
-        file = unless_locked.enter_context(path.open("ab"))
+        file = unless_locked.enter_context(os.fdopen(open_own(path, _APPEND), "ab"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,10 +3,13 @@
 import argparse
 import math
 import shlex
+import sys
 from pathlib import Path
+from typing import get_args
 
 from lowprec_attn.data import documents
 from lowprec_attn.data.prepare import OUTPUTS, prepare
+from lowprec_attn.data.text_files import Format
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import DataError
 
@@ -18,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files, each a document"
+        "--text",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 text, each file a document; or JSON lines or Parquet, each row's 'text' one; "
+        "gzip, zstd, bzip2 and xz are unpacked",
     )
     source.add_argument(
         "--dataset",
@@ -27,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files (text, json, parquet, ...) with --data-files; column 'text', a document per row",
     )
     parser.add_argument("--separator", help="with --text: what stands between documents in a file")
+    parser.add_argument(
+        "--format",
+        choices=get_args(Format),
+        help="with --text: of the files (default: told by the content of each)",
+    )
     parser.add_argument("--data-files", nargs="+", metavar="FILE", help="with --dataset: its files")
     parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
@@ -57,7 +70,9 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2(args.bpe)
     source = (
-        documents.text_files(args.text, args.separator, _least_pieces(args.val_fraction))
+        documents.text_files(
+            args.text, args.separator, _least_pieces(args.val_fraction), args.format
+        )
         if args.text
         else documents.dataset(args.dataset, args.data_files, args.revision)
     )
@@ -71,9 +86,10 @@ def run(args: argparse.Namespace) -> None:
     )
 
 
-def _least_pieces(val_fraction: float) -> int:
-    """So many that each of the two splits gets one of them."""
-    return math.ceil(1 / min(val_fraction, 1 - val_fraction))
+def _least_pieces(val_fraction: float) -> float:
+    """So many that each of the two splits gets one of them; infinite for the smallest shares."""
+    least = min(val_fraction, 1 - val_fraction)
+    return math.inf if least < sys.float_info.min else 1 / least
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -83,6 +99,7 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--seed {args.seed} is negative: give 0 or more")
     for option, needed, given in (
         ("--separator", "--text", args.separator is None or args.text),
+        ("--format", "--text", args.format is None or args.text),
         ("--data-files", "--dataset", args.data_files is None or args.dataset),
         ("--revision", "--dataset", args.revision is None or args.dataset),
         ("--bpe", "--tokenizer gpt2", args.bpe is None or args.tokenizer == "gpt2"),
@@ -94,3 +111,6 @@ def _check(args: argparse.Namespace) -> None:
     for path in (args.out / name for name in OUTPUTS):
         if path.exists() and not args.overwrite:
             raise DataError(f"{path} exists: give another directory, or --overwrite to replace it")
+        for read in args.text or map(Path, args.data_files or ()):
+            if path.exists() and read.exists() and path.samefile(read):
+                raise DataError(f"{read} is read and would be replaced: give another directory")

@@ -1,86 +1,93 @@
 """Streams of documents to tokenize, from text files or from a Hugging Face data set."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn import installation
+from lowprec_attn.data.text_files import Format, Piece, TextFile, document
 from lowprec_attn.data.tokens import DataError
 
 _PIECE = 1 << 16  # characters of a text file read and tokenized at a time, at most
 _FINER = 8  # more pieces than asked for, since files and lines are of any length
 
 
-class Piece(NamedTuple):
-    """A document, or one of the consecutive parts of a long one."""
-
-    text: str
-    ends_document: bool
-
-
 class Documents(NamedTuple):
-    """A stream of documents and, if known, its size in bytes of UTF-8."""
+    """A stream of documents.
+
+    Attributes:
+      pieces: the stream.
+      size: of the whole source in bytes, None where it is not known.
+      done: bytes of the source read so far; None: to be counted as UTF-8 of the pieces.
+    """
 
     pieces: Iterable[Piece]
     size: int | None
+    done: Callable[[], int] | None = None
 
 
 def text_files(
-    paths: Sequence[Path], separator: str | None = None, least_pieces: int = 1
+    paths: Sequence[Path],
+    separator: str | None = None,
+    least_pieces: float = 1,
+    format: Format | None = None,
 ) -> Documents:
     """Streams text files: each is one document, or several with a `separator` between them.
 
-    Without a separator a file is cut at line ends into pieces of about 65,536 characters, so that
-    a file of any size fits in memory. With one, a whole document is held at a time.
+    Files may be compressed (gzip, zstd, bzip2, xz). Of JSON lines and Parquet, every row is a
+    document. Of plain text without a separator, a file is cut at line ends into pieces of about
+    65,536 characters, so that a file of any size fits in memory. With one, a whole document is
+    held at a time.
 
     Args:
-      paths: UTF-8 text files.
+      paths: UTF-8 text, with a byte-order mark or without; JSON lines or Parquet with a `text`.
       separator: removed where it occurs; what stands around it stays.
       least_pieces: fewer files than these are cut into shorter pieces, so that there are as many,
         if lines are short enough.
+      format: of all files; None to tell it by the content of each.
 
     Raises:
-      DataError: a file is missing (at once), or not UTF-8 or unreadable (when its turn comes).
+      DataError: a file is missing or of another format (at once), or not UTF-8, damaged or
+        unreadable (when its turn comes).
     """
-    for path in paths:
-        if not path.is_file():
-            why = "is no file" if path.exists() else "does not exist"
-            raise DataError(f"text file {path} {why}: check the path")
-    size = sum(path.stat().st_size for path in paths)
-    length = _PIECE
-    if len(paths) < least_pieces:
-        length = min(length, max(1, size // (_FINER * least_pieces)))
-    pieces = (piece for path in paths for piece in _read(path, length))
+    files = [TextFile(path, format) for path in paths]
+    for file in files:
+        if separator is not None and file.format != "text":
+            raise DataError(
+                f"--separator goes with plain text, and {file.path} is {file.format}: leave it "
+                "out, or give --format text"
+            )
+    size, length = sum(file.size for file in files), _PIECE
+    if len(files) < least_pieces and separator is None:
+        length = min(length, max(1, int(size / (_FINER * least_pieces))))
+    pieces = (piece for file in files for piece in file.pieces(length))
     return Documents(
         pieces=pieces if separator is None else _split(pieces, separator),
         size=size,
+        done=lambda: sum(file.done for file in files),
     )
 
 
-def _read(path: Path, length: int) -> Iterator[Piece]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            text = "".join(file.readlines(length))
-            while text:
-                following = "".join(file.readlines(length))
-                yield Piece(text, ends_document=not following)
-                text = following
-    except UnicodeDecodeError as err:
-        raise DataError(
-            f"text file {path} is not UTF-8 (byte {err.object[err.start]:#04x}): convert it, for "
-            "example with iconv -t UTF-8"
-        ) from err
-    except OSError as err:
-        raise DataError(f"cannot read text file {path}: {err.strerror or err}") from err
-
-
 def _split(pieces: Iterable[Piece], separator: str) -> Iterator[Piece]:
-    rest = ""
+    """The documents between separators, which may lie across pieces.
+
+    Each piece is searched once, whatever the length of the documents: only the last characters of
+    what came before, in which a separator may have begun, are searched with it.
+    """
+    held: list[str] = []  # of the document, without a separator
+    tail = ""
     for piece in pieces:
-        *documents, rest = (rest + piece.text).split(separator)
+        first, *others = (tail + piece.text).split(separator)
+        documents = []
+        if others:
+            documents = ["".join([*held, first]), *others[:-1]]
+            held, first = [], others[-1]
+        cut = len(first) - min(len(separator) - 1, len(first))
+        held.append(first[:cut])
+        tail = first[cut:]
         if piece.ends_document:
-            documents.append(rest)
-            rest = ""
+            documents.append("".join([*held, tail]))
+            held, tail = [], ""
         yield from (Piece(text, ends_document=True) for text in documents if text.strip())
 
 
@@ -112,7 +119,7 @@ def dataset(
             streaming=True,
         )
         columns = list(next(iter(rows), {}))
-    except (OSError, ValueError, RuntimeError) as err:
+    except Exception as err:  # a loader may raise anything, and `datasets` raises Exception itself
         reason = next(iter(str(err).splitlines()), type(err).__name__)
         # `datasets` 4 refuses repositories with a loading script, openwebtext's among them.
         hint = (
@@ -132,7 +139,8 @@ def dataset(
 def _texts(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Piece]:
     try:
         for row in rows:
-            if row["text"] and row["text"].strip():
-                yield Piece(row["text"], ends_document=True)
-    except OSError as err:
+            yield from document(row["text"], f"data set {name!r}")
+    except DataError:
+        raise
+    except Exception as err:  # likewise
         raise DataError(f"reading the data set {name!r} failed ({err}): start again") from err

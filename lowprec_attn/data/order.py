@@ -16,7 +16,7 @@ from jaxtyping import Int64
 
 from lowprec_attn import hosts
 from lowprec_attn.data.tokens import DataError
-from lowprec_attn.files import Fingerprint, Fingerprinter, append_line, sync, writing
+from lowprec_attn.files import Fingerprint, Fingerprinter, append_line, open_own, sync, writing
 
 Order = Callable[[int], Int64[np.ndarray, " B"]]
 
@@ -200,7 +200,7 @@ class OrderRecord:
                 "the run's checkpoints to resume from the one before"
             )
         if steps < self.steps or self._cut_off:
-            with writing(self._path), self._path.open("r+b") as file:
+            with writing(self._path), open(self._path, "r+b", opener=open_own) as file:
                 self._count(b"".join(file.readline() for _ in range(steps)))
                 file.truncate(file.tell())
         self._cut_off = False

@@ -1,10 +1,12 @@
-"""Documents to token files: train.bin, val.bin and meta.json."""
+"""Documents to token files: meta.json, train.bin and val.bin."""
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,13 +18,15 @@ from lowprec_attn import installation
 from lowprec_attn.data.documents import Documents, Piece
 from lowprec_attn.data.tokenizer import Tokenizer
 from lowprec_attn.data.tokens import DataError, Meta, SplitMeta, token_dtype
-from lowprec_attn.files import writing
+from lowprec_attn.files import require_output, sync, writing
 
 _T = TypeVar("_T")
 
 _BATCH = 256  # pieces handed to the tokenizer, which spreads them over all cores, at once
-# Moved into place in this order: until the last one is, an old meta.json contradicts new tokens.
-OUTPUTS = ("train.bin", "val.bin", "meta.json")
+# Moved into place in this order. Killed between two of them it leaves a meta.json that names tokens
+# which are not there. Token files without a meta.json would be taken for nanoGPT's.
+OUTPUTS = ("meta.json", "train.bin", "val.bin")
+_PREFIX = ".prepare-"
 
 
 def prepare(
@@ -30,8 +34,8 @@ def prepare(
 ) -> Meta:
     """Writes the files of a corpus.
 
-    They are written beside the old ones in `out`, which are replaced when all of them are complete.
-    A failure leaves nothing behind.
+    They are written into a hidden folder in `out`, and replace the old ones when all of them are
+    complete. A failure leaves nothing behind; what a kill has left, the next call removes.
 
     Args:
       out: the directory, made if it is not there.
@@ -41,18 +45,45 @@ def prepare(
       seed: of the choice of what is held out.
 
     Raises:
-      DataError: the text cannot be read or is too short to hold a part out.
-      DiskError: the disk refuses.
+      DataError: the text cannot be read or is too short to hold a part out, or another process is
+        at work in `out`.
+      DiskError: the disk refuses, or a link stands in the place of a file.
     """
-    with (
-        writing(out),
-        _made(out),
-        tempfile.TemporaryDirectory(prefix=".prepare-", dir=out) as temporary,
-    ):
-        meta = _write(Path(temporary), source, tokenizer, val_fraction, seed)
+    with writing(out), _made(out), _locked(out):
+        _remove_leftovers(out)
         for name in OUTPUTS:
-            os.replace(Path(temporary, name), out / name)
+            require_output(out / name)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=out) as temporary:
+            meta = _write(Path(temporary), source, tokenizer, val_fraction, seed)
+            for name in OUTPUTS:
+                sync(Path(temporary, name))
+            for name in OUTPUTS:
+                os.replace(Path(temporary, name), out / name)
+                sync(out)
     return meta
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keeps other processes from preparing the same directory, until this one ends."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"another process is preparing {directory}: wait for it, or give another directory"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes what processes that were killed have left; none is at work, for the lock is ours."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 @contextlib.contextmanager
@@ -169,7 +200,10 @@ def _encoded(source: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Piece, n
         for batch in _batched(source.pieces, _BATCH):
             texts = [piece.text for piece in batch]
             yield from zip(batch, tokenizer.encode(texts), strict=True)
-            progress.update(sum(len(text.encode()) for text in texts))
+            if source.done is None:
+                progress.update(sum(len(text.encode()) for text in texts))
+            else:
+                progress.update(source.done() - progress.n)
 
 
 def _batched(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:

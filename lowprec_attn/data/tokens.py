@@ -16,6 +16,17 @@ from lowprec_attn.files import NotJsonError, cached_sha256, read_json, sha256, w
 
 GPT2_VOCABULARY = 50257
 _SHA256 = re.compile("[0-9a-f]{64}")
+_LOOKED_AT = 1 << 20  # bytes by which a file is told from one of another kind
+_FEW_IDS = 64
+_FOREIGN = {
+    b"\x93NUMPY": "a NumPy file (.npy)",
+    b"PK\x03\x04": "a zip archive or npz",
+    b"\x1f\x8b\x08": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "Parquet",
+    (20240520).to_bytes(4, "little"): "a file of llm.c, with a header of 1,024 bytes",
+    (20240801).to_bytes(4, "little"): "a file of llm.c of uint32 ids, with a header",
+}
 _CHUNK = 1 << 24  # ids looked at in one go: bounds the memory of a pass over billions of tokens
 
 
@@ -214,6 +225,35 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
     return Corpus(train, val, f"{directory} ({train.tokenizer} tokens)")
 
 
+def require_bare_ids(path: Path) -> None:
+    """Sees that a file without a `meta.json` may hold what nanoGPT writes: uint16 ids alone.
+
+    Raises:
+      DataError: it begins as a file of another kind, or its ids look wider than 16 bits.
+    """
+    with _explained(path), path.open("rb") as file:
+        head = file.read(_LOOKED_AT)
+    what = next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), None)
+    width = _width_of(head)
+    if what is None and width > 2:
+        what = f"uint{8 * width} or int{8 * width} ids: what lies above the lowest 16 bits is empty"
+    if what is not None:
+        raise DataError(
+            f"{path} looks like {what}; without a meta.json beside it token files are uint16 ids "
+            "of GPT-2 alone, as nanoGPT writes them: write it so, or prepare its text again"
+        )
+
+
+def _width_of(head: bytes) -> int:
+    """Bytes of an id in a file of ids that begins so: 2, unless all that is above them is empty."""
+    ids = np.frombuffer(head[: len(head) // 8 * 8], "<u2")
+    # Ids up to 2²⁰, of any known vocabulary, have less than 16 in their upper half. Text of GPT-2
+    # does not have one of its first 16 ids, which are punctuation, at every other place.
+    if len(ids) < _FEW_IDS or ids[::2].max() < 16 or ids[1::2].max() >= 16:
+        return 2
+    return 8 if ids[2::4].max() == 0 and ids[3::4].max() == 0 else 4
+
+
 def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
     split = meta.splits[path.stem] if meta else None
     dtype = np.dtype(meta.dtype if meta else "uint16").newbyteorder("<")
@@ -221,6 +261,8 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
         wrong = "is no file" if path.exists() else "is missing"
         raise DataError(f"token file {path} {wrong}: write it with `lowprec-attn prepare`")
     size = path.stat().st_size
+    if meta is None:
+        require_bare_ids(path)
     if size % dtype.itemsize or not size:
         raise DataError(
             f"{path} has {size} bytes, not whole {dtype.name} ids: it is truncated or no token "

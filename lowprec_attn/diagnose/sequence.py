@@ -9,7 +9,7 @@ from jaxtyping import Int32
 
 from lowprec_attn import installation
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
-from lowprec_attn.data.tokens import Meta
+from lowprec_attn.data.tokens import Meta, require_bare_ids
 from lowprec_attn.diagnose.array_file import DiagnoseError
 
 # Ids of one text.
@@ -43,7 +43,7 @@ def load(
             with path.open("rb") as file:
                 raw = file.read(_BYTES_PER_TOKEN * (context + 1))
             # Incremental, because the cut may fall within a letter.
-            text = codecs.getincrementaldecoder("utf-8")().decode(raw)
+            text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw)
             ids = encode()(text)
     except OSError as error:
         raise DiagnoseError(f"--text {path}: {error.strerror or error}") from error
@@ -120,5 +120,7 @@ def _ids(path: Path, count: int) -> np.ndarray:
             )
         return ids.reshape(-1)
     meta = path.with_name("meta.json")
+    if not meta.exists():
+        require_bare_ids(path)
     dtype = np.dtype(Meta.read(meta).dtype if meta.exists() else "uint16").newbyteorder("<")
     return np.fromfile(path, dtype, count)

@@ -113,7 +113,7 @@ def test_existing_files_are_replaced_only_when_asked(out, files):
     run(*arguments)
     before = (out / "train.bin").read_bytes()
     files[0].write_text("other text")
-    with pytest.raises(DataError, match=r"train.bin exists: give another directory, or --over"):
+    with pytest.raises(DataError, match=r"meta.json exists: give another directory, or --over"):
         run(*arguments)
     assert (out / "train.bin").read_bytes() == before
     run(*arguments, "--overwrite")
