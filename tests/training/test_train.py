@@ -304,18 +304,19 @@ def test_another_config_in_the_same_run_directory_is_refused(run, finished):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+# NOWHERE is a directory that is not there.
 BAD = {
     "unknown field": ({"optimizer__lr": 1.0}, "lr"),
     "unknown preset": ({"attention__numerics": "flahs"}, "'flahs'"),
     "wrong type": ({"batch_size": "many"}, "many"),
     "beta": ({"attention__row_max": "dynamic_max", "attention__row_max_beta": 1.0}, "beta"),
-    "missing data": ({"data__path": "/nonexistent/text"}, "/nonexistent/text"),
+    "missing data": ({"data__path": "NOWHERE/text"}, "NOWHERE/text"),
     "vocabulary": ({"model__vocab_size": 100}, "beyond the model's vocabulary of 100"),
     "short data": ({"model__context": 100_000}, "100000 + 1"),
     "heads": ({"model__heads": 3}, "multiple of 3"),
-    "replay": ({"data__replay": "/nonexistent/order.txt"}, "/nonexistent/order.txt"),
+    "replay": ({"data__replay": "NOWHERE/order.txt"}, "NOWHERE/order.txt"),
     "devices": ({"devices": 9}, "devices=9"),
-    "resume_from": ({"resume_from": "/nonexistent/run"}, "/nonexistent/run"),
+    "resume_from": ({"resume_from": "NOWHERE/run"}, "NOWHERE/run"),
     "resume_step": ({"resume_step": 100}, "beside resume_from"),
     "implementation": ({"attention__implementation": "gpu3"}, "'gpu3'"),
     "standard in tiles": (
@@ -329,6 +330,11 @@ BAD = {
 @pytest.mark.usefixtures("text_read_once")
 def test_bad_input_gives_one_line_before_training(tmp_path, monkeypatch, capsys, case):
     changes, text = BAD[case]
+    nowhere = str(tmp_path / "nowhere")
+    changes = {
+        n: v.replace("NOWHERE", nowhere) if isinstance(v, str) else v for n, v in changes.items()
+    }
+    text = text.replace("NOWHERE", nowhere)
     monkeypatch.chdir(ROOT)
     assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(**changes)]) == 1
     err = capsys.readouterr().err
