@@ -104,7 +104,8 @@ def test_the_advice_for_a_module_names_the_extra_that_brings_it(monkeypatch, mod
     ],
 )
 def test_a_command_without_its_packages_is_one_line(monkeypatch, capsys, missing, command):
-    loaded = [n for n in sys.modules if n.startswith(("lowprec_attn.lab", "lowprec_attn.commands"))]
+    importing = ("lowprec_attn.lab", "lowprec_attn.commands", "lowprec_attn.runs.pages")
+    loaded = [name for name in sys.modules if name.startswith(importing)]
     for name in loaded:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)

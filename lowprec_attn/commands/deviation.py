@@ -15,13 +15,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import complete_lines, make_directory, read_record, write_json, writing
+from lowprec_attn.files import (
+    complete_lines,
+    make_directory,
+    read_record,
+    write_atomically,
+    write_json,
+    writing,
+)
 from lowprec_attn.lab import deviation
 from lowprec_attn.lab.deviation import ARMS, Grid, Tile
-from lowprec_attn.lab.deviation_figures import figures
 from lowprec_attn.tables import columns
 
 _MEASURED, _ATTENTION, _WEIGHTS = "measured.json", "attention.jsonl", "weights.jsonl"
@@ -82,6 +86,9 @@ def _tile(text: str) -> Tile:
 
 
 def _measure_attention(args: argparse.Namespace) -> None:
+    # Here and below: the trainer's packages, which --help does without.
+    from tqdm import tqdm
+
     from lowprec_attn.runs import environment
 
     chosen: dict[str, Any] = {name: getattr(args, name) for name in Grid._fields}
@@ -108,7 +115,6 @@ def _measure_attention(args: argparse.Namespace) -> None:
 
 
 def _measure_weights(args: argparse.Namespace) -> None:
-    # The trainer's packages, which the measurement of attention does without.
     from lowprec_attn.lab import weight_drift
 
     for base, *others in args.runs:
@@ -120,10 +126,13 @@ def _measure_weights(args: argparse.Namespace) -> None:
 def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     text = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text.encode())
 
 
 def _report(directory: Path) -> None:
+    from lowprec_attn.lab.deviation_figures import figures
+    from lowprec_attn.runs.pages.drawing import write_figure
+
     records, drift = (_read_lines(directory / name) for name in (_ATTENTION, _WEIGHTS))
     if not records and not drift:
         raise RunError(
@@ -135,7 +144,7 @@ def _report(directory: Path) -> None:
     for name, figure in figures(records, drift, grid).items():
         path = directory / f"{name}.png"
         with writing(path):
-            figure.savefig(path, dpi=110)
+            write_figure(path, figure)
         print(path)
     if records:
         print(f"\nat length {grid.length}, tiles of {grid.tile[0]} x {grid.tile[1]}, mean of seeds")

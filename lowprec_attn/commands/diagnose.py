@@ -12,7 +12,6 @@ Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot se
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
 from lowprec_attn.diagnose.series import Series
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import require_writable, writing
+from lowprec_attn.files import require_output, write_json, writing
 from lowprec_attn.numerics import (
     PRESETS,
     ROW_MAX_RULES,
@@ -239,11 +238,14 @@ def _check_options(args: argparse.Namespace) -> None:
         raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:
         raise DiagnoseError(f"--rows must be 0 (all) or more, got {args.rows}")
+    reads = [*args.source, *([args.text] if args.text else [])]
     for option, path in (("--json", args.json), ("--html", args.html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise DiagnoseError(f"{option} {path}: there is no directory {path.parent}")
         if path is not None:
-            require_writable(path)
+            require_output(path, reads)
+    if args.json is not None and args.json == args.html:
+        raise DiagnoseError(f"--json and --html both name {args.json}; give two files")
 
 
 def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int) -> str:
@@ -309,7 +311,7 @@ def _write_json(
         "trend": [trends.as_json(one) for one in series],
     }
     with writing(args.json):
-        args.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write_json(args.json, report, indent=1)
 
 
 def _found(one: Examination) -> list[dict[str, Any]]:

@@ -1,21 +1,19 @@
-"""`lowprec-attn lab`: run a set of arms, collect their records, report."""
+"""`lowprec-attn lab`: run a set of arms, collect their records, report.
+
+Functions import the trainer's packages, so that --help does without.
+"""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowprec_attn.commands.config import config_file
-from lowprec_attn.errors import RunError
-from lowprec_attn.files import writing
-from lowprec_attn.lab import experiment, figures, outcomes, records, runner, tables
-from lowprec_attn.lab.bias import bias_table
-from lowprec_attn.lab.comparison import unwanted_differences
-from lowprec_attn.lab.growth import growth_table
-from lowprec_attn.lab.processes import Slot, cpu_slots, gpu_slots
-from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.lab.summary import summary
-from lowprec_attn.lab.verdicts import verdict_table
-from lowprec_attn.lab.warnings import warning_table
-from lowprec_attn.lab.workdir import arm_runs
+from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.files import require_output, write_atomically, writing
+
+if TYPE_CHECKING:
+    from lowprec_attn.lab.processes import Slot
+    from lowprec_attn.lab.records import ArmRecord
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect = actions.add_parser("collect", help="write compact records of the arms")
     collect.add_argument("workdir", type=Path, help="of `lab run`, which may still be running")
     collect.add_argument("results", type=Path, help="directory for ARM.jsonl")
-    collect.add_argument(
-        "--signals", nargs="+", choices=records.SIGNALS, metavar="NAME", help="only these"
-    )
+    collect.add_argument("--signals", nargs="+", metavar="NAME", help="only these")
     collect.set_defaults(act=_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument(
@@ -68,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from lowprec_attn.lab import experiment, runner
+
     defined = experiment.load(config_file(args.experiment, ".toml")).with_flags(args.config_flags)
     if args.arms is not None:
         defined = defined.select(args.arms)
@@ -76,7 +74,9 @@ def _run(args: argparse.Namespace) -> None:
     runner.run_arms(defined, args.workdir.absolute(), _slots(args))
 
 
-def _slots(args: argparse.Namespace) -> list[Slot]:
+def _slots(args: argparse.Namespace) -> "list[Slot]":
+    from lowprec_attn.lab.processes import cpu_slots, gpu_slots
+
     if args.jobs is None:
         return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
     if args.jobs < 1:
@@ -85,6 +85,13 @@ def _slots(args: argparse.Namespace) -> list[Slot]:
 
 
 def _collect(args: argparse.Namespace) -> None:
+    from lowprec_attn.lab import records
+    from lowprec_attn.lab.comparison import unwanted_differences
+    from lowprec_attn.lab.workdir import arm_runs
+
+    for name in args.signals or ():
+        if name not in records.SIGNALS:
+            raise UserError(f"--signals {name} is none of {', '.join(records.SIGNALS)}")
     runs = arm_runs(args.workdir.absolute())
     unwanted = unwanted_differences(runs)
     if unwanted:
@@ -95,6 +102,13 @@ def _collect(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    from lowprec_attn.lab import records
+    from lowprec_attn.lab.summary import summary
+    from lowprec_attn.runs.pages.drawing import require_figure_format
+
+    if args.figure is not None:  # before the records are read, which takes long
+        require_figure_format(args.figure)
+        require_output(args.figure, records.paths(args.results))
     if records.paths(args.results):
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
@@ -108,12 +122,20 @@ def _report(args: argparse.Namespace) -> None:
     arms = {path: _report_one(args, path, path / "figure.png") for path in directories}
     path = args.results / "summary.md"
     with writing(path):
-        path.write_text(summary({path.name: arms[path] for path in counted}), encoding="utf-8")
+        text = summary({path.name: arms[path] for path in counted})
+        write_atomically(path, text.encode())
     print(path)
 
 
-def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list[ArmRecord]:
+def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "list[ArmRecord]":
     """Writes table and figure of one experiment; returns its records."""
+    from lowprec_attn.lab import figures, outcomes, records, tables
+    from lowprec_attn.lab.bias import bias_table
+    from lowprec_attn.lab.growth import growth_table
+    from lowprec_attn.lab.verdicts import verdict_table
+    from lowprec_attn.lab.warnings import warning_table
+    from lowprec_attn.runs.pages.drawing import write_figure
+
     arms = records.read_all(directory)
     if args.seeds is not None:
         arms = records.of_seeds(arms, args.seeds)
@@ -134,8 +156,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> list
     text = "\n".join(part for part in parts if part)
     drawn = figures.loss_figure(found) if judged else figures.score_figure(arms, args.layer)
     with writing(figure):
-        (directory / "table.md").write_text(text, encoding="utf-8")
-        drawn.savefig(figure, dpi=110)
+        write_atomically(directory / "table.md", text.encode())
+        write_figure(figure, drawn)
     print(text)
     print(figure)
     return arms

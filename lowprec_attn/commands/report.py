@@ -3,11 +3,7 @@
 import argparse
 from pathlib import Path
 
-from lowprec_attn.runs.pages.comparison import write_comparison
-from lowprec_attn.runs.pages.run import write_run_page
-from lowprec_attn.runs.report import write_report
-from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training.efficiency import efficiency
+from lowprec_attn.files import require_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +28,19 @@ def run(args: argparse.Namespace) -> None:
     """Redraws `report.png` and `report.html` of a run directory, or compares several.
 
     Raises:
-      RunError: one is no run directory, or its records cannot be read.
+      UserError: one is no run directory, its records cannot be read, or the page would replace one
+        of them.
     """
+    # The trainer's packages, which --help does without.
+    from lowprec_attn.runs.pages.comparison import write_comparison
+    from lowprec_attn.runs.pages.run import write_run_page
+    from lowprec_attn.runs.report import write_report
+    from lowprec_attn.runs.run_dir import RunDir
+    from lowprec_attn.training.efficiency import efficiency
+
     run_dirs = [RunDir(path) for path in args.run_dirs]
+    if args.html is not None:
+        require_output(args.html, args.run_dirs)
     if len(run_dirs) > 1:
         print(write_comparison(run_dirs, args.html or Path("comparison.html")))
         return

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.deviation import ARMS, TENSORS, Grid, low_format
+from lowprec_attn.runs.pages.drawing import plain
 
 Record = Mapping[str, Any]
 
@@ -127,14 +128,15 @@ def _weight_figure(drift: Sequence[Record]) -> Figure:
             for n, seed in enumerate(dict.fromkeys(r["seed"] for r in of_other)):
                 points = sorted((r["step"], r[statistic]) for r in of_other if r["seed"] == seed)
                 x, y = zip(*points, strict=True)
-                axis.plot(x, y, alpha=0.8, label=None if n else other, **style)
+                axis.plot(x, y, alpha=0.8, label=None if n else plain(other), **style)
         axis.set(xlabel="step", title=name, yscale="log")
         axis.grid(alpha=0.3)
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=len(others), fontsize=8)
     seeds = len({r["seed"] for r in drift})
     each = f", a line each of {seeds} seeds" if seeds > 1 else ""
-    figure.suptitle(f"weights of other runs beside those of {drift[0]['base']}{each}", fontsize=11)
+    title = f"weights of other runs beside those of {drift[0]['base']}{each}"
+    figure.suptitle(plain(title), fontsize=11)
     return figure
 
 

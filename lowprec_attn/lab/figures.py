@@ -14,6 +14,7 @@ from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.runs.explosion import smoothed_losses
+from lowprec_attn.runs.pages.drawing import plain
 
 _COLUMNS = 4
 _CHARACTERS_PER_INCH = 17  # at a font size of 8
@@ -42,7 +43,7 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         _draw_seeds(loss, score, outcome, _ARM)
         _mark_explosions(loss, outcome)
         share = f"{outcome.exploded} of {len(outcome.records)} exploded"
-        loss.set_title(f"{titles[outcome.arm.name]}\n{share}", fontsize=9)
+        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{share}"), fontsize=9)
         score.set_xlabel("step")
         score.set_yscale("log")
         for axis in (loss, score):
@@ -106,7 +107,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
     titles = panel_titles(record.arm for record in records)
     for axis, record in zip(axes.flat, records, strict=False):
         _draw(axis, record, layer)
-        axis.set_title(titles[record.arm.name], fontsize=9)
+        axis.set_title(plain(titles[record.arm.name]), fontsize=9)
     for axis in list(axes.flat)[len(records) :]:
         axis.remove()
     for axis in axes[:, 0]:

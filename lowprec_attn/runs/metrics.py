@@ -9,7 +9,6 @@ infinity: they are the texts "nan", "inf" and "-inf", which `read` returns as fl
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,13 +27,14 @@ from lowprec_attn.files import (
     LineFile,
     complete_lines,
     flatten,
+    from_strict_json,
     remedy,
+    strict_json,
     write_atomically,
 )
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.trackers import Trackers
 
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TENSORBOARD_FLUSH_SECONDS = 5.0
 
 
@@ -135,7 +135,7 @@ class MetricsWriter:
         """Writes a record; returns its line."""
         record = {"step": int(step), **_plain(values)}
         with self._explain_errors():
-            line = file.append(json.dumps(_encode(record), allow_nan=False))
+            line = file.append(json.dumps(strict_json(record), allow_nan=False))
             self._events.add(record)
         if self._trackers is not None:
             self._trackers.add(record)
@@ -162,7 +162,7 @@ def read(path: Path) -> list[dict[str, Any]]:
       MetricsError: a line is not a record.
       OSError: the file cannot be read.
     """
-    return [_decode(record) for _, record in _records(path)]
+    return [from_strict_json(record) for _, record in _records(path)]
 
 
 def read_encoded(path: Path) -> Iterator[dict[str, Any]]:
@@ -227,26 +227,6 @@ def _plain(value: Any) -> Any:
     if array.dtype.kind not in "biuf":  # bfloat16 and its like, all of them exact in float64
         array = array.astype(np.float64)
     return array.tolist()
-
-
-def _encode(value: Any) -> Any:
-    """The same value with NaN and infinities as texts."""
-    if isinstance(value, Mapping):
-        return {name: _encode(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def _decode(value: Any) -> Any:
-    """The inverse of `_encode`."""
-    if isinstance(value, dict):
-        return {name: _decode(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -1,7 +1,6 @@
 """The report of a run: one PNG page drawn from its run directory."""
 
 import functools
-import io
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,9 +11,10 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lowprec_attn.files import read_record, write_atomically
+from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics, rollbacks
 from lowprec_attn.runs.incidents import Incident, incidents
+from lowprec_attn.runs.pages.drawing import plain, write_figure
 from lowprec_attn.runs.run_dir import RunDir
 
 
@@ -24,7 +24,7 @@ def write_report(run_dir: RunDir) -> Path:
     Raises:
       RunError, OSError: a record of the run cannot be read, or the page cannot be written.
     """
-    _save(draw(run_dir), run_dir.report)
+    write_figure(run_dir.report, draw(run_dir))
     return run_dir.report
 
 
@@ -83,7 +83,7 @@ def draw(run_dir: RunDir, panels: Sequence[str] = PANELS) -> Figure:
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 3.5 * rows), layout="constrained")
     happened = incidents(records, run_dir.data_order, rollbacks.read(run_dir.rollbacks))
-    figure.suptitle(_title(run_dir, happened), fontsize=11, family="monospace")
+    figure.suptitle(plain(_title(run_dir, happened)), fontsize=11, family="monospace")
     axes = dict(zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=False))
     for name, axis in axes.items():
         _draw_panel(axis, name, records, run_dir)
@@ -207,9 +207,3 @@ def _load(path: Path, **fields: type) -> dict[str, Any]:
 
 def _load_summary(run_dir: RunDir) -> dict[str, Any]:
     return _load(run_dir.summary, val_loss=float, unigram_loss=float)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    write_atomically(path, buffer.getvalue())

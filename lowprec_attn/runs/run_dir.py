@@ -14,6 +14,7 @@ from lowprec_attn.files import (
     Fingerprinter,
     NotJsonError,
     flatten,
+    is_temporary,
     lock,
     make_directory,
     read_json,
@@ -26,8 +27,6 @@ from lowprec_attn.runs import environment
 _CREATED_BEFORE_CONFIG = {
     "run.lock",
     "environment.json",
-    "environment.json.tmp",
-    "config.json.tmp",
 }
 # What a run adds. They stand without config.json where that was damaged and a user removed it.
 _CREATED_BY_A_RUN = {
@@ -220,7 +219,7 @@ class RunDir:
     def _refuse_foreign_files(self) -> None:
         if self.config.exists():
             return
-        names = {entry.name for entry in self.path.iterdir()}
+        names = {e.name for e in self.path.iterdir() if not is_temporary(e.name)}
         foreign = names - _CREATED_BEFORE_CONFIG
         if {self.environment.name, "run.lock"} <= names:
             foreign -= _CREATED_BY_A_RUN

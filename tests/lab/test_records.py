@@ -140,8 +140,9 @@ def test_report_writes_table_and_figure(collected, tmp_path, capsys):
     assert cells(text)["arm"][:7] == ["10", "30", "40", "60", "70", "90", "100"]
     assert main(["lab", "report", str(collected), "--layer", "12"]) == 1
     assert "--layer must be 0 to 11, got 12" in capsys.readouterr().err
-    assert main(["lab", "report", str(collected), "--figure", "/nonexistent/a.png"]) == 1
-    assert "cannot write /nonexistent/a.png" in capsys.readouterr().err
+    nowhere = tmp_path / "nowhere" / "a.png"
+    assert main(["lab", "report", str(collected), "--figure", str(nowhere)]) == 1
+    assert f"cannot write {nowhere}" in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()
     assert main(["lab", "report", str(empty)]) == 1

@@ -1,16 +1,48 @@
-"""matplotlib's figures as elements of a page."""
+"""matplotlib's figures as elements of a page and as files, and names in them."""
 
 import io
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 import matplotlib as mpl
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import write_atomically
 from lowprec_attn.runs.pages.markup import element
 
 _FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
+
+
+def plain(text: str) -> str:
+    """A user's text for a figure, where matplotlib would read what stands between $ as TeX."""
+    return text.replace("$", r"\$")
+
+
+def require_figure_format(path: Path) -> None:
+    """Raises a RunError unless a figure can be written with this suffix."""
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise RunError(
+            f"{path}: a figure is written as one of {', '.join(sorted(known))}; give a name that "
+            "ends in .png"
+        )
+
+
+def write_figure(path: Path, figure: Figure) -> None:
+    """Writes or replaces a file in one step, in the format of its suffix, at 110 dots an inch.
+
+    Raises:
+      RunError: there is no such format.
+      OSError: see `write_atomically`.
+    """
+    require_figure_format(path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix.removeprefix(".").lower(), dpi=110)
+    write_atomically(path, buffer.getvalue())
 
 
 def drawing(figure: Figure, name: str, caption: str) -> Element:
