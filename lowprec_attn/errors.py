@@ -5,6 +5,7 @@ raised is a fault of the program, and is shown whole.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
@@ -14,8 +15,36 @@ class UserError(Exception):
     """An input, file or machine cannot serve; the message names it and what to do."""
 
 
+class OneLineError(UserError):
+    """An error whose message is one line, whatever the names in it: they may come from a file."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(str(message)))
+
+
 class RunError(UserError, RuntimeError):
     """A run cannot start or go on."""
+
+
+def lacks_its_platform(error: BaseException) -> bool:
+    """Whether this was raised because a platform that JAX_PLATFORMS names cannot be had.
+
+    JAX 0.10 raises a RuntimeError then, or fails an assertion without a word where the plugin of a
+    platform is missing, and hides where; so it is asked once more.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(error, RuntimeError | AssertionError):
+        return False
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError):
+        return True
+    return False
+
+
+def printable(text: str) -> str:
+    """A name from a file for one line of text: what a terminal would obey stands as an escape."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def unknown_field(path: str, known: Iterable[object]) -> str:

@@ -7,6 +7,7 @@ one process everything here is trivial.
 
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -45,14 +46,19 @@ def connect(
         clusters that `jax.distributed` knows.
 
     Raises:
-      RunError: too late, or not known and not given, or the address is none, or nobody has listened
-        there for five minutes.
+      RunError: too late, or not known and not given, or a number or the address is none, or nobody
+        has listened there for five minutes.
     """
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise RunError(
             "--coordinator_address must be HOST:PORT with a port from 1 to 65535, such as "
             f"10.0.0.1:1234, got {coordinator_address!r}"
         )
+    if num_processes is not None and num_processes < 1:
+        raise RunError(f"--num_processes must be at least 1, got {num_processes}")
+    most = "" if num_processes is None else f" and below --num_processes {num_processes}"
+    if process_id is not None and not 0 <= process_id < (num_processes or math.inf):
+        raise RunError(f"--process_id must be 0 or more{most}, got {process_id}")
     if coordinator_address is not None and process_id:
         _wait_for(coordinator_address)
     try:

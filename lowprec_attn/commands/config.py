@@ -4,14 +4,18 @@ The configs of the project lie in `configs/` of a checkout, and in the installed
 """
 
 import copy
+import importlib.machinery
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lowprec_attn.errors import UserError, unknown_field
+from lowprec_attn.errors import UserError, lacks_its_platform, unknown_field
 
+# ml_collections sorts keys.
+_UNSORTED = "'<' not supported between"
+_MIXED_KEYS = "keys of one mapping differ in type, such as 0 and '0'"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -64,7 +68,9 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         config = _read(path).get_config(*([variant] if colon else []))
     except (SyntaxError, UserError, ValueError) as error:
         raise ConfigFileError(f"{name} is not a config: {error}") from error
-    except Exception as error:  # the file is the user's program: it may raise anything
+    except (Exception, SystemExit) as error:  # the file is the user's program
+        if lacks_its_platform(error):  # which it may ask for
+            raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigFileError(
             f"{name} is not a config: {reason}; --debug shows where in it"
@@ -72,9 +78,15 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
-    _check_fields(config, flags)
     try:
+        _check_fields(config, flags)
         return _with_flags(config, flags, name)
+    except RecursionError as error:
+        raise ConfigFileError(f"{name} is not a config: mappings lie in it too deeply") from error
+    except TypeError as error:
+        if _UNSORTED not in str(error):
+            raise
+        raise ConfigFileError(f"{name} is not a config: {_MIXED_KEYS}") from error
     except ConfigFileError:
         for flag in flags:
             if "=" in flag:  # a value of its own, so that the one that cannot be parsed is named
@@ -88,6 +100,9 @@ def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
     from ml_collections import config_flags
 
     config = copy.deepcopy(config)  # of which a placeholder stays one
+    unset, flags = _unset(config, flags)
+    for section, field in unset:
+        section[field] = None
     # ml_collections defines a flag for each field that `sys_argv` sets.
     words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
     try:
@@ -100,9 +115,25 @@ def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
         reason = (str(cause).strip().splitlines() or ["a value is missing"])[-1].strip()
-        if "'<' not supported" in reason:  # ml_collections sorts keys
-            reason = "keys of one mapping differ in type, such as 0 and '0'"
+        if _UNSORTED in reason:
+            reason = _MIXED_KEYS
         raise ConfigFileError(f"cannot parse {' '.join(flags) or name}: {reason}") from error
+
+
+def _unset(config: Any, flags: Sequence[str]) -> tuple[list[tuple[Any, str]], list[str]]:
+    """The fields that flags set to None, which no type of ml_collections parses; other flags."""
+    unset, others = [], []
+    for flag in flags:
+        path, _, value = flag.partition("=")
+        *sections, field = path.split(".")[1:] or [""]
+        section = config
+        for name in sections:
+            section = section[name] if isinstance(section, type(config)) else None
+        if value == "None" and isinstance(section, type(config)) and field in section:
+            unset.append((section, field))
+        else:
+            others.append(flag)
+    return unset, others
 
 
 def _check_fields(config: Any, flags: Sequence[str]) -> None:
@@ -125,8 +156,11 @@ def module(name: str) -> ModuleType:
 
 
 def _read(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"lowprec_attn.configs.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    name = f"lowprec_attn.configs.{path.stem}"
+    # A loader of its own: a config may have any suffix.
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
     loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loader.exec_module(loaded)
     return loaded

@@ -12,7 +12,6 @@ Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot se
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,13 +149,14 @@ def run(args: argparse.Namespace) -> int:
     examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
     print(f"\n{_table(examined, layers, args.rows)}")
-    print("\n" + "\n".join(_verdicts(examined)))
+    not_finite = [line for of_source in by_source for line in wording.first_not_finite(of_source)]
+    print("\n" + "\n".join([*not_finite, *_verdicts(examined)]))
     for one in series:
         print("\n" + "\n".join(_trend(one)))
     if args.json is not None:
         _write_json(args, examined, arithmetics, series)
     if args.html is not None:
-        page.write(args.html, examined, arithmetics, series)
+        page.write(args.html, examined, arithmetics, series, not_finite)
     return EXIT_FOUND if any(one.found for one in examined) else 0
 
 
@@ -232,8 +232,11 @@ def _check_options(args: argparse.Namespace) -> None:
             "--series takes two files or more, of one model at several steps in their order; of a "
             "run directory it needs no option"
         )
-    if args.scale is not None and not math.isfinite(args.scale):
-        raise DiagnoseError(f"--scale must be a finite number, got {args.scale}")
+    if args.scale is not None:
+        try:
+            array_file.check_scale(args.scale)
+        except ValueError as error:
+            raise DiagnoseError(f"--scale {error}") from error
     if args.step is not None and args.step < 0:
         raise DiagnoseError(f"--step must be 0 or more, got {args.step}")
     if args.rows < 0:

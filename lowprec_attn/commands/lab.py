@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from lowprec_attn.lab.processes import Slot
     from lowprec_attn.lab.records import ArmRecord
 
+_MOST_JOBS = 1024
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's actions and their arguments to its parser."""
@@ -79,8 +81,8 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
 
     if args.jobs is None:
         return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
-    if args.jobs < 1:
-        raise RunError(f"--jobs must be at least 1, got {args.jobs}")
+    if not 1 <= args.jobs <= _MOST_JOBS:
+        raise RunError(f"--jobs must be 1 to {_MOST_JOBS}, got {args.jobs}")
     return cpu_slots(args.jobs)
 
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from lowprec_attn import __version__, installation
 from lowprec_attn.commands.output import surviving
-from lowprec_attn.errors import EXIT_INTERRUPTED, UserError
+from lowprec_attn.errors import EXIT_INTERRUPTED, UserError, lacks_its_platform, printable
 
 EXIT_BAD_INPUT = 1
 
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_process(argv: Sequence[str] | None = None) -> NoReturn:
     """`main`, and the end of the process with its exit code."""
     sys.unraisablehook = _not_dropped
+    _settle_environment()
     code = main(argv)
     if code == EXIT_INTERRUPTED and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         # Ctrl-C came in the middle of something. A compiler may still be at work in threads, and
@@ -74,6 +75,16 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _settle_environment() -> None:
+    """Sets aside what no command can follow, before libraries are imported."""
+    os.environ["MPLBACKEND"] = "agg"  # figures go into files
+    if os.environ.pop("JAX_ENABLE_X64", "0").lower() not in ("0", "false", "f", "no", "n", "off"):
+        print(
+            "note: JAX_ENABLE_X64 is left aside: this program computes in float32 and below",
+            file=sys.stderr,
+        )
 
 
 def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
@@ -122,10 +133,54 @@ def _run(arguments: list[str], debug: bool) -> int:
         if debug or _is_own(error):
             raise
         return _fail(_not_installed(error))
-    except OSError as error:  # of a name that no check foresaw: too long, not ours to read, …
-        if debug or error.filename is None:
+    except (OSError, RuntimeError, MemoryError, AssertionError) as error:
+        told = None if debug else _told(error)
+        if told is None:
             raise
-        return _fail(f"{error.filename}: {error.strerror}")
+        return _fail(told)
+
+
+def _told(error: Exception) -> str | None:
+    """A line for what a machine lacks, or None for a fault of the program."""
+    if isinstance(error, MemoryError):
+        return f"this machine's memory does not suffice ({error or 'MemoryError'}); give less"
+    if isinstance(error, OSError):
+        if error.filename is not None:  # no check foresaw it: a name too long, …
+            return f"{error.filename}: {error.strerror}"
+        if error.errno == errno.ENOENT and not _has_directory():
+            return "the current directory has been removed; change to one that is there"
+        is_machine = error.errno in _OF_THE_MACHINE
+        return f"{error.strerror}; mend that and repeat the command" if is_machine else None
+    line = next(iter(str(error).splitlines()), "")
+    if lacks_its_platform(error):
+        return (
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')} names a platform that is not "
+            f"here{f' ({line})' if line else ''}; unset it, or set it to cpu"
+        )
+    if line.startswith("RESOURCE_EXHAUSTED"):
+        return f"the device's memory does not suffice ({line}); give less"
+    return None
+
+
+def _has_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+# Errors of no single file.
+_OF_THE_MACHINE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EIO,
+    errno.EAGAIN,
+}
 
 
 def _is_own(error: ModuleNotFoundError) -> bool:
@@ -149,5 +204,6 @@ def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _fail(error: object) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    # Some errors have several lines, a list for example.
+    print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
     return EXIT_BAD_INPUT

@@ -7,24 +7,37 @@ disk may be full. Letters that the encoding lacks are written as escapes.
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+# All but the ends of lines and tabulators: a name or a text of the user's may hold them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Stream:
     """A text stream whose first failure ends its output, and nothing else.
 
+    Args:
+      stream: to write to.
+      plain: whether nothing but text is written to it: no bar of progress, which moves the cursor.
+
     Attributes:
       failure: the error that ended it, None so far.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, plain: bool) -> None:
+        self._stream, self._plain = stream, plain
         self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Writes text, or drops it if the output has ended."""
+        """Writes text, or drops it if the output has ended.
+
+        What a terminal would obey is written as an escape, where the stream is to be `plain`.
+        """
+        if self._plain:
+            text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
         if self.failure is None:
             try:
                 self._write(text)
@@ -61,7 +74,10 @@ class Stream:
 def surviving() -> Iterator[Stream]:
     """Replaces standard output and error while the body runs; yields the former."""
     with contextlib.ExitStack() as streams:
-        out, err = (Stream(_given(stream, streams)) for stream in (sys.stdout, sys.stderr))
+        out, err = (
+            Stream(_given(stream, streams), plain)
+            for stream, plain in ((sys.stdout, True), (sys.stderr, False))
+        )
         streams.enter_context(contextlib.redirect_stdout(out))
         streams.enter_context(contextlib.redirect_stderr(err))
         try:

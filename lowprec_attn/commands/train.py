@@ -75,5 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
     """One directory per config, so that the same command finds its run again."""
     defining = {name: value for name, value in values.items() if name != "loggers"}
-    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()[:8]
+    try:
+        text = json.dumps(defining, sort_keys=True)
+    except TypeError:  # keys of one mapping are numbers and texts, which do not compare
+        text = json.dumps(json.loads(json.dumps(defining)), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return Path("runs", f"{settings.name}-{settings.variant}-{digest}")

@@ -10,11 +10,12 @@ from grain.sharding import NoSharding, ShardOptions
 from jaxtyping import Int32, Int64
 
 from lowprec_attn.data.order import Order
-from lowprec_attn.data.tokens import Tokens
+from lowprec_attn.data.tokens import DataError, Tokens
 
 # Batches read ahead in a background thread. Reading ahead changes neither batches nor state.
 _READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 _ALL_ROWS = NoSharding()
+_FEW_WINDOWS = 2**16
 
 
 class Batch(TypedDict):
@@ -110,6 +111,22 @@ def train_iterator(
     iterator = iter(grain.MapDataset.source(source).to_iter_dataset(_READ_AHEAD))
     grain.experimental.set_next_index(iterator, start_step)
     return iterator
+
+
+def require_windows(tokens: Tokens, context: int, batch_size: int, count: int) -> None:
+    """Sees that `validation_batches` of this size are of use.
+
+    Raises:
+      DataError: they repeat the text's windows, and many times.
+    """
+    windows, different = count * batch_size, tokens.count - context
+    most = max(different, _FEW_WINDOWS)
+    if windows > most:
+        raise DataError(
+            f"eval_batches {count} of batch_size {batch_size} are {windows} windows, and "
+            f"{tokens.source} has {different} different ones: give at most "
+            f"{most // batch_size} eval_batches"
+        )
 
 
 def validation_batches(

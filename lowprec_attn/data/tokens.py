@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt
 
-from lowprec_attn.errors import UserError
+from lowprec_attn.errors import OneLineError
 from lowprec_attn.files import NotJsonError, cached_sha256, read_json, sha256, write_json
 
 GPT2_VOCABULARY = 50257
@@ -30,7 +30,7 @@ _FOREIGN = {
 _CHUNK = 1 << 24  # ids looked at in one go: bounds the memory of a pass over billions of tokens
 
 
-class DataError(UserError, ValueError):
+class DataError(OneLineError, ValueError):
     """Data that cannot be used; the message is one line with the value and what to do."""
 
 

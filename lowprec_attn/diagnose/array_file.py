@@ -1,17 +1,18 @@
 """Reads the layers of a user's npz or safetensors file; never unpickles."""
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from lowprec_attn import installation
 from lowprec_attn.attention import validation
-from lowprec_attn.diagnose import axes
+from lowprec_attn.diagnose import axes, masks
 from lowprec_attn.diagnose.layer import Layer
-from lowprec_attn.errors import UserError
+from lowprec_attn.errors import OneLineError, printable
 
 # Upper and lower case alike.
 _NAMES = {
@@ -25,11 +26,15 @@ _NAMES = {
     "w_q": ("w_q", "query_weight"),
 }
 _FACTS = ("is_causal", "scale", "window", "masked", "ignored", "layout")
-_SPELLINGS = _NAMES | {fact: (fact,) for fact in _FACTS}
+# Beside q, k and v; or above all layers, for all of them.
+_HIDING = (*masks.SERVED, *masks.REFUSED)
+_SPELLINGS = _NAMES | {name: (name,) for name in (*_FACTS, *_HIDING)}
+_SHOWN = 8  # names
 _NEEDED = ("q", "k", "v")
+_SAFETENSORS_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
-class DiagnoseError(UserError, ValueError):
+class DiagnoseError(OneLineError, ValueError):
     """Something about the request or the file is wrong; the message is one line for the user."""
 
 
@@ -41,7 +46,10 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
     [B, T, D], w_q (query_weight) itself [D, N, H] or [D, N·H], o (out) and lse (logsumexp), case
     aside; also what `diagnostics.capture` adds:
     is_causal, scale, window (left, right), and ignored, names of arguments that `diagnose` leaves
-    out; masked, whether there was a mask; and layout, the order of the axes as below.
+    out; masked, whether there was a mask; and layout, the order of the axes as below. A mask, an
+    additive one (attn_bias) or lengths are read where they are padding, causality or a window, see
+    `masks`; where sequences of a batch are padded differently, each is a layer. Such an array
+    outside of all layers holds for each of them.
 
     Where the head size of v and do is not that of q and k, the smaller ones are filled with zeros,
     which changes no score, no δ and no gradient.
@@ -60,11 +68,40 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
       DiagnoseError: the file cannot be read, an array is missing, ambiguous or of another dtype,
         or the shapes do not fit.
     """
-    return [_layer(path, name, found, layout) for name, found in _read(path).items()]
+    layers = [_layers(path, name, found, layout) for name, found in _read(path).items()]
+    return [layer for of_name in layers for layer in of_name]
 
 
-def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | None) -> Layer:
-    where = f"{path}: {name}" if name else str(path)
+class _Found(NamedTuple):
+    """The arrays of a layer by the names of this module, and the names of those not read."""
+
+    arrays: dict[str, np.ndarray]
+    unread: list[str]
+
+
+def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[Layer]:
+    """The layer of a name; several where its sequences are padded differently."""
+    where, found = f"{path}: {name}" if name else str(path), of_file.arrays
+    hiding = {n: found.pop(n) for n in _HIDING if n in found}
+    for refused in masks.REFUSED.keys() & hiding.keys():
+        raise DiagnoseError(
+            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read: without it other "
+            "scores would be judged; diagnose a layer or a batch without, or rename the array"
+        )
+    layer = _layer(path, name, where, found, layout)
+    if of_file.unread:
+        shown = ", ".join(map(printable, of_file.unread[:_SHOWN]))
+        more = f" and {n} more" if (n := len(of_file.unread) - _SHOWN) > 0 else ""
+        layer = layer._replace(notes=(*layer.notes, f"not read, of an unknown name: {shown}{more}"))
+    try:
+        return masks.applied(layer, hiding)
+    except ValueError as error:
+        raise DiagnoseError(f"{where}: {error}") from error
+
+
+def _layer(
+    path: Path, name: str, where: str, found: dict[str, np.ndarray], layout: str | None
+) -> Layer:
     facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
     _check_facts(where, facts)
     arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
@@ -82,7 +119,7 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | No
     head_size = found["q"].shape[-1]  # before zeros fill it
     return Layer(
         str(path),
-        name,
+        printable(name),
         arrays["q"],
         arrays["k"],
         arrays["v"],
@@ -100,16 +137,37 @@ def _layer(path: Path, name: str, found: dict[str, np.ndarray], layout: str | No
 
 def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
     for fact in ("is_causal", "scale", "masked"):
-        if fact in facts and (facts[fact].size != 1 or facts[fact].dtype.kind not in "biuf"):
+        if fact not in facts:
+            continue
+        value = facts[fact]
+        if value.size != 1 or value.dtype.kind not in "biuf":
             raise DiagnoseError(
                 f"{where}: {fact} must be one number or truth value, got shape "
-                f"{facts[fact].shape} of {facts[fact].dtype}"
+                f"{value.shape} of {value.dtype}"
             )
+        if fact == "scale":
+            try:
+                check_scale(float(value.item()))
+            except ValueError as error:
+                raise DiagnoseError(f"{where}: scale {error}") from error
+        elif value.item() not in (0, 1):
+            raise DiagnoseError(f"{where}: {fact} must be true or false, got {value.item()}")
     text = facts.get("layout")
     if text is not None and (text.size != 1 or text.dtype.kind != "U"):
         raise DiagnoseError(
             f"{where}: layout must be one text such as BNTH, got shape {text.shape} of {text.dtype}"
         )
+
+
+def check_scale(scale: float) -> None:
+    """Raises ValueError unless scores can be judged that are multiplied by this."""
+    with np.errstate(over="ignore"):
+        rounded = np.float32(scale)  # as scores are computed
+    if not np.isfinite(rounded):
+        of_float32 = " in float32" if math.isfinite(scale) else ""
+        raise ValueError(f"must be a finite number{of_float32}, got {scale}")
+    if rounded == 0:
+        raise ValueError(f"must not be 0 in float32, where every score is 0, got {scale}")
 
 
 def _declared(facts: dict[str, np.ndarray]) -> str:
@@ -129,8 +187,8 @@ def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
     ignored = facts.get("ignored")
     if ignored is not None and ignored.size:
         notes.append(
-            f"{', '.join(map(str, ignored))} of the call was not kept: rows are judged as if "
-            "there were none; --causal, if that is what a mask does"
+            f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as "
+            "if there were none; --causal, if that is what a mask does"
         )
     if "masked" in facts and facts["masked"].item():
         notes.append(
@@ -140,7 +198,7 @@ def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
     return notes
 
 
-def _read(path: Path) -> dict[str, dict[str, np.ndarray]]:
+def _read(path: Path) -> dict[str, _Found]:
     if not path.exists():
         raise DiagnoseError(f"{path}: no such file")
     if not path.is_file():
@@ -164,7 +222,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return _open_safetensors(path, lambda names, read: {name: read(name) for name in names})
 
 
-def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
+def _read_npz(path: Path) -> dict[str, _Found]:
     try:
         with path.open("rb") as stream:
             file = np.load(stream, allow_pickle=False)
@@ -189,7 +247,7 @@ def _read_npz(path: Path) -> dict[str, dict[str, np.ndarray]]:
         ) from error
 
 
-def _read_safetensors(path: Path) -> dict[str, dict[str, np.ndarray]]:
+def _read_safetensors(path: Path) -> dict[str, _Found]:
     return _open_safetensors(path, lambda names, read: _pick(path, names, read))
 
 
@@ -205,7 +263,17 @@ def _open_safetensors(
         ) from error
     try:
         with safetensors.safe_open(path, framework="np") as file:
-            return use(file.keys(), file.get_tensor)
+
+            def read(name: str) -> Any:
+                dtype = file.get_slice(name).get_dtype()
+                if dtype not in _SAFETENSORS_DTYPES:
+                    raise DiagnoseError(
+                        f"{path}: {name} is {dtype}, which is not read; save it as bfloat16, times "
+                        "the scale that belongs to it"
+                    )
+                return file.get_tensor(name)
+
+            return use(file.keys(), read)
     except DiagnoseError:
         raise
     except PermissionError as error:
@@ -217,10 +285,8 @@ def _open_safetensors(
         ) from error
 
 
-def _pick(
-    path: Path, names: Iterable[str], read: Callable[[str], Any]
-) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of each layer by the names of this module; layers by name, '' for the only one."""
+def _pick(path: Path, names: Iterable[str], read: Callable[[str], Any]) -> dict[str, _Found]:
+    """The arrays of each layer, by its name, '' for the only one."""
     by_layer: dict[str, dict[str, list[str]]] = {}
     names = sorted(names)
     for name in names:
@@ -232,7 +298,18 @@ def _pick(
     layers = {n: found for n, found in by_layer.items() if not found.keys().isdisjoint(_NEEDED)}
     if not layers:
         layers = {"": {}}
-    return {layer: _pick_layer(path, layer, found, names, read) for layer, found in layers.items()}
+    of_all = {n: found for n, found in by_layer.get("", {}).items() if n in _HIDING}
+    layers = {name: of_all | found for name, found in layers.items()}
+    used = {spelled for found in by_layer.values() for known in found.values() for spelled in known}
+    # What stands beside the arrays of a layer, or above all layers.
+    unread = {n: [name for name in names if name.rpartition("/")[0] == n] for n in {"", *layers}}
+    return {
+        layer: _Found(
+            _pick_layer(path, layer, found, names, read),
+            [name for name in dict.fromkeys(unread[""] + unread[layer]) if name not in used],
+        )
+        for layer, found in layers.items()
+    }
 
 
 def _pick_layer(
@@ -253,7 +330,7 @@ def _pick_layer(
                 raise DiagnoseError(f"{path}: {matches[0]} is no array; save with numpy.savez")
             result[which] = array.astype(array.dtype.newbyteorder("="), copy=False)
         elif which in _NEEDED:
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             of_layer = f" of {layer}" if layer else ""
             raise DiagnoseError(
                 f"{path}: no array named {' or '.join(spellings)}{of_layer}; it holds "
@@ -265,7 +342,10 @@ def _pick_layer(
 def _read_one(path: Path, name: str, read: Callable[[str], Any]) -> Any:
     try:
         return read(name)
-    except MemoryError as error:  # of a header, which a damaged or a made-up file has as it likes
+    except (
+        MemoryError,
+        OverflowError,
+    ) as error:  # of a header, which a damaged or a made-up file has as it likes
         raise DiagnoseError(
             f"{path}: {name} does not fit into memory ({_one_line(error)}); if its shape is right, "
             "save fewer layers or a part of the batch; if not, save the file again"

@@ -9,7 +9,7 @@ import numpy as np
 from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnose.measurement import CURED, Arithmetic, advice, measure
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.diagnostics.lookalikes import lookalikes
+from lowprec_attn.diagnostics.lookalikes import lookalikes, not_finite
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.numerics import Numerics
 
@@ -21,13 +21,16 @@ class Examination(NamedTuple):
 
     Attributes:
       layer: the layer.
-      measured: signals by the label of the arithmetic; empty where its arrays are not finite.
+      measured: signals by the label of the arithmetic; empty where q, k or v are not finite, and
+        without those of the backward pass where dO is not.
       findings: at least one, first what to look at first; of kind `none` where nothing is met.
+      not_finite: names of the arrays that hold NaN or infinity.
     """
 
     layer: Layer
     measured: dict[str, verdict.Signals]
     findings: tuple[verdict.Finding, ...]
+    not_finite: tuple[str, ...] = ()
 
     @property
     def found(self) -> bool:
@@ -56,7 +59,7 @@ class Head(NamedTuple):
 
 
 def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
-    """Measures and judges one layer.
+    """Measures and judges one layer, as far as its arrays are finite.
 
     A layer that knows its own arithmetic is measured under that one, before those of the call.
 
@@ -66,19 +69,31 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
     """
     own = [] if layer.own is None else [Arithmetic("own numerics", layer.own)]
     chosen = [*own, *arithmetics]
-    arrays = {name: getattr(layer, name) for name in ("q", "k", "v", "do", "o", "lse")}
+    names = ("q", "k", "v", "do", "x", "w_q", "o", "lse")
+    arrays = {name: getattr(layer, name) for name in names}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    if any(
-        not np.all(np.isfinite(arrays[n].astype(np.float32))) for n in {*"qkv", "do"} & {*arrays}
-    ):
-        return Examination(layer, {}, tuple(lookalikes(arrays)))
-    measured_as = functools.partial(measure, layer)
+    bad = tuple(name for name, array in arrays.items() if not_finite(name, array))
+    if not {*bad}.isdisjoint("qkv"):
+        return Examination(layer, {}, tuple(lookalikes(arrays)), bad)
+    measured_as = functools.partial(measure, _without(layer, bad))
     measured = {arithmetic.label: measured_as(arithmetic) for arithmetic in chosen}
     findings = lookalikes(arrays, _largest_product(layer, measured.values()))
     judged = verdict.judge(measured, layer.rows)
     if not findings or judged[0].kind != "none":
         findings += judged
-    return Examination(layer, measured, tuple(findings))
+    return Examination(layer, measured, tuple(findings), bad)
+
+
+def _without(layer: Layer, bad: Iterable[str]) -> Layer:
+    """The layer without what is not finite, and without what is of no use then."""
+    left_out = {*bad} & {"do", "x", "w_q"}
+    if "do" in left_out:
+        left_out.add("x")  # which serves the gradient of W_Q alone
+    return layer._replace(
+        do=None if "do" in left_out else layer.do,
+        x=None if "x" in left_out else layer.x,
+        w_q=None if "w_q" in left_out else layer.w_q,
+    )
 
 
 def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Examination:
@@ -90,7 +105,8 @@ def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Exa
             signals = examined.measured[found.label]
             if CURED[finding.kind] in signals:
                 error = float(signals[CURED[finding.kind]][finding.heads[0]])
-                measured_as = functools.partial(measure, examined.layer)
+                finite = _without(examined.layer, examined.not_finite)
+                measured_as = functools.partial(measure, finite)
                 told = advice(finding, found, error, measured_as)
                 finding = finding._replace(sentence=f"{finding.sentence}; {told}")
         findings.append(finding)
@@ -130,9 +146,7 @@ def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head
 
 
 def _largest_product(layer: Layer, measured: Iterable[verdict.Signals]) -> float:
-    """The largest |q·k|; 0 where the scale hides it, infinite where a score is NaN."""
-    if not layer.factor:
-        return 0.0
+    """The largest |q·k|, infinite where a score is NaN."""
     scores = np.array([s["score_maximum"] for s in measured], np.float32)
     # Of finite q and k, NaN comes of products that overflow.
     return float(np.max(np.where(np.isnan(scores), np.inf, scores))) / abs(layer.factor)

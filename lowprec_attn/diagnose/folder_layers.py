@@ -47,10 +47,10 @@ def load(path: Path, text: Path | None) -> list[Layer]:
             f"{path}: weights alone hold no q, k and v; add --text FILE for the model to run on"
         )
     settings = hugging_face.model_settings(_json(path / _CONFIG), _ACTIVATIONS)
+    params = hugging_face.parameters(_tensors(path), settings)
     ids = sequence.load(
         text, settings.context, settings.vocab_size, lambda: sequence.of_folder(path)
     )
-    params = hugging_face.parameters(_tensors(path), settings)
     attend = Attend(attention.dot_product_attention)
     loss = make_loss(settings, hugging_face.all_heads(settings), attend)
     layers_of = jax.jit(

@@ -19,6 +19,7 @@ def write(
     examined: Sequence[Examination],
     arithmetics: Sequence[Arithmetic],
     series: Sequence[Series] = (),
+    not_finite: Sequence[str] = (),
 ) -> None:
     """Writes the same as the command prints, with every row of the table.
 
@@ -27,6 +28,7 @@ def write(
       examined: layers, worst first.
       arithmetics: that were asked for.
       series: that the trend is of.
+      not_finite: where NaN and infinity stand first, in sentences.
 
     Raises:
       DiskError: the disk refuses.
@@ -36,6 +38,7 @@ def write(
         element("h1", _TITLE),
         *_paragraphs(wording.preface(layers, arithmetics)),
         element("h2", "Verdicts"),
+        *_paragraphs(not_finite),
     ]
     for one, (name, sentences) in zip(examined, wording.verdicts(examined), strict=True):
         state = "broken" if one.found else "healthy"

@@ -36,12 +36,14 @@ def load(
       UserError: the file or the tokenizer cannot serve, there are fewer than 2 ids, or one is
         beyond the vocabulary.
     """
+    if path.exists() and not path.is_file():  # of a pipe, opening alone may wait for ever
+        raise DiagnoseError(f"--text {path}: is no file; give one")
     try:
         if path.suffix in _ID_SUFFIXES:
             ids = _ids(path, context + 1)
         else:
             with path.open("rb") as file:
-                raw = file.read(_BYTES_PER_TOKEN * (context + 1))
+                raw = file.read(min(_BYTES_PER_TOKEN * (context + 1), path.stat().st_size))
             # Incremental, because the cut may fall within a letter.
             text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw)
             ids = encode()(text)
@@ -111,7 +113,8 @@ def _ids(path: Path, count: int) -> np.ndarray:
     if path.suffix == ".npy":
         try:
             ids = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        # MemoryError: of a header, which a damaged or a made-up file has as it likes.
+        except (ValueError, EOFError, MemoryError, OverflowError) as error:
             raise DiagnoseError(f"--text {path}: not a readable npy file ({error})") from error
         if ids.dtype.kind not in "iu" or ids.shape[-1:] != (ids.size,):
             raise DiagnoseError(

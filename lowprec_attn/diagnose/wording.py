@@ -52,6 +52,34 @@ def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
     ]
 
 
+def first_not_finite(examined: Iterable[Examination]) -> list[str]:
+    """Where in a model NaN and infinity stand first; nothing of a single layer, whose verdict says.
+
+    Args:
+      examined: layers in their order in the model.
+    """
+    found = list(examined)
+    layers = [one.layer for one in found]
+    bad = [(one.layer, [name for name in one.not_finite if name != "do"]) for one in found]
+    forward = [(layer, names) for layer, names in bad if names]
+    backward = [one.layer for one in found if "do" in one.not_finite]
+    if len(found) < 2:
+        return []
+    lines = []
+    if forward:
+        layer, names = forward[0]
+        lines.append(
+            f"NaN or infinity stands first in {title(layer, layers)} ({', '.join(names)}) of "
+            f"{len(forward)} layers that hold any: look there before the others."
+        )
+    if backward:
+        lines.append(
+            f"Of dO, whose way is backwards, it stands first in {title(backward[-1], layers)}, of "
+            f"{len(backward)} layers."
+        )
+    return lines
+
+
 def worths(examined: Iterable[Examination]) -> list[tuple[str, str]]:
     """What each rule that was met was worth in the lab, by its name."""
     findings = (finding for one in examined for finding in one.findings)

@@ -2,8 +2,9 @@
 
 They show in the arrays of one layer themselves:
 
-  non_finite_input   q, k, v or dO already holds NaN or inf: attention did not make it.
-  non_finite_output  O holds NaN or inf while q, k and v do not.
+  non_finite_input   q, k, v, dO, the input of W_Q or W_Q itself already holds NaN or inf: attention
+                     did not make it.
+  non_finite_output  O or lse holds NaN or inf while q, k and v do not.
   float16            an array, or a product q·k before it is scaled, comes within a factor of 2 of
                      65504, where float16 ends. bfloat16 and float32 go on to 3e38.
   lse                a row's lse is below −88: exp(−lse) leaves float32. cuDNN's backward pass gives
@@ -19,6 +20,7 @@ from lowprec_attn.diagnostics.verdict import Finding
 
 FLOAT16_MAX = 65504.0
 NEAR = 0.5  # of FLOAT16_MAX
+_MADE_BY_ATTENTION = ("o", "lse")
 LOWEST_LSE = -88.0  # −log of float32's largest number is −88.7
 
 
@@ -26,23 +28,25 @@ def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -
     """What the arrays of one layer show by themselves, in the order of the module.
 
     Args:
-      arrays: q, k, v, and where they are known do, o (of any float dtype) and lse (of any shape).
+      arrays: q, k, v, and where they are known do, x (the input of W_Q), w_q, o (all of any float
+        dtype) and lse (of any shape).
       largest_product: the largest |q·k| before scaling; 0 where it is not known.
     """
-    bad = {name: int(np.sum(~_finite(array))) for name, array in arrays.items() if name != "lse"}
-    into = [name for name, count in bad.items() if count and name != "o"]
+    bad = {name: found for name, array in arrays.items() if (found := not_finite(name, array))}
+    into = [name for name in bad if name not in _MADE_BY_ATTENTION]
     findings = []
     if into:
-        findings.append(_non_finite_input(arrays, bad, into))
-    elif bad.get("o"):
+        findings.append(_non_finite_input(arrays, [bad[name] for name in into], into))
+    if bad.keys().isdisjoint("qkv"):
         ends = "; float16 ends at 65504" if _is_float16(arrays) else ""
-        findings.append(
+        findings += [
             Finding(
                 "non_finite_output",
-                f"{bad['o']} of {arrays['o'].size} entries of O are NaN or infinite, and none of "
-                f"q, k and v: attention made them{ends}",
+                f"{bad[name]}, and none of q, k and v: attention made them{ends}",
             )
-        )
+            for name in _MADE_BY_ATTENTION
+            if name in bad
+        ]
     if _is_float16(arrays):
         findings += _float16(arrays, largest_product)
     lse = arrays.get("lse")
@@ -62,10 +66,26 @@ def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -
     return findings
 
 
-def _non_finite_input(
-    arrays: Mapping[str, np.ndarray], bad: Mapping[str, int], into: list[str]
-) -> Finding:
-    counts = ", ".join(f"{bad[name]} of {arrays[name].size} entries of {name}" for name in into)
+def not_finite(name: str, array: np.ndarray) -> str:
+    """How many entries of an array are NaN or infinite, and the first; empty where none is.
+
+    Args:
+      name: of the array; in `lse`, −inf is that of a row that sees no key.
+      array: of any float dtype.
+    """
+    bad = ~_finite(array)
+    if name == "lse":
+        bad &= ~np.isneginf(array.astype(np.float32))
+    if not np.any(bad):
+        return ""
+    place = list(map(int, np.unravel_index(int(np.argmax(bad)), bad.shape)))
+    shown = {"o": "O"}.get(name, name)
+    where = f" (the first at {place})" if place else ""
+    return f"{int(np.sum(bad))} of {array.size} entries of {shown} are NaN or infinite{where}"
+
+
+def _non_finite_input(arrays: Mapping[str, np.ndarray], bad: list[str], into: list[str]) -> Finding:
+    counts = ", and ".join(bad)
     if into == ["do"]:
         source = "it comes from what follows this layer, or from the loss"
     else:
@@ -73,7 +93,7 @@ def _non_finite_input(
     ends = "; float16 ends at 65504" if _is_float16(arrays) else ""
     return Finding(
         "non_finite_input",
-        f"{counts} are NaN or infinite before attention computes anything: {source}{ends}; "
+        f"{counts} before attention computes anything: {source}{ends}; "
         "look at an earlier step, or at the layer where it begins",
     )
 
@@ -82,7 +102,7 @@ def _float16(arrays: Mapping[str, np.ndarray], largest_product: float) -> list[F
     sizes = {
         name: float(np.max(np.abs(array.astype(np.float32)), where=_finite(array), initial=0.0))
         for name, array in arrays.items()
-        if name != "lse"
+        if name != "lse" and (name not in ("x", "w_q") or array.dtype == np.float16)
     }
     sizes["q·k before it is scaled"] = largest_product
     largest = max(sizes, key=sizes.__getitem__)

@@ -11,7 +11,7 @@ from flax import nnx
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.errors import UserError
 from lowprec_attn.gpt2.model import GPT2
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import FLASH, StandardMax
 
 # What this model computes; GPT2Config of transformers has these as defaults.
@@ -69,10 +69,17 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
             )
     shape: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SHAPE.items()}
     for ours, value in shape.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not 1 <= value <= LARGEST[ours]:
             raise WeightsError(
-                f"config.json says {_SHAPE[ours]} {value!r}, not a number of 1 or more"
+                f"config.json says {_SHAPE[ours]} {value!r}, not a whole number from 1 to "
+                f"{LARGEST[ours]}"
             )
+    if shape["layers"] * shape["heads"] > MOST_HEADS:
+        raise WeightsError(
+            f"config.json says n_layer {shape['layers']} and n_head {shape['heads']}, more than "
+            f"{MOST_HEADS} heads in all"
+        )
     if shape["width"] % shape["heads"]:
         raise WeightsError(
             f"config.json says n_embd {shape['width']}, no multiple of n_head {shape['heads']}"
@@ -107,7 +114,6 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if _HEAD in named and not np.array_equal(named[_HEAD], named.get("wte.weight", np.zeros(0))):
         raise WeightsError(f"{_HEAD} is not wte.weight; only tied output layers are computed here")
-    target = nnx.eval_shape(lambda: nnx.state(_model(settings), nnx.Param))
     ours = {}
     for path, source, part in _sources(settings.layers):
         tensor = named.get(source)
@@ -119,6 +125,8 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
         if part is not None and tensor.shape[-1] == 3 * settings.width:
             tensor = np.split(tensor, 3, axis=-1)[part]
         ours[path] = (source, tensor)
+    # After it is known that they are all there: many layers take minutes.
+    target = nnx.eval_shape(lambda: nnx.state(_model(settings), nnx.Param))
 
     def value(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

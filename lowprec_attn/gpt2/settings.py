@@ -5,6 +5,11 @@ from typing import Literal
 
 from lowprec_attn.arithmetic.heads import HeadGroup
 
+# What a model can be at most: every layer and head is named before anything is computed, and arrays
+# count in int32.
+LARGEST = {"layers": 4096, "heads": 4096, "width": 2**24, "context": 2**24, "vocab_size": 2**24}
+MOST_HEADS = 2**17  # of all layers
+
 InitStd = Literal["gpt2", "small_init", "lecun_uniform"]
 
 

@@ -25,6 +25,7 @@ from lowprec_attn.diagnostics.signed_errors import signed_error
 from lowprec_attn.errors import RunError
 from lowprec_attn.numerics import FLASH, PUBLISHED_EAGER, STANDARD, Numerics
 
+_MOST_SEEDS = 10_000
 FORMATS = ("bfloat16", "float16", "float32")
 TENSORS = ("O", "dQ", "dK", "dV")
 
@@ -153,7 +154,7 @@ def check(grid: Grid) -> None:
     """Refuses what cannot be measured.
 
     Raises:
-      RunError: an unknown format, or a size below 1.
+      RunError: an unknown format, a size below 1, or more than this machine's memory holds.
     """
     unknown = [f for f in grid.formats if f not in FORMATS]
     if unknown:
@@ -169,6 +170,19 @@ def check(grid: Grid) -> None:
     for option, values in sizes.items():
         if min(values) < 1:
             raise RunError(f"{option} must be at least 1, got {min(values)}")
+    if grid.seeds > _MOST_SEEDS:
+        raise RunError(f"--seeds must be at most {_MOST_SEEDS}, got {grid.seeds}")
+    longest = max(*grid.lengths, grid.length)
+    from lowprec_attn.training.memory import host_bytes  # which --help does without
+
+    # S and P of the exact result, and seven arrays of the inputs' shape, all in float64.
+    needed = 8 * grid.heads * (2 * longest**2 + 7 * longest * grid.head_size)
+    if needed > host_bytes():
+        raise RunError(
+            f"exact attention of length {longest}, {grid.heads} heads of {grid.head_size} takes at "
+            f"least {needed / 1e9:,.0f} GB, and this machine has {host_bytes() / 1e9:,.0f} GB; "
+            "give smaller --lengths, --length, --heads or --head-size"
+        )
 
 
 def _compiled(case: Case, grid: Grid) -> Callable[..., _Arrays]:

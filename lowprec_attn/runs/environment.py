@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ def describe() -> dict[str, Any]:
     """Describes this process and its machine as a JSON-able dict.
 
     It holds no host name, no user name and no environment variable; of the command line the
-    program's name is kept without its directory.
+    program's name is kept without its directory, and no credentials (`without_credentials`).
 
     Returns:
       `versions` by package (None: not installed), `platform`, `backend`, `device_kind`,
@@ -53,9 +54,34 @@ def describe() -> dict[str, Any]:
         "process_count": jax.process_count(),
         "host_cpus": os.cpu_count(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [*_program(), *sys.argv[1:]],
+        "command": [*_program(), *without_credentials(sys.argv[1:])],
         "commit": _commit(),
     }
+
+
+_HIDDEN = "***"
+# Names that end in one of these, of an option, a variable or a part of an address.
+_SECRET = (
+    r"(?:pass(?:word|wd|phrase)?|secret|token|credentials?|signature|sig"
+    r"|(?:api|access|private|secret|account)[_-]?key)"
+)
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s]*@")
+_GIVEN = re.compile(rf"(?i)((?:^|[-_.?&;])(?:[\w-]*[-_.])?{_SECRET}=)[^&;\s]+")
+_OPTION = re.compile(rf"(?i)--?(?:[\w.-]*[-_.])?{_SECRET}")
+
+
+def without_credentials(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with `***` for what looks secret.
+
+    That is the user and password of an address (`s3://user:password@host`), and the value of an
+    option, a variable or a part of an address with a telling name (`--api-key=…`, `?token=…`).
+    """
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        is_value = _OPTION.fullmatch(before) is not None and not word.startswith("-")
+        cleaned = _IN_ADDRESS.sub(f"{_HIDDEN}@", word)
+        found.append(_HIDDEN if is_value else _GIVEN.sub(rf"\g<1>{_HIDDEN}", cleaned))
+    return found
 
 
 def _program() -> list[str]:

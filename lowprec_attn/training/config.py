@@ -14,7 +14,7 @@ from typing import Any
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError, unknown_field
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs import trackers
 from lowprec_attn.runs.explosion import LASTING_STEPS
@@ -42,8 +42,9 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
         "data": DataSettings,
         "optimizer": OptimizerSettings,
     }
-    top = dict(config)
+    top = _mapping(config, "")
     built = {name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()}
+    _check_model(built["model"])  # before its layers and heads are gone through
     arithmetic = top.pop("attention", None)
     given = {
         **built,
@@ -160,19 +161,22 @@ def _check(settings: TrainSettings) -> None:
     """Ranges of all numbers."""
     _check_run(settings)
     _check_ends(settings)
-    _check_model(settings.model)
     _check_optimizer(settings.optimizer, settings.model)
     alone = settings.data.path is None or settings.data.builtin == "documentation"
     _require(alone, "data", "builtin", settings.data, "documentation beside data.path")
 
 
+_COUNTS = 2**31  # steps are counted in int32, and the learning rate with them
+
+
 def _check_run(run: TrainSettings) -> None:
     counts = ("steps", "batch_size", "accumulation_steps", "checkpoints_kept", "eval_batches")
     for name in counts:
-        _require(getattr(run, name) >= 1, "", name, run, "at least 1")
+        fits = 1 <= getattr(run, name) < _COUNTS
+        _require(fits, "", name, run, f"at least 1 and below {_COUNTS}")
     for name in ("diagnostics_every", "checkpoint_every", "eval_every"):
         _require(getattr(run, name) >= 0, "", name, run, "0 or more")
-    _require(run.steps < 2**31, "", "steps", run, f"below {2**31}")  # counted in int32
+    _require(run.devices is None or run.devices >= 1, "", "devices", run, "at least 1, or None")
     # JAX would take a larger seed modulo 2³².
     _require(0 <= run.seed < SEEDS, "", "seed", run, f"0 or more and below {SEEDS}")
     even = run.batch_size % run.accumulation_steps == 0
@@ -201,7 +205,10 @@ def _check_ends(run: TrainSettings) -> None:
 
 def _check_model(model: ModelSettings) -> None:
     for name in ("layers", "heads", "width", "context", "vocab_size"):
-        _require(getattr(model, name) >= 1, "model", name, model, "at least 1")
+        fits = 1 <= getattr(model, name) <= LARGEST[name]
+        _require(fits, "model", name, model, f"at least 1 and at most {LARGEST[name]}")
+    few = model.layers * model.heads <= MOST_HEADS
+    _require(few, "model", "layers", model, f"at most {MOST_HEADS} / heads, {model.heads} here")
     whole = model.width % model.heads == 0
     _require(whole, "model", "width", model, f"a multiple of {model.heads} heads")
     if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
@@ -218,10 +225,13 @@ def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None
     for name in ("peak_lr", "end_lr", "eps", "weight_decay", "warmup_steps"):
         value = getattr(optimizer, name)
         _require(0 <= value < math.inf, "optimizer", name, optimizer, "0 or more and finite")
+    short = optimizer.warmup_steps < _COUNTS
+    _require(short, "optimizer", "warmup_steps", optimizer, f"0 or more and below {_COUNTS}")
     for name in ("b1", "b2"):
         _require(0 <= getattr(optimizer, name) < 1, "optimizer", name, optimizer, "in [0, 1)")
     clip = optimizer.clip_norm
-    _require(clip is None or clip > 0, "optimizer", "clip_norm", optimizer, "positive or None")
+    bounds = clip is None or 0 < clip < math.inf
+    _require(bounds, "optimizer", "clip_norm", optimizer, "positive and finite, or None")
     threshold = optimizer.qk_clip
     bounds = threshold is None or 0 < threshold < math.inf
     _require(bounds, "optimizer", "qk_clip", optimizer, "positive and finite, or None")

@@ -9,6 +9,7 @@ writes exactly what is missing. Diagnostics look at the first sequence of the ba
 the end, of the batch that the next step would have taken.
 """
 
+import math
 import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -253,6 +254,8 @@ class Loop:
         ]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
         run.metrics.write(step, {"val_loss": loss})
+        if not math.isfinite(loss):
+            self._say(f"the validation loss of step {step} is {loss}")
         return loss
 
     def _save(self, step: int) -> None:
@@ -329,6 +332,9 @@ class Loop:
         if settings.diagnostics_every:
             sequence = self.first_sequence(*self.fixed.devices.put(next(self.data)))
             self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
+        if not math.isfinite(loss):
+            _report_validation(self.fixed.run_dir, settings.steps, loss)
+            return EXIT_BROKEN
         _report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE
 
@@ -390,6 +396,17 @@ def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
     run_dir.write_json(run_dir.failure, failure)
     _show(run_dir)
     print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+
+
+@hosts.first_only
+def _report_validation(run_dir: RunDir, step: int, loss: float) -> None:
+    message = (
+        f"the validation loss is {loss}, while the losses of training are finite: look at the "
+        "held-out text's batches, or at attention's arithmetic"
+    )
+    run_dir.write_json(run_dir.failure, {"step": step, "message": message})
+    _show(run_dir)
+    print(f"not finite at step {step}: {message}; the last state is in {run_dir.path}")
 
 
 @hosts.first_only

@@ -15,7 +15,7 @@ import jax
 
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, lookup_text, tokens
-from lowprec_attn.data.batches import train_iterator
+from lowprec_attn.data.batches import require_windows, train_iterator
 from lowprec_attn.data.order import (
     Order,
     OrderRecord,
@@ -67,7 +67,9 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     devices = run_devices(settings)
     require_memory(settings, devices)
     corpus = open_corpus(settings.data)
-    corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
+    context = settings.model.context
+    corpus.require(context=context, vocab_size=settings.model.vocab_size)
+    require_windows(corpus.val, context, settings.batch_size, settings.eval_batches)
     draw = _order(settings, corpus.train)
     # The text is part of what defines a run: the built-in one differs between Python versions.
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
