@@ -24,6 +24,8 @@ Format = Literal["text", "jsonl", "parquet"]
 
 _HEAD = 1 << 16  # bytes of a file that its format is told by
 _BYTES_READ = 1 << 20  # at a time
+_PACKED_READ = 1 << 16  # of zstd, which may hold a thousand times as much
+_LONGEST_WINDOW = 1 << 31  # bytes, of zstd --long=31
 _COLUMN = "text"
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
@@ -234,26 +236,43 @@ class _Counted(io.RawIOBase):
 
 
 class _Zstd(io.RawIOBase):
-    """zstandard's reader, whose own error is no OSError."""
+    """Unpacks zstd. The reader of its package takes the end of a file for that of a frame."""
 
-    def __init__(self, reader: Any, error: type[Exception]) -> None:
-        self._reader, self._error = reader, error
+    def __init__(self, file: IO[bytes], zstandard: ModuleType) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any = None  # being read
+        self._packed = self._plain = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            count: int = self._reader.readinto(buffer)
-        except self._error as error:
-            raise _PackedError(str(error)) from error
+        while not self._plain and self._fill():
+            pass
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
         return count
 
-
-def _unpack_zstd(file: IO[bytes], path: Path) -> Any:
-    zstandard = _module("zstandard", path, "zstd")
-    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return io.BufferedReader(_Zstd(reader, zstandard.ZstdError), _BYTES_READ)
+    def _fill(self) -> bool:
+        """Unpacks some more; whether there was any."""
+        packed = self._packed or self._file.read(_PACKED_READ)
+        if not packed:
+            if self._frame is not None:
+                raise _PackedError("it ends within a frame")
+            return False
+        if self._frame is None:
+            self._frame = self._zstandard.ZstdDecompressor(
+                max_window_size=_LONGEST_WINDOW
+            ).decompressobj()
+        try:
+            self._plain = self._frame.decompress(packed)
+        except self._zstandard.ZstdError as error:
+            raise _PackedError(str(error)) from error
+        self._packed = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
+        return True
 
 
 def _unpacked(file: Any, compression: str | None, path: Path) -> Any:
@@ -263,7 +282,9 @@ def _unpacked(file: Any, compression: str | None, path: Path) -> Any:
         return bz2.BZ2File(file)
     if compression == "xz":
         return lzma.LZMAFile(file)
-    return file if compression is None else _unpack_zstd(file, path)
+    if compression == "zstd":
+        return io.BufferedReader(_Zstd(file, _module("zstandard", path, "zstd")), _BYTES_READ)
+    return file
 
 
 def _compression(head: bytes) -> str | None:

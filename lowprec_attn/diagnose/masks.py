@@ -35,7 +35,7 @@ REFUSED = {
         "hides keys of other documents",
     ),
 }
-_LOWEST = -1e4  # a bias of this or less leaves a key no weight: of transformers, once
+_LOWEST = -9e3  # a bias of this or less leaves a key no weight; transformers once had −10000
 
 
 class Cut(NamedTuple):
@@ -183,9 +183,11 @@ def _pairs(
 
 def _of_pairs(name: str, seen: Bool[np.ndarray, "T S"]) -> Cut:
     rows, keys = seen.shape
-    # Rows of padding see nothing, or all keys (torch would give NaN for nothing), so the keys that
-    # are there may be all that any row sees, or those that the last row sees.
-    for of_keys in (seen.any(axis=0), seen[-1]):
+    # Rows of padding see nothing, or what others see, or all keys (torch would give NaN for nothing).
+    # So the keys that are there may be those that any row sees, or the last one, or one that does
+    # not see all.
+    candidates = (seen.any(axis=0), seen[-1], seen[~seen.all(axis=1)].any(axis=0))
+    for of_keys in candidates:
         if not of_keys.any():
             continue
         first, end = _ends(np.asarray(of_keys))
