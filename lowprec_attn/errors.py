@@ -4,9 +4,10 @@ A command prints such an error without a traceback and ends with exit code 1. An
 raised is a fault of the program, and is shown whole.
 """
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
@@ -40,6 +41,25 @@ def lacks_its_platform(error: BaseException) -> bool:
     except (RuntimeError, AssertionError):
         return True
     return False
+
+
+@contextlib.contextmanager
+def reading_records(where: object) -> Iterator[None]:
+    """Turns what records of other types than this program writes lead to into one line.
+
+    Raises:
+      RunError: a field of a record at `where` has another type, or is not there.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RunError(
+            f"{where} holds records that are damaged or of another version ({reason}); restore "
+            "them from a copy (--debug shows where this was noticed)"
+        ) from error
 
 
 def printable(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec_attn.errors import RunError
+from lowprec_attn.errors import RunError, reading_records
 from lowprec_attn.files import (
     complete_lines,
     make_directory,
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
         with writing(args.directory):
             make_directory(args.directory)
         _measure_weights(args) if args.runs is not None else _measure_attention(args)
-    _report(args.directory)
+    with reading_records(args.directory):
+        _report(args.directory)
 
 
 def _tile(text: str) -> Tile:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowprec_attn.commands.config import config_file
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError, UserError, reading_records
 from lowprec_attn.files import require_output, write_atomically, writing
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report.add_argument("--figure", type=Path, help="default: figure.png in RESULTS")
     for control in ("positive", "negative"):
         report.add_argument(f"--{control}-control", metavar="ARM", help="if the records name none")
-    report.set_defaults(act=_report)
+    report.set_defaults(act=_read_and_report)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +101,11 @@ def _collect(args: argparse.Namespace) -> None:
     for arm_run in runs:
         path = records.write(arm_run, args.results, args.signals or records.SIGNALS)
         print(f"{path}: {arm_run.outcome().text}")
+
+
+def _read_and_report(args: argparse.Namespace) -> None:
+    with reading_records(args.results):
+        _report(args)
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from lowprec_attn.errors import reading_records
 from lowprec_attn.files import require_output
 
 
@@ -41,9 +42,10 @@ def run(args: argparse.Namespace) -> None:
     run_dirs = [RunDir(path) for path in args.run_dirs]
     if args.html is not None:
         require_output(args.html, args.run_dirs)
-    if len(run_dirs) > 1:
-        print(write_comparison(run_dirs, args.html or Path("comparison.html")))
-        return
-    page = write_run_page(run_dirs[0], efficiency, args.html)  # refuses what is no run
-    print(write_report(run_dirs[0]))
-    print(page)
+    with reading_records(", ".join(map(str, args.run_dirs))):
+        if len(run_dirs) > 1:
+            print(write_comparison(run_dirs, args.html or Path("comparison.html")))
+            return
+        page = write_run_page(run_dirs[0], efficiency, args.html)  # refuses what is no run
+        print(write_report(run_dirs[0]))
+        print(page)

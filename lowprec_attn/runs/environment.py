@@ -59,6 +59,22 @@ def describe() -> dict[str, Any]:
     }
 
 
+_TYPES: dict[str, Any] = {
+    "versions": dict,
+    "backend": str,
+    "device_kind": str,
+    "device_count": int,
+    "process_count": int,
+    "command": list,
+}
+
+
+def is_described(start: Mapping[str, Any]) -> bool:
+    """Whether what a file says of a start has the types that `describe` gives it."""
+    typed = all(isinstance(start[name], _TYPES[name]) for name in _TYPES.keys() & start.keys())
+    return typed and all(isinstance(word, str) for word in start.get("command", []))
+
+
 _HIDDEN = "***"
 # Names that end in one of these, of an option, a variable or a part of an address.
 _SECRET = (

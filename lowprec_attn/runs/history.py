@@ -72,7 +72,7 @@ class History:
         try:
             return cls(
                 path=run_dir.path,
-                config=_load(run_dir.config),
+                config=load_config(run_dir.config),
                 starts=run_dir.starts(),
                 losses=_series(records, "loss"),
                 val_losses=_series(records, "val_loss"),
@@ -123,6 +123,19 @@ def _adam(parts: Mapping[str, Mapping[str, float]]) -> list[Layer]:
             if part != "outside"
         }
     )
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """The config of a run, empty where there is none yet.
+
+    Raises:
+      RunError, OSError: it is none, or cannot be read.
+    """
+    config = _load(path)
+    for name in ("attention", "model", "optimizer", "data"):
+        if not isinstance(config.get(name, {}), dict):
+            raise HistoryError(f"{path} has {config[name]!r} as {name}; restore it from a copy")
+    return config
 
 
 def _load(path: Path, **fields: type) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics, rollbacks
+from lowprec_attn.runs.history import load_config
 from lowprec_attn.runs.incidents import Incident, incidents
 from lowprec_attn.runs.pages.drawing import plain, write_figure
 from lowprec_attn.runs.run_dir import RunDir
@@ -130,7 +131,7 @@ def _draw_incidents(axis: Axes, panel: str, happened: Sequence[Incident]) -> Non
 
 
 def _title(run_dir: RunDir, happened: Sequence[Incident]) -> str:
-    config, summary = _load(run_dir.config), _load_summary(run_dir)
+    config, summary = load_config(run_dir.config), _load_summary(run_dir)
     failure = _load(run_dir.failure, step=int, message=str)
     attention = config.get("attention", {})
     lines = [

@@ -269,7 +269,7 @@ class RunDir:
             return []
         mend = "remove it, and the same command goes on (it tells where earlier starts ran)"
         starts: list[Any] = _read_as(list, self.environment, mend)
-        if not all(isinstance(start, dict) for start in starts):
+        if not all(isinstance(start, dict) and environment.is_described(start) for start in starts):
             raise RunDirError(f"{self.environment} holds more than starts; {mend}")
         return starts
 

@@ -24,7 +24,7 @@ from lowprec_attn import hosts
 from lowprec_attn.data import tokens
 from lowprec_attn.data.batches import Batch, validation_batches
 from lowprec_attn.data.order import OrderRecord
-from lowprec_attn.files import read_json
+from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.metrics import MetricsWriter
@@ -382,7 +382,7 @@ def _kept_records(run_dir: RunDir) -> list[dict[str, Any]]:
 def _origin(run_dir: RunDir) -> tuple[int, Level | None] | None:
     """Where the run was resumed from another one; see `Watch`."""
     origin = hosts.from_first(
-        lambda: read_json(run_dir.origin) if run_dir.origin.exists() else None
+        lambda: read_record(run_dir.origin, step=int) if run_dir.origin.exists() else None
     )
     if origin is None:
         return None

@@ -6,7 +6,7 @@ at any instant goes back at the same step, to the same step, as an undisturbed o
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_json
+from lowprec_attn.files import read_record
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.rollbacks import Reason, Rollback, RollbackRecord, target
 from lowprec_attn.runs.run_dir import RunDir
@@ -37,7 +37,7 @@ class Rescue:
         self._stop_exploded_after = settings.stop_exploded_after
         self._run_dir, self._checkpoints, self.record = run_dir, checkpoints, record
         self._first_step = hosts.from_first(
-            lambda: read_json(run_dir.origin)["step"] if run_dir.origin.exists() else 0
+            lambda: read_record(run_dir.origin, step=int)["step"] if run_dir.origin.exists() else 0
         )
 
     @property
