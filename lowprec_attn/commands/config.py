@@ -123,7 +123,7 @@ def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
 def _unset(config: Any, flags: Sequence[str]) -> tuple[list[tuple[Any, str]], list[str]]:
     """The fields that flags set to None, which no type of ml_collections parses; other flags."""
     unset, others = [], []
-    for flag in flags:
+    for flag in {flag.partition("=")[0]: flag for flag in flags}.values():  # the last one counts
         path, _, value = flag.partition("=")
         *sections, field = path.split(".")[1:] or [""]
         section = config

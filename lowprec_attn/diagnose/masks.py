@@ -183,8 +183,8 @@ def _pairs(
 
 def _of_pairs(name: str, seen: Bool[np.ndarray, "T S"]) -> Cut:
     rows, keys = seen.shape
-    # Rows of padding see nothing, or what others see, or all keys, since torch gives NaN for nothing.
-    # So the keys that are there are those that any row sees, or the last, or one that sees not all.
+    # Rows of padding see nothing, what others see, or all keys: torch gives NaN for nothing. So the
+    # keys that are there are those that any row sees, or the last, or one that sees not all.
     candidates = (seen.any(axis=0), seen[-1], seen[~seen.all(axis=1)].any(axis=0))
     for of_keys in candidates:
         if not of_keys.any():

@@ -60,7 +60,6 @@ def describe() -> dict[str, Any]:
 
 
 _TYPES: dict[str, Any] = {
-    "versions": dict,
     "backend": str,
     "device_kind": str,
     "device_count": int,
@@ -120,9 +119,13 @@ def moved(starts: Sequence[Mapping[str, Any]]) -> str | None:
     """
     if len(starts) < 2:
         return None
-    before, now = ({**s, **s.get("versions", {})} for s in starts[-2:])
+    before, now = ({**s, **_mapping(s.get("versions"))} for s in starts[-2:])
     changes = [f"{n} {before.get(n)} -> {now.get(n)}" for n in _BITS if before.get(n) != now.get(n)]
     return ", ".join(changes) or None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _version(package: str) -> str | None:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 from command import ROOT, flags
 from tiny import tiny_config
@@ -60,6 +61,25 @@ def stopped(run, tmp_path_factory):
 
 def read(workdir, name):
     return json.loads((workdir / name).read_text())
+
+
+def test_a_validation_loss_of_nan_is_no_success(run, tmp_path, monkeypatch, capsys):
+    def without_validation(self, run=Loop.run):
+        self.evaluate = lambda *_: np.float32(np.nan)
+        return run(self)
+
+    monkeypatch.setattr(Loop, "run", without_validation)
+    workdir = tmp_path / "run"
+    rates = {"optimizer__peak_lr": 1e-3, "optimizer__end_lr": 1e-3}
+    assert run(workdir, steps=4, eval_every=2, stop_exploded_after=None, **rates) == EXIT_BROKEN
+    said = capsys.readouterr().out
+    assert "the validation loss of step 2 is nan" in said
+    assert "not finite at step 4: the validation loss is nan, while the losses of training" in said
+    assert not (workdir / "summary.json").exists()
+    assert read(workdir, "failure.json")["step"] == 4
+    for path in workdir.glob("*.json*"):
+        for line in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
+            json.loads(line, parse_constant=pytest.fail)
 
 
 def test_a_run_that_has_exploded_is_stopped_with_its_records(stopped):
