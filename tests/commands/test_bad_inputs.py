@@ -370,6 +370,8 @@ def test_what_is_not_finite_is_told_and_nothing_that_depends_on_it(name, capsys)
     assert words in verdicts[0]
     assert "(the first at [0, 0, 0" in verdicts[0]
     (layer,) = json.loads(Path("out.json").read_text())["layers"]
+    kind = "non_finite_output" if name in ("o", "lse") else "non_finite_input"
+    assert [finding["kind"] for finding in layer["findings"]] == [kind]
     measured = layer["signals"].get("flash", {})
     assert ("score_maximum" in measured) == (name != "q")
     assert ("delta_error_rms" in measured) == (name not in ("q", "do"))
