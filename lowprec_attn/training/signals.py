@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
@@ -82,24 +83,42 @@ def make_signals(
     layers_of = make_layers(settings.model, steps.loss)
     scale, factor = score_scale(settings.model)
 
+    def of_layer(
+        numerics: tuple[HeadGroup, ...], arrays: LayerArrays, key: Key[Array, ""]
+    ) -> tuple[dict[str, Array], Array | None]:
+        """The signals of a layer, and its direction."""
+        layer = attention_signals(
+            **arrays._asdict(),
+            numerics=numerics,
+            scale=scale,
+            is_causal=True,
+            rng_key=key,
+            common_direction=arrays.x is not None,
+        )
+        if arrays.x is None:
+            return layer, None
+        layer["query_weight_gradient_error"] *= jnp.float32(factor)
+        return layer, layer.pop("common_direction")
+
     def signals(
         params: Any, inputs: Array, targets: Array, key: Key[Array, ""]
     ) -> tuple[Signals, Directions]:
-        result, directions = {}, {}
-        for i, arrays in enumerate(layers_of(params, inputs, targets, key)):
-            layer = attention_signals(
-                **arrays._asdict(),
-                numerics=as_computed(settings.attention, i, arrays),
-                scale=scale,
-                is_causal=True,
-                rng_key=jax.random.fold_in(key, i),
-                common_direction=arrays.x is not None,
-            )
-            if arrays.x is not None:
-                directions[f"layer_{i}"] = layer.pop("common_direction")
-                layer["query_weight_gradient_error"] *= jnp.float32(factor)
-            result[f"layer_{i}"] = layer
-        return result, directions
+        layers = layers_of(params, inputs, targets, key)
+        alike: dict[tuple[HeadGroup, ...], list[int]] = {}
+        for i, arrays in enumerate(layers):
+            alike.setdefault(as_computed(settings.attention, i, arrays), []).append(i)
+        result: dict[int, tuple[dict[str, Array], Array | None]] = {}
+        for numerics, indices in alike.items():
+            # A loop over layers of one arithmetic compiles them once. Unrolled, twelve of them took
+            # longer to compile than the training step.
+            of = [(layers[i], jax.random.fold_in(key, i)) for i in indices]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *of)
+            measured = lax.map(lambda args, n=numerics: of_layer(n, *args), stacked)
+            for place, i in enumerate(indices):
+                result[i] = jax.tree.map(lambda x, place=place: x[place], measured)
+        found = [(f"layer_{i}", *result[i]) for i in sorted(result)]
+        directions = {name: direction for name, _, direction in found if direction is not None}
+        return {name: layer for name, layer, _ in found}, directions
 
     return signals
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import tiny_settings
 
-from lowprec_attn import attention, numerics
+from lowprec_attn import attention, diagnostics, numerics
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention import tiled
@@ -100,4 +100,35 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     params = jax.eval_shape(steps.init, root_key(settings)).params
     jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))
     shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
-    assert described == [*group_heads([shared] * 2)] * 2
+    assert described == [*group_heads([shared] * 2)]  # once for both layers
+
+
+def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
+    of_layers = {"0": {"numerics": "probe"}, "2": {"numerics": "probe"}}
+    settings = tiny_settings(
+        model__layers=4, attention__numerics="stochastic_output", attention__layers=of_layers
+    )
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
+    params = steps.init(root_key(settings)).params
+    ids = jax.random.randint(jax.random.key(1), (1, 33), 0, 257)
+    args = (params, ids[:, :-1], ids[:, 1:], jax.random.key(2))
+    found, directions = jax.jit(signals.make_signals(settings, steps))(*args)
+    names = [f"layer_{i}" for i in range(4)]
+    assert [*found] == [*directions] == names
+    layers = jax.jit(signals.make_layers(settings.model, steps.loss))(*args)
+    for i, arrays in enumerate(layers):
+        alone = diagnostics.attention_signals(
+            **arrays._asdict(),
+            numerics=signals.as_computed(settings.attention, i, arrays),
+            is_causal=True,
+            rng_key=jax.random.fold_in(args[-1], i),
+            common_direction=True,
+        )
+        np.testing.assert_allclose(
+            directions[names[i]], alone.pop("common_direction"), rtol=1e-5, atol=1e-6
+        )
+        for name in ("score_maximum", "output_error_rms", "query_weight_norm", "delta_rms"):
+            np.testing.assert_allclose(found[names[i]][name], alone[name], rtol=1e-4)
+    looped = jax.make_jaxpr(signals.make_signals(settings, steps))(*args)
+    lengths = [e.params["length"] for e in looped.eqns if e.primitive.name == "scan"]
+    assert [n for n in lengths if n > 1] == [2, 2]
