@@ -27,6 +27,7 @@ def run_arms(
     experiment: Experiment,
     workdir: Path,
     slots: Sequence[Slot],
+    command: Sequence[str] | None = None,
 ) -> None:
     """Runs what is left to do of an experiment.
 
@@ -37,6 +38,7 @@ def run_arms(
       experiment: the arms and their seeds.
       workdir: the experiment's directory; see `lab.workdir`.
       slots: where they run; see `lab.processes`.
+      command: what takes the arguments of `lowprec-attn train` instead of it.
 
     Raises:
       DataError: a text that an arm is to read cannot be read; no arm has started.
@@ -53,7 +55,7 @@ def run_arms(
             else:
                 left.append(trial)
         _require_texts(experiment, left)
-        tasks = [_task(experiment, trial, runs[trial.name]) for trial in left]
+        tasks = [_task(experiment, trial, runs[trial.name], command or TRAIN) for trial in left]
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:
             failures = _watch(runs, events)
     unfinished = [run.name for run in runs.values() if not run.outcome().finished]
@@ -72,8 +74,8 @@ def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
         tokens.load(path)
 
 
-def _task(experiment: Experiment, trial: Trial, run: ArmRun) -> Task:
-    command = [*TRAIN, *experiment.arguments(trial), f"--workdir={run.run_dir.path}"]
+def _task(experiment: Experiment, trial: Trial, run: ArmRun, trainer: Sequence[str]) -> Task:
+    command = [*trainer, *experiment.arguments(trial), f"--workdir={run.run_dir.path}"]
     return Task(run.name, command, run.log)
 
 

@@ -1,0 +1,110 @@
+"""The regime of configs/true_bfloat16.toml in nanoGPT: whether the failure is that of our code.
+
+    python -m benchmarks.nanogpt_regime NANOGPT --data DIR --workdir runs/nanogpt --devices 0,0
+    lowprec-attn lab collect runs/nanogpt results/mine && lowprec-attn lab report results/mine
+
+NANOGPT is a checkout of github.com/karpathy/nanoGPT at commit 3adf61e154c3, which is checked.
+Its model and its optimizer are used as they are, in the recipe of `[shared]`: the batches of our
+seeds in their order, rate, batch, clipping, Adam. The arms differ in who computes attention:
+
+    flash     PyTorch's FlashAttention-2
+    cudnn     cuDNN's, by PyTorch
+    float32   PyTorch's unfused attention on q, k and v in float32, without TF32: the control
+
+The queue is that of `lab run`, and run directories are as the trainer makes them. A run that was
+stopped cannot be continued: it takes minutes. Remove its directory to repeat it.
+
+Question:   does nanoGPT's own code break in this regime, too?
+Prediction: `flash` and `cudnn` have two heads or more above 512 by step 3,000 with two seeds of
+            three, `float32` with none.
+Wrong if:   both hold with three seeds of three. Then what breaks is in our code.
+Decides:    whether our claim about `flash` stands.
+
+What differs from our trainer, as read in model.py and train.py of that commit:
+
+    initial weights   other numbers of the same distributions: normal, 0.02, and 0.02/√(2L) where a
+                      projection enters the residual stream
+    biases, dropout   none in either
+    positions         learned in either
+    embeddings        tied in either, 50,304 rows
+    q, k, v           one product in either
+    GELU              by erf; ours in its tanh form, at most 5e-4 away
+    logits            bfloat16 by autocast, cross-entropy in float32, as with our
+                      logits_dtype = "bfloat16"
+    gradients of W    rounded to bfloat16 by autocast; ours are formed from bfloat16 operands alike
+    clipping          times 1 / (norm + 1e-6) where the norm is above 1; ours times 1 / norm
+    Adam              PyTorch's fused AdamW; ours is Optax's
+    rate              ours is set before each step; nanoGPT's own warm-up begins at peak / 2001
+    order of sums     PyTorch's; ours is the same on every run
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowprec_attn.commands.config import config_file
+from lowprec_attn.errors import UserError
+from lowprec_attn.lab import experiment, runner
+from lowprec_attn.lab.experiment import Arm, Experiment
+from lowprec_attn.lab.processes import cpu_slots, gpu_slots
+
+# What an arm is called, and the preset of which our code says that it is the same arithmetic.
+ARMS = {"flash": "flash", "cudnn": "flash", "float32": "exact"}
+
+
+def main() -> int:
+    """Runs what is left to do of the arms."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("nanogpt", type=Path, metavar="NANOGPT", help="a checkout of nanoGPT")
+    parser.add_argument("--data", required=True, help="directory with train.bin and val.bin")
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--devices", metavar="0,1,...", help="GPUs, one arm each; as of `lab run`")
+    args, flags = parser.parse_known_args()  # fields of all arms: --config.NAME=VALUE
+    with _one_line():
+        defined = definition(flags, args.data)
+        defined = defined.select(args.arms)
+        if args.seeds is not None:
+            defined = defined.with_seeds(args.seeds)
+        slots = gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+        command = (sys.executable, "-m", "benchmarks.nanogpt_run", str(args.nanogpt.absolute()))
+        runner.run_arms(defined, args.workdir.absolute(), slots, command)
+        return 0
+    return 1
+
+
+def definition(flags: list[str], data: str) -> Experiment:
+    """The arms, with all of `[shared]` in true_bfloat16.toml that is not attention.
+
+    Args:
+      flags: of fields, `--config.NAME=VALUE`.
+      data: directory of the text.
+    """
+    ours = experiment.load(config_file("true_bfloat16", ".toml"))
+    shared = {n: v for n, v in ours.shared.items() if not n.startswith("attention.")}
+    controls = {"flash": "positive", "float32": "negative"}
+    arms = tuple(
+        Arm(name, {"name": f"nanogpt_{name}", "attention.numerics": preset}, controls.get(name))  # type: ignore[arg-type]
+        for name, preset in ARMS.items()
+    )
+    shared.pop("name")
+    of_flags = [*flags, f"--config.data.path={data}"]
+    return Experiment(ours.config, shared, arms, ours.seeds).with_flags(of_flags)
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """What a user can mend is one line on the standard error."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+r"""One run of `benchmarks.nanogpt_regime`: nanoGPT's model, trained into a run directory of ours.
+
+    python -m benchmarks.nanogpt_run NANOGPT --config=gpt2_bf16:full --workdir=DIR \
+        --config.NAME=VALUE …
+
+config.name says which attention: nanogpt_flash, nanogpt_cudnn or nanogpt_float32.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU is PyTorch's; before JAX starts below
+
+import jax.numpy as jnp
+
+from lowprec_attn.commands import config as configs
+from lowprec_attn.data.batches import Batches, validation_batches
+from lowprec_attn.data.order import OrderRecord, SeededOrder
+from lowprec_attn.data.tokens import Corpus
+from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.files import sha256
+from lowprec_attn.runs import environment
+from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.metrics import MetricsWriter
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.optimizer import learning_rate
+from lowprec_attn.training.run import open_corpus
+from lowprec_attn.training.settings import TrainSettings
+
+MODEL_SHA256 = "7c01703240dbec5d554527dc666e35b3df8391d0b117fddc07afcf325a21d11c"
+COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"  # of nanoGPT, with that model.py
+EXIT_BROKEN = 3  # as the trainer's
+_READ_EVERY = 10  # steps between two readings of the losses, for which the GPU is waited for
+_BACKENDS = {
+    "nanogpt_flash": SDPBackend.FLASH_ATTENTION,
+    "nanogpt_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "nanogpt_float32": SDPBackend.MATH,
+}
+
+
+def main() -> int:
+    """Trains; returns an exit code of the trainer's."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("nanogpt", type=Path)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--workdir", type=Path, required=True)
+    args, flags = parser.parse_known_args()
+    values = configs.load(args.config, flags)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return train(train_settings(values), values, args.workdir, args.nanogpt, device)
+
+
+def train(
+    settings: TrainSettings,
+    config: Mapping[str, Any],
+    workdir: Path,
+    nanogpt: Path,
+    device: str,
+) -> int:
+    """Trains nanoGPT's model from its first step to the last.
+
+    Returns:
+      0, or EXIT_BROKEN where a loss or gradient is not finite.
+
+    Raises:
+      RunError: another nanoGPT, an attention that is none of the three, or a run directory with
+        records of a run that was stopped.
+    """
+    if settings.name not in _BACKENDS:
+        raise RunError(f"config.name must be one of {', '.join(_BACKENDS)}, got {settings.name!r}")
+    corpus = open_corpus(settings.data)
+    corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
+    if RunDir(workdir).begun:
+        raise RunError(f"{workdir} has a run that was stopped and cannot be continued; remove it")
+    torch.manual_seed(settings.seed)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    model = gpt(nanogpt, settings).to(device)
+    identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
+    with (
+        attention_by(settings.name),
+        RunDir.open(workdir, {**config, "text_sha256": identity}) as run_dir,
+        MetricsWriter(run_dir, 0) as metrics,
+    ):
+        run_dir.write_json(run_dir.environment, [_environment(device)])
+        return _loop(settings, corpus, model, run_dir, metrics, device)
+
+
+def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
+    """The model of a checkout, in the shape of the settings.
+
+    Raises:
+      RunError: its model.py is another.
+    """
+    path = nanogpt / "model.py"
+    if not path.is_file() or sha256(path) != MODEL_SHA256:
+        raise RunError(f"{path} is not that of nanoGPT's commit {COMMIT}; check it out there")
+    sys.path.insert(0, str(nanogpt))
+    from model import GPT, GPTConfig
+
+    of = settings.model
+    shape = {"n_layer": of.layers, "n_head": of.heads, "n_embd": of.width}
+    sizes = {"block_size": of.context, "vocab_size": of.vocab_size}
+    made: torch.nn.Module = GPT(GPTConfig(**shape, **sizes, dropout=0.0, bias=bool(of.biases)))
+    return made
+
+
+@contextlib.contextmanager
+def attention_by(name: str) -> Iterator[None]:
+    """Attention of every call within: that of a name in `_BACKENDS`, or an error of PyTorch's."""
+    functional, usual = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    with sdpa_kernel(_BACKENDS[name]):
+        try:
+            if name == "nanogpt_float32":
+                torch.backends.cuda.matmul.allow_tf32 = False
+                functional.scaled_dot_product_attention = torch.compiler.disable(
+                    functools.partial(_float32_attention, usual)
+                )
+            yield
+        finally:
+            functional.scaled_dot_product_attention = usual
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def _float32_attention(usual: Any, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Of q, k and v in float32; O is rounded to their format. S and P are formed again backward."""
+
+    def attend(*wide: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            out: torch.Tensor = usual(*wide, **options)
+            return out
+
+    with torch.autocast(qkv[0].device.type, enabled=False):
+        out = checkpoint(attend, *(x.float() for x in qkv), use_reentrant=False)
+    return out.to(qkv[0].dtype)
+
+
+def _loop(
+    settings: TrainSettings,
+    corpus: Corpus,
+    model: torch.nn.Module,
+    run_dir: RunDir,
+    metrics: MetricsWriter,
+    device: str,
+) -> int:
+    of = settings.optimizer
+    optimizer = model.configure_optimizers(of.weight_decay, of.peak_lr, (of.b1, of.b2), device)
+    for group in optimizer.param_groups:
+        group["eps"] = of.eps
+    compiled = torch.compile(model) if device == "cuda" else model
+    rates = np.asarray(learning_rate(of, settings.steps)(jnp.arange(settings.steps)))
+    context = settings.model.context
+    draw = SeededOrder(settings.seed, settings.batch_size, corpus.train.count, context)
+    batches, order = Batches(corpus.train, context, draw), OrderRecord(run_dir.data_order)
+    watch, pending, since = LossWatch(), [], time.perf_counter()
+    for step in range(settings.steps):
+        batch = batches[step]
+        order.append(step, batch["starts"])
+        inputs, targets = (_tokens(batch[name], device) for name in ("inputs", "targets"))
+        if settings.diagnostics_every and step % settings.diagnostics_every == 0:
+            metrics.write(step, {"signals": signals(model, inputs[:1])})
+        if settings.eval_every and step and step % settings.eval_every == 0:
+            metrics.write(step, {"val_loss": _validation(settings, corpus, compiled, device)})
+        for group in optimizer.param_groups:
+            group["lr"] = float(rates[step])
+        with _autocast(device):
+            _, loss = compiled(inputs, targets)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), of.clip_norm or float("inf"))
+        optimizer.step()
+        pending.append((step, loss.detach(), norm.detach()))
+        if step % _READ_EVERY == _READ_EVERY - 1 or step == settings.steps - 1:
+            for at, *read in pending:
+                values = dict(zip(("loss", "grad_norm"), map(float, read), strict=True))
+                metrics.write(at, values | {"lr": float(rates[at])})
+                watch.add(at, values["loss"])
+                if not np.isfinite([*values.values()]).all():
+                    return _stop(run_dir, at, {"message": "loss or gradient in PyTorch"})
+            now, tokens = time.perf_counter(), len(pending) * settings.batch_size * context
+            metrics.write_throughput(step, now - since, tokens)
+            pending, since = [], now
+            limit = settings.stop_exploded_after
+            if limit is not None and watch.excess_steps >= limit:
+                message = f"the loss exploded at step {watch.explosion}"
+                return _stop(run_dir, step, {"explosion": watch.explosion, "message": message})
+    loss = _validation(settings, corpus, compiled, device)
+    metrics.write(settings.steps, {"val_loss": loss})
+    metrics.flush()
+    run_dir.write_json(run_dir.summary, {"val_loss": loss})
+    return 0
+
+
+def _stop(run_dir: RunDir, step: int, failure: Mapping[str, Any]) -> int:
+    run_dir.write_json(run_dir.failure, {"step": step, **failure})
+    return EXIT_BROKEN
+
+
+def _tokens(windows: np.ndarray, device: str) -> torch.Tensor:
+    """[B, T] of a batch in one part."""
+    return torch.from_numpy(windows[0].astype(np.int64)).to(device, non_blocking=True)
+
+
+def _autocast(device: str) -> torch.autocast:
+    return torch.autocast(device_type=device, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def _validation(
+    settings: TrainSettings, corpus: Corpus, model: torch.nn.Module, device: str
+) -> float:
+    losses = []
+    for batch in validation_batches(
+        corpus.val, settings.model.context, settings.batch_size, settings.eval_batches
+    ):
+        with _autocast(device):
+            losses.append(
+                model(_tokens(batch["inputs"], device), _tokens(batch["targets"], device))[1]
+            )
+    return float(np.mean([float(loss) for loss in losses]))
+
+
+@torch.no_grad()
+def signals(model: torch.nn.Module, inputs: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+    """Of every layer, each head's largest |score| on one sequence [1, T], and norms of W_Q and W_K.
+
+    As `diagnostics.attention_signals` defines them: scores of visible keys, spectral norms.
+    """
+    blocks, projected = model.transformer.h, []
+    hooks = [
+        block.attn.c_attn.register_forward_hook(lambda _, __, qkv: projected.append(qkv))
+        for block in blocks
+    ]
+    try:
+        with _autocast(inputs.device.type):
+            model(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    result = {}
+    for i, (block, qkv) in enumerate(zip(blocks, projected, strict=True)):
+        heads, width = block.attn.n_head, block.attn.n_embd
+        q, k, _ = (
+            x.unflatten(-1, (heads, -1)).transpose(1, 2)[0].float() for x in qkv.split(width, -1)
+        )
+        scores = (q @ k.mT * q.shape[-1] ** -0.5).abs().tril()
+        norms = [
+            torch.linalg.matrix_norm(w.unflatten(0, (heads, -1)), ord=2).tolist()
+            for w in block.attn.c_attn.weight.split(width)[:2]
+        ]
+        found = (scores.amax((-2, -1)).tolist(), *norms)
+        names = ("score_maximum", "query_weight_norm", "key_weight_norm")
+        result[f"layer_{i}"] = dict(zip(names, found, strict=True))
+    return result
+
+
+def _environment(device: str) -> dict[str, Any]:
+    """As the trainer's, with what computes here."""
+    ours = environment.describe()
+    cudnn = torch.backends.cudnn.version()
+    peers = {"torch": torch.__version__, "cudnn": cudnn and str(cudnn), "nanoGPT": COMMIT}
+    kind = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    versions = {**ours["versions"], **peers}
+    return {**ours, "versions": versions, "backend": device, "device_kind": kind, "device_count": 1}
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(f"error: {error}")
