@@ -1,0 +1,303 @@
+"""How far O, lse, dQ, dK and dV of every kernel here lie from float64, by the size of scores.
+
+    python -m benchmarks.fidelity --out FILE.jsonl
+    python -m benchmarks.fidelity --out FILE.jsonl --arrays CAPTURE.npz --numerics exact flash
+
+The problems are causal attention of bfloat16 q, k, v and dO: made up, with largest scores from 10
+to 1e7, or layers of an npz as `diagnostics.capture` saves them. Made up in two kinds. `clustered`:
+tokens near six directions that q and k share, values with a common part, as layers of trained
+models have them (after the sweep of github.com/KohakuBlueleaf/KohakuFA). `normal`: nothing is
+shared.
+
+Kernels: those of this library that serve here, each with every arithmetic that is asked for;
+jax.nn by XLA and by cuDNN; PyTorch's FlashAttention-2, cuDNN and unfused attention, where torch is
+installed. A kernel that cannot serve is recorded with its reason. jax.nn and PyTorch hand out no
+float32 lse.
+
+A line of the file is one kernel on one problem: versions and device; of every head the largest
+|score|; of each result its RMS in float64 and ‖x − x64‖ / ‖x64‖ over all rows; of lse the largest
+|lse − lse64|, and the largest |Σ P − 1| of a row with P = exp(S64 − lse), the exact scores and the
+kernel's own lse. At 1e6 and more most rows are one key, and the true dQ and dK fade: what is left
+of any error is large beside them.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn import attention
+from lowprec_attn.attention import IMPLEMENTATIONS, reference
+from lowprec_attn.diagnose import array_file
+from lowprec_attn.errors import UserError
+from lowprec_attn.files import append_line
+from lowprec_attn.numerics import Numerics, get_preset
+
+SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
+NUMERICS = ("exact", "flash", "float32_output", "normalized_delta")
+RESULTS = ("o", "dq", "dk", "dv")
+_DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
+_OF_HEAD = (0, 1, 3)  # the other axes
+_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "numpy")
+
+
+class Problem(NamedTuple):
+    """Causal attention of bfloat16 q, k, v, dO [B, T, N, H], and the factor of q kᵀ."""
+
+    name: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    do: np.ndarray
+    scale: float
+
+
+class Kernel(NamedTuple):
+    """A name, the arithmetic asked for (None: nothing can be asked), and what computes it.
+
+    `run` takes a problem and returns o, dq, dk, dv and, where there is one, lse as float64 arrays.
+    It raises where it cannot serve.
+    """
+
+    name: str
+    numerics: str | None
+    run: Callable[[Problem], dict[str, np.ndarray]]
+
+
+def main() -> None:
+    """Prints and appends a line for each kernel and problem."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
+    parser.add_argument("--arrays", type=Path, help="an npz with q, k, v and do of layers")
+    parser.add_argument("--scores", type=float, nargs="+", default=SCORES, help="largest ones")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head_size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--numerics",
+        nargs="+",
+        default=NUMERICS,
+        metavar="PRESET[:FIELD=VALUE,…]",
+        help="of this library's kernels (default: %(default)s)",
+    )
+    args = parser.parse_args()
+    try:
+        kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
+        shape = (args.tokens, args.heads, args.head_size)
+        problems = captured(args.arrays) if args.arrays else made_up(args.scores, shape, args.seed)
+        refused: set[tuple[str, str | None]] = set()  # said once
+        for problem in problems:
+            for record in measure(problem, kernels):
+                append_line(args.out, json.dumps(record | {"environment": _environment()}))
+                kernel = record["kernel"], record["numerics"]
+                if "errors" in record or kernel not in refused:
+                    print(_line(record), flush=True)
+                if "errors" not in record:
+                    refused.add(kernel)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def made_up(scores: Sequence[float], shape: tuple[int, int, int], seed: int) -> Iterator[Problem]:
+    """Problems of both kinds with these largest |scores|; `shape` is T, N and H."""
+    tokens, heads, size = shape
+    for kind in ("clustered", "normal"):
+        for score in scores:
+            draw = np.random.default_rng(seed).standard_normal
+            q, k, v, do = draw((4, 1, tokens, heads, size))
+            if kind == "clustered":
+                directions = draw((_DIRECTIONS, heads, size))
+                of = np.random.default_rng(seed + 1).integers(_DIRECTIONS, size=(2, tokens))
+                q, k = (directions[of[i]][None] + _SPREAD * x for i, x in enumerate((q, k)))
+                v = 1 + _SPREAD * v
+            scale = size**-0.5
+            factor = np.sqrt(score / _largest_scores(q, k, scale).max())
+            yield _problem(f"{kind} {score:.0e}", (q * factor, k * factor, v, do), scale)
+
+
+def captured(path: Path) -> Iterator[Problem]:
+    """The layers of a file, as bfloat16.
+
+    Raises:
+      UserError: it is none, or a layer has no dO or is not causal.
+    """
+    for layer in array_file.load(path):
+        if layer.do is None or not layer.is_causal:
+            raise UserError(f"{path}: {layer.name} must be causal and have dO (`do`)")
+        scale = layer.q.shape[-1] ** -0.5 if layer.scale is None else float(layer.scale)
+        yield _problem(layer.name, (layer.q, layer.k, layer.v, layer.do), scale)
+
+
+def _problem(name: str, arrays: Iterable[np.ndarray], scale: float) -> Problem:
+    q, k, v, do = (np.asarray(x).astype(jnp.bfloat16) for x in arrays)
+    return Problem(name, q, k, v, do, scale)
+
+
+def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[dict[str, Any]]:
+    """A record of each kernel."""
+    name, q, k, v, do, scale = problem
+    options: Any = {"scale": scale, "masking": reference.Masking(is_causal=True)}
+    forward = reference.attention(q, k, v, **options)
+    backward = reference.backward(q, k, v, do, **options)
+    exact = {"o": forward.o, "dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
+    facts = {
+        "problem": name,
+        "shape": list(q.shape),
+        "score_maximum": _largest_scores(q, k, scale).tolist(),
+        "rms": {r: np.sqrt((exact[r] ** 2).mean(_OF_HEAD)).tolist() for r in RESULTS},
+    }
+    for kernel in kernels:
+        record = facts | {"kernel": kernel.name, "numerics": kernel.numerics}
+        try:
+            found = kernel.run(problem)
+        except Exception as error:  # of any kind: theirs are not ours to know
+            reason = str(error).strip().splitlines() or [""]
+            yield record | {"unsupported": f"{type(error).__name__}: {reason[0]}"}
+            continue
+        errors = {r: _relative(found[r], exact[r]) for r in RESULTS}
+        if "lse" in found:
+            lse = found["lse"]
+            errors["lse"] = np.abs(lse - forward.lse).max((0, 1)).tolist()
+            p = np.exp(forward.s - lse.transpose(0, 2, 1)[..., None])
+            errors["p_row_sum"] = np.abs(p.sum(-1) - 1).max((0, 2)).tolist()
+        yield record | {"errors": errors}
+
+
+def own(names: Sequence[str]) -> list[Kernel]:
+    """This library's kernels with every arithmetic.
+
+    Raises:
+      UserError: one is none.
+    """
+    return [
+        Kernel(module, name, functools.partial(_own, module, _numerics(name)))
+        for module in IMPLEMENTATIONS
+        for name in names
+    ]
+
+
+def _numerics(text: str) -> Numerics:
+    name, _, changes = text.partition(":")
+    pairs = [change.partition("=") for change in changes.split(",") if change]
+    fields: Any = {field: int(v) if v.isdigit() else v for field, _, v in pairs}
+    try:
+        return get_preset(name).replace(**fields)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"--numerics {text}: {error}") from error
+
+
+def _own(implementation: str, numerics: Numerics, problem: Problem) -> dict[str, np.ndarray]:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attention.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=problem.scale,
+            numerics=numerics,
+            implementation=implementation,
+            return_residual=True,
+        )
+
+    return _of_jax(attend, problem)
+
+
+def jax_nn() -> list[Kernel]:
+    """`jax.nn.dot_product_attention`, which rounds the lse that it hands out."""
+
+    def run(implementation: Any, problem: Problem) -> dict[str, np.ndarray]:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                q, k, v, scale=problem.scale, is_causal=True, implementation=implementation
+            ), None
+
+        return _of_jax(attend, problem)
+
+    names = ("xla", "cudnn")
+    return [Kernel(f"jax.nn {name}", None, functools.partial(run, name)) for name in names]
+
+
+def _of_jax(attend: Callable[..., Any], problem: Problem) -> dict[str, np.ndarray]:
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, do: Any) -> dict[str, Any]:
+        o, pullback, lse = jax.vjp(attend, q, k, v, has_aux=True)
+        found = dict(zip(RESULTS, (o, *pullback(do.astype(o.dtype))), strict=True))
+        return found if lse is None else found | {"lse": lse}
+
+    arrays = (jnp.asarray(x) for x in problem[1:5])
+    return {name: np.asarray(x).astype(np.float64) for name, x in both(*arrays).items()}
+
+
+def torch_sdpa() -> list[Kernel]:
+    """PyTorch's kernels, on its GPU where it has one; none where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+
+    def run(backend: str, problem: Problem) -> dict[str, np.ndarray]:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
+        def tensor(x: np.ndarray) -> Any:  # heads first
+            return torch.from_numpy(x.astype(np.float32)).to(device, torch.bfloat16).transpose(1, 2)
+
+        q, k, v = (tensor(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            o = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=problem.scale
+            )
+            o.backward(tensor(problem.do))
+        found = zip(RESULTS, (o.detach(), q.grad, k.grad, v.grad), strict=True)
+        return {name: x.transpose(1, 2).double().cpu().numpy() for name, x in found}
+
+    backends = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+    return [Kernel(f"torch {n}", None, functools.partial(run, b)) for n, b in backends.items()]
+
+
+def _largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """Of every head, over the keys that a row sees."""
+    s = np.einsum("btnh,bsnh->nbts", *(x.astype(np.float64) for x in (q, k))) * scale
+    return np.abs(np.tril(s)).max((1, 2, 3))
+
+
+def _relative(found: np.ndarray, exact: np.ndarray) -> list[float]:
+    """‖found − exact‖ / ‖exact‖ of every head; not finite where `found` is not."""
+    size = np.sqrt((exact**2).sum(_OF_HEAD))
+    return (np.sqrt(((found - exact) ** 2).sum(_OF_HEAD)) / np.maximum(size, 1e-300)).tolist()
+
+
+def _environment() -> dict[str, Any]:
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    (device, *_) = jax.devices()
+    return {"versions": versions, "backend": device.platform, "device_kind": device.device_kind}
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    numerics = record["numerics"] or ""
+    head = f"{record['problem']:16} {record['kernel']:12} {numerics:24}"
+    if "errors" not in record:
+        return f"{head} {record['unsupported'][:100]}"
+    worst = {name: max(values) for name, values in record["errors"].items()}
+    return head + " ".join(f"{name} {value:8.1e}" for name, value in worst.items())
+
+
+if __name__ == "__main__":
+    main()
