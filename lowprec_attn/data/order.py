@@ -147,6 +147,7 @@ class OrderRecord:
         complete = data[: data.rfind(b"\n") + 1]
         self._count(complete)
         self._cut_off = len(complete) < len(data)
+        self._to_keep: int | None = None  # bytes, where the file is to be shortened first
 
     def _count(self, lines: bytes) -> None:
         self.steps, self._written = lines.count(b"\n"), Fingerprinter(lines)
@@ -165,6 +166,7 @@ class OrderRecord:
                 f"data order {self._path} holds {self.steps} steps{state}, so step {step} cannot "
                 "follow: truncate it to the step that the run resumes from"
             )
+        self._shorten()
         line = append_line(self._path, ",".join(map(str, starts.tolist())))
         self._before = self._written.fingerprint
         self._written.add(line)
@@ -181,6 +183,7 @@ class OrderRecord:
         Raises:
           DiskError: the disk refuses.
         """
+        self._shorten()
         with writing(self._path):
             self._path.touch()  # before the first step there may be none
             sync(self._path)
@@ -188,10 +191,13 @@ class OrderRecord:
 
     @hosts.first_only
     def truncate(self, steps: int) -> None:
-        """Keeps the first `steps` lines; shortening a file is one operation of the file system.
+        """Keeps the first `steps` lines.
+
+        The file stays as it is until a line is to follow, or `flush`: a start that fails before
+        costs no record. Shortening a file is one operation of the file system.
 
         Raises:
-          DataError: there are fewer complete lines, or the disk refuses.
+          DataError: there are fewer complete lines, or the file cannot be read.
         """
         if steps > self.steps:
             raise DataError(
@@ -200,10 +206,17 @@ class OrderRecord:
                 "the run's checkpoints to resume from the one before"
             )
         if steps < self.steps or self._cut_off:
-            with writing(self._path), open(self._path, "r+b", opener=open_own) as file:
+            with writing(self._path), self._path.open("rb") as file:
                 self._count(b"".join(file.readline() for _ in range(steps)))
-                file.truncate(file.tell())
+                self._to_keep = file.tell()
         self._cut_off = False
+
+    def _shorten(self) -> None:
+        """What `truncate` has put off."""
+        if self._to_keep is not None:
+            with writing(self._path), open(self._path, "r+b", opener=open_own) as file:
+                file.truncate(self._to_keep)
+            self._to_keep = None
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from tensorboardX import RecordWriter
@@ -61,7 +61,8 @@ class MetricsWriter:
           run_dir: an opened run directory.
           start_step: the first step that this writer will record. Records of it and of later
             steps, left by a process that was killed after its last checkpoint, are removed (in
-            one atomic step per file), and TensorBoard is told to hide its own.
+            one atomic step per file), and TensorBoard is told to hide its own. That waits for
+            the first record, or for `flush`: a start that fails before costs none.
           trackers: get every record as well, and are left open.
 
         Raises:
@@ -72,13 +73,25 @@ class MetricsWriter:
 
     @hosts.first_only
     def _open(self, run_dir: RunDir, start_step: int) -> None:
+        self._run_dir, self._start_step = run_dir, start_step
+        self._files: _Files | None = None
         with self._explain_errors():
-            self._written = Fingerprinter(_truncate(run_dir.metrics, start_step))
+            self._written = Fingerprinter(_kept(run_dir.metrics, start_step))
             self._last_step, self._before = start_step - 1, self._written.fingerprint
-            _truncate(run_dir.throughput, start_step)
-            self._metrics = LineFile(run_dir.metrics)
-            self._throughput = LineFile(run_dir.throughput)
-            self._events = _EventFile(run_dir.tensorboard, start_step)
+            # What is no record, or cannot be written, is told now.
+            _kept(run_dir.throughput, start_step)
+            run_dir.tensorboard.mkdir(exist_ok=True)
+
+    @property
+    def _open_files(self) -> "_Files":
+        """The files, which are shortened and opened when they are first needed."""
+        if self._files is None:
+            run_dir, start = self._run_dir, self._start_step
+            for path in (run_dir.metrics, run_dir.throughput):
+                _truncate(path, start)
+            events = _EventFile(run_dir.tensorboard, start)
+            self._files = _Files(LineFile(run_dir.metrics), LineFile(run_dir.throughput), events)
+        return self._files
 
     @hosts.first_only
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -93,7 +106,7 @@ class MetricsWriter:
         """
         if step > self._last_step:
             self._last_step, self._before = step, self._written.fingerprint
-        self._written.add(self._append(self._metrics, step, values))
+        self._written.add(self._append("metrics", step, values))
 
     def written_before(self, step: int) -> Fingerprint:
         """Of `metrics.jsonl` up to the records of a step: the last that has any, or a later one."""
@@ -107,23 +120,21 @@ class MetricsWriter:
           MetricsError: the disk is full or not writable.
         """
         rate = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-        self._append(self._throughput, step, rate)
+        self._append("throughput", step, rate)
 
     @hosts.first_only
     def flush(self) -> None:
         """Brings everything written so far to the disk."""
         with self._explain_errors():
-            self._metrics.flush()
-            self._throughput.flush()
-            self._events.flush()
+            for file in self._open_files:
+                file.flush()
 
     @hosts.first_only
     def close(self) -> None:
         """Flushes and closes the files."""
         with self._explain_errors():
-            self._metrics.close()
-            self._throughput.close()
-            self._events.close()
+            for file in self._files or ():
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,12 +142,14 @@ class MetricsWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _append(self, file: LineFile, step: int, values: Mapping[str, Any]) -> bytes:
+    def _append(self, name: str, step: int, values: Mapping[str, Any]) -> bytes:
         """Writes a record; returns its line."""
         record = {"step": int(step), **_plain(values)}
         with self._explain_errors():
+            files = self._open_files
+            file: LineFile = getattr(files, name)
             line = file.append(json.dumps(strict_json(record), allow_nan=False))
-            self._events.add(record)
+            files.events.add(record)
         if self._trackers is not None:
             self._trackers.add(record)
         return line
@@ -175,6 +188,12 @@ def lines_from(path: Path, step: int) -> bytes:
     return b"".join(line for line, record in _records(path) if record["step"] >= step)
 
 
+class _Files(NamedTuple):
+    metrics: LineFile
+    throughput: LineFile
+    events: "_EventFile"
+
+
 class _EventFile:
     """A TensorBoard event file, written in this thread.
 
@@ -183,13 +202,16 @@ class _EventFile:
     """
 
     def __init__(self, directory: Path, start_step: int) -> None:
-        directory.mkdir(exist_ok=True)
         # TensorBoard reads the files of a directory in the order of their names.
         self._records = RecordWriter(str(directory / f"events.out.tfevents.{time.time_ns()}"))
-        self._write(Event(file_version="brain.Event:2"))
-        # Tells TensorBoard to hide what earlier files say about this step and later ones.
-        self._write(Event(step=start_step, session_log=SessionLog(status=SessionLog.START)))
-        self.flush()
+        try:
+            self._write(Event(file_version="brain.Event:2"))
+            # Tells TensorBoard to hide what earlier files say about this step and later ones.
+            self._write(Event(step=start_step, session_log=SessionLog(status=SessionLog.START)))
+            self.flush()
+        except OSError:
+            self._records.close()
+            raise
 
     def add(self, record: Mapping[str, Any]) -> None:
         scalars = [
@@ -240,15 +262,15 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         yield line, record
 
 
-def _truncate(path: Path, start_step: int) -> bytes:
-    """Removes the records of `start_step` and later, and a half-written last line.
-
-    Returns:
-      What stays.
-    """
+def _kept(path: Path, start_step: int) -> bytes:
+    """The lines of the records before `start_step`; a half-written last line is left out."""
     if not path.exists():
         return b""
-    kept = b"".join(line for line, record in _records(path) if record["step"] < start_step)
-    if len(kept) != path.stat().st_size:
+    return b"".join(line for line, record in _records(path) if record["step"] < start_step)
+
+
+def _truncate(path: Path, start_step: int) -> None:
+    """Removes what is not `_kept`."""
+    kept = _kept(path, start_step)
+    if path.exists() and len(kept) != path.stat().st_size:
         write_atomically(path, kept)
-    return kept

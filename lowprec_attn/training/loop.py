@@ -116,7 +116,7 @@ class Loop:
         self.data_state = data.get_state()
         self.saved_step = saved_step
         self.progress: Progress | None = None
-        kept = _kept_records(run.run_dir)
+        kept = _kept_records(run.run_dir, int(state.step))
         before = next((record["signals"] for record in kept if "signals" in record), None)
         self.across = AcrossSteps(run.settings, run.devices, directions, before)
         self.watch = Watch(
@@ -367,11 +367,13 @@ def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
     return inputs[0, :1], targets[0, :1]
 
 
-def _kept_records(run_dir: RunDir) -> list[dict[str, Any]]:
+def _kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
     """All losses, and the last signals, of the steps before this process's first."""
 
     def read() -> list[dict[str, Any]]:
-        kept = records.read(run_dir.metrics)
+        if not run_dir.metrics.exists():
+            return []
+        kept = [record for record in records.read(run_dir.metrics) if record["step"] < start]
         losses = [{k: r[k] for k in ("step", "loss")} for r in kept if "loss" in r]
         return losses + [r for r in kept if "signals" in r][-1:]
 

@@ -80,6 +80,8 @@ def test_truncate_keeps_the_first_steps(path, steps, tail):
     path.write_text("1,2\n3,4\n5,6\n" + tail)
     record = OrderRecord(path)
     record.truncate(steps)
+    assert path.read_text() == "1,2\n3,4\n5,6\n" + tail  # as long as nothing is to follow
+    record.flush()
     assert path.read_text() == "".join(["1,2\n", "3,4\n", "5,6\n"][:steps])
     record.append(steps, np.array([7, 8]))
     assert path.read_text().endswith("7,8\n")

@@ -355,7 +355,22 @@ def test_the_fingerprint_is_that_of_the_records_before_a_step(run_dir):
             assert writer.written_before(step) == before[step]
         assert writer.written_before(3) == Fingerprint.of(run_dir.metrics)
     with MetricsWriter(run_dir, 2) as writer:
-        assert writer.written_before(2) == before[2] == Fingerprint.of(run_dir.metrics)
+        assert writer.written_before(2) == before[2]
+        writer.flush()
+        assert before[2] == Fingerprint.of(run_dir.metrics)
+
+
+def test_a_start_that_records_nothing_shortens_nothing(run_dir):
+    write_steps(run_dir, 0, 4)
+    run_dir.metrics.write_bytes(run_dir.metrics.read_bytes() + b'{"step": 4, "lo')
+    before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
+    with MetricsWriter(run_dir, 1):
+        pass
+    assert {path: path.read_bytes() for path in before} == before
+    assert {path for path in run_dir.path.rglob("*") if path.is_file()} == {*before}
+    with MetricsWriter(run_dir, 1) as writer:
+        writer.write_throughput(1, 0.5, 8)
+    assert [record["step"] for record in metrics.read(run_dir.metrics)] == [0]
 
 
 def test_reading_leaves_out_a_line_that_is_being_written(run_dir):
