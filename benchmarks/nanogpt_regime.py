@@ -40,6 +40,7 @@ What differs from our trainer, as read in model.py and train.py of that commit:
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ def main() -> int:
             defined = defined.with_seeds(args.seeds)
         slots = gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
         command = (sys.executable, "-m", "benchmarks.nanogpt_run", str(args.nanogpt.absolute()))
-        runner.run_arms(defined, args.workdir.absolute(), slots, command)
+        again = shlex.join(["python", "-m", "benchmarks.nanogpt_regime", *sys.argv[1:]])
+        runner.run_arms(defined, args.workdir.absolute(), slots, command, again)
         return 0
     return 1
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from lowprec_attn.commands import config as configs
 from lowprec_attn.data.batches import Batches, validation_batches
 from lowprec_attn.data.order import OrderRecord, SeededOrder
-from lowprec_attn.data.tokens import Corpus
+from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.files import sha256
 from lowprec_attn.runs import environment
@@ -200,7 +200,8 @@ def _loop(
     loss = _validation(settings, corpus, compiled, device)
     metrics.write(settings.steps, {"val_loss": loss})
     metrics.flush()
-    run_dir.write_json(run_dir.summary, {"val_loss": loss})
+    unigram = unigram_loss(corpus.train, corpus.val)
+    run_dir.write_json(run_dir.summary, {"val_loss": loss, "unigram_loss": unigram})
     return 0
 
 

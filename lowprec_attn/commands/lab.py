@@ -4,6 +4,8 @@ Functions import the trainer's packages, so that --help does without.
 """
 
 import argparse
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +75,8 @@ def _run(args: argparse.Namespace) -> None:
         defined = defined.select(args.arms)
     if args.seeds is not None:
         defined = defined.with_seeds(args.seeds)
-    runner.run_arms(defined, args.workdir.absolute(), _slots(args))
+    again = shlex.join(["lowprec-attn", *sys.argv[1:]])
+    runner.run_arms(defined, args.workdir.absolute(), _slots(args), again=again)
 
 
 def _slots(args: argparse.Namespace) -> "list[Slot]":

@@ -1,9 +1,13 @@
 """Runs the arms of an experiment, each in a process of its own, and says how they ended."""
 
+import collections
 import contextlib
 import os
+import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +32,7 @@ def run_arms(
     workdir: Path,
     slots: Sequence[Slot],
     command: Sequence[str] | None = None,
+    again: str = "the same command",
 ) -> None:
     """Runs what is left to do of an experiment.
 
@@ -39,6 +44,7 @@ def run_arms(
       workdir: the experiment's directory; see `lab.workdir`.
       slots: where they run; see `lab.processes`.
       command: what takes the arguments of `lowprec-attn train` instead of it.
+      again: the command that continues, to be shown at the end.
 
     Raises:
       DataError: a text that an arm is to read cannot be read; no arm has started.
@@ -56,6 +62,7 @@ def run_arms(
                 left.append(trial)
         _require_texts(experiment, left)
         tasks = [_task(experiment, trial, runs[trial.name], command or TRAIN) for trial in left]
+        _say_places(tasks, slots)
         with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:
             failures = _watch(runs, events)
     unfinished = [run.name for run in runs.values() if not run.outcome().finished]
@@ -64,7 +71,24 @@ def run_arms(
     problems = [f"{name} failed: {text}" for name, text in failures.items()]
     problems += unwanted_differences([run for run in runs.values() if run.started])
     if problems:
-        raise RunError("\n".join(problems))
+        raise RunError("\n".join([*problems, *([f"next: {again}"] if failures else [])]))
+    print(f"next: {again if unfinished else _to_report(workdir)}", flush=True)
+
+
+def _to_report(workdir: Path) -> str:
+    """The command that makes tables and figure of finished arms."""
+    collect = ["lowprec-attn", "lab", "collect", str(workdir), f"results/{workdir.name}"]
+    report = ["lowprec-attn", "lab", "report", f"results/{workdir.name}"]
+    return f"{shlex.join(collect)} && {shlex.join(report)}"
+
+
+def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
+    """Where the first ones run, and which wait."""
+    waiting = [task.name for task in tasks[len(slots) :]]
+    if waiting:
+        count = collections.Counter(slot.name for slot in slots)
+        places = ", ".join(n if c == 1 else f"{n} ({c} at a time)" for n, c in count.items())
+        _say(f"{len(waiting)} wait until one has ended on {places}: {', '.join(waiting)}")
 
 
 def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
@@ -116,4 +140,10 @@ def _environment(workdir: Path) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
+    """Prints a line, wrapped where it goes to a terminal."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(
+            text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
     print(text, flush=True)

@@ -24,7 +24,7 @@ class WorkdirError(RunError):
 
 
 class Outcome(NamedTuple):
-    """How far an arm has come: `finished` means that no step is left to do."""
+    """How far an arm has come; `finished`: nothing is left to do, the report is written too."""
 
     finished: bool
     text: str
@@ -82,12 +82,18 @@ class ArmRun:
     def failure(self) -> dict[str, Any] | None:
         """Where a loss was not finite, or that it exploded; None where neither happened."""
         path = self.run_dir.failure
-        return read_record(path, step=int, message=str) if path.exists() else None
+        if not path.exists():
+            return None
+        failure = dict(read_record(path, step=int, message=str))
+        failure.pop("complete", None)
+        return failure
 
     def outcome(self) -> Outcome:
         """Done, not finite (a result as well), interrupted, or not started."""
         run_dir = self.run_dir
         failure = self.failure
+        if (failure is not None or run_dir.summary.exists()) and not self._complete:
+            return Outcome(False, f"interrupted at its end, after {self.steps_done} steps")
         if failure is not None:
             text = f"not finite at step {failure['step']}: {failure['message']}"
             return Outcome(True, failure["message"] if "explosion" in failure else text)
@@ -97,6 +103,13 @@ class ArmRun:
         if self.started:
             return Outcome(False, f"interrupted after {self.steps_done} steps")
         return Outcome(False, "not started")
+
+    @property
+    def _complete(self) -> bool:
+        """Whether it has written its last file; see `RunDir.end`. Earlier versions did not say."""
+        run_dir = self.run_dir
+        path = run_dir.failure if run_dir.failure.exists() else run_dir.summary
+        return bool(read_record(path).get("complete", True))
 
     def define(self, experiment: Experiment, trial: Trial) -> None:
         """Writes `NAME.json`.

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -35,6 +35,7 @@ _CREATED_BY_A_RUN = {
     "throughput.jsonl",
     "tensorboard",
     "checkpoints",
+    "checkpointed.json",
     "report.png",
     "report.html",
     "summary.json",
@@ -70,9 +71,11 @@ class RunDir:
       throughput: `throughput.jsonl`, timings.
       tensorboard: directory of TensorBoard events.
       checkpoints: directory of checkpoints.
+      checkpointed: `checkpointed.json`, that a checkpoint was once complete.
       report: `report.png`.
       page: `report.html`.
-      summary: `summary.json`, losses at the end.
+      summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
+        and, as complete, after it: see `end`.
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
       origin: `resumed_from.json`, the run that this one continues with something changed, and the
         level of its losses.
@@ -89,6 +92,7 @@ class RunDir:
         self.throughput = self.path / "throughput.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.checkpointed = self.path / "checkpointed.json"
         self.report = self.path / "report.png"
         self.page = self.path / "report.html"
         self.summary = self.path / "summary.json"
@@ -148,6 +152,39 @@ class RunDir:
         """
         with self._explain_errors():
             write_json(path, value)
+
+    def end(self, path: Path, record: Mapping[str, Any], write_report: Callable[[], None]) -> None:
+        """Writes `summary` or `failure`, then the report, and last that all of it is there.
+
+        Raises:
+          RunError: the disk is full or not writable.
+        """
+        self.write_json(path, {**record, "complete": False})
+        write_report()
+        self.write_json(path, {**record, "complete": True})
+
+    def require_no_checkpoint_lost(self) -> None:
+        """For a run that finds no checkpoint of its own: its records must not go on without them.
+
+        A run that was killed before its first checkpoint begins anew, with the same records.
+
+        Raises:
+          RunDirError: it has records, and had a checkpoint.
+        """
+        ended = self.summary.exists() or self.failure.exists()
+        dangling = self.checkpoints.is_symlink() and not self.checkpoints.exists()
+        if self.begun and (self.checkpointed.exists() or ended or dangling):
+            why = (
+                f"{self.checkpoints} is a link to nothing"
+                if dangling
+                else "its checkpoints are gone"
+            )
+            raise RunDirError(
+                f"{self.path} has the records of a run, and {why}, so it cannot go on, and the "
+                "records stay as they are. Restore the checkpoints from a copy. Or choose another "
+                "--workdir: to start anew, or with --config.resume_from=RUN from the checkpoint of "
+                "another run"
+            )
 
     def require_records(self, step: int, records: Mapping[str, Fingerprint]) -> None:
         """Checks that the files of the run still begin with what a checkpoint says of them.

@@ -315,6 +315,7 @@ class Loop:
         )
         if pending.signals is None:  # else they are recorded
             self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
+        self.fixed.checkpoints.wait()
         _report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_BROKEN
 
@@ -323,6 +324,7 @@ class Loop:
         self._fetch()
         self._save(step)
         self._write_validation(step)
+        self.fixed.checkpoints.wait()
         _report_explosion(self.fixed.run_dir, step, self.watch.explosion)
         return EXIT_BROKEN
 
@@ -332,6 +334,7 @@ class Loop:
         if settings.diagnostics_every:
             sequence = self.first_sequence(*self.fixed.devices.put(next(self.data)))
             self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
+        self.fixed.checkpoints.prune()  # it waits for the last one
         if not math.isfinite(loss):
             _report_validation(self.fixed.run_dir, settings.steps, loss)
             return EXIT_BROKEN
@@ -395,8 +398,7 @@ def _origin(run_dir: RunDir) -> tuple[int, Level | None] | None:
 @hosts.first_only
 def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
     failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
-    run_dir.write_json(run_dir.failure, failure)
-    _show(run_dir)
+    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
     print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
 
 
@@ -415,8 +417,7 @@ def _report_validation(run_dir: RunDir, step: int, loss: float) -> None:
 def _report_explosion(run_dir: RunDir, step: int, explosion: int | None) -> None:
     message = f"the loss exploded at step {explosion}; stopped after {step} steps"
     failure = {"step": step, "explosion": explosion, "message": message}
-    run_dir.write_json(run_dir.failure, failure)
-    _show(run_dir)
+    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
     print(f"{message}; the last state is in {run_dir.path}")
 
 
@@ -425,8 +426,7 @@ def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
     unigram = tokens.unigram_loss(corpus.train, corpus.val)
     run_dir.failure.unlink(missing_ok=True)  # of an earlier start, which this one has overcome
     summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
-    run_dir.write_json(run_dir.summary, summary)
-    _show(run_dir)
+    run_dir.end(run_dir.summary, summary, lambda: _show(run_dir))
     print(outcome(loss, unigram))
 
 

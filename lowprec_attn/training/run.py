@@ -25,7 +25,7 @@ from lowprec_attn.data.order import (
     skipping,
 )
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs import trackers
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
@@ -40,7 +40,7 @@ from lowprec_attn.training import heap
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
-from lowprec_attn.training.loop import Loop, Run
+from lowprec_attn.training.loop import EXIT_DONE, Loop, Run
 from lowprec_attn.training.memory import explained_shortage, require_memory
 from lowprec_attn.training.program import make_program
 from lowprec_attn.training.rescue import Rescue
@@ -80,7 +80,9 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
         Trackers(settings.loggers, run_dir, config) as copies,
-        Checkpoints(run_dir.checkpoints, keep=settings.checkpoints_kept) as checkpoints,
+        Checkpoints(
+            run_dir.checkpoints, settings.checkpoints_kept, run_dir.checkpointed
+        ) as checkpoints,
         explained_shortage(devices),
     ):
         announce(settings, corpus, devices, run_dir.path)
@@ -106,9 +108,15 @@ def _run_once(
 ) -> int | None:
     """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
     record = RollbackRecord(run_dir)
+    if not checkpoints.steps():  # asked first: what is left of one could yet be mended
+        hosts.from_first(run_dir.require_no_checkpoint_lost)
     checkpoints.discard(record.abandoned)
     restored, is_own = _restore(settings, devices, run_dir, checkpoints)
     start = 0 if restored is None else restored.step
+    if is_own and start == settings.steps and hosts.from_first(lambda: _has_ended(run_dir)):
+        checkpoints.prune()
+        _say_finished(settings, run_dir)
+        return EXIT_DONE
     record.keep_until(start)
     settings = _after(record.rollbacks, settings)
     count = skipped(record.rollbacks)
@@ -139,6 +147,23 @@ def _run_once(
         if restored is not None and is_own:
             saved_step, directions = start, restored.measured
         return Loop(run, state, data, saved_step, directions).run()
+
+
+def _has_ended(run_dir: RunDir) -> bool:
+    """Whether the run has come to its last step, and has written all that it writes then."""
+    if run_dir.failure.exists() or not run_dir.summary.exists():
+        return False
+    summary = read_record(run_dir.summary, val_loss=float)
+    return bool(summary.get("complete", True))  # earlier versions did not say
+
+
+@hosts.first_only
+def _say_finished(settings: TrainSettings, run_dir: RunDir) -> None:
+    loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
+    print(
+        f"finished: all {settings.steps:,} steps are done, validation loss {loss:.3f}; to train "
+        f"on, set --config.resume_from={run_dir.path}, more --config.steps and another --workdir"
+    )
 
 
 def _after(rollbacks: Sequence[Rollback], settings: TrainSettings) -> TrainSettings:

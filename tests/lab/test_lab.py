@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 
 import command
 import pytest
@@ -18,7 +19,7 @@ from stand_in import rewrite, wait_until
 
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError
-from lowprec_attn.lab import processes
+from lowprec_attn.lab import processes, runner
 from lowprec_attn.lab.experiment import Arm, Trial, load
 from lowprec_attn.lab.workdir import ArmRun
 
@@ -72,6 +73,48 @@ def test_gpus_are_those_that_jax_finds(monkeypatch):
         processes.gpu_slots()
 
 
+def test_an_arm_that_was_killed_before_its_last_file_is_not_done(lab):
+    acts = {"a": "finish", "b": "report"}
+    code, output = lab(acts)
+    assert code == EXIT_BAD_INPUT
+    assert "b failed: exit code -9, interrupted at its end, after 1 steps" in output
+    (lab.out / "mended").touch()
+    code, output = lab(acts)
+    assert (code, re.findall(r"(\w+): .*; starts on", output)) == (0, ["b"])
+    assert "b: done, validation loss 2.500" in output
+
+
+def test_a_run_ends_with_the_next_command(lab, monkeypatch):
+    words = ["lab", "run", "arms.toml", "--workdir", "my runs"]
+    monkeypatch.setattr(sys, "argv", ["/bin/lowprec-attn", *words])
+    again = "next: lowprec-attn lab run arms.toml --workdir 'my runs'"
+    _, output = lab({"a": "finish", "b": "fail"})
+    assert output.splitlines()[-1] == again
+    (lab.out / "mended").touch()
+    _, output = lab({"a": "finish", "b": "fail"})
+    collect, report = output.splitlines()[-1].split(" && ")
+    assert collect == f"next: lowprec-attn lab collect {lab.out} results/{lab.out.name}"
+    assert report == f"lowprec-attn lab report results/{lab.out.name}"
+
+
+def test_what_waits_is_said_and_for_which_gpu(lab):
+    _, output = lab(dict.fromkeys("abcde", "finish"), "--devices", "3,5,3")
+    waiting = "2 wait until one has ended on GPU 3 (2 at a time), GPU 5: d, e"
+    assert output.splitlines()[0] == waiting
+    _, output = lab(dict.fromkeys("abc", "finish"), "--devices", "3,5,3")
+    assert "wait until" not in output
+
+
+def test_lines_fit_the_terminal_but_for_commands(lab, monkeypatch):
+    lab({"a": "nan"})
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(runner.sys.stdout, "isatty", lambda: True, raising=False)
+    _, output = lab({"a": "nan"})
+    *lines, following = output.splitlines()
+    assert lines == ["a: not finite at step 7: first in layer", "    1"]
+    assert len(following) > 40
+
+
 def test_only_the_arms_asked_for_run(lab):
     acts = dict.fromkeys("abc", "finish")
     assert lab(acts, "--jobs", "1", "--arms", "c", "a")[0] == 0
@@ -108,7 +151,7 @@ def test_a_definition_of_an_earlier_version_is_read(lab):
     rewrite(lab.out / "a.json", lambda d: [d.pop(name) for name in ("arm", "control", "seed")])
     assert ArmRun(lab.out, "a").trial == Trial(Arm("a", {"act": "finish"}), None)
     code, output = lab({"a": "finish"}, head="positive_control = 'a'")
-    assert (code, output) == (0, "a: done, validation loss 2.500\n")
+    assert (code, output.splitlines()[0]) == (0, "a: done, validation loss 2.500")
     assert ArmRun(lab.out, "a").trial.arm.control == "positive"
 
 

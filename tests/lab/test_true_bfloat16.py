@@ -1,4 +1,4 @@
-"""configs/true_bfloat16.toml: every arm has the kernel, the tile and the exponent that it claims."""
+"""configs/true_bfloat16.toml: every arm has the kernel, tile and exponent that it claims."""
 
 import dataclasses
 

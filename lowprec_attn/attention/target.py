@@ -1,0 +1,92 @@
+"""The GPU that a program is compiled for, named on a host without one; who serves it, and why."""
+
+import contextlib
+import itertools
+import logging
+import re
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from lowprec_attn.arithmetic.request import Request
+from lowprec_attn.attention.dispatch import IMPLEMENTATIONS, resolve
+
+_log = logging.getLogger(__name__)
+
+# Kinds that the kernels have been compiled for, by compute capability.
+_KINDS = {
+    "8.0": "NVIDIA A100",
+    "8.9": "NVIDIA L4",
+    "9.0": "NVIDIA H100",
+    "10.0": "NVIDIA B200",
+}
+_COMPILED_FOR = (*_KINDS.values(), "NVIDIA H200", "NVIDIA GH200")
+_LEAST = (8, 0)  # Ampere
+
+
+@contextlib.contextmanager
+def compiled_for(device: str) -> Iterator[None]:
+    """Within it, attention is traced for one GPU of a kind, whatever this host has.
+
+    Without it, a host without a GPU does not know the kind that a program for CUDA will run on, and
+    takes `gpu`, which runs on all from compute capability 8.0 on, even where `hopper` is faster.
+    On a kind for which the kernels have not been compiled, newer ones among them, `gpu` is taken as
+    well, and a warning is logged.
+
+    Args:
+      device: the kind as JAX names it, or its beginning (`NVIDIA H100`); or its compute capability
+        (`9.0`).
+
+    Raises:
+      ValueError: neither; a capability below 8.0, or one newer than those known, whose kind has to
+        be named; or arrays are already sharded over a mesh, whose `abstract_device` names it.
+
+    Example:
+      with attention.compiled_for("NVIDIA H100"):
+          exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(q, k, v)
+    """
+    kind = _kind(device)
+    if not jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            f"compiled_for({device!r}) cannot change a mesh that is set; give that one an "
+            "abstract_device"
+        )
+    if not kind.startswith(_COMPILED_FOR):
+        _log.warning("attention has not been compiled for %s before; `gpu` serves it", kind)
+    target = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def _kind(device: str) -> str:
+    if not isinstance(device, str) or not device.strip():
+        raise ValueError(f"the target is a device kind or a compute capability, got {device!r}")
+    capability = re.fullmatch(r"(\d+)\.(\d+)", device)
+    if capability is None:
+        return device
+    if tuple(map(int, capability.groups())) < _LEAST:
+        raise ValueError(f"compute capability {device} (the kernels need 8.0, Ampere)")
+    if device not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise ValueError(
+            f"compute capability {device} is none of {known}; name the kind of device instead"
+        )
+    return _KINDS[device]
+
+
+def explanation(request: Request) -> str:
+    """Which implementation a request gets on its platform, and why none of the faster ones.
+
+    Such as `gpu, since hopper does not support NVIDIA A100 (it needs a Hopper GPU)`.
+
+    Raises:
+      UnsupportedError: no implementation serves it.
+    """
+    taken = resolve(request)
+    faster = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
+    reasons = [
+        f"{name} does not support {IMPLEMENTATIONS[name].unsupported(request)}" for name in faster
+    ]
+    return f"{taken}, since {'; '.join(reasons)}" if reasons else taken

@@ -1,0 +1,111 @@
+"""Programs for a GPU that is named, on a host without one."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.request import Request, Spec
+from pallas_kernels.gpu.hopper import attention as hopper
+
+SHAPE = (1, 256, 2, 64)
+
+
+def request(platform="cuda"):
+    spec = Spec(
+        numerics=numerics.FLASH, row_max=numerics.StandardMax(), scale=0.125, is_causal=True
+    )
+    bfloat16 = jnp.dtype("bfloat16")
+    return Request(spec=spec, q_shape=SHAPE, kv_shape=SHAPE, dtype=bfloat16, platform=platform)
+
+
+def exported():
+    """The text of an exported program."""
+
+    def attend(q, k, v):
+        return attention.dot_product_attention(
+            q, k, v, is_causal=True, numerics=numerics.FLASH, scale=0.125
+        )
+
+    arrays = [jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * 3
+    disabled = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    disabled.append(jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"))
+    export = jax.export.export(jax.jit(attend), platforms=["cuda"], disabled_checks=disabled)
+    return export(*arrays).mlir_module()
+
+
+needs_hopper = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"),
+    [
+        pytest.param("NVIDIA H100", "hopper", marks=needs_hopper),
+        pytest.param("NVIDIA H200", "hopper", marks=needs_hopper),
+        pytest.param("9.0", "hopper", marks=needs_hopper),
+        ("NVIDIA A100-SXM4-80GB", "gpu"),
+        ("8.9", "gpu"),
+        ("10.0", "gpu"),
+    ],
+)
+def test_a_named_device_gets_its_fastest_implementation(device, taken):
+    with attention.compiled_for(device):
+        assert attention.resolve(request()) == taken
+        said = attention.explanation(request())
+    assert (
+        said == taken if taken == "hopper" else said.startswith(f"{taken}, since hopper does not")
+    )
+    assert attention.explanation(request()).startswith("gpu, since hopper does not support ")
+
+
+@needs_hopper
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_an_exported_program_has_the_kernel_of_the_device_that_was_named():
+    with attention.compiled_for("NVIDIA A100"):
+        ampere = exported()
+    with attention.compiled_for("NVIDIA H100"):
+        hopper_program = exported()
+    assert "triton" in ampere and "mosaic_gpu" not in ampere
+    assert "mosaic_gpu" in hopper_program and "triton" not in hopper_program
+
+
+def test_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(hopper, "is_available", lambda: True)
+    with attention.compiled_for("NVIDIA L4"):
+        reason = "gpu, since hopper does not support NVIDIA L4 (it needs a Hopper GPU)"
+        assert attention.explanation(request()) == reason
+    reason = "gpu, since hopper does not support an unknown GPU (it needs a Hopper GPU)"
+    assert attention.explanation(request()) == reason
+    assert attention.explanation(request("default")).startswith("tiled, since hopper does not")
+
+
+def test_a_kind_that_is_new_is_served_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING), attention.compiled_for("NVIDIA R100"):
+        assert attention.resolve(request()) == "gpu"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "attention has not been compiled for NVIDIA R100 before; `gpu` serves it"
+    caplog.clear()
+    with attention.compiled_for("NVIDIA B200"):
+        assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("7.5", "compute capability 7.5 .the kernels need 8.0, Ampere"),
+        ("11.3", "11.3 is none of 8.0, 8.9, 9.0, 10.0; name the kind"),
+        ("", "a device kind or a compute capability, got ''"),
+        (9.0, "a device kind or a compute capability, got 9.0"),
+    ],
+)
+def test_a_target_that_is_none_is_refused(device, words):
+    with pytest.raises(ValueError, match=words), attention.compiled_for(device):
+        pass
+
+
+def test_a_mesh_that_is_set_is_not_replaced():
+    refused = pytest.raises(ValueError, match="cannot change a mesh that is set")
+    with attention.compiled_for("NVIDIA H100"), refused, attention.compiled_for("NVIDIA A100"):
+        pass

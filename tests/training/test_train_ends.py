@@ -1,0 +1,167 @@
+"""What a run keeps when its checkpoints are lost, when a start fails, and when it has ended."""
+
+import functools
+import json
+import shutil
+
+import pytest
+from command import run_here
+
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training import loop
+
+pytestmark = pytest.mark.usefixtures("compiled_once", "no_report")
+
+
+@pytest.fixture(scope="module")
+def run(text, compiled_once):
+    """A run of 12 steps with checkpoints at 4, 8 and 12."""
+    small = {"attention__implementation": "tiled", "model__layers": 1, "diagnostics_every": 0}
+    return functools.partial(run_here, data__path=text, **small)
+
+
+@pytest.fixture(scope="module")
+def ended(run, tmp_path_factory):
+    """The directory of a run that ended."""
+    workdir = tmp_path_factory.mktemp("runs") / "ended"
+    run(workdir)
+    return workdir
+
+
+@pytest.fixture
+def copy(ended, tmp_path):
+    shutil.copytree(ended, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def remove_manifests(workdir):
+    for path in (workdir / "checkpoints").glob("*.json"):
+        path.unlink()
+
+
+def dangle(workdir):
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "checkpoints").symlink_to(workdir / "another disk")
+
+
+def forget(workdir):
+    """A run of an earlier version, which left no trace, without its checkpoints."""
+    (workdir / "checkpointed.json").unlink()
+    shutil.rmtree(workdir / "checkpoints")
+
+
+def interrupt(workdir):
+    """A run that did not come to its end, without its checkpoints."""
+    (workdir / "summary.json").unlink()
+    shutil.rmtree(workdir / "checkpoints")
+
+
+LOSSES = {
+    "checkpoints deleted": lambda workdir: shutil.rmtree(workdir / "checkpoints"),
+    "manifests deleted": remove_manifests,
+    "link to nothing": dangle,
+    "no trace of them": forget,
+    "before its end": interrupt,
+}
+
+
+def contents(workdir):
+    """Of all files; a start adds itself to environment.json and takes the lock."""
+    left_out = {"environment.json", "run.lock"}
+    files = (path for path in workdir.rglob("*") if path.is_file() and path.name not in left_out)
+    return {str(path.relative_to(workdir)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_run_whose_checkpoints_are_lost_keeps_its_records_and_is_told_two_ways_on(
+    run, copy, case
+):
+    LOSSES[case](copy)
+    before = contents(copy)
+    assert "metrics.jsonl" in before
+    _, err = run(copy, code=1)
+    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+    assert f"{copy} has the records of a run" in line
+    assert "--config.resume_from=RUN" in line and "another --workdir" in line
+    assert contents(copy) == before
+
+
+def killed_before_a_checkpoint(copy):
+    """What kill -9 leaves of a run after 3 steps."""
+    shutil.rmtree(copy / "checkpoints")
+    for name in ("summary.json", "checkpointed.json"):
+        (copy / name).unlink()
+    for name in ("metrics.jsonl", "data_order.txt", "throughput.jsonl"):
+        lines = (copy / name).read_text().splitlines(keepends=True)
+        (copy / name).write_text("".join(lines[:3]) + lines[3][:5])
+
+
+def test_a_start_that_fails_costs_no_record(run, copy, monkeypatch):
+    killed_before_a_checkpoint(copy)
+    before = contents(copy)
+
+    def fail(self):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Loop, "run", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            run(copy)
+    assert contents(copy) == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(run, ended, copy):
+    killed_before_a_checkpoint(copy)
+    run(copy)
+    for name in ("metrics.jsonl", "data_order.txt"):
+        assert (copy / name).read_bytes() == (ended / name).read_bytes()
+
+
+def test_a_finished_run_says_so_and_changes_nothing(run, copy):
+    before = contents(copy)
+    out, _ = run(copy)
+    loss = json.loads(before["summary.json"])["val_loss"]
+    last = out.splitlines()[-1]
+    assert last.startswith(f"finished: all 12 steps are done, validation loss {loss:.3f}; ")
+    assert f"--config.resume_from={copy}" in last
+    assert contents(copy) == before
+
+
+def test_a_run_that_was_killed_while_it_reported_is_not_finished(run, copy):
+    summary = copy / "summary.json"
+    record = json.loads(summary.read_text())
+    assert record["complete"]
+    summary.write_text(json.dumps({**record, "complete": False}))
+    out, _ = run(copy)
+    assert "finished:" not in out and "validation loss" in out
+    assert json.loads(summary.read_text()) == record
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_as_many_checkpoints_remain_as_are_to_be_kept(run, copy, complete):
+    """Also where a run was killed before it had deleted the oldest."""
+    manifests = copy / "checkpoints"
+    assert [path.stem for path in sorted(manifests.glob("*.json"))] == ["00000008", "00000012"]
+    shutil.copytree(manifests / "00000008-0", manifests / "00000004-0")
+    text = (manifests / "00000008.json").read_text()
+    (manifests / "00000004.json").write_text(text.replace("00000008-0", "00000004-0"))
+    if not complete:
+        summary = copy / "summary.json"
+        summary.write_text(summary.read_text().replace("true", "false"))
+    run(copy)
+    assert [path.name for path in sorted(manifests.iterdir())] == [
+        "00000008-0",
+        "00000008.json",
+        "00000012-0",
+        "00000012.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["summary", "failure"])
+def test_the_last_file_is_written_after_the_report(tmp_path, name):
+    run_dir = RunDir.open(tmp_path, {})
+    path, seen = getattr(run_dir, name), []
+    run_dir.end(path, {"step": 3}, lambda: seen.append(json.loads(path.read_text())))
+    run_dir.close()
+    assert seen == [{"step": 3, "complete": False}]
+    assert json.loads(path.read_text()) == {"step": 3, "complete": True}
