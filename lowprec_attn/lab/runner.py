@@ -24,6 +24,7 @@ TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
 _PROGRESS_SECONDS = 60.0
 _LOG_LINES = 5
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
+_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _STOPPED = (0, -signal.SIGTERM)  # after a checkpoint; before the trainer listened
 
 
@@ -135,8 +136,14 @@ def _failure(event: Event, outcome: str) -> str:
 
 
 def _environment(workdir: Path) -> dict[str, str]:
-    """A compilation cache: a continued arm finds its programs, as they were, and starts sooner."""
-    return {} if _CACHE in os.environ else {_CACHE: str(internal(workdir) / "compilations")}
+    """A compilation cache: later arms and continued ones find their programs, and start sooner."""
+    if _CACHE in os.environ:
+        return {}
+    # By default JAX keeps none that takes less than a second to compile, and there are many.
+    return {
+        _CACHE: str(internal(workdir) / "compilations"),
+        _LEAST: os.environ.get(_LEAST, "0"),
+    }
 
 
 def _say(text: str) -> None:

@@ -115,6 +115,18 @@ def test_lines_fit_the_terminal_but_for_commands(lab, monkeypatch):
     assert len(following) > 40
 
 
+def test_arms_share_all_their_compilations_unless_told_otherwise(tmp_path, monkeypatch):
+    cache, least = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    for name in (cache, least):
+        monkeypatch.delenv(name, raising=False)
+    own = str(tmp_path / ".lab" / "compilations")
+    assert runner._environment(tmp_path) == {cache: own, least: "0"}
+    monkeypatch.setenv(least, "5")
+    assert runner._environment(tmp_path) == {cache: own, least: "5"}
+    monkeypatch.setenv(cache, "mine")
+    assert runner._environment(tmp_path) == {}
+
+
 def test_only_the_arms_asked_for_run(lab):
     acts = dict.fromkeys("abc", "finish")
     assert lab(acts, "--jobs", "1", "--arms", "c", "a")[0] == 0
