@@ -173,7 +173,7 @@ def _loop(
         if settings.diagnostics_every and step % settings.diagnostics_every == 0:
             metrics.write(step, {"signals": signals(model, inputs[:1])})
         if settings.eval_every and step and step % settings.eval_every == 0:
-            metrics.write(step, {"val_loss": _validation(settings, corpus, compiled, device)})
+            metrics.write(step, {"val_loss": _validation(settings, corpus, model, device)})
         for group in optimizer.param_groups:
             group["lr"] = float(rates[step])
         with _autocast(device):
@@ -197,7 +197,7 @@ def _loop(
             if limit is not None and watch.excess_steps >= limit:
                 message = f"the loss exploded at step {watch.explosion}"
                 return _stop(run_dir, step, {"explosion": watch.explosion, "message": message})
-    loss = _validation(settings, corpus, compiled, device)
+    loss = _validation(settings, corpus, model, device)
     metrics.write(settings.steps, {"val_loss": loss})
     metrics.flush()
     unigram = unigram_loss(corpus.train, corpus.val)
