@@ -40,6 +40,7 @@ What differs from our trainer, as read in model.py and train.py of that commit:
 
 import argparse
 import contextlib
+import dataclasses
 import shlex
 import sys
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ def definition(flags: list[str], data: str) -> Experiment:
     )
     shared.pop("name")
     of_flags = [*flags, f"--config.data.path={data}"]
-    return Experiment(ours.config, shared, arms, ours.seeds).with_flags(of_flags)
+    return dataclasses.replace(ours, shared=shared, arms=arms).with_flags(of_flags)
 
 
 @contextlib.contextmanager

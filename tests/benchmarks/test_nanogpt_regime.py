@@ -10,8 +10,9 @@ from command import ROOT, TINY, write_text
 
 from benchmarks import nanogpt_regime
 from lowprec_attn.commands import config
+from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.lab import experiment, records
+from lowprec_attn.lab import experiment
 from lowprec_attn.lab.workdir import ArmRun, arm_runs
 from lowprec_attn.training.config import train_settings
 
@@ -133,7 +134,7 @@ def test_a_run_leaves_what_the_lab_collects(tmp_path, monkeypatch):
         run.COMMIT,
         torch.__version__,
     )
-    records.write(arm_runs(workdir)[0], tmp_path / "results")
+    assert main(["lab", "collect", str(workdir), str(tmp_path / "results")]) == 0
     with pytest.raises(run.RunError, match="cannot be continued; remove it"):
         run.train(train_settings(values), values, arm.run_dir.path, tmp_path, "cpu")
 
