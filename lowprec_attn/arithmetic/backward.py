@@ -10,10 +10,13 @@ from lowprec_attn.arithmetic.layout import Grouped
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.products import (
+    LOG2E,
     dot,
     format_of,
+    powers,
     query_key_products,
     scale_of,
+    score_unit,
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
@@ -28,13 +31,19 @@ class BackwardTile(NamedTuple):
     dp: Array
 
 
-def probabilities(s: Array, statistics: RowStatistics) -> Array:
+def probabilities(s: Array, statistics: RowStatistics, spec: Spec, extras: Extras) -> Array:
     """P = exp(S − lse), or exp(S − m) / l."""
     subtracted, inverse_l = statistics
-    if inverse_l is not None:
-        return jnp.exp(s - subtracted) * inverse_l
-    # A row without keys has lse = −inf; its scores are all masked and exp must give 0.
-    return jnp.exp(s - jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted))
+    if inverse_l is None:
+        # A row without keys has lse = −inf; its scores are all masked and exp must give 0.
+        subtracted = jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted)
+    if spec.numerics.exponent == "scale_first":
+        unit = score_unit(spec, extras)
+        of_statistic = 1.0 if inverse_l is None else unit  # m counts as the scores do
+        p = powers(s, subtracted * jnp.float32(of_statistic * LOG2E), unit)
+    else:
+        p = jnp.exp(s - subtracted)
+    return p if inverse_l is None else p * inverse_l
 
 
 def backward_tile(
@@ -55,7 +64,7 @@ def backward_tile(
       spec, extras: the call.
       place: the tile.
     """
-    p = probabilities(s, statistics)
+    p = probabilities(s, statistics, spec, extras)
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))

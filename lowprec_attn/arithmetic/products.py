@@ -1,9 +1,12 @@
 """Matrix products with float32 accumulation."""
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.fused import multiply_add
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.request import Extras, Spec
@@ -51,6 +54,31 @@ def values_as_read(v: Array, place: Place, spec: Spec, extras: Extras) -> Array:
     features = Place(place.cols.reshape(-1, 1), span(0, v.shape[-1])[None])
     rounded = Rounder.of(spec, extras)(v.astype(jnp.float32)[:, :, None], "value", features)
     return rounded[:, :, 0].astype(spec.numerics.value_dtype(v.dtype))
+
+
+LOG2E = math.log2(math.e)
+
+
+def counts_in_scale(spec: Spec, extras: Extras) -> bool:
+    """Whether products q kᵀ stand for S = scale · q kᵀ, as `exponent='scale_first'` takes them.
+
+    Where S is rounded, or a bias added to it, it has to be formed; likewise where m, its maximum,
+    is rounded, and where the scale is not known to be positive.
+    """
+    n = spec.numerics
+    in_range = extras.scale is None and 2.0**-64 < spec.scale < 2.0**24
+    unrounded = n.scores.is_identity and n.stats.is_identity and extras.bias is None
+    return n.exponent == "scale_first" and in_range and unrounded
+
+
+def score_unit(spec: Spec, extras: Extras) -> float:
+    """What scores and m count in: the scale, or 1."""
+    return spec.scale if counts_in_scale(spec, extras) else 1.0
+
+
+def powers(s: Array, subtracted: Array, unit: float) -> Array:
+    """2^(fma(s, c, −subtracted)) with c = unit · log2 e; see `multiply_add`."""
+    return jnp.exp2(multiply_add(s, unit * LOG2E, -subtracted))
 
 
 def scale_of(spec: Spec, extras: Extras) -> Array:

@@ -1,14 +1,15 @@
 """What every implementation of attention receives, and how it declines.
 
-An implementation is a module with three functions, and may have a fourth:
+An implementation is a module with four functions, and may have a fifth:
 
   attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`
   unsupported(request) -> str | None                 names what it cannot serve
   keys_per_step(request) -> int                      keys of one step of its softmax
+  exponent_of(request) -> str                        how it forms exponents, see `Numerics`
   packed_attention(qkv, extras, spec) -> (out, lse)  reads q, k and v in one array [B, T, 3, N, H],
                                                      and writes its gradient there
 
-Without the fourth it gets the planes of a packed array.
+Without the fifth it gets the planes of a packed array.
 """
 
 import dataclasses

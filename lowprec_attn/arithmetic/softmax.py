@@ -14,10 +14,14 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place, span, statistic
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.products import (
+    LOG2E,
+    counts_in_scale,
     dot,
     format_of,
+    powers,
     query_key_products,
     scale_of,
+    score_unit,
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import (
@@ -32,7 +36,7 @@ from lowprec_attn.arithmetic.recurrence import (
     summed_probs,
 )
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.numerics import get_format, round_to
+from lowprec_attn.numerics import RowMax, get_format, round_to
 
 # A score that is not there. A bias may make any finite float32 a score: what is below MASKED, such
 # as the least of them, is one here. Kernels take no bias, and a finite number spares them NaN.
@@ -44,13 +48,18 @@ def scores(
 ) -> Array:
     """S = round_scores(q kᵀ · scale + bias), float32 [B, K, G, T, S], not yet masked.
 
+    In units of `score_unit`.
+
     Args:
       q, k: query rows and keys of the tile.
       bias: of the tile, [B|1, K|1, G|1, T|1, S|1], or None.
       spec, extras: the call, for the scale and the rounding.
       place: the tile.
     """
-    s = query_key_products(q, k) * scale_of(spec, extras)
+    s = query_key_products(q, k)
+    if counts_in_scale(spec, extras):
+        return s
+    s = s * scale_of(spec, extras)
     if bias is not None:
         s = s + bias.astype(jnp.float32)
     return Rounder.of(spec, extras)(s, "scores", place)
@@ -93,11 +102,16 @@ def softmax_step(
 
     # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
     # that it adds to theirs would not cancel.
-    m = spec.row_max(lax.stop_gradient(s), state.m)
+    unit = score_unit(spec, extras)
+    m = _running_max(spec.row_max, lax.stop_gradient(s), state.m, unit)
     m = round_point(m, "stats", statistic(out, "m"))
     subtracted = subtracted_max(m, is_empty(m))
-    p = jnp.exp(round_point.shift(s - subtracted, place))
-    alpha = jnp.exp(round_point.shift(state.m - subtracted, statistic(out, "alpha")))
+    if n.exponent == "scale_first":
+        c = jnp.float32(unit * LOG2E)
+        p, alpha = powers(s, subtracted * c, unit), jnp.exp2((state.m - subtracted) * c)
+    else:
+        p = jnp.exp(round_point.shift(s - subtracted, place))
+        alpha = jnp.exp(round_point.shift(state.m - subtracted, statistic(out, "alpha")))
 
     p_rounded = round_point(p, "probs", place)
     row_sum = jnp.sum(summed_probs(p, p_rounded, n), axis=-1, keepdims=True)
@@ -113,6 +127,13 @@ def softmax_step(
         float32 = get_format("float32")
         aux = alpha * aux + dot("bkgts,bksh->bkgth", p, v, float32, format_of(v))
     return SoftmaxState(m, l, acc, aux)
+
+
+def _running_max(rule: RowMax, s: Array, m: Array, unit: float) -> Array:
+    if unit == 1:
+        return rule(s, m)
+    r_m = jnp.max(s, axis=-1, keepdims=True)
+    return rule.running_max(r_m, s - r_m, m, unit=unit)
 
 
 class Output(NamedTuple):
@@ -164,6 +185,9 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         assert state.aux is not None
         saved = round_to(state.aux / l, "bfloat16").astype(jnp.bfloat16)
 
-    lse = log_sum_exp(state.m, l, empty, round_point, place)
+    m = state.m
+    if (unit := score_unit(spec, extras)) != 1:
+        m = m * jnp.float32(unit)
+    lse = log_sum_exp(m, l, empty, round_point, place)
     apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
     return Output(o, saved, lse[..., 0], apart)

@@ -11,7 +11,12 @@ implementations in plain JAX: `tiled`, `dense`, and the textbook formula, `refer
 with `arithmetic`; the kernels of `pallas_kernels` are reached through `dispatch` alone.
 """
 
-from lowprec_attn.attention.dispatch import IMPLEMENTATIONS, UnsupportedError, resolve
+from lowprec_attn.attention.dispatch import (
+    IMPLEMENTATIONS,
+    UnsupportedError,
+    exponent_of,
+    resolve,
+)
 from lowprec_attn.attention.entry import dot_product_attention
 from lowprec_attn.attention.flax_modules import attention_fn
 from lowprec_attn.attention.sharding import sharded, within_shard
@@ -24,6 +29,7 @@ __all__ = [
     "compiled_for",
     "dot_product_attention",
     "explanation",
+    "exponent_of",
     "resolve",
     "sharded",
     "within_shard",

@@ -35,6 +35,11 @@ def keys_per_step(request: Request) -> int:
     return request.kv_shape[1]
 
 
+def exponent_of(request: Request) -> str:
+    """How exponents are formed, in both passes."""
+    return request.spec.numerics.exponent or "shift_first"
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

@@ -68,7 +68,11 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
         platform: resolve(dataclasses.replace(request, platform=platform))
         for platform in _PLATFORMS
     }
-    _log_choice(tuple(names.items()), request.spec.numerics)
+    told = {
+        platform: f"{name} ({IMPLEMENTATIONS[name].exponent_of(request)})"
+        for platform, name in names.items()
+    }
+    _log_choice(tuple(told.items()), request.spec.numerics)
     return names
 
 
@@ -110,9 +114,24 @@ def keys_per_step(request: Request, implementation: str | None = None) -> int:
     return IMPLEMENTATIONS[resolve(request, implementation)].keys_per_step(request)
 
 
+def exponent_of(request: Request, implementation: str | None = None) -> str:
+    """How what serves the request on its platform forms exponents: `Numerics.exponent`.
+
+    Without it every implementation has a way of its own, some another in each pass: 'shift_first',
+    'scale_first', or 'shift_first, backward scale_first'.
+
+    Raises:
+      ValueError, UnsupportedError: as `resolve`.
+    """
+    return IMPLEMENTATIONS[resolve(request, implementation)].exponent_of(request)
+
+
 @functools.cache
 def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
-    """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`."""
+    """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`.
+
+    Behind each name stands how it forms exponents, such as `tiled (shift_first)`.
+    """
     if len({name for _, name in names}) == 1:
         choice = names[0][1]
     else:

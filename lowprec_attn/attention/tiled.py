@@ -57,6 +57,11 @@ def keys_per_step(request: Request) -> int:
     return request.spec.numerics.step_of(request.kv_shape[1], DEFAULT_KV_BLOCK)
 
 
+def exponent_of(request: Request) -> str:
+    """How exponents are formed, in both passes."""
+    return request.spec.numerics.exponent or "shift_first"
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],

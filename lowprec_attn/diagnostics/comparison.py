@@ -112,6 +112,8 @@ def compare(
     """
     if any(x is not None for x in extras._replace(stream=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
+    # Signals are of S, so S is formed; what an exponent adds to errors is not seen here.
+    spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)
     tiles = grid.pad(layout.group(q, k, v, extras))
     do_tiles = None if do is None else grid.pad_rows(layout.group(do, k, v, Extras()).q)

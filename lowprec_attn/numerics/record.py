@@ -24,6 +24,14 @@ The backward pass has P = exp(S − lse), or exp(S − m) / l with `statistics='
     dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
     dK = round_grads(Σ round_tile_grads(round_ds(dS · scale)ᵀ q))
 
+exp is shift_first, 2^((S − m) · log2 e), in both passes unless `exponent` or the implementation
+says otherwise. With `exponent='scale_first'`, c = scale · log2 e and m the maximum of q kᵀ,
+
+    P̄  = 2^(fma(q kᵀ, c, −round_float32(c m)))              P  = 2^(fma(q kᵀ, c, −lse · log2 e))
+
+the fused multiply-add rounded once. Where S itself exists, rounded at `scores` or with a bias, or
+where m is rounded or the scale is traced or not positive, it is fma(S, log2 e, −m · log2 e).
+
 The sums of the gradients go over tiles of `kv_block` keys by as many queries. With
 `delta='normalized'`, δ₀ is that δ, r = Σ_j P (dP − δ₀) and s = Σ_j P:
 
@@ -54,6 +62,7 @@ SavedOutput = Literal["same", "float32", "auxiliary", "halves"]
 Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 Statistics = Literal["lse", "m_and_l"]
+Exponent = Literal["shift_first", "scale_first"]
 
 KvBlock = int | Literal["all"]
 
@@ -116,6 +125,10 @@ class Numerics:
         the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
         `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
+      exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
+        row is 1; or `scale_first`, so that it is 2 to the power of what rounding c m left, as in
+        FlashAttention-2, -3 and -4, cuDNN and `hopper`. None: the implementation chooses for speed
+        (`attention.exponent_of` says how), and experiments name one.
       statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
         of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
         lse that a caller gets is m + log l in either case.
@@ -150,6 +163,7 @@ class Numerics:
     ds: Rounding = _FLOAT32
     tile_grads: Rounding = _FLOAT32
     grads: Rounding | None = None
+    exponent: Exponent | None = None
     statistics: Statistics = "lse"
     row_sum: RowSum = "unrounded"
     normalize_probs: bool = False
@@ -165,6 +179,12 @@ class Numerics:
         _check_choice("delta", self.delta, get_args(Delta))
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
         _check_choice("statistics", self.statistics, get_args(Statistics))
+        _check_choice("exponent", self.exponent, (None, *get_args(Exponent)))
+        if self.exponent == "scale_first" and not self.shift.is_identity:
+            raise ValueError(
+                f"shift={self.shift} rounds S − m, which exponent='scale_first' does not form; "
+                "use exponent='shift_first'"
+            )
         if self.statistics == "m_and_l" and not self.lse.is_identity:
             raise ValueError(
                 f"lse={self.lse} is not saved with statistics='m_and_l'; use statistics='lse'"
@@ -260,6 +280,6 @@ class Numerics:
         return f"Numerics({', '.join(changed)})"
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")

@@ -104,7 +104,7 @@ def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str
             heads = "" if len(layer) == 1 else f" heads {', '.join(map(str, group.heads))}"
             where.setdefault((group.numerics, group.row_max), []).append(f"{i}{heads}")
     return [
-        f"{_name(*shared)}, computed by `{_implementation(settings, *shared, platform)}`"
+        f"{_name(*shared)}, {_implementation(settings, *shared, platform)}"
         + ("" if len(where) == 1 else f", in layer {', '.join(places)}")
         for shared, places in where.items()
     ]
@@ -131,4 +131,6 @@ def _implementation(
         dtype=jnp.dtype(model.activation_dtype),
         platform=platform,
     )
-    return attention.resolve(request, settings.attention.implementation)
+    name = attention.resolve(request, settings.attention.implementation)
+    exponent = attention.exponent_of(request, settings.attention.implementation)
+    return f"computed by `{name}`, exponents {exponent}"

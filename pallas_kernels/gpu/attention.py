@@ -46,7 +46,7 @@ from pallas_kernels.gpu.backward import (
 from pallas_kernels.gpu.block_sizes import BlockSizes, Tile, default_block_sizes, is_hopper
 from pallas_kernels.gpu.device import device_kind, too_old, without_triton
 from pallas_kernels.gpu.forward import forward
-from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.gpu.problem import Problem, hides_exponent_noise
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
@@ -105,6 +105,13 @@ def keys_per_step(request: Request) -> int:
     q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
     numerics, keys = request.spec.numerics, request.kv_shape[1]
     return numerics.step_of(keys, block_sizes(q, request.spec).forward.kv)
+
+
+def exponent_of(request: Request) -> str:
+    """How exponents are formed; the backward kernels have one instruction where noise is hidden."""
+    numerics = request.spec.numerics
+    own = "shift_first, backward scale_first" if hides_exponent_noise(numerics) else "shift_first"
+    return numerics.exponent or own
 
 
 def attention(

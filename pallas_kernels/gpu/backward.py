@@ -21,7 +21,7 @@ from lowprec_attn.arithmetic.backward import delta_from_output, row_shift, scale
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
-from pallas_kernels.gpu.instructions import exp2, multiply_add
+from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add
 from pallas_kernels.gpu.problem import (
     LANES,
     LOG2E,
@@ -105,7 +105,9 @@ class Program(NamedTuple):
 
 def exponent_offset(subtracted: Array, problem: Problem) -> Array:
     """−lse, or −m; in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys."""
-    factor = LOG2E if problem.hides_exponent_noise else 1.0
+    factor = LOG2E if problem.hides_exponent_noise or problem.scales_first else 1.0
+    if problem.scales_first and problem.spec.numerics.statistics == "m_and_l":
+        factor = problem.score_unit * LOG2E
     empty = subtracted == -jnp.inf
     return jnp.where(empty, jnp.float32(0), -subtracted) * jnp.float32(factor)
 
@@ -134,11 +136,15 @@ def _probs_and_dp(
         s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
     offset, inverse_l = exponents
+    # m is in the units of the forward kernel's scores.
+    in_units, to_log2 = factor / np.float32(problem.score_unit), problem.score_unit * LOG2E
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
-    elif inverse_l is not None:  # m is in the units of the forward kernel's scores
-        unit = np.float32(problem.score_unit)
-        log2_p = (s * (factor / unit) + offset) * np.float32(problem.score_unit * LOG2E)
+    elif problem.scales_first:
+        c = np.float32(to_log2)
+        log2_p = fused_multiply_add(s * in_units, c, offset, interpret=problem.interpret)
+    elif inverse_l is not None:
+        log2_p = (s * in_units + offset) * np.float32(to_log2)
     else:
         log2_p = (s * factor + offset) * log2e
     if masked:

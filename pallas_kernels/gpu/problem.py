@@ -17,7 +17,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.arithmetic.visibility import by_position
-from lowprec_attn.numerics import DynamicMax, PublishedMax
+from lowprec_attn.numerics import DynamicMax, Numerics, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.gpu.block_sizes import Tile
 from pallas_kernels.gpu.products import Rounder
@@ -124,10 +124,12 @@ class Problem(common.Problem):
         The shortcut takes x·log2(e) of a score and of lse apart. So the exponent errs by about an
         ulp of the score, not of the difference. Whoever saves m and l apart wants the difference.
         """
-        n = self.spec.numerics
-        if n.statistics == "m_and_l":
-            return False
-        return not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
+        return hides_exponent_noise(self.spec.numerics)
+
+    @property
+    def scales_first(self) -> bool:
+        """Whether exponents are fma(s, c, −c m), rounded once, in both passes."""
+        return self.spec.numerics.exponent == "scale_first"
 
     @property
     def counts_ties_by_warp(self) -> bool:
@@ -410,6 +412,12 @@ class Problem(common.Problem):
         if self.rows % self.tile.query != 0:
             mask = span(start, self.tile.query) < self.rows
         plt.store(ref, x, mask=mask)
+
+
+def hides_exponent_noise(n: Numerics) -> bool:
+    """See `Problem`."""
+    rounds_all = not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
+    return n.exponent is None and n.statistics == "lse" and rounds_all
 
 
 def whole(x: Array) -> pl.BlockSpec:

@@ -25,6 +25,7 @@ from lowprec_attn.arithmetic.recurrence import (
 from lowprec_attn.numerics import MASKED, StandardMax, get_format
 from pallas_kernels.gpu.instructions import (
     exp2,
+    fused_multiply_add,
     is_repeated,
     is_repeated_by_warp,
     multiply_add,
@@ -191,6 +192,12 @@ class _Step(NamedTuple):
         if not problem.spec.numerics.shift.is_identity:
             shift = self.walk.round_point.shift(s - _per_column(self.subtracted, columns), place)
             return exp2(shift * to_log2, interpret=problem.interpret)
+        if problem.scales_first:
+            offset = _per_column(self.subtracted * -to_log2, columns)
+            return exp2(
+                fused_multiply_add(s, to_log2, offset, interpret=problem.interpret),
+                interpret=problem.interpret,
+            )
         # exp(S − m) = 2^((s − r_m)·c − (m − r_m)·c): an entry at m gives exactly 1.
         offset = _per_column((self.r_m - self.subtracted) * to_log2, columns)
         log2_p = multiply_add(below, to_log2, offset, interpret=problem.interpret)

@@ -72,6 +72,11 @@ def keys_per_step(request: Request) -> int:
     return request.spec.numerics.step_of(request.kv_shape[1], _sizes_for(request).forward.kv)
 
 
+def exponent_of(request: Request) -> str:
+    """How exponents are formed, in both passes."""
+    return "shift_first"
+
+
 def _sizes_for(request: Request) -> BlockSizes:
     (_, rows, _, head_size), keys = request.q_shape, request.kv_shape[1]
     given = request.spec.block_sizes
@@ -91,6 +96,8 @@ def _unsupported_numerics(request: Request) -> str | None:
             return (
                 f"kv_block={step} with tile_grads (tiles of multiples of {LANES} queries, or all)"
             )
+    if numerics.exponent == "scale_first":
+        return "exponent=scale_first (it takes shift_first)"
     return unsupported_rounding(numerics, FORMATS, MODES)
 
 

@@ -295,4 +295,4 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="lowprec_attn"):
         for _ in range(2):
             ATTEND(q, k, v, numerics=chosen)
-    assert [r.message for r in caplog.records] == [f"attention: tiled for {chosen}"]
+    assert [r.message for r in caplog.records] == [f"attention: tiled (shift_first) for {chosen}"]

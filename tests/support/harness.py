@@ -229,6 +229,9 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
     elif case.values in ("huge_positive_scores", "huge_negative_scores"):  # exact with a scale of 1
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))
         q[..., 0], k[..., 0] = 2.0**11, 2.0**11 if "positive" in case.values else -(2.0**11)
+    elif case.values == "exact_large_scores":  # before the scale: near ± 2^19, in many sizes
+        q, k = (np.rint(8 * x.clip(-2, 2)) for x in (q, k))
+        q[..., 0], k[..., 0] = 2.0**10 - np.arange(t)[:, None], 2.0**9
     elif case.values == "small_integers":
         q, k = (np.rint(x.clip(-1, 1)) for x in (q, k))  # most rows tie in most steps
     elif case.values == "exact_sums":  # of P̄ in bfloat16 and of its products with v, any order

@@ -98,10 +98,28 @@ class Forward:
     l: np.ndarray  # 1 where a row saw no key, and m 0
 
 
+LOG2E = float(np.log2(np.e))
+
+
+def raw_scores(opt: Options) -> bool:
+    """Whether the products q·k, not S, are what `scale_first` multiplies once."""
+    n = opt.numerics
+    formed = [x.format.name != "float32" for x in (n.scores, n.stats)]
+    return n.exponent == "scale_first" and not any(formed) and opt.bias is None and opt.scale > 0
+
+
+def power(s: np.ndarray, factor: float, subtracted: np.ndarray) -> np.ndarray:
+    """2^(s · factor − subtracted), the exponent rounded once: products are exact in float64."""
+    exponent = s.astype(np.float64) * float(np.float32(factor)) - subtracted
+    return np.exp2(exponent.astype(np.float32))
+
+
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: str) -> Forward:
     """Online softmax in steps of `kv_block` keys (None: all). q, k, v are float32 values."""
     n = opt.numerics
-    s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale)
+    raw, scale_first = raw_scores(opt), n.exponent == "scale_first"
+    unit = opt.scale if raw else 1.0
+    s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale / unit)
     s = round_nearest(s if opt.bias is None else s + opt.bias, n.scores)
     s = np.where(opt.seen, s, np.float32(-np.inf))
     m = np.full((*s.shape[:-1], 1), -np.inf, np.float32)
@@ -112,7 +130,12 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     for first in range(0, s.shape[-1], size):
         keys = slice(first, first + size)
         s_step, v_step = s[..., keys], v[..., keys, :]
-        m_new = round_nearest(shifted_max(opt.row_max, s_step, m), n.stats)
+        rule = opt.row_max
+        if raw and not isinstance(rule, numerics.StandardMax):
+            m_new = shifted_max(rule, s_step * np.float32(unit), m * np.float32(unit))
+            m_new = m_new / np.float32(unit)
+        else:
+            m_new = round_nearest(shifted_max(rule, s_step, m), n.stats)
         shift = np.where(m_new == -np.inf, np.float32(0), m_new)
         p, alpha = (
             np.exp(round_nearest(np.maximum(x - shift, np.float32(-128)), n.shift))
@@ -120,6 +143,9 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
             else np.exp(x - shift)
             for x in (s_step, m)
         )
+        if scale_first:
+            c = np.float32(LOG2E * unit)
+            p, alpha = power(s_step, c, shift * c), np.exp2((m - shift) * c)
         p_r = round_nearest(p, n.probs)
         total = (p_r if n.row_sum == "rounded" else p).sum(-1, keepdims=True, dtype=np.float32)
         if opt.row_max.clamp is not None:
@@ -146,7 +172,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         "halves": o + (acc - o).astype(ml_dtypes.bfloat16).astype(np.float32),
         "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
-    lse = np.where(empty, np.float32(-np.inf), round_nearest(m + np.log(divisor), n.lse))
+    lse = round_nearest(m * np.float32(unit) + np.log(divisor), n.lse)
+    lse = np.where(empty, np.float32(-np.inf), lse)
     return Forward(s, o, saved, lse, np.where(empty, np.float32(0), m), divisor)
 
 
@@ -171,7 +198,13 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     v = round_nearest(v, n.value)
     fwd = forward(q, k, v, opt, dtype)
 
-    if n.statistics == "m_and_l":
+    unit = opt.scale if raw_scores(opt) else 1.0
+    if n.exponent == "scale_first":
+        lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
+        apart = n.statistics == "m_and_l"
+        of_row = fwd.m * np.float32(unit * LOG2E) if apart else lse * np.float32(LOG2E)
+        p = power(fwd.s, LOG2E * unit, of_row) / (fwd.l if apart else np.float32(1))
+    elif n.statistics == "m_and_l":
         p = np.exp(fwd.s - fwd.m) / fwd.l
     else:
         p = np.exp(fwd.s - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))

@@ -236,7 +236,7 @@ class TestCompiler:
         facts = compiled(record, topology)
         assert facts["fits"]
         assert facts["devices"] == devices
-        assert "computed by `tpu`" in facts["attention"][0]
+        assert "computed by `tpu`, exponents shift_first" in facts["attention"][0]
         assert facts["kernels"] == 3 * SMALL["model.layers"]
         assert ("all-reduce" in facts["collectives"]) == (devices > 1)
 

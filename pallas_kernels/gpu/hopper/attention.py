@@ -146,6 +146,8 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         return f"delta={n.delta} (it takes {_listed(taken)})"
     if n.saved_output == "halves":
         return "saved_output=halves (it takes same, float32 or auxiliary)"
+    if n.exponent == "shift_first":
+        return "exponent=shift_first (it takes scale_first)"
     if n.statistics != "lse":
         return f"statistics={n.statistics} (it takes lse)"
     if n.row_sum != "unrounded":
@@ -164,6 +166,11 @@ def keys_per_step(request: Request) -> int:
     walk = block_sizes(request.q_shape, request.spec).forward.walk
     kv_block = request.spec.numerics.kv_block
     return kv_block if isinstance(kv_block, int) else walk
+
+
+def exponent_of(request: Request) -> str:
+    """How exponents are formed: by one multiply-add, in both passes."""
+    return "scale_first"
 
 
 def attention(
