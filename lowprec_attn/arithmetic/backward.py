@@ -167,6 +167,55 @@ def row_sums(
     )
 
 
+class QueryKeys(NamedTuple):
+    """k in the products of dQ [B, K, S, H], and the mean taken from it [B, K, 1, H], or None."""
+
+    k: Array
+    mean: Array | None = None
+
+    @classmethod
+    def of(cls, k: Array, spec: Spec, extras: Extras) -> "QueryKeys":
+        """k as it is, or less its mean, in the format of k."""
+        if spec.numerics.mean_key == "kept":
+            return cls(k)
+        return cls(*without_mean(k, extras))
+
+    def give_back(self, dq: Array, dlse: Array, rows: Array, spec: Spec, extras: Extras) -> Array:
+        """dQ with what dlse adds to it by way of the mean.
+
+        Args:
+          dq: [B, K, G, T, H].
+          dlse, rows: the gradient of lse, and 1 in rows that see a key, else 0; [B, K, G, T, 1].
+          spec, extras: the call.
+        """
+        if self.mean is None:
+            return dq
+        return dq + scale_of(spec, extras) * dlse * rows * self.mean[:, :, None]
+
+
+def without_mean(k: Array, extras: Extras) -> tuple[Array, Array]:
+    """k − k̄ [B, K, S, H], rounded to the format of k, and k̄ [B, K, 1, H], float32.
+
+    k̄ is the mean over the keys within the lengths.
+    """
+    x, keys = k.astype(jnp.float32), k.shape[-2]
+    if extras.key_lengths is None:
+        mean = jnp.mean(x, axis=-2, keepdims=True)
+    else:
+        count = extras.key_lengths.reshape(-1, 1, 1, 1)
+        inside = span(0, keys)[None, None, :, None] < count
+        total = jnp.sum(jnp.where(inside, x, jnp.float32(0)), axis=-2, keepdims=True)
+        mean = total / jnp.maximum(count, 1).astype(jnp.float32)
+    return round_to(x - mean, format_of(k)).astype(k.dtype), mean
+
+
+def sees_a_key(statistics: RowStatistics) -> Array:
+    """1 in rows that saw a key, else 0."""
+    subtracted, inverse_l = statistics
+    seen = jnp.isfinite(subtracted) if inverse_l is None else inverse_l != 0
+    return seen.astype(jnp.float32)
+
+
 def corrected(
     dq: Array, sums: RowSums, delta: Array, dlse: Array, spec: Spec, extras: Extras
 ) -> tuple[Array, Delta]:

@@ -75,7 +75,7 @@ class Grid:
         """Zero padding to whole tiles."""
         extras = x.extras
         bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
-        k, v = (_pad(a, -2, self.kv_blocks * self.block_kv) for a in (x.k, x.v))
+        k, v = (self.pad_keys(a) for a in (x.k, x.v))
         extras = extras._replace(bias=bias, mask=mask)
         if extras.query_segments is not None and extras.key_segments is not None:
             extras = extras._replace(
@@ -87,6 +87,10 @@ class Grid:
     def pad_rows(self, x: Array, value: float = 0.0) -> Array:
         """Padding of query rows to whole tiles."""
         return _pad(x, -2, self.q_tiles * self.block_q, value)
+
+    def pad_keys(self, x: Array) -> Array:
+        """Zero padding of keys to whole blocks."""
+        return _pad(x, -2, self.kv_blocks * self.block_kv)
 
     def _pad_pairs(self, x: Array) -> Array:
         if x.shape[-2] > 1:

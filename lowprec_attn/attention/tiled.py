@@ -131,6 +131,7 @@ class _Walk(NamedTuple):
     do: Array
     statistics: RowStatistics
     dlse: Array
+    of_q: backward.QueryKeys
     spec: Spec
 
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
@@ -146,10 +147,16 @@ class _Walk(NamedTuple):
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
 
     def query_gradient(
-        self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
+        self, tile: backward.BackwardTile, delta: Array, j: Index, place: Place
     ) -> Array:
-        """What a block adds to dQ."""
+        """What block j adds to dQ."""
+        k = self.grid.key_rows(self.of_q.k, j)
         return backward.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+
+    def finished(self, dq: Array) -> Array:
+        """dQ of all blocks."""
+        seen = backward.sees_a_key(self.statistics)
+        return self.of_q.give_back(dq, self.dlse, seen, self.spec, self.tiles.extras)
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
@@ -170,8 +177,9 @@ class _Walk(NamedTuple):
         extras = self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
-            sums = backward.row_sums(tile, delta, k, self.spec, extras, place)
-            dq = self.query_gradient(tile, delta, k, place)
+            of_q = self.grid.key_rows(self.of_q.k, j)
+            sums = backward.row_sums(tile, delta, of_q, self.spec, extras, place)
+            dq = self.query_gradient(tile, delta, j, place)
             return jax.tree.map(jnp.add, total, (dq, sums))
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
@@ -187,7 +195,7 @@ class _Walk(NamedTuple):
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum = total
             if dq_sum is not None:
-                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, k, place)
+                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, j, place)
             dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
             ds, dbias, dscale = backward.ds_of(tile, delta.unrounded), sums.dbias, sums.dscale
             if dbias is not None:
@@ -199,7 +207,7 @@ class _Walk(NamedTuple):
 
         start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
         sums, dq_sum = self.over_keys(add, (sums, start))
-        return sums, dq_sum if dq is None else dq
+        return sums, self.finished(dq_sum if dq is None else dq)
 
 
 def _backward(
@@ -220,12 +228,16 @@ def _backward(
     inverse_l = None if inverse_l is None else grid.pad_rows(inverse_l)
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
+    # The mean of keys that exist: padding comes after it.
+    of_q = backward.QueryKeys.of(k, spec, extras)
+    of_q = of_q._replace(k=grid.pad_keys(of_q.k))
+
     def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, Array]:
         q, do_tile, statistics, dlse_tile = jax.tree.map(
             lambda x: grid.query_rows(x, i),
             (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
         )
-        walk = _Walk(grid, tiles, i, q, do_tile, statistics, dlse_tile, spec)
+        walk = _Walk(grid, tiles, i, q, do_tile, statistics, dlse_tile, of_q, spec)
         delta = walk.delta(o_saved)
         if spec.numerics.delta in backward.SUMS_ROWS:
             dq, corrected = walk.corrected(delta)

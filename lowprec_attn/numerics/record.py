@@ -47,6 +47,10 @@ scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the g
     dK = round_grads(Σ round_tile_grads(Dᵀ q) − Σ Rᵀ round_ds(λ q))
 
 and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
+
+With `mean_key='subtracted'` the k of dQ is k − k̄ rounded to the format of k, where k̄ is the mean
+of the keys within the lengths: rows of dS without dlse sum to zero but for what rounding leaves. Of
+what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in exact arithmetic.
 """
 
 import dataclasses
@@ -63,6 +67,7 @@ Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 Statistics = Literal["lse", "m_and_l"]
 Exponent = Literal["shift_first", "scale_first"]
+MeanKey = Literal["kept", "subtracted"]
 
 KvBlock = int | Literal["all"]
 
@@ -133,6 +138,8 @@ class Numerics:
         of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
         lse that a caller gets is m + log l in either case.
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
+      mean_key: whether dQ = dS k is formed of the keys as they are or with their mean `subtracted`
+        (SageBwd, which smooths k): see the module.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
         does; needs all keys in one step (`dense`).
       kv_block: keys per online-softmax step. P̄ is rounded against the running maximum and the
@@ -166,6 +173,7 @@ class Numerics:
     exponent: Exponent | None = None
     statistics: Statistics = "lse"
     row_sum: RowSum = "unrounded"
+    mean_key: MeanKey = "kept"
     normalize_probs: bool = False
     kv_block: KvBlock | None = None
 
@@ -180,6 +188,12 @@ class Numerics:
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
         _check_choice("statistics", self.statistics, get_args(Statistics))
         _check_choice("exponent", self.exponent, (None, *get_args(Exponent)))
+        _check_choice("mean_key", self.mean_key, get_args(MeanKey))
+        if self.mean_key == "subtracted" and self.delta == "after_cast":
+            raise ValueError(
+                "mean_key='subtracted' changes nothing with delta='after_cast', where rounded rows "
+                "of dS sum to zero; use mean_key='kept'"
+            )
         if self.exponent == "scale_first" and not self.shift.is_identity:
             raise ValueError(
                 f"shift={self.shift} rounds S − m, which exponent='scale_first' does not form; "

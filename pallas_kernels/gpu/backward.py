@@ -58,6 +58,9 @@ class Operands(NamedTuple):
 
     `inverse_l` [B, N, T] is 1 / l, a factor of P, with `statistics='m_and_l'`.
 
+    `k_of_q` [B, S, K, H], `mean` [B, 1, K, H] and `given` [B, N, T] are the k of dQ, what was taken
+    from it, and dlse where a row sees a key, with `mean_key='subtracted'`.
+
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
@@ -72,6 +75,9 @@ class Operands(NamedTuple):
     after: Any = None
     o_low: Any = None
     inverse_l: Any = None
+    k_of_q: Any = None
+    mean: Any = None
+    given: Any = None
     gradients: Any = None
 
 
@@ -353,6 +359,9 @@ def _over_queries(
         dlse=statistics,
         o_low=rows,
         inverse_l=statistics,
+        k_of_q=problem.of_key_head(problem.keys),
+        mean=problem.of_key_head(1),
+        given=statistics,
     )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
@@ -428,7 +437,9 @@ class _Walk(NamedTuple):
             probs, dp = _probs_and_dp(
                 self.program, self.rows, keys, self.exponents, tile, place, masked=masked
             )
-            new = contribution(probs, dp, keys.for_scores, place)
+            of_q = self.ref.k_of_q
+            k = keys.for_scores if of_q is None else problem.load_keys(of_q, j)
+            new = contribution(probs, dp, k, place)
             return jax.tree.map(jnp.add, total, new)
 
         begin, full, end = visited
@@ -492,6 +503,9 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         dq = walk.sum(product, zero)
     else:
         (dq,) = walk.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
+    if ref.mean is not None:
+        # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
+        dq = dq - dp_offset(walk.statistic(ref.given), problem) * problem.load_one(ref.mean)
     dq = _scaled_sum(dq, problem)
     dq = round_point(dq, "grads", problem.features(walk.start, problem.tile.query, 0))
     problem.store(out[0], dq, walk.start, problem.rows)

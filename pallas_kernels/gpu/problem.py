@@ -195,6 +195,10 @@ class Problem(common.Problem):
 
         return self.block(self.keys, index, plane=1), self.block(self.keys, index, plane=2)
 
+    def of_key_head(self, size: int) -> pl.BlockSpec:
+        """`size` rows, all there are, of what its head sees in an array [B, size, K, H]."""
+        return self.block(size, lambda i, n, b: (b, 0, n // self.group))
+
     def tile_rows(self, plane: int | None = None) -> pl.BlockSpec:
         """The rows of its tile; plane: see `block`."""
         return self.block(self.tile.query, lambda i, n, b: (b, self.query_tile(i), n), plane=plane)
@@ -350,6 +354,10 @@ class Problem(common.Problem):
     def load_keys(self, ref: Any, j: Array | int) -> Array:
         """Tile j of a [keys, H] reference; zeros outside."""
         return self._load(ref, j * self.tile.kv, self.tile.kv, self.keys)
+
+    def load_one(self, ref: Any) -> Array:
+        """The row [1, H] of a reference to one; zeros outside."""
+        return self._load(ref, 0, 1, 1)
 
     def load_values(self, ref: Any, j: Array, scalars: Scalars, batch: Array, head: Array) -> Array:
         """Tile j of the V that a query head reads, rounded at `value`."""

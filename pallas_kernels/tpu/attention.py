@@ -96,6 +96,8 @@ def _unsupported_numerics(request: Request) -> str | None:
             return (
                 f"kv_block={step} with tile_grads (tiles of multiples of {LANES} queries, or all)"
             )
+    if numerics.mean_key != "kept":
+        return f"mean_key={numerics.mean_key} (it takes kept)"
     if numerics.exponent == "scale_first":
         return "exponent=scale_first (it takes shift_first)"
     return unsupported_rounding(numerics, FORMATS, MODES)

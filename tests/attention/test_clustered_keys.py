@@ -57,6 +57,7 @@ def gradients(
     return jax.vjp(attend, q, k, v)[1]((do, dlse))
 
 
+CHOICES = ("kept", "subtracted")  # of `mean_key`
 NO_DLSE = np.zeros((1, LENGTH, 1), np.float32)
 
 
@@ -123,3 +124,26 @@ def test_of_the_error_of_delta_two_halves_of_o_take_what_a_float32_o_takes(large
     )
     assert abs(halves - float32) < 0.1 * float32
     assert exact < halves < 0.9 * same
+
+
+@pytest.mark.parametrize("largest", LARGEST[:-1])
+def test_without_the_mean_key_what_rows_of_ds_sum_to_hardly_matters(largest: float) -> None:
+    """Their directions remain, which are a tenth of the mean; dK is as it was."""
+    kept, subtracted = (errors(largest, numerics.FLASH.replace(mean_key=x)) for x in CHOICES)
+    assert subtracted[0] < 0.5 * kept[0]
+    assert subtracted[1] == kept[1]
+
+
+@pytest.mark.parametrize("delta", ["do_o", "normalized", "dp_p"])
+def test_the_mean_key_is_given_back_to_a_gradient_of_lse(delta: str) -> None:
+    q, k, v, do = inputs(10.0)
+    dlse = np.random.default_rng(0).standard_normal(NO_DLSE.shape).astype(np.float32)
+    exact, kept, subtracted = (
+        np.asarray(gradients(*map(jnp.asarray, (q, k, v, do, dlse)), num=num)[0])
+        for num in (
+            EXACT,
+            *(EXACT.replace(delta=delta, mean_key=x) for x in CHOICES),
+        )
+    )
+    for found in (kept, subtracted):
+        assert np.linalg.norm(found - exact) < 1e-4 * np.linalg.norm(exact)

@@ -93,6 +93,18 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         ("tpu", interpreted(EXACT.replace(pv="float16")), "pv=float16", BY_NONE),
         ("tpu", interpreted(EXACT.replace(pv="float8_e4m3fn")), "pv=float8_e4m3fn", BY_NONE),
         ("tpu", interpreted(EXACT.replace(output="bf16_m5")), "output=bf16_m5", BY_NONE),
+        (
+            "tpu",
+            interpreted(EXACT.replace(exponent="scale_first")),
+            "exponent=scale_first (it takes shift_first)",
+            BY_NONE,
+        ),
+        (
+            "tpu",
+            interpreted(EXACT.replace(mean_key="subtracted")),
+            "mean_key=subtracted (it takes kept)",
+            BY_NONE,
+        ),
         ("tpu", interpreted(BIASED), "ds=bfloat16:error_positive", BY_NONE),
         (
             "tpu",

@@ -139,6 +139,16 @@ def test_grads_default_to_the_format_of_their_input() -> None:
         (lambda: FLASH.replace(delta="o_do"), "delta must be one of do_o, .* got 'o_do'"),
         (lambda: FLASH.replace(saved_output="bf16"), "saved_output must be one of same.*'bf16'"),
         (lambda: FLASH.replace(row_sum="both"), "row_sum.*'both'"),
+        (lambda: FLASH.replace(exponent="exp2"), "exponent must be one of None, shift_first, "),
+        (lambda: FLASH.replace(statistics="l"), "statistics must be one of lse, m_and_l, got 'l'"),
+        (
+            lambda: FLASH.replace(mean_key="no"),
+            "mean_key must be one of kept.* got 'no'",
+        ),
+        (
+            lambda: FLASH.replace(mean_key="subtracted", delta="after_cast"),
+            "changes nothing with delta='after_cast'.*use mean_key='kept'",
+        ),
         (lambda: FLASH.replace(kv_block=0), "kv_block must be a positive.*got 0"),
         (lambda: FLASH.replace(kv_block=-64), "got -64"),
         (lambda: FLASH.replace(kv_block=64.0), "got 64.0"),

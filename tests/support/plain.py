@@ -229,12 +229,19 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
             total[..., where, :] += round_nearest(x, n.tile_grads)
         return total
 
+    k_of_q, given_back = k, np.float32(0)
+    if n.mean_key == "subtracted":
+        counted = opt.within_lengths.any(-2)[..., None].astype(np.float32)
+        counted = np.where(counted.sum(-2, keepdims=True) > 0, counted, 1)
+        mean = (k * counted).sum(-2, keepdims=True) / counted.sum(-2, keepdims=True)
+        k_of_q = round_nearest(k - mean, Rounding(numerics.get_format(dtype)))
+        given_back = scale * dlse * opt.seen.any(-1, keepdims=True) * mean
     p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
     if n.delta == "normalized":
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
         total = p.sum(-1, keepdims=True, dtype=np.float32)
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
-        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k)
+        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k_of_q)
         delta = delta + moved - dlse
     elif n.delta == "after_cast":
         ds_of_q = rounded_ds(delta)
@@ -249,7 +256,8 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
     if n.delta == "after_cast":
         ds = ds - p * after / scale
-    dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k[..., j, :])) - correction
+    dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k_of_q[..., j, :]))
+    dq = dq - correction + given_back
     dk, dv = (
         sum_over_tiles(
             k.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])

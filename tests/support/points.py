@@ -62,6 +62,16 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         {"dq", "dk"},
     ),
     "delta=dp_p": (ROUNDED_OUTPUT.replace(delta="dp_p"), ROUNDED_OUTPUT, {"dq", "dk"}),
+    "mean_key=subtracted": (
+        ROUNDED_OUTPUT.replace(ds="bfloat16", mean_key="subtracted"),
+        ROUNDED_OUTPUT.replace(ds="bfloat16"),
+        {"dq"},
+    ),
+    "mean_key=subtracted, normalized": (
+        ROUNDED_OUTPUT.replace(ds="bfloat16", delta="normalized", mean_key="subtracted"),
+        ROUNDED_OUTPUT.replace(ds="bfloat16", delta="normalized"),
+        {"dq"},
+    ),
     "row_sum=rounded": (
         EXACT.replace(probs="bfloat16", row_sum="rounded"),
         EXACT.replace(probs="bfloat16"),
