@@ -81,17 +81,19 @@ def _backward(
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
-    of_q = backward.QueryKeys.of(k, spec, extras)
+    of_q = backward.query_keys(k, spec, extras)
+    k_of_q = k if of_q is None else of_q.k
     if n.delta in backward.SUMS_ROWS:
-        sums = backward.row_sums(tile, delta, of_q.k, spec, extras, place)
-        dq = backward.query_gradient(tile, delta, of_q.k, spec, extras, place)
+        sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
+        dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta - dlse
         corrected = backward.Delta(delta, delta)
-        dq = backward.query_gradient(tile, delta, of_q.k, spec, extras, place)
-    dq = of_q.give_back(dq, dlse, backward.sees_a_key(res.statistics), spec, extras)
+        dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
+    if of_q is not None:
+        dq = of_q.give_back(dq, dlse, res.statistics, spec, extras)
     dk, dv = backward.key_gradients(tile, corrected, q, do, spec, extras, place)
     dbias = None
     if extras.bias is not None:

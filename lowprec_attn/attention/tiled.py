@@ -131,7 +131,7 @@ class _Walk(NamedTuple):
     do: Array
     statistics: RowStatistics
     dlse: Array
-    of_q: backward.QueryKeys
+    of_q: backward.QueryKeys | None
     spec: Spec
 
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
@@ -147,16 +147,21 @@ class _Walk(NamedTuple):
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
 
     def query_gradient(
-        self, tile: backward.BackwardTile, delta: Array, j: Index, place: Place
+        self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
     ) -> Array:
-        """What block j adds to dQ."""
-        k = self.grid.key_rows(self.of_q.k, j)
+        """What a block adds to dQ; k: that of dQ."""
         return backward.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+
+    def k_of_q(self, k: Array, j: Index) -> Array:
+        """The k of dQ in block j, which holds k."""
+        return k if self.of_q is None else self.grid.key_rows(self.of_q.k, j)
 
     def finished(self, dq: Array) -> Array:
         """dQ of all blocks."""
-        seen = backward.sees_a_key(self.statistics)
-        return self.of_q.give_back(dq, self.dlse, seen, self.spec, self.tiles.extras)
+        if self.of_q is None:
+            return dq
+        extras = self.tiles.extras
+        return self.of_q.give_back(dq, self.dlse, self.statistics, self.spec, extras)
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
@@ -177,9 +182,9 @@ class _Walk(NamedTuple):
         extras = self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
-            of_q = self.grid.key_rows(self.of_q.k, j)
-            sums = backward.row_sums(tile, delta, of_q, self.spec, extras, place)
-            dq = self.query_gradient(tile, delta, j, place)
+            k = self.k_of_q(k, j)
+            sums = backward.row_sums(tile, delta, k, self.spec, extras, place)
+            dq = self.query_gradient(tile, delta, k, place)
             return jax.tree.map(jnp.add, total, (dq, sums))
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
@@ -195,7 +200,7 @@ class _Walk(NamedTuple):
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum = total
             if dq_sum is not None:
-                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, j, place)
+                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, self.k_of_q(k, j), place)
             dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
             ds, dbias, dscale = backward.ds_of(tile, delta.unrounded), sums.dbias, sums.dscale
             if dbias is not None:
@@ -229,8 +234,9 @@ def _backward(
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
     # The mean of keys that exist: padding comes after it.
-    of_q = backward.QueryKeys.of(k, spec, extras)
-    of_q = of_q._replace(k=grid.pad_keys(of_q.k))
+    of_q = backward.query_keys(k, spec, extras)
+    if of_q is not None:
+        of_q = of_q._replace(k=grid.pad_keys(of_q.k))
 
     def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, Array]:
         q, do_tile, statistics, dlse_tile = jax.tree.map(
