@@ -7,6 +7,7 @@ arrays of every layer from a backward pass of your own model, `TorchCapture` fro
 """
 
 from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture
+from lowprec_attn.diagnostics.comparison import Returned
 from lowprec_attn.diagnostics.rows import (
     DOMINATED,
     dominated_rows,
@@ -31,6 +32,7 @@ __all__ = [
     "DOMINATED",
     "Capture",
     "CaptureError",
+    "Returned",
     "TorchCapture",
     "TrendRatios",
     "across_steps",

@@ -8,7 +8,8 @@ rounding makes O, and with it δ, disagree with the P and dP that δ is subtract
   from the run's own S   Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v): what enters
                          dW_Q(hp) − dW_Q(lp), where P is the same on both sides
 
-Nothing here is arithmetic of its own: all of it is `lowprec_attn.arithmetic`.
+The run is `lowprec_attn.arithmetic` and nothing else. `sources` has the exact side of the backward
+pass.
 """
 
 import dataclasses
@@ -25,13 +26,16 @@ from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import tiled
-from lowprec_attn.diagnostics import rows
-from lowprec_attn.numerics import EXACT, StandardMax, get_format
+from lowprec_attn.diagnostics import rows, sources
+from lowprec_attn.diagnostics.pairs import pair_sum
+from lowprec_attn.numerics import EXACT, Numerics, StandardMax, get_format
 
 # Scores held at a time, over batch and heads: 16 MiB per float32 temporary. A CPU is the faster for
 # temporaries that stay in its caches.
 SCORES_PER_CHUNK = 2**22
-SCORES_PER_CHUNK_ON_CPU = 2**20
+SCORES_PER_CHUNK_ON_CPU = 2**19
+
+_CAUSAL_SECTIONS = 4
 
 _EXACT = EXACT.replace(output="float32")
 
@@ -61,20 +65,36 @@ class OutputRows(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """δ, row sums of the backward pass, rows of P k, and dQ before rounding at `grads`.
+    """δ, row sums of the backward pass, rows of P k, and dQ before `tile_grads` and `grads`.
 
     δ_exact is rowsum(dO ∘ O) with O exact; where the run forms δ from dP, Σ P dP / Σ P of the
     run's own P and dP, at which rows of dS sum to zero. The row sums: Σ_j P − 1; Σ_j dS of
-    dS = P ∘ (dP − δ), and of dS as rounded at `ds`.
+    dS = P ∘ (dP − δ), and of dS as rounded at `ds`. Their terms are the float32 numbers that the
+    backward pass forms, their sums are pairs.
     """
 
     delta: Float32[Array, "B T N 1"]
     delta_exact: Float32[Array, "B T N 1"]
+    delta_error: Float32[Array, "B T N 1"]
     p_row_sum_error: Float32[Array, "B T N 1"]
     ds_row_sum: Float32[Array, "B T N 1"]
     rounded_ds_row_sum: Float32[Array, "B T N 1"]
     pk: Float32[Array, "B T N H"]
-    dq: Float32[Array, "B T N H"]
+    dq: sources.Sources
+
+
+class Returned(NamedTuple):
+    """What the implementation that runs gave for the same q, k, v and dO.
+
+    Attributes:
+      o: O [B, T, N, H].
+      lse: as `return_residual=True` gives it, [B, T, N].
+      dq: dQ [B, T, N, H], None where it is not known.
+    """
+
+    o: Float[Array, "B T N H"]
+    lse: Float32[Array, "B T N"]
+    dq: Float[Array, "B T N H"] | None = None
 
 
 class Comparison(NamedTuple):
@@ -92,10 +112,11 @@ def compare(
     do: Float[Array, "B T N H"] | None,
     extras: Extras,
     spec: Spec,
+    returned: Returned | None = None,
 ) -> Comparison:
     """Runs `spec` as `tiled` does, in steps of `kv_block` keys, beside exact arithmetic.
 
-    Cost: 3 to 4 matrix products of 2·B·N·T·S·H FLOP, 3 more with dO (compilers drop those
+    Cost: 3 to 4 matrix products of 2·B·N·T·S·H FLOP, 4 to 7 more with dO (compilers drop those
     whose result is not used), about ten exp per score; O(T) memory beside one chunk of
     `SCORES_PER_CHUNK` scores. Without `kv_block` the step is that of `tiled`, or all keys where
     P̄ is normalised before rounding.
@@ -105,6 +126,7 @@ def compare(
       do: gradient of the loss by O, or None.
       extras: the random stream, where a point needs one; masks, biases and lengths are refused.
       spec: the arithmetic, scale and causality.
+      returned: replaces the O and lse of this run of `spec`, where they are that of its rounding.
 
     Raises:
       ValueError: extras other than the stream, or a `kv_block` that splits rows that must stay
@@ -112,26 +134,54 @@ def compare(
     """
     if any(x is not None for x in extras._replace(stream=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
-    # Signals are of S, so S is formed; what an exponent adds to errors is not seen here.
+    # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
     spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)
     tiles = grid.pad(layout.group(q, k, v, extras))
-    do_tiles = None if do is None else grid.pad_rows(layout.group(do, k, v, Extras()).q)
 
-    def chunk(i: Array) -> Comparison:
-        do_tile = None if do_tiles is None else grid.query_rows(do_tiles, i)
-        return _compare_rows(_Chunk(grid, tiles, i), do_tile, spec)
+    def padded(x: Array) -> Array:
+        return grid.pad_rows(layout.group(x, k, v, Extras()).q)
 
-    stacked = lax.map(chunk, jnp.arange(grid.q_tiles))
+    rows_of: _Rows = _Rows(
+        None if do is None else padded(do),
+        None if returned is None else padded(returned.o),
+        None if returned is None else padded(returned.lse[..., None]),
+    )
+
+    of_q = backward.query_keys(layout.group(q, k, v, extras).k, spec, extras)
+    k_of_q = tiles.k if of_q is None else grid.pad_keys(of_q.k)
+
+    def section(first: int, last: int, keys: int) -> Comparison:
+        cut = dataclasses.replace(grid, keys=keys)
+        seen = cut.kv_blocks * cut.block_kv
+        of_keys = tiles._replace(k=tiles.k[:, :, :seen], v=tiles.v[:, :, :seen])
+
+        def chunk(i: Array) -> Comparison:
+            of_chunk = jax.tree.map(lambda x: cut.query_rows(x, i), rows_of)
+            return _compare_rows(_Chunk(cut, of_keys, k_of_q[:, :, :seen], i), of_chunk, spec)
+
+        return lax.map(chunk, jnp.arange(first, last))
+
+    sections = [section(*bounds) for bounds in _sections(grid, spec)]
+    stacked = jax.tree.map(lambda *parts: jnp.concatenate(parts), *sections)
     return jax.tree.map(lambda x: _ungroup(grid.unpad_rows(x)), stacked)
+
+
+class _Rows(NamedTuple):
+    """Rows of dO, and of O and lse as returned [..., T, 1]; None where they are not given."""
+
+    do: Array | None
+    o: Array | None
+    lse: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Query tile `i` against all keys."""
+    """Query tile `i` against all keys; `k_of_q` [B, K, S, H] are those of dQ."""
 
     grid: Grid
     tiles: layout.Grouped
+    k_of_q: Array
     i: Array
 
     @property
@@ -147,6 +197,7 @@ class _Chunk:
         )
 
     def scores(self, spec: Spec) -> Array:
+        """Masked scores of all keys."""
         tiles, place = self.tiles, self.place
         s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
         seen = (place.cols < self.grid.keys)[None, None, None]
@@ -174,38 +225,46 @@ class _Chunk:
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
 
-    def exact(self, s: Array, spec: Spec) -> SoftmaxState:
-        """Float32 softmax of s in one step over all keys."""
-        start = softmax.initial_state(self.q, self.tiles.v, spec)
-        return softmax.softmax_step(start, s, self.tiles.v, spec, self.tiles.extras, self.place)
-
     def finish(self, state: SoftmaxState, spec: Spec) -> softmax.Output:
         tiles = self.tiles
         return softmax.finish(state, spec, tiles.extras, self.place.rows, tiles.q.dtype)
 
 
-def _compare_rows(chunk: _Chunk, do: Array | None, spec: Spec) -> Comparison:
+def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     exact_spec = dataclasses.replace(spec, numerics=_EXACT, row_max=StandardMax())
-    s = chunk.scores(spec)
+    s, unrounded = chunk.scores(spec), chunk.scores(exact_spec)
     state = chunk.run(s, spec)
-    out = chunk.finish(state, spec)
+    out = _with_returned(chunk.finish(state, spec), given, spec.numerics)
+    own = exact = sources.Softmax.of(s)
+    if not spec.numerics.scores.is_identity:
+        exact = sources.Softmax.of(unrounded)
+    v = chunk.tiles.v
     # V as attention reads it is the same in both passes, as S is.
-    as_read = _EXACT.replace(value=spec.numerics.value)
-    same_scores = chunk.exact(s, dataclasses.replace(exact_spec, numerics=as_read))
-    o_same_scores = chunk.finish(same_scores, exact_spec).o
-    if spec.numerics.scores.is_identity and spec.numerics.value.is_identity:
-        o_exact = o_same_scores
-    else:
-        exact = chunk.exact(chunk.scores(exact_spec), exact_spec)
-        o_exact = chunk.finish(exact, exact_spec).o
+    v_read = products.values_as_read(v, chunk.place, spec, chunk.tiles.extras)
+    acc = own.times(v_read)
+    o_exact = (acc if exact is own and v_read is v else exact.times(v)) / exact.l
+    # The same sum against the run's own m; where the two m agree the factor is exactly 1.
+    unnormalized_exact = acc * jnp.exp(own.m - state.m)
     if spec.numerics.normalize_probs:
-        unnormalized_exact = o_same_scores
-    else:
-        # The same sum against the run's own m; where the two m agree the factor is exactly 1.
-        unnormalized_exact = same_scores.acc * jnp.exp(same_scores.m - state.m)
+        unnormalized_exact = acc / own.l
     outputs = OutputRows(state.acc, unnormalized_exact, out.o.astype(jnp.float32), o_exact)
-    gradients = None if do is None else _gradient_rows(chunk, s, out, o_same_scores, do, spec)
+    gradients = None
+    if given.do is not None:
+        gradients = _gradient_rows(chunk, s, (own, exact), out, given.do, spec)
     return Comparison(_score_rows(s, spec), outputs, gradients)
+
+
+def _with_returned(out: softmax.Output, given: _Rows, numerics: Numerics) -> softmax.Output:
+    """The emulated output, with O and lse as returned where they are given.
+
+    An O that is saved beside the O handed on is not returned, nor are m and l where they are saved
+    apart: those stay emulated.
+    """
+    if given.o is None or given.lse is None:
+        return out
+    is_same = numerics.saved_output == "same" and out.o_saved is not None
+    o_saved = given.o if is_same else out.o_saved
+    return out._replace(o=given.o, o_saved=o_saved, lse=given.lse[..., 0])
 
 
 def _score_rows(s: Array, spec: Spec) -> ScoreRows:
@@ -221,38 +280,47 @@ def _score_rows(s: Array, spec: Spec) -> ScoreRows:
 
 
 def _gradient_rows(
-    chunk: _Chunk, s: Array, out: softmax.Output, o_exact: Array, do: Array, spec: Spec
+    chunk: _Chunk,
+    s: Array,
+    exact_of: tuple[sources.Softmax, sources.Softmax],
+    out: softmax.Output,
+    do: Array,
+    spec: Spec,
 ) -> GradientRows:
+    """`exact_of`: exact softmax of the scores with and without their rounding."""
     _, k, v, extras = chunk.tiles
-    q, place = chunk.q, chunk.place
-    float32, k_format = get_format("float32"), get_format(k.dtype.name)
+    place, numerics = chunk.place, spec.numerics
     tile = backward.backward_tile(s, out.statistics, v, do, spec, extras, place)
+    k = chunk.k_of_q
     if out.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
-        delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, q.dtype)
-    exact = backward.delta_from_output(do, o_exact, _EXACT, q.dtype)
-    if spec.numerics.delta in ("normalized", "dp_p"):  # of dP as rounded; its error is not δ's
-        exact = exact + backward.row_sums(tile, exact, k, spec, extras, place).shift
-    if spec.numerics.delta == "normalized":
-        delta = delta + backward.row_sums(tile, delta, k, spec, extras, place).shift
-    # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
-    whole = dataclasses.replace(spec, numerics=spec.numerics.replace(tile_grads="float32"))
-    dq = backward.query_gradient(tile, delta, k, whole, extras, place)
-    rounded_ds = backward.rounded_ds(tile, delta, spec, extras, place)
+        dtype = chunk.q.dtype
+        delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, dtype)
+    shift = jnp.zeros_like(delta)
+    if numerics.delta in backward.SUMS_ROWS:
+        shift = backward.row_sums(tile, delta, k, spec, extras, place).shift
+        if numerics.delta == "after_cast":  # of dS · scale
+            shift = shift / jnp.float32(spec.scale)
+    float32, k_format = get_format("float32"), get_format(k.dtype.name)
     pk = products.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
 
-    def over_row(x: Array) -> Array:
-        return jnp.sum(x, axis=-1, keepdims=True)
-
+    run = sources.Run(tile, delta, shift, out.statistics, pk)
+    v_read = products.values_as_read(v, place, spec, extras)
+    exact = sources.exact_rows(*exact_of, do, v_read)
+    follows = sources.followed(exact, tile, numerics)
+    # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
+    multiplied = sources.multiplied_ds(run, spec, extras, place)
+    sum_of_p, sum_of_p_low = pair_sum(tile.p)
     return GradientRows(
-        delta,
-        exact,
-        over_row(tile.p) - 1,
-        over_row(backward.ds_of(tile, delta)),
-        over_row(rounded_ds) / jnp.float32(spec.scale),
+        delta + shift,
+        exact.c + follows.delta + follows.dp,
+        sources.delta_error(exact, run, follows),
+        (sum_of_p - 1) + sum_of_p_low,
+        pair_sum(backward.ds_of(tile, delta + shift))[0],
+        pair_sum(multiplied)[0],
         pk,
-        dq,
+        sources.sources(exact, run, follows, multiplied, k, numerics),
     )
 
 
@@ -275,6 +343,24 @@ def _grid(q: Array, k: Array, spec: Spec) -> Grid:
         block_kv=block_kv,
         is_causal=spec.is_causal,
     )
+
+
+def _sections(grid: Grid, spec: Spec) -> list[tuple[int, int, int]]:
+    """Chunks of rows and the keys that they need: (first, last + 1, keys), in order.
+
+    With causality a row needs the keys up to its own, so early rows are compared with fewer. Each
+    section is a loop of its own, which takes time to compile.
+    """
+    if not spec.is_causal or spec.row_max.visits_above_diagonal:
+        return [(0, grid.q_tiles, grid.keys)]
+    blocks = {-(-grid.kv_blocks * part // _CAUSAL_SECTIONS) for part in range(1, _CAUSAL_SECTIONS)}
+    sections, first = [], 0
+    for keys in sorted(n * grid.block_kv for n in blocks if n < grid.kv_blocks):
+        last = min(keys // grid.block_q, grid.q_tiles)
+        if last > first:
+            sections.append((first, last, keys))
+            first = last
+    return [*sections, (first, grid.q_tiles, grid.keys)] if first < grid.q_tiles else sections
 
 
 def _ungroup(x: Array) -> Array:

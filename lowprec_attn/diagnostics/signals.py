@@ -13,7 +13,13 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import signed_errors, weights
-from lowprec_attn.diagnostics.comparison import GradientRows, OutputRows, ScoreRows, compare
+from lowprec_attn.diagnostics.comparison import (
+    GradientRows,
+    OutputRows,
+    Returned,
+    ScoreRows,
+    compare,
+)
 from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 
 
@@ -32,13 +38,15 @@ def attention_signals(
     w_q: Float[Array, "D N H"] | None = None,
     w_k: Float[Array, "D K H"] | None = None,
     rng_key: Key[Array, ""] | None = None,
+    returned: Returned | None = None,
     common_direction: bool = False,
 ) -> dict[str, Float32[Array, "N ..."]]:
     """What to watch in one attention layer, per query head; the batch is reduced.
 
     Always:
       score_maximum: max |S|, S as rounded at `scores`.
-      score_level_rms: RMS over rows of the mean score of a row, which softmax does not feel.
+      score_level_rms: RMS over rows of the mean score of a row, which softmax does not feel. Where
+        it is far above score_spread_mean, all scores of a row have moved together.
       score_spread_mean, score_spread_max: over rows, of the largest score minus that mean.
       repeated_maxima, rounded_to_one, dominated_rows: shares in [0, 1] of the rows that see
         at least two keys; see `diagnostics.rows` (0 where there is no such row).
@@ -50,16 +58,23 @@ def attention_signals(
         what enters the paper's dW_Q(hp) − dW_Q(lp). Under `delta='normalized'` and 'dp_p' δ_hp is
         Σ P dP / Σ P of the run's own P and dP: an error of dP that δ shares moves no row sum of dS.
       delta_rms: RMS of δ_hp.
-      ds_row_sum_*: Σ_j P ∘ (dP − δ) as the run has them; 0 in exact arithmetic, −delta_error
-        where δ alone is off.
+      ds_row_sum_*: Σ_j P ∘ (dP − δ); 0 in exact arithmetic, −delta_error where δ alone is off.
       rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.
       p_row_sum_error_*: Σ_j P − 1 of the backward pass, P = exp(S − lse); 0 in exact arithmetic.
       query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F: how much of dQ the
         errors of δ are.
       vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.
     With dO and x (the input of W_Q):
-      query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F; ..._relative: over ‖dW_Q(lp)‖_F
-        of these sequences.
+      query_weight_gradient_exact: ‖dW_Q‖_F of exact arithmetic.
+      query_weight_gradient_error_from_scores, _from_lse, _from_exponent, _from_dp, _from_delta,
+        _from_ds: ‖part of the error of dW_Q‖_F over that; the parts add up to the whole error
+        (their norms do not), see `diagnostics.sources`. _from_p: of lse and exponent together,
+        P of the backward pass. _from_total: of all. Without `tile_grads` and `grads`.
+      query_weight_gradient_error_measured, where dQ was returned: ‖dW_Q − exact‖_F over exact of
+        that dQ, with all its roundings.
+      query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F, the part of δ; ..._relative: over
+        ‖dW_Q(lp)‖_F of these sequences. It does not see the other parts: rounding of dP adds as
+        much under `published`.
       query_weight_gradient_error_first_share: σ₁² / Σ σ² of that difference's singular values, in
         [1/H, 1]: 1 where it has rank one; 0 where it is zero.
       outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
@@ -67,13 +82,21 @@ def attention_signals(
     With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
       repeated for the query heads of its group.
 
-    The row sums need no float32 twin: they cost three sums over the scores at hand, 5·B·N·T·S FLOP
-    without a product (some 2 % of the whole at H = 64).
+    What is the run's own and what is computed again: lse, and O where `saved_output` is 'same', are
+    those of `returned`, else of an emulation in the softmax steps of `kv_block`, in which Ō and any
+    other O_saved always are. From them δ = rowsum(dO ∘ O_saved), P = exp(S − lse), dP and dS are
+    formed as `numerics` say, in float32 on this device, with S and dP of its own products: where a
+    kernel sums them in another order, its numbers differ by some 2⁻²⁴ Σ|q k| and 2⁻²⁴ Σ|dO v|. The
+    row sums of P and dS are pairs of float32 numbers (`diagnostics.pairs`): nothing is lost in them
+    beside the rounding of their terms, at most 2⁻²³ of each.
 
-    Cost: about 10·B·N·T·S·H FLOP in matrix products (14 with x; 6 without dO), no causal
-    skipping, and some ten exp per score; memory O(B T N H) beside chunks of 2^20 scores (2^22 on an
-    accelerator). For B = 1, T = 1024, N = 12, H = 64 with everything asked for: about 0.2 s and
-    68 MiB on 2 CPU cores (`python -m benchmarks.diagnostics`).
+    Cost: about 14·B·N·T·S·H FLOP in matrix products (20 with `scores` and `dp` rounded, 4 to 6
+    without dO), and 12 to 16·B·T·N·H·D with x; with causality rows are compared with the keys of
+    their quarter, which saves up to 3/8 of the former. Some ten exp per score; memory O(B T N H)
+    beside chunks of 2^19 scores (2^22 on an accelerator). For B = 1, T = 1024, N = 12, H = 64 with
+    everything asked for: 0.38 s of processor time under `flash`, 0.55 s under `published`, and
+    78 MiB (`python -m benchmarks.diagnostics`); without the sources of the error it was 0.32 s,
+    0.40 s and 71 MiB.
 
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
@@ -83,6 +106,7 @@ def attention_signals(
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.
+      returned: O, lse and, if known, dQ of the implementation that runs, for these very arrays.
       common_direction: whether to return it. It costs its memory alone.
 
     Raises:
@@ -92,6 +116,7 @@ def attention_signals(
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
+    _check_returned(q, returned)
     if common_direction and x is None:
         raise ValueError("common_direction is one of (PK)ᵀ X, which needs x")
     heads = q.shape[2]
@@ -105,7 +130,8 @@ def attention_signals(
     )
     signals: list[dict[str, Array]] = []
     for group in groups:
-        part = _select(_Arrays(q, k, v, do, w_q, w_k, stream), np.array(group.heads))
+        whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned)
+        part = _select(whole, np.array(group.heads))
         signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
         if not common_direction:
             signals[-1].pop("common_direction", None)
@@ -135,13 +161,14 @@ class _Arrays(NamedTuple):
     w_q: Array | None
     w_k: Array | None
     stream: RandomStream | None
+    returned: Returned | None
 
 
 def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
     """The query heads `which`, whole groups, with their key heads."""
     group = arrays.q.shape[2] // arrays.k.shape[2]
     kv_which = np.unique(which // group)
-    q, k, v, do, w_q, w_k, stream = arrays
+    q, k, v, do, w_q, w_k, stream, returned = arrays
     return _Arrays(
         q[:, :, which],
         k[:, :, kv_which],
@@ -150,18 +177,20 @@ def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
         None if w_q is None else w_q[:, which],
         None if w_k is None else w_k[:, kv_which],
         None if stream is None else stream._replace(head=stream.head[which]),
+        jax.tree.map(lambda x: x[:, :, which], returned),
     )
 
 
 def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
     """The signals of heads that share their arithmetic."""
-    q, k, v, do, w_q, w_k, stream = arrays
-    result = compare(q, k, v, do, Extras(stream=stream), spec)
+    q, k, v, do, w_q, w_k, stream, returned = arrays
+    result = compare(q, k, v, do, Extras(stream=stream), spec, returned)
     signals = _score_signals(result.scores) | _output_signals(result.outputs)
     if result.gradients is not None:
-        signals |= _gradient_signals(result.gradients, spec.scale)
+        signals |= _gradient_signals(result.gradients)
         if x is not None:
-            signals |= _query_weight_signals(result.gradients, x, spec.scale)
+            dq = None if returned is None else returned.dq
+            signals |= _query_weight_signals(result.gradients, x, spec.scale, dq)
     if w_q is not None:
         signals["query_weight_norm"] = weights.spectral_norm(w_q)
     if w_k is not None:
@@ -195,11 +224,14 @@ def _output_signals(rows: OutputRows) -> dict[str, Array]:
     }
 
 
-def _gradient_signals(rows: GradientRows, scale: float) -> dict[str, Array]:
-    signals = _error("delta", rows.delta, rows.delta_exact)
-    dq_error = jnp.float32(scale) * (rows.delta - rows.delta_exact) * rows.pk
+def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
+    signals = _named(
+        "delta_error", signed_errors.signed_error(rows.delta_error, jnp.zeros_like(rows.delta))
+    )
+    signals["delta_rms"] = signed_errors.root_mean_square(rows.delta_exact)
     signals["query_gradient_error_relative"] = _share(
-        signed_errors.root_mean_square(dq_error), signed_errors.root_mean_square(rows.dq)
+        signed_errors.root_mean_square(rows.delta_error * rows.pk),
+        signed_errors.root_mean_square(rows.dq.run),
     )
     for name in ("ds_row_sum", "rounded_ds_row_sum", "p_row_sum_error"):
         x = getattr(rows, name)
@@ -208,16 +240,33 @@ def _gradient_signals(rows: GradientRows, scale: float) -> dict[str, Array]:
     return signals | {"vanished_rows": jnp.mean(vanished, axis=(0, 1, 3))}
 
 
-def _query_weight_signals(rows: GradientRows, x: Array, scale: float) -> dict[str, Array]:
-    delta_error = (rows.delta - rows.delta_exact)[..., 0]
-    difference = weights.query_weight_gradient_error(delta_error, rows.pk, x, scale)
-    error = weights.frobenius_norm(difference)
-    gradient = weights.frobenius_norm(weights.query_weight_gradient(rows.dq, x))
+def _query_weight_signals(
+    rows: GradientRows, x: Array, scale: float, dq: Array | None
+) -> dict[str, Array]:
+    """`dq`: of the implementation that runs, None where it is not known."""
+    of = jax.tree.map(
+        lambda part: weights.query_weight_gradient(jnp.float32(scale) * part, x), rows.dq
+    )
+    errors = of._asdict() | {"p": of.lse + of.exponent, "total": of.error}
+    exact = weights.frobenius_norm(errors.pop("exact"))
+    signals = {
+        f"query_weight_gradient_error_from_{name}": (
+            jnp.zeros_like(exact) if error is None else _share(weights.frobenius_norm(error), exact)
+        )
+        for name, error in errors.items()
+    }
+    if dq is not None:
+        measured = weights.query_weight_gradient(dq.astype(jnp.float32), x) - of.exact
+        signals["query_weight_gradient_error_measured"] = _share(
+            weights.frobenius_norm(measured), exact
+        )
+    error = weights.frobenius_norm(of.delta)
     similarity, common_direction = weights.outer_product_signals(rows.pk, x)
-    return {
+    return signals | {
+        "query_weight_gradient_exact": exact,
         "query_weight_gradient_error": error,
-        "query_weight_gradient_error_relative": _share(error, gradient),
-        "query_weight_gradient_error_first_share": weights.first_share(difference),
+        "query_weight_gradient_error_relative": _share(error, weights.frobenius_norm(of.run)),
+        "query_weight_gradient_error_first_share": weights.first_share(of.delta),
         "outer_product_similarity": similarity,
         "common_direction": common_direction,
     }
@@ -258,3 +307,13 @@ def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
             raise ValueError(f"{name} must have shape [{listed}], got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be a float array, got {array.dtype}")
+
+
+def _check_returned(q: Array, returned: Returned | None) -> None:
+    if returned is None:
+        return
+    expected = {"o": q.shape, "lse": q.shape[:3], "dq": q.shape}
+    for name, shape in expected.items():
+        array = getattr(returned, name)
+        if array is not None and array.shape != shape:
+            raise ValueError(f"returned.{name} must have shape {list(shape)}, got {array.shape}")

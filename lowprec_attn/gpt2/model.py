@@ -45,6 +45,7 @@ class LayerRecord(NamedTuple):
       q, k, v: its projections as attention takes them, [B, T, N, H].
       o: attention output as handed to the projection, [B, T, N, H].
       residual: the residual stream after the layer, [B, T, d].
+      lse: log of the row sums of exp(scores), float32 [B, T, N]; None without a tap.
     """
 
     x: Array
@@ -53,6 +54,7 @@ class LayerRecord(NamedTuple):
     v: Array
     o: Array
     residual: Array
+    lse: Array | None
 
 
 class _Linear(nnx.Linear):
@@ -167,8 +169,11 @@ class CausalSelfAttention(nnx.Module):
 
     def __call__(
         self, x: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
-    ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-        """The projected output, and q, k, v, O. `tap` is added to O: its gradient is dO."""
+    ) -> tuple[Array, tuple[Array, Array, Array, Array], Array | None]:
+        """The projected output; q, k, v, O; lse. `tap` is added to O: its gradient is dO.
+
+        Without a tap lse is None.
+        """
         b, t, d = x.shape
         scale = (d // self.num_heads) ** -0.5
         with jax.named_scope("projections"):
@@ -185,11 +190,14 @@ class CausalSelfAttention(nnx.Module):
                 scale=scale,
                 numerics=self.arithmetic,
                 rng_key=key,
+                return_residual=tap is not None,
             )
+        lse = None
         if tap is not None:
+            o, lse = o
             o = o + tap.astype(o.dtype)
         with jax.named_scope("projections"):
-            return self.out(o.reshape(b, t, d)), (*planes(*qkv), o)
+            return self.out(o.reshape(b, t, d)), (*planes(*qkv), o), lse
 
     def _projections(self, x: Array) -> tuple[Array, Array, Array]:
         """q, k and v [B, T, N, H] by three products."""
@@ -263,14 +271,14 @@ class Block(nnx.Module):
         """
         with jax.named_scope("norm"):
             residual, x = self.norm_1(residual, y)
-        y, (q, k, v, o) = self.attention(x, attend, key, tap)
+        y, (q, k, v, o), lse = self.attention(x, attend, key, tap)
         with jax.named_scope("norm"):
             residual, x_2 = self.norm_2(residual, y)
         with jax.named_scope("mlp"):
             y = mlp(x_2, self.mlp_in, self.mlp_out)
         # Only the record holds this sum: XLA drops it where no record is read.
         after = residual + y.astype(jnp.float32)
-        return residual, y, LayerRecord(x, q, k, v, o, after)
+        return residual, y, LayerRecord(x, q, k, v, o, after, lse)
 
 
 class GPT2(nnx.Module):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
-from lowprec_attn.diagnostics import attention_signals
+from lowprec_attn.diagnostics import Returned, attention_signals
 from lowprec_attn.gpt2.model import score_scale, zero_taps
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 from lowprec_attn.training.settings import TrainSettings
@@ -28,6 +28,7 @@ class LayerArrays(NamedTuple):
 
     dO lacks the factor by which the loss of these sequences enters the mean over a batch. X is None
     where q is no linear function of it (`qk_norm`): W_Q's gradient does not follow from dQ then.
+    `returned` is what the attention of the run gave in the same forward pass.
     """
 
     q: Array
@@ -37,6 +38,7 @@ class LayerArrays(NamedTuple):
     x: Array | None
     w_q: Array
     w_k: Array
+    returned: Returned
 
 
 def make_layers(
@@ -64,7 +66,9 @@ def make_layers(
             w_q, w_k = (weights[name]["kernel"][...].reshape(shape) for name in ("query", "key"))
             do = do.astype(record.o.dtype)
             x = None if model.qk_norm else record.x
-            result.append(LayerArrays(record.q, record.k, record.v, do, x, w_q, w_k))
+            assert record.lse is not None  # there is a tap
+            returned = Returned(record.o, record.lse)
+            result.append(LayerArrays(record.q, record.k, record.v, do, x, w_q, w_k, returned))
         return result
 
     return layers
@@ -97,7 +101,8 @@ def make_signals(
         )
         if arrays.x is None:
             return layer, None
-        layer["query_weight_gradient_error"] *= jnp.float32(factor)
+        for name in ("query_weight_gradient_error", "query_weight_gradient_exact"):
+            layer[name] *= jnp.float32(factor)
         return layer, layer.pop("common_direction")
 
     def signals(

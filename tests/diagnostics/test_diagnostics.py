@@ -81,6 +81,22 @@ def test_level_and_spread_are_those_of_the_keys_seen():
     np.testing.assert_array_equal(rows.spread(s), [1, 0, 0])
 
 
+def test_what_moves_all_scores_of_a_row_moves_their_level_and_not_their_spread():
+    """q moved along the mean key, as errors of δ move it, against q scaled by two."""
+    q, k, v, _ = (x.astype(jnp.float32) for x in make_arrays(kv_heads=4))
+
+    def level_and_spread(q):
+        found = attention_signals(q, k, v, numerics=numerics.EXACT, scale=1.0)
+        return np.asarray(found["score_level_rms"]), np.asarray(found["score_spread_mean"])
+
+    k = k - jnp.mean(k, axis=-1, keepdims=True) + 1  # (1, …, 1) · k is 16 for every key
+    q = q - jnp.mean(q, axis=-1, keepdims=True)
+    (level, spread), (moved_level, moved_spread) = level_and_spread(q), level_and_spread(q + 1)
+    np.testing.assert_allclose(moved_level, np.hypot(level, 16), rtol=0.05)
+    np.testing.assert_allclose(moved_spread, spread, rtol=1e-4)
+    assert np.all(spread > 4)
+
+
 def test_dominated_rows():
     # Row 4: max P = 1 / (1 + 3 e⁻⁹) = 0.99963, beyond 1 − 2⁻⁹ = 0.99805.
     np.testing.assert_array_equal(
@@ -151,6 +167,24 @@ def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
     assert float(jnp.mean(same.astype(jnp.float32))) > 0.995
 
 
+@pytest.mark.parametrize("keys", [30, 40, 56])
+@pytest.mark.parametrize("rule", [StandardMax(), numerics.PublishedMax()])
+def test_rows_compared_in_sections_have_what_they_have_in_one(rule, keys, monkeypatch):
+    q, k, v, do = make_arrays(keys=keys)
+    spec = make_spec(numerics.EXACT.replace(kv_block=8, output="float32"), row_max=rule)
+
+    def compared():
+        # Compiled anew, because a program does not know how it is divided.
+        return jax.jit(lambda *arrays: comparison.compare(*arrays, Extras(), spec))(q, k, v, do)
+
+    whole = compared()
+    monkeypatch.setattr(comparison, "SCORES_PER_CHUNK_ON_CPU", 2**11)  # 8 to 10 rows
+    parts = compared()
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        a, b = (x.astype(jnp.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.max(jnp.abs(a))) + 1e-5)
+
+
 @pytest.mark.parametrize("window", [None, (6, 0)])
 def test_the_exact_side_is_the_oracle(window):
     q, k, v, do = make_arrays()
@@ -175,7 +209,7 @@ def test_delta_is_that_of_the_backward_pass(name):
     def dq(q):
         return jax.vjp(lambda q: tiled.attention(q, k, v, Extras(), spec)[0], q)[1](do)[0]
 
-    np.testing.assert_allclose(result.gradients.dq, dq(q), atol=2e-3, rtol=1e-2)
+    np.testing.assert_allclose(0.25 * result.gradients.dq.run, dq(q), atol=2e-3, rtol=1e-2)
 
 
 def test_unrounded_arithmetic_has_no_errors():
@@ -265,7 +299,9 @@ def test_query_weight_gradient_error_is_what_changing_delta_changes():
     name = "query_weight_gradient_error_first_share"
     np.testing.assert_allclose(signals[name], share, rtol=1e-3)
     dq_error = 0.25 * error[..., None] * rows_low.pk
-    both = jnp.sqrt(jnp.sum(dq_error**2, (0, 1, 3)) / jnp.sum(rows_low.dq**2, (0, 1, 3)))
+    both = jnp.sqrt(
+        jnp.sum(dq_error**2, (0, 1, 3)) / jnp.sum((0.25 * rows_low.dq.run) ** 2, (0, 1, 3))
+    )
     np.testing.assert_allclose(signals["query_gradient_error_relative"], both, rtol=1e-3)
     total = np.asarray(low_gradient).transpose(1, 0, 2).reshape(4, -1)
     np.testing.assert_allclose(

@@ -86,7 +86,8 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
 
     def attention_signals(*_, numerics, **options):
         described.extend(numerics)
-        return {"query_weight_gradient_error": jnp.zeros(2), "common_direction": jnp.zeros(2)}
+        names = "query_weight_gradient_error", "query_weight_gradient_exact", "common_direction"
+        return dict.fromkeys(names, jnp.zeros(2))
 
     monkeypatch.setattr(signals, "attention_signals", attention_signals)
     monkeypatch.setattr(tiled, "DEFAULT_KV_BLOCK", 8)
@@ -132,3 +133,24 @@ def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
     looped = jax.make_jaxpr(signals.make_signals(settings, steps))(*args)
     lengths = [e.params["length"] for e in looped.eqns if e.primitive.name == "scan"]
     assert [n for n in lengths if n > 1] == [2, 2]
+
+
+def test_signals_stand_on_the_lse_of_the_run():
+    """Of a run whose lse is too large by 1/2: rows of P sum to exp(−1/2)."""
+
+    def attend(*arrays, return_residual=False, **options):
+        out, lse = attention.dot_product_attention(*arrays, return_residual=True, **options)
+        return (out, lse + 0.5) if return_residual else out
+
+    settings = tiny_settings(attention__numerics="flash")
+    steps = make_steps(settings, Attend(attend))
+    inputs = jax.random.randint(jax.random.key(1), (1, 32), 0, settings.model.vocab_size)
+    params = steps.init(root_key(settings)).params
+    found, _ = jax.jit(signals.make_signals(settings, steps))(
+        params, inputs, inputs, jax.random.key(0)
+    )
+    for layer in found.values():
+        np.testing.assert_allclose(layer["p_row_sum_error_mean"], np.expm1(-0.5), rtol=1e-5)
+        np.testing.assert_allclose(
+            layer["query_weight_gradient_error_from_lse"], -np.expm1(-0.5), rtol=1e-3
+        )

@@ -1,0 +1,254 @@
+"""Where the error of dQ, and with it that of W_Q's gradient, comes from: one part for each source.
+
+dW_Q of a head is scale · Xᵀ (dS K), linear in dS, so an error of dS is a sum of parts whose dW_Q
+add up. Let, for each row,
+
+  P, dP, δ, round(dS)  be those of the run's backward pass, dS = P ∘ (dP − δ),
+  P_e, dP_e, δ_e       exact: softmax of q kᵀ · scale, dO vᵀ, Σ P_e dP_e,
+  P_s, δ_s             exact on the run's own S, rounded at `scores`: softmax(S), Σ P_s dP_e,
+  g = exp(lse_s − lse) by which lse of the run, or its m and l, misses that of softmax(S).
+
+V is as attention reads it, on both sides, and k that of dQ.
+
+From the exact dS_e to the run's, points are switched one after the other, in this order:
+
+  dS_e = P_e ∘ (dP_e − δ_e)
+    + scores    P_s ∘ (dP_e − δ_s) − dS_e                  another softmax, in both passes alike
+    + lse       (g − 1) P_s ∘ (dP_e − δ_s)                 m, l and lse as saved
+    + exponent  P ∘ (dP_e − δ_P) − g P_s ∘ (dP_e − δ_s)    P = exp(S − lse) as it is computed
+    + dp        P ∘ (dP − dP_e − Δ)                        dP as rounded at `dp`
+    + delta     −P ∘ (δ − δ_P − Δ)                         O, P̄ V, δ itself: what the paper blames
+    + ds        round(dS) − P ∘ (dP − δ)                   the cast of dS
+    = round(dS)
+
+with δ_P = δ_s and Δ = 0, which makes it a telescoping sum. A δ that is formed of the run's P and dP
+(`delta='dp_p'`, 'normalized', 'after_cast') follows them: then δ_P = Σ P dP_e / Σ P and
+Δ = Σ P (dP − dP_e) / Σ P, so that an error that δ shares is counted where it arises, and `delta` is
+what remains. The sum is the same. `lse` and `exponent` together are the part of P, called `p`.
+
+The sum is exact and not of first order: a product of two errors, such as that of P and δ, belongs
+to the later of the two. In another order parts differ by such products, which matter where Σ P is
+far from 1. Norms of parts do not add up, because parts may cancel.
+
+Not among the parts are `tile_grads` and `grads`, which round dQ and not dS.
+
+Errors are far below the float32 values they are differences of. Therefore dP and δ are taken
+relative to c, the exact dP of the row's largest score: with D = dP_e − c, δ_s − c = Σ P_s D, and
+nothing cancels in a row that is nearly one key. What is left of float32:
+
+  q kᵀ and dO vᵀ are float32 products of this device, off by some 2⁻²⁴ Σ|q k| and 2⁻²⁴ Σ|dO v|. The
+  first is common to both sides and counted nowhere. The second is counted with `delta`, since
+  dP − δ is the difference of two sums of the same products in different orders.
+  Beside that, parts have relative errors of about 1e-6.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic import backward, products
+from lowprec_attn.arithmetic.places import Place
+from lowprec_attn.arithmetic.points import Rounder
+from lowprec_attn.arithmetic.recurrence import RowStatistics
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.numerics import Numerics, get_format
+
+
+class Sources(NamedTuple):
+    """dQ / scale of exact arithmetic, and what each source adds to it, float32 [..., T, H].
+
+    None: a point that rounds nothing.
+    """
+
+    exact: Array
+    scores: Array | None
+    lse: Array
+    exponent: Array
+    dp: Array | None
+    delta: Array
+    ds: Array | None
+
+    @property
+    def error(self) -> Array:
+        """The sum of all parts."""
+        return functools.reduce(jnp.add, (part for part in self[1:] if part is not None))
+
+    @property
+    def run(self) -> Array:
+        """dQ / scale of the run."""
+        return self.exact + self.error
+
+
+class Run(NamedTuple):
+    """The run's backward pass of rows with all their keys.
+
+    Attributes:
+      tile: its P and dP.
+      delta, shift: its δ is their sum [..., T, 1]; a shift is what `delta='normalized'` adds to δ₀,
+        or 'after_cast' as λ / scale, which enters dQ by a way of its own.
+      statistics: of rows as saved, [..., T, 1].
+      pk: P k, [..., T, H], with the k of dQ.
+    """
+
+    tile: backward.BackwardTile
+    delta: Array
+    shift: Array
+    statistics: RowStatistics
+    pk: Array
+
+
+class Softmax(NamedTuple):
+    """P = weights / l with weights = exp(S − m), exact but for float32."""
+
+    weights: Array
+    m: Array
+    l: Array
+
+    @classmethod
+    def of(cls, s: Array) -> "Softmax":
+        """Of masked scores [..., T, S]."""
+        m = jnp.max(s, axis=-1, keepdims=True)
+        weights = jnp.exp(s - m)
+        return cls(weights, m, jnp.sum(weights, axis=-1, keepdims=True))
+
+    def times(self, v: Array) -> Array:
+        """weights v, [..., T, H]."""
+        return _product(self.weights, v)
+
+
+class Gradient(NamedTuple):
+    """δ − c = Σ P D and dS = P ∘ (dP − δ) of a softmax, exact but for float32."""
+
+    delta: Array
+    ds: Array
+
+    @classmethod
+    def of(cls, softmax: Softmax, d: Array) -> "Gradient":
+        """Of D, see the module."""
+        p = softmax.weights / softmax.l
+        delta = jnp.sum(p * d, axis=-1, keepdims=True)
+        return cls(delta, p * (d - delta))
+
+
+class Exact(NamedTuple):
+    """What rows have in exact arithmetic; see the module for c [..., T, 1] and D [..., T, S].
+
+    `own` and `unrounded` are of the scores as the run rounds them, and before that: one object
+    where `scores` rounds nothing.
+    """
+
+    c: Array
+    d: Array
+    softmax: Softmax
+    own: Gradient
+    unrounded: Gradient
+
+
+def exact_rows(own: Softmax, unrounded: Softmax, do: Array, v: Array) -> Exact:
+    """dS of exact arithmetic.
+
+    Args:
+      own, unrounded: softmax of scores with and without the rounding at `scores`; one object where
+        that rounds nothing.
+      do: [B, K, G, T, H].
+      v: [B, K, S, H].
+    """
+    dp = products.dot("bkgth,bksh->bkgts", do, v, products.format_of(do), products.format_of(v))
+    # Rounding is monotone: this key has a largest score of both kinds.
+    largest = _first_of(unrounded.weights == 1)
+    c = jnp.take_along_axis(dp, largest, axis=-1, mode="promise_in_bounds")
+    d = dp - c
+    of_own = Gradient.of(own, d)
+    of_unrounded = of_own if unrounded is own else Gradient.of(unrounded, d)
+    return Exact(c, d, own, of_own, of_unrounded)
+
+
+class Followed(NamedTuple):
+    """δ_P − c and Δ of the module, [..., T, 1]."""
+
+    delta: Array
+    dp: Array
+
+
+def followed(exact: Exact, tile: backward.BackwardTile, numerics: Numerics) -> Followed:
+    """What an exact δ is, beside the run's own P and dP."""
+    if numerics.delta not in ("dp_p", *backward.SUMS_ROWS):
+        return Followed(exact.own.delta, jnp.zeros_like(exact.own.delta))
+    total = jnp.sum(tile.p, axis=-1, keepdims=True)
+
+    def mean(x: Array) -> Array:
+        return backward.row_shift(jnp.sum(tile.p * x, axis=-1, keepdims=True), total)
+
+    return Followed(mean(exact.d), mean(_dp_error(exact, tile)))
+
+
+def delta_error(exact: Exact, run: Run, follows: Followed) -> Array:
+    """δ of the run less the exact one, [..., T, 1]."""
+    return (run.delta - exact.c) - follows.delta - follows.dp + run.shift
+
+
+def multiplied_ds(run: Run, spec: Spec, extras: Extras, place: Place) -> Array:
+    """What k is multiplied with in dQ / scale: dS as rounded at `ds`, [..., T, S]."""
+    ds = backward.rounded_ds(run.tile, run.delta, spec, extras, place) / jnp.float32(spec.scale)
+    if spec.numerics.delta not in backward.SUMS_ROWS:
+        return ds
+    return ds - run.shift * Rounder.of(spec, extras)(run.tile.p, "probs_bwd", place)
+
+
+def sources(
+    exact: Exact,
+    run: Run,
+    follows: Followed,
+    multiplied: Array,
+    k: Array,
+    numerics: Numerics,
+) -> Sources:
+    """The exact dQ / scale, and the parts of its error.
+
+    Cost: a product with k for the exact dS, the exponent and each of the points `scores`, `dp` and
+    `ds` that rounds, 2·B·N·T·S·H FLOP each.
+
+    Args:
+      exact, run, follows: of the same rows.
+      multiplied: `multiplied_ds`.
+      k: that of dQ, [B, K, S, H].
+      numerics: of the run.
+    """
+    tile, own = run.tile, exact.own
+    subtracted, inverse_l = run.statistics
+    sum_of_p = exact.softmax.l if inverse_l is None else exact.softmax.l * inverse_l
+    gain_less_one = jnp.expm1((exact.softmax.m - subtracted) + jnp.log(sum_of_p))
+    of_own = _product(own.ds, k)
+    lse = gain_less_one * of_own
+    p_part = tile.p * (exact.d - follows.delta) - own.ds
+    exponent = _product(p_part - gain_less_one * own.ds, k)
+
+    delta = -delta_error(exact, run, follows) * run.pk
+    scores = dp = ds = None
+    if not numerics.scores.is_identity:
+        scores = _product(own.ds - exact.unrounded.ds, k)
+    if not numerics.dp.is_identity:
+        dp = _product(tile.p * _dp_error(exact, tile), k) - follows.dp * run.pk
+    if not numerics.ds.is_identity:
+        ds = _product(multiplied - backward.ds_of(tile, run.delta + run.shift), k)
+    of_exact = of_own if scores is None else of_own - scores
+    return Sources(of_exact, scores, lse, exponent, dp, delta, ds)
+
+
+def _dp_error(exact: Exact, tile: backward.BackwardTile) -> Array:
+    return (tile.dp - exact.c) - exact.d
+
+
+def _first_of(flags: Array) -> Array:
+    """Index of the first True of a row, [..., T, 1]; 0 where there is none, as in a row of NaN."""
+    n = flags.shape[-1]
+    at = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (flags.ndim - 1) + (n,))
+    # Faster than `argmax` on a CPU.
+    return jnp.min(jnp.where(flags, at, n), axis=-1, keepdims=True) % n
+
+
+def _product(a: Array, b: Array) -> Array:
+    """a b of float32 [B, K, G, T, S] and rows of keys or values [B, K, S, H]."""
+    return products.dot("bkgts,bksh->bkgth", a, b, get_format("float32"), products.format_of(b))
