@@ -4,8 +4,9 @@
     python -m benchmarks.verdicts runs/verdict_cpu results/failure/verdict_cpu
 
 A run is diagnosed at its newest checkpoint, as the command does by itself, and at the newest one
-that lies so many steps before its explosion (`--before`). A run that did not explode is diagnosed
-before the explosion of its seed's positive control; where that held too, before its own end.
+that lies so many steps before its explosion, or before the step at which a value was not finite
+(`--before`). A run that held is diagnosed before that of its seed's positive control; where that
+held too, before its own end.
 
 A JSON line a diagnosis is added to `verdicts.ndjson` beside the records, of which `lowprec-attn lab
 report` makes a table. The same command goes on after an interruption.
@@ -44,7 +45,7 @@ def steps(
     record: ArmRecord, control: ArmRecord | None, before: Sequence[int]
 ) -> dict[int | None, int | None]:
     """The step of each diagnosis by its distance; None stands for the newest checkpoint."""
-    ends = (record.explosion, control.explosion if control else None, record.steps)
+    ends = (record.broke, control.broke if control else None, record.steps)
     end = next(end for end in ends if end is not None)
     return {None: None} | {n: end - n for n in before if end - n >= _FIRST}
 

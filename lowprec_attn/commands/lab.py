@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lowprec_attn.lab.records import ArmRecord
 
 _MOST_JOBS = 1024
+_RECORDS = "records.jsonl.xz"  # `archive.FILE`, which takes the trainer's packages to import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run(actions.add_parser("run", help="train all arms; the same command continues"))
     collect = actions.add_parser("collect", help="write compact records of the arms")
     collect.add_argument("workdir", type=Path, help="of `lab run`, which may still be running")
-    collect.add_argument("results", type=Path, help="directory for ARM.jsonl")
+    collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
     collect.add_argument("--signals", nargs="+", metavar="NAME", help="only these")
     collect.set_defaults(act=_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument(
-        "results", type=Path, help="directory of ARM.jsonl, gets table.md; or one of several such"
+        "results",
+        type=Path,
+        help=f"directory of {_RECORDS}, gets table.md; or one of several such",
     )
     report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
     report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
@@ -90,20 +93,21 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
 
 
 def _collect(args: argparse.Namespace) -> None:
-    from lowprec_attn.lab import records
+    from lowprec_attn.lab import collection
     from lowprec_attn.lab.comparison import unwanted_differences
     from lowprec_attn.lab.workdir import arm_runs
 
     for name in args.signals or ():
-        if name not in records.SIGNALS:
-            raise UserError(f"--signals {name} is none of {', '.join(records.SIGNALS)}")
+        if name not in collection.SIGNALS:
+            raise UserError(f"--signals {name} is none of {', '.join(collection.SIGNALS)}")
     runs = arm_runs(args.workdir.absolute())
     unwanted = unwanted_differences(runs)
     if unwanted:
         raise RunError("the arms cannot be compared:\n" + "\n".join(unwanted))
+    path = collection.collect(runs, args.results, args.signals or collection.SIGNALS)
     for arm_run in runs:
-        path = records.write(arm_run, args.results, args.signals or records.SIGNALS)
-        print(f"{path}: {arm_run.outcome().text}")
+        print(f"{arm_run.name}: {arm_run.outcome().text}")
+    print(path)
 
 
 def _read_and_report(args: argparse.Namespace) -> None:
@@ -112,21 +116,22 @@ def _read_and_report(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from lowprec_attn.lab import records
+    from lowprec_attn.lab import archive
     from lowprec_attn.lab.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
     if args.figure is not None:  # before the records are read, which takes long
         require_figure_format(args.figure)
-        require_output(args.figure, records.paths(args.results))
-    if records.paths(args.results):
+        sources = [archive.path_of(args.results), *archive.older_paths(args.results)]
+        require_output(args.figure, sources)
+    if archive.is_experiment(args.results):
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
-    directories = [path for path in sorted(args.results.rglob("*/")) if records.paths(path)]
+    directories = [path for path in sorted(args.results.rglob("*/")) if archive.is_experiment(path)]
     # What lies deeper looks at the runs of the experiment above it once more.
     counted = [path for path in directories if path.parent == args.results]
     if not counted:
-        raise RunError(f"{args.results} holds no records (*.jsonl), and no directory of such")
+        raise RunError(f"{args.results} holds no records ({_RECORDS}), and no directory of such")
     if args.figure is not None:
         raise RunError("--figure takes the records of one experiment, not a directory of several")
     arms = {path: _report_one(args, path, path / "figure.png") for path in directories}
@@ -159,7 +164,8 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
     parts = [verdict_table(directory, found)]
     parts += [bias_table(directory, arms), tables.across_steps_table(arms)]
     if judged:
-        parts = [tables.outcome_table(found), warning_table({directory.name: arms}), *parts]
+        warnings = warning_table({directory.name: arms})
+        parts = [tables.outcome_table(found), tables.not_finite_table(found), warnings, *parts]
     parts = [f"{records.tokens_read(arms)}\n", *parts]
     parts.append(growth_table(arms, args.steps or tables.spread(arms)))
     parts.append(tables.score_table(arms, args.layer, args.steps))

@@ -59,8 +59,8 @@ QUANTITIES = (
         own=4.0,
         others=6.0,
         least=96.0,
-        worth="left its past: before 323 of 362 explosions, by a median of 481 steps, and in 99 of "
-        "476 runs that held; left the others: before 288, by 464 steps, and in 42",
+        worth="left its past: before 296 of 312 explosions, by a median of 512 steps, and in 99 of "
+        "476 runs that held; left the others: before 258, by 484 steps, and in 42",
     ),
     Quantity(
         "query_weight_norm",
@@ -68,8 +68,8 @@ QUANTITIES = (
         own=4.0,
         others=2.25,
         least=0.0,
-        worth="left its past: before 295 of 362 explosions, by a median of 335 steps, and in 66 of "
-        "476 runs that held; left the others: before 245, by 412 steps, and in 18",
+        worth="left its past: before 285 of 312 explosions, by a median of 344 steps, and in 66 of "
+        "476 runs that held; left the others: before 237, by 435 steps, and in 18",
     ),
 )
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.experiment import Trial
-from lowprec_attn.lab.records import ArmRecord, RecordError
+from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.tables import markdown
 
 Line = Mapping[str, Any]

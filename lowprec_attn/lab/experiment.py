@@ -13,10 +13,12 @@ It is written down as TOML, so that the whole difference between two arms can be
 Every arm runs once for each of `seeds`, and all arms of a seed are given the same batches. In the
 value of a field, `{seed}` stands for the seed, so that an arm can resume from a run of its seed.
 `positive_control` names the arm that must break and `negative_control` the one that must not:
-where either does otherwise, the experiment decides nothing.
+where either does otherwise, the experiment decides nothing. `[runaway]` says when its scores are
+judged and by which size (`runs.explosion.RunawayRule`).
 """
 
 import dataclasses
+import math
 import re
 import textwrap
 import tomllib
@@ -26,6 +28,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from lowprec_attn.errors import RunError, unknown_field
 from lowprec_attn.files import flatten
+from lowprec_attn.runs.explosion import RUNAWAY_RULE, RunawayRule
 from lowprec_attn.training.settings import SEEDS
 
 Fields = Mapping[str, str]
@@ -33,7 +36,7 @@ Fields = Mapping[str, str]
 
 Control = Literal["positive", "negative"] | None
 
-_KEYS = ("config", "seeds", "positive_control", "negative_control", "shared", "arms")
+_KEYS = ("config", "seeds", "positive_control", "negative_control", "runaway", "shared", "arms")
 _ARM_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _FLAG = re.compile(r"--config\.([^=]+)=(.*)", re.DOTALL)
 
@@ -105,6 +108,7 @@ class Experiment:
       shared: fields set alike in every arm.
       arms: in the order in which they are started.
       seeds: with which every arm runs; empty for the config's own.
+      runaway: when its scores are judged, and by which size.
 
     Raises:
       ExperimentError: seeds are out of range or given twice, or `seed` is set beside them.
@@ -114,6 +118,7 @@ class Experiment:
     shared: Fields
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...] = ()
+    runaway: RunawayRule = RUNAWAY_RULE
 
     def __post_init__(self) -> None:
         in_range = all(0 <= seed < SEEDS for seed in self.seeds)
@@ -225,9 +230,9 @@ def load(path: Path) -> Experiment:
         Arm(name, _fields(_table(arms, name, path), path, f"arms.{name}"), controls.get(name))
         for name in arms
     )
-    seeds = _seeds(definition, path)
+    seeds, runaway = _seeds(definition, path), _runaway(definition, path)
     try:
-        return Experiment(config, shared, defined, seeds)
+        return Experiment(config, shared, defined, seeds, runaway)
     except ExperimentError as error:
         raise ExperimentError(f"{path}: {error}") from error
 
@@ -257,6 +262,21 @@ def _seeds(definition: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     if not isinstance(seeds, list) or any(type(seed) is not int for seed in seeds):
         raise ExperimentError(f"{path}: seeds must be a list of whole numbers, got {seeds!r}")
     return tuple(seeds)
+
+
+def _runaway(definition: Mapping[str, Any], path: Path) -> RunawayRule:
+    table = _table(definition, "runaway", path)
+    unknown = table.keys() - set(RunawayRule._fields)
+    if unknown:
+        raise ExperimentError(f"{path}: {unknown_field(min(unknown), RunawayRule._fields)}")
+    for name, value in table.items():
+        kinds = (int,) if name == "step" else (int, float)
+        if type(value) not in kinds or not 0 <= value < math.inf:
+            what = "a whole number" if name == "step" else "a number"
+            raise ExperimentError(
+                f"{path}: runaway.{name} must be {what}, 0 or more, got {value!r}"
+            )
+    return RunawayRule(**table)
 
 
 def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:

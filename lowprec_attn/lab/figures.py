@@ -20,12 +20,14 @@ _COLUMNS = 4
 _CHARACTERS_PER_INCH = 17  # at a font size of 8
 _ARM, _CONTROL = "C0", "0.75"
 _EXPLOSION: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
+_NOT_FINITE: dict[str, Any] = {"color": "k", "marker": "x", "markersize": 5, "linestyle": "none"}
 
 
 def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     """Two panels an arm: training loss, and largest |score| of any layer; a line a seed.
 
-    Behind them stand those of the negative control. A red point marks where a loss exploded.
+    Behind them stand those of the negative control. A red point marks where a loss exploded, a
+    cross the last loss of a run that a value ended which was not finite.
     """
     rows, columns = _grid(len(found))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
@@ -41,8 +43,10 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         if control is not None and control is not outcome:
             _draw_seeds(loss, score, control, _CONTROL)
         _draw_seeds(loss, score, outcome, _ARM)
-        _mark_explosions(loss, outcome)
+        _mark_ends(loss, outcome)
         share = f"{outcome.exploded} of {len(outcome.records)} exploded"
+        if outcome.not_finite:
+            share += f", {outcome.not_finite} not finite"
         loss.set_title(plain(f"{titles[outcome.arm.name]}\n{share}"), fontsize=9)
         score.set_xlabel("step")
         score.set_yscale("log")
@@ -60,6 +64,8 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     if control is not None:
         lines.append(Line2D([], [], color=_CONTROL, label="negative control"))
     lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
+    if any(outcome.not_finite for outcome in found):
+        lines.append(Line2D([], [], **_NOT_FINITE, label="not finite"))
     _write_tokens(figure, (record for outcome in found for record in outcome.records.values()))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
@@ -77,13 +83,14 @@ def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
     figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=8)
 
 
-def _mark_explosions(loss: Axes, outcome: ArmOutcome) -> None:
+def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
     """Nothing where no loss was finite up to there."""
     for record in outcome.records.values():
         smoothed = smoothed_losses(record.losses)
-        until = [s for s in smoothed if record.explosion is not None and s <= record.explosion]
+        until = [step for step in smoothed if record.broke is not None and step <= record.broke]
         if until:
-            loss.plot([until[-1]], [smoothed[until[-1]]], **_EXPLOSION, zorder=3)
+            mark = _NOT_FINITE if record.explosion is None else _EXPLOSION
+            loss.plot([until[-1]], [smoothed[until[-1]]], **mark, zorder=3)
 
 
 def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> None:

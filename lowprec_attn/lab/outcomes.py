@@ -1,10 +1,18 @@
 """What an experiment says: how many seeds of an arm exploded, and whether that decides anything.
 
-A run that did not explode is *healthy* only if it went on to 1.25 times the step at which the
-positive control of its seed exploded; otherwise it is *censored*: nobody knows. One that went on so
-far, but ends with a loss as far above the negative control's as an excess is, is *behind*: it never
-learned, or is being lost. A seed whose positive control did not explode, or whose negative control
-did, decides nothing.
+Of every run one word, the first that is true:
+
+  exploded    its loss did (`runs.explosion`)
+  not finite  it ended at a step that was withheld, since a loss, gradient or update was not finite
+  censored    nobody knows: it ended before 1.25 times the step at which the positive control of its
+              seed broke (exploded, or was not finite), or that control held
+  behind      it ends with a loss as far above the negative control's as an excess is: it never
+              learned, or is being lost
+  growing     its scores still grow: the largest of all heads in the last quarter of its steps is
+              above 100, and above 1.5 times the largest in the quarter before
+  healthy     none of this
+
+A seed whose positive control held, or whose negative control broke, decides nothing.
 """
 
 import dataclasses
@@ -16,13 +24,15 @@ import numpy as np
 from scipy.stats import binomtest
 
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.records import ArmRecord, largest_scores
 from lowprec_attn.runs.explosion import EXCESS_NATS
 
 HEALTHY_AFTER = 1.25
+GROWING_SCORE, GROWING_FACTOR = 100.0, 1.5
 _LOSS_STEPS = 100
 
-Word = Literal["exploded", "behind", "healthy", "censored"]
+Word = Literal["exploded", "not finite", "censored", "behind", "growing", "healthy"]
+_KNOWN: tuple[Word, ...] = ("exploded", "behind", "healthy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +44,7 @@ class ArmOutcome:
       records: by seed.
       words: by seed: what became of it.
       excess: by seed: the mean training loss of its last 100 steps, minus that of the negative
-        control at the same steps; only of runs that did not explode, and are not that control.
+        control at the same steps; only of runs that held, and are not that control.
     """
 
     arm: Arm
@@ -52,17 +62,22 @@ class ArmOutcome:
         """How many seeds exploded."""
         return sum(word == "exploded" for word in self.words.values())
 
+    @property
+    def not_finite(self) -> int:
+        """How many seeds ended at a value that was not finite, without an explosion before."""
+        return sum(word == "not finite" for word in self.words.values())
+
     def is_lost(self, seed: int) -> bool:
-        """Whether a run exploded, or ends far above the negative control, however long it is."""
-        return self.words[seed] == "exploded" or _is_far_above(self.excess.get(seed))
+        """Whether a run broke, or ends far above the negative control, however long it is."""
+        return not self.records[seed].held or _is_far_above(self.excess.get(seed))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the share that explodes (Wilson, 1927), censored runs left out.
+        """The 95 % interval of the share that explodes (Wilson, 1927).
 
-        0 to 1 where every run is censored.
+        Of the runs that exploded, held or are behind; 0 to 1 where there are none.
         """
-        return wilson(self.exploded, sum(word != "censored" for word in self.words.values()))
+        return wilson(self.exploded, sum(word in _KNOWN for word in self.words.values()))
 
     @property
     def median_explosion(self) -> float | None:
@@ -96,7 +111,7 @@ def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:
         excess = {
             seed: _loss_above(run, negative[seed])
             for seed, run in runs.items()
-            if run.explosion is None and negative.get(seed, run) is not run
+            if run.held and negative.get(seed, run) is not run
         }
         words = {
             seed: _word(run, positive.get(seed), excess.get(seed)) for seed, run in runs.items()
@@ -113,14 +128,18 @@ def undecided(found: Sequence[ArmOutcome]) -> list[str]:
         f"no arm is the {kind} control" for kind in ("positive", "negative") if kind not in controls
     ]
     for seed in sorted({seed for outcome in found for seed in outcome.records}):
-        for control, word in (("positive", "did not explode"), ("negative", "exploded")):
+        for control in ("positive", "negative"):
             if control not in controls:
                 continue
             outcome = controls[control]
             if seed not in outcome.records:
                 sentences.append(f"seed {seed} has no {control} control")
-            elif (outcome.words[seed] == "exploded") != (control == "positive"):
-                sentences.append(f"{outcome.arm.name} {word} with seed {seed}")
+                continue
+            if control == "positive" and outcome.records[seed].held:
+                sentences.append(f"{outcome.arm.name} did not break with seed {seed}")
+            elif control == "negative" and not outcome.records[seed].held:
+                broke = "was not finite" if outcome.words[seed] == "not finite" else "exploded"
+                sentences.append(f"{outcome.arm.name} {broke} with seed {seed}")
     return sentences
 
 
@@ -136,11 +155,32 @@ def _control(
 def _word(run: ArmRecord, control: ArmRecord | None, excess: float | None) -> Word:
     if run.explosion is not None:
         return "exploded"
-    if control is None or control.explosion is None:
+    if run.not_finite is not None:
+        return "not finite"
+    if control is None or control.broke is None:
         return "censored"
-    if run.steps < HEALTHY_AFTER * control.explosion:
+    if run.steps < HEALTHY_AFTER * control.broke:
         return "censored"
-    return "behind" if _is_far_above(excess) else "healthy"
+    if _is_far_above(excess):
+        return "behind"
+    return "growing" if still_grows(run) else "healthy"
+
+
+def still_grows(run: ArmRecord) -> bool:
+    """Whether the scores of a run still grow at its end; not where a quarter has no record."""
+    scores = largest_scores(run.signals)
+    quarters = [
+        [
+            of_layers
+            for step, of_layers in scores.items()
+            if begin < 4 * step / run.steps <= begin + 1
+        ]
+        for begin in (2, 3)
+    ]
+    if not all(quarters):
+        return False
+    before, last = (np.max(quarter) for quarter in quarters)
+    return not last <= max(GROWING_SCORE, GROWING_FACTOR * before)  # a NaN grows
 
 
 def _is_far_above(excess: float | None) -> bool:

@@ -1,145 +1,26 @@
-"""Compact records of arms, small enough to be committed: one JSON-lines file each.
-
-The first line says what the run was, where it ran, and whether it exploded. Every other line is a
-record of its `metrics.jsonl`: all validation losses, every tenth training loss and the last ten,
-and of the signals those named in `SIGNALS`, with four digits, per layer and head. As there, numbers
-that are not finite are the texts "nan", "inf" and "-inf".
-"""
+"""The runs of an experiment as a report needs them, read from their records."""
 
 import dataclasses
 import itertools
-import json
+import math
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_record, sha256, write_atomically, writing
+from lowprec_attn.lab import archive
+from lowprec_attn.lab.archive import RecordError, StoredRun
+from lowprec_attn.lab.collection import explosion, held_out
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.mechanism import mechanism
-from lowprec_attn.lab.workdir import ArmRun
-from lowprec_attn.runs import metrics, rollbacks
-from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
-from lowprec_attn.runs.rollbacks import Rollback
-
-SIGNALS = (
-    "score_maximum",
-    "score_level_rms",
-    "score_spread_mean",
-    "score_spread_max",
-    "repeated_maxima",
-    "rounded_to_one",
-    "delta_error_mean",
-    "delta_error_coherence",
-    "delta_error_cumulative",
-    "ds_row_sum_mean",
-    "ds_row_sum_rms",
-    "ds_row_sum_coherence",
-    "rounded_ds_row_sum_rms",
-    "rounded_ds_row_sum_coherence",
-    "p_row_sum_error_mean",
-    "p_row_sum_error_rms",
-    "vanished_rows",
-    "query_gradient_error_relative",
-    "query_weight_gradient_exact",
-    "query_weight_gradient_error_relative",
-    "query_weight_gradient_error_from_scores",
-    "query_weight_gradient_error_from_lse",
-    "query_weight_gradient_error_from_exponent",
-    "query_weight_gradient_error_from_p",
-    "query_weight_gradient_error_from_dp",
-    "query_weight_gradient_error_from_delta",
-    "query_weight_gradient_error_from_ds",
-    "query_weight_gradient_error_from_total",
-    "query_weight_gradient_error_first_share",
-    "outer_product_similarity",
-    "outer_product_similarity_across_steps",
-    "common_direction_across_steps",
-    "query_weight_norm",
+from lowprec_attn.runs.explosion import (
+    LASTING_STEPS,
+    RUNAWAY_RULE,
+    LargeHeads,
+    RunawayRule,
+    large_heads,
 )
-_REPORTED = ("score_maximum", "query_weight_norm")  # what table and figure are made of
-_LOSS_EVERY = 10
-
-
-class RecordError(RunError):
-    """There are no records, or a file does not hold any."""
-
-
-def write(run: ArmRun, directory: Path, signals: Sequence[str] = SIGNALS) -> Path:
-    """Writes the compact record of a run, finished or not; returns its path.
-
-    Args:
-      run: the arm.
-      directory: of the records.
-      signals: which of them to keep.
-
-    Raises:
-      RunError: a file of the run is damaged.
-      DiskError: the disk refuses.
-    """
-    run_dir, trial = run.run_dir, run.trial
-    lines = list(metrics.read_encoded(run_dir.metrics)) if run_dir.metrics.exists() else []
-    losses = {line["step"]: float(line["loss"]) for line in lines if "loss" in line}
-    if not losses:
-        raise RecordError(f"{run_dir.metrics} holds no step; restore it, or remove {run_dir.path}")
-    runaway = first_runaway(largest_scores(_by_step(lines)))
-    failure = run.failure
-    header = {
-        "arm": trial.arm.name,
-        "control": trial.arm.control,
-        "seed": trial.seed,
-        "overrides": trial.arm.overrides,
-        "steps": max(losses) + 1,
-        "explosion": _explosion(losses, failure),
-        "runaway": runaway and runaway._asdict(),
-        "held_out": _held_out(lines, failure),
-        "config": read_record(run_dir.config),
-        "environment": run_dir.starts(),
-        "data_order_sha256": sha256(run_dir.data_order),
-        "failure": failure,
-        "rollbacks": [rollback._asdict() for rollback in rollbacks.read(run_dir.rollbacks)],
-    }
-    path = directory / f"{run.name}.jsonl"
-    kept = [header, *_compact(lines, signals)]
-    text = "".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in kept)
-    with writing(path):
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    return path
-
-
-def _compact(
-    records: Sequence[Mapping[str, Any]], signals: Sequence[str]
-) -> Iterator[Mapping[str, Any]]:
-    last = max((record["step"] for record in records if "loss" in record), default=0)
-    for record in records:
-        if "signals" in record:
-            yield {"step": record["step"], "signals": _selected(record["signals"], signals)}
-        elif "loss" not in record or not _left_out(record["step"], last):
-            yield record
-
-
-def _left_out(step: int, last: int) -> bool:
-    return step % _LOSS_EVERY != 0 and step <= last - _LOSS_EVERY
-
-
-def _selected(
-    layers: Mapping[str, Any], names: Sequence[str]
-) -> dict[str, dict[str, list[float | str]]]:
-    return {
-        layer: {
-            name: [_four_digits(value) for value in signals[name]]
-            for name in names
-            if name in signals  # a run of an older version may lack some
-        }
-        for layer, signals in layers.items()
-    }
-
-
-def _four_digits(value: float | str) -> float | str:
-    return value if isinstance(value, str) else float(f"{value:.4g}")
+from lowprec_attn.runs.rollbacks import Rollback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,11 +35,11 @@ class ArmRecord:
       step_tokens: that each of them took.
       text_tokens: of the whole training text, None where that is not known; see `text_lengths`.
       explosion: the step at which the loss exploded, or None; see `runs.explosion`.
-      runaway: where a layer's scores ran away first, or None.
+      runaway_rule: when its scores are judged, and by which size.
       losses: of training, by step; not all steps are kept.
       val_losses: by step.
-      signals: by step: of each layer, each name of `SIGNALS`, one value per head.
-      failure: where a loss was not finite, or the run stopped because it had exploded, or None.
+      signals: by step: of each layer, names of `collection.SIGNALS`, one value per head.
+      failure: where a value was not finite, or the run stopped because it had exploded, or None.
       rollbacks: of the run; all else is of the steps that counted in the end.
       held_out: the step whose signals are of held-out text, all others being of training batches:
         the last of a run of an earlier version; None where all are of training batches.
@@ -171,55 +52,84 @@ class ArmRecord:
     step_tokens: int
     text_tokens: int | None
     explosion: int | None
-    runaway: Runaway | None
     losses: Mapping[int, float]
     val_losses: Mapping[int, float]
     signals: Mapping[int, list[Mapping[str, list[float]]]]
     failure: Mapping[str, Any] | None
     rollbacks: Sequence[Rollback] = ()
     held_out: int | None = None
+    runaway_rule: RunawayRule = RUNAWAY_RULE
 
     @classmethod
-    def read(cls, path: Path, lengths: Mapping[str, int] = MappingProxyType({})) -> Self:
-        """Reads what `write` has written.
+    def of(cls, run: StoredRun, lengths: Mapping[str, int], place: Path) -> Self:
+        """What a report needs of what is stored.
 
         Args:
-          path: of the record.
+          run: as it is stored, by this version or an earlier one.
           lengths: of texts; see `text_lengths`.
+          place: where it is stored, for errors.
 
         Raises:
-          RecordError: the file is something else.
+          RecordError: it is no run.
         """
         try:
-            header, *records = [json.loads(line) for line in path.read_text().splitlines()]
-            losses = {r["step"]: float(r["loss"]) for r in records if "loss" in r}
-            signals = _by_step(records)
-            config = header["config"]
-            # Records of earlier versions say neither; then what they kept has to do.
-            if "explosion" not in header:
-                header["explosion"] = _explosion(losses, header["failure"])
-                runaway = first_runaway(largest_scores(signals))
-                header["runaway"] = runaway and runaway._asdict()
-            if "held_out" not in header:
-                header["held_out"] = _held_out(records, header["failure"])
+            header, config = run.header, run.header["config"]
+            losses = _finite_or_not(run.columns.get("loss", {}))
+            failure = header["failure"]
             return cls(
-                arm=Arm(header["arm"], header["overrides"], header.get("control")),
+                arm=run.arm,
                 mechanism=mechanism(config),
                 seed=config["seed"],
                 steps=header.get("steps", max(losses, default=-1) + 1),
                 step_tokens=config["batch_size"] * config["model"]["context"],
                 text_tokens=lengths.get(config.get("text_sha256", {}).get("train")),
-                explosion=header["explosion"],
-                runaway=header["runaway"] and Runaway(**header["runaway"]),
+                explosion=exploded_at(header, losses),
                 losses=losses,
-                val_losses={r["step"]: float(r["val_loss"]) for r in records if "val_loss" in r},
-                signals=signals,
-                failure=header["failure"],
+                val_losses=_finite_or_not(run.columns.get("val_loss", {})),
+                signals={
+                    step: [
+                        {name: [float(x) for x in values] for name, values in layer.items()}
+                        for layer in layers
+                    ]
+                    for step, layers in run.signals.items()
+                },
+                failure=failure,
                 rollbacks=[Rollback(**fields) for fields in header.get("rollbacks", ())],
-                held_out=header["held_out"],
+                # The first versions did not say it.
+                held_out=header["held_out"] if "held_out" in header else held_out(run, failure),
+                runaway_rule=RunawayRule(**header.get("runaway_rule", {})),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RecordError(f"{path} is not the record of an arm ({error!r})") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordError(f"{place} does not hold the record of an arm ({error!r})") from error
+
+    @property
+    def not_finite(self) -> int | None:
+        """The step that was withheld because a value was not finite, at which the run ended."""
+        if self.failure is None or "explosion" in self.failure:
+            return None
+        return int(self.failure["step"])
+
+    @property
+    def broke(self) -> int | None:
+        """Where it exploded, else where a value was not finite; None where it held."""
+        return self.not_finite if self.explosion is None else self.explosion
+
+    @property
+    def held(self) -> bool:
+        """Whether the run neither exploded nor ended with a value that was not finite."""
+        return self.broke is None
+
+    @property
+    def large_heads(self) -> LargeHeads | None:
+        """How many heads had large scores when that is judged; None for a run that ended before."""
+        scores = {
+            step: [layer["score_maximum"] for layer in layers]
+            for step, layers in self.signals.items()
+            if all("score_maximum" in layer for layer in layers)
+        }
+        found = large_heads(scores, self.runaway_rule)
+        is_late = found and self.broke is not None and found.step >= self.broke
+        return None if is_late else found
 
     def largest(self, name: str, step: int, layer: int) -> float:
         """The largest value over the heads of a layer (NaN if one is)."""
@@ -241,42 +151,30 @@ def largest_scores(
     }
 
 
-def _explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
-    """Where the loss exploded; a step that was withheld, whatever was not finite, is one too."""
-    explosion = LossWatch(losses.items()).explosion
-    if explosion is None and failure is not None:
-        return int(failure.get("explosion", failure["step"]))
-    return explosion
+def exploded_at(header: Mapping[str, Any], losses: Mapping[int, float]) -> int | None:
+    """Where a run exploded.
 
+    Versions that wrote `runaway` called a step that was not finite an explosion too: at the first
+    step of the excess that lasted then, or at that step itself. It is one only where the excess had
+    lasted for long enough.
 
-def _held_out(
-    records: Sequence[Mapping[str, Any]], failure: Mapping[str, Any] | None
-) -> int | None:
-    """The end of a run of an earlier version, which measured that on held-out text.
-
-    It is the one step with signals beyond all losses. A run that failed was measured on its last
-    batch. Later versions record the signal named here, and measure the end on a training batch.
+    Args:
+      header: of its record.
+      losses: of training, by step.
     """
-    last = max((record["step"] for record in records if "loss" in record), default=-1)
-    for record in records:
-        if failure is None and record["step"] > last and "signals" in record:
-            layers = record["signals"].values()
-            return None if any("delta_error_cumulative" in s for s in layers) else record["step"]
-    return None
+    failure = header["failure"]
+    if "explosion" not in header:  # of the first versions: what they kept has to do
+        return explosion(losses, failure)
+    found: int | None = header["explosion"]
+    if found is None or "runaway" not in header or not failure or "explosion" in failure:
+        return found
+    step: int = failure["step"]
+    last = step if math.isfinite(losses.get(step, 0.0)) else step - 1  # with a finite loss
+    return found if last - found + 1 >= LASTING_STEPS else None
 
 
-def _by_step(
-    records: Sequence[Mapping[str, Any]],
-) -> dict[int, list[Mapping[str, list[float]]]]:
-    return {r["step"]: _layers(r["signals"]) for r in records if "signals" in r}
-
-
-def _layers(signals: Mapping[str, Mapping[str, list[Any]]]) -> list[Mapping[str, list[float]]]:
-    """By number: `metrics.jsonl` has layer_10 before layer_2."""
-    return [
-        {name: [float(value) for value in values] for name, values in signals[key].items()}
-        for key in (f"layer_{i}" for i in range(len(signals)))
-    ]
+def _finite_or_not(column: Mapping[int, Any]) -> dict[int, float]:
+    return {step: float(value) for step, value in column.items()}
 
 
 def text_lengths(directory: Path) -> dict[str, int]:
@@ -314,11 +212,6 @@ def tokens_read(records: Iterable[ArmRecord]) -> str:
     return "; ".join(texts) + "."
 
 
-def paths(directory: Path) -> list[Path]:
-    """The files of records in a directory."""
-    return sorted(directory.glob("*.jsonl"))
-
-
 def read_all(directory: Path) -> list[ArmRecord]:
     """All records of a directory, by name: of an arm, those of its seeds in their order.
 
@@ -327,17 +220,19 @@ def read_all(directory: Path) -> list[ArmRecord]:
         not the signals that a report needs.
     """
     lengths = text_lengths(directory)
-    records = [ArmRecord.read(path, lengths) for path in paths(directory)]
+    records = [ArmRecord.of(run, lengths, directory) for run in archive.read_all(directory)]
     records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
-        raise RecordError(f"{directory} holds no records of arms (*.jsonl)")
+        raise RecordError(f"{directory} holds no records of arms ({archive.FILE})")
     for record in records:
         if not record.signals:
             raise RecordError(f"arm {record.arm.name} has no signals: diagnostics_every was 0")
-        kept = set.intersection(
-            *(set(layer) for layers in record.signals.values() for layer in layers)
-        )
-        if lacking := [name for name in _REPORTED if name not in kept]:
+        # Table and figure are made of the scores at all steps, and W_Q's norm at the last.
+        layers = [layer for of_step in record.signals.values() for layer in of_step]
+        lacking = ["score_maximum"] * any("score_maximum" not in layer for layer in layers)
+        last = record.signals[max(record.signals)]
+        lacking += ["query_weight_norm"] * any("query_weight_norm" not in layer for layer in last)
+        if lacking:
             raise RecordError(
                 f"arm {record.arm.name} has no {' and no '.join(lacking)}: a report needs them; "
                 "`lab collect --signals` left them out"

@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from lowprec_attn.lab.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.lab.warnings import loss_table, warning_table
-from lowprec_attn.runs.explosion import (
-    RUNAWAY_AFTER_STEPS,
-    RUNAWAY_BEFORE_STEPS,
-    RUNAWAY_FACTOR,
-)
+from lowprec_attn.runs.explosion import RUNAWAY_HEADS
 from lowprec_attn.tables import markdown
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """Markdown: a row an arm of every experiment, `warning_table`, `loss_table`, `runaway_table`.
+    """Markdown: counts, a row an arm of every experiment, and tables of warnings and runaways.
 
     Args:
       experiments: runs by the name of their experiment.
@@ -27,59 +23,79 @@ def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
         read.append(f"- {name}: {tokens_read(records)}")
         reasons += [f"- {name}: {reason}" for reason in undecided(found)]
     header = ["experiment", "arm", "mechanism", "role", "exploded", "95 % interval"]
-    header += ["median step", "censored"]
-    parts = [markdown(header, rows), "Tokens read:\n", "\n".join(read) + "\n"]
+    header += ["median step", "not finite", "censored", "growing"]
+    parts = [
+        _counted(experiments),
+        markdown(header, rows),
+        "Tokens read:\n",
+        "\n".join(read) + "\n",
+    ]
     if reasons:
         parts.append("Where a control fails or is missing, nothing is decided:\n")
         parts.append("\n".join(reasons) + "\n")
     warnings = warning_table(experiments)
     parts += [warnings] if warnings else []
-    return "\n".join([*parts, loss_table(experiments), runaway_table(experiments)])
+    parts.append(loss_table(experiments))
+    runaways = runaway_table(experiments)
+    return "\n".join([*parts, runaways] if runaways else parts)
 
 
-def runaway_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """How often scores ran away, by what became of the run; one row an experiment, one of all.
+def _counted(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
+    """What became of all runs, in one sentence."""
+    runs = [record for records in experiments.values() for record in records]
+    exploded = sum(record.explosion is not None for record in runs)
+    held = sum(record.held for record in runs)
+    not_finite = len(runs) - exploded - held
+    return (
+        f"Of {len(runs):,} runs {exploded} exploded, {not_finite} ended at a value that was not "
+        f"finite without an explosion before, and {held} held.\n"
+    )
+
+
+def runaway_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
+    """How often scores ran away, by what became of the run; None where no run was long enough.
+
+    One row an experiment with such runs, one of all.
 
     Args:
       experiments: runs by the name of their experiment.
     """
-    everything = [record for records in experiments.values() for record in records]
+    judged = {
+        name: [record for record in records if record.large_heads]
+        for name, records in experiments.items()
+    }
+    judged = {name: records for name, records in judged.items() if records}
+    if not judged:
+        return None
+    everything = [record for records in judged.values() for record in records]
     rows = [
-        [name, *_runaway_cells(records)]
-        for name, records in [*experiments.items(), ("all", everything)]
+        [name, *_runaway_cells(records)] for name, records in [*judged.items(), ("all", everything)]
     ]
+    rules = sorted({record.runaway_rule for record in everything})
+    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in rules)
     legend = (
-        f"Runaway: a layer's largest |score| is above {RUNAWAY_FACTOR:g} times its median of the "
-        f"{RUNAWAY_BEFORE_STEPS:,} steps before, and still is {RUNAWAY_AFTER_STEPS} steps later. "
-        "Counted are runs with signals over so many steps. In brackets: at the earliest step at "
-        "which that can be, where the median is of a run's first steps, in which all scores grow. "
-        "A runaway of the negative control is a false alarm."
+        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
+        f"{limits}, or at the first recorded step after it. Counted are runs that were recorded so "
+        "far, by what became of them later. A runaway of the negative control is a false alarm."
     )
-    header = ["experiment", "negative control", "others that held", "exploded"]
+    header = ["experiment", "negative control", "others that held", "exploded", "not finite"]
     return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
 
 
 def _runaway_cells(records: Sequence[ArmRecord]) -> list[str]:
-    groups: dict[str, list[ArmRecord]] = {"control": [], "held": [], "exploded": []}
+    groups: dict[str, list[ArmRecord]] = {"control": [], "held": [], "exploded": [], "broke": []}
     for record in records:
-        steps = sorted(record.signals)
-        if steps[-1] - steps[0] < RUNAWAY_BEFORE_STEPS + RUNAWAY_AFTER_STEPS:
-            continue
         held = "control" if record.arm.control == "negative" else "held"
-        groups[held if record.explosion is None else "exploded"].append(record)
+        broke = "broke" if record.explosion is None else "exploded"
+        groups[held if record.held else broke].append(record)
     return [_ran_away(group) for group in groups.values()]
 
 
 def _ran_away(records: Sequence[ArmRecord]) -> str:
     if not records:
         return "–"
-    after = [
-        record.runaway.step - min(record.signals)
-        for record in records
-        if record.runaway is not None
-    ]
-    earliest = sum(steps <= RUNAWAY_BEFORE_STEPS for steps in after)
-    return f"{len(after)} of {len(records)}" + (f" ({earliest})" if earliest else "")
+    found = [large for record in records if (large := record.large_heads)]
+    return f"{sum(large.ran_away for large in found)} of {len(records)}"
 
 
 def _row(outcome: ArmOutcome) -> list[str]:
@@ -91,5 +107,8 @@ def _row(outcome: ArmOutcome) -> list[str]:
         f"{outcome.exploded} of {len(outcome.records)}",
         "{:.0%} to {:.0%}".format(*outcome.interval),
         "–" if median is None else f"{median:,.0f}",
-        str(sum(word == "censored" for word in outcome.words.values()) or ""),
+        *(
+            str(sum(word == one for word in outcome.words.values()) or "")
+            for one in ("not finite", "censored", "growing")
+        ),
     ]

@@ -9,9 +9,22 @@ import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.mechanism import NEITHER
-from lowprec_attn.lab.outcomes import HEALTHY_AFTER, ArmOutcome, Word, undecided
+from lowprec_attn.lab.outcomes import (
+    GROWING_FACTOR,
+    GROWING_SCORE,
+    HEALTHY_AFTER,
+    ArmOutcome,
+    Word,
+    undecided,
+)
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.runs.explosion import EXCESS_NATS, LASTING_STEPS, SMOOTHED_STEPS
+from lowprec_attn.runs.explosion import (
+    EXCESS_NATS,
+    LASTING_STEPS,
+    RUNAWAY_HEADS,
+    SMOOTHED_STEPS,
+    RunawayRule,
+)
 from lowprec_attn.tables import markdown
 
 _COLUMNS = 7
@@ -29,7 +42,6 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         "95 % interval",
         "explosion",
         "median",
-        "runaway (step, layer)",
         "loss above the control",
     ]
     titles = panel_titles(outcome.arm for outcome in found)
@@ -39,7 +51,12 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         name = outcome.arm.name
         if name != outcome.arm.title and (many or titles[name] == name):
             row[0] = f"{name}: {row[0]}"  # as the figure and the table of seeds call it
-    if any(record.rollbacks for outcome in found for record in outcome.records.values()):
+    everything = [record for outcome in found for record in outcome.records.values()]
+    judged = any(record.large_heads for record in everything)
+    if judged:
+        header.append("runaway")
+        rows = [[*row, _runaways(o, seeds)] for row, o in zip(rows, found, strict=True)]
+    if any(record.rollbacks for record in everything):
         header.append("rollbacks")
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
     table = markdown(header, rows)
@@ -47,30 +64,74 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     order = ", in this order" if len(seeds) > 1 and not many else ""
-    behind = ""
-    if any("behind" in outcome.words.values() for outcome in found):
-        behind = (
-            f"*Behind*: none so far, but at the end the loss is {EXCESS_NATS} nats or more above "
-            f"the negative control's. "
-        )
+    told = {word for outcome in found for word in outcome.words.values()}
+    explained = "".join(text for word, text in _EXPLAINED.items() if word in told)
+    if judged:
+        explained += _runaway_legend({record.runaway_rule for record in everything})
     legend = (
         f"{listed}{order}. Mechanism: *A*, a row statistic is rounded; *B*, O or P̄V is rounded and "
         f"δ reads it; in brackets the points that do; {NEITHER}, neither. Explosion: the step from "
         f"which the training loss, a mean of {SMOOTHED_STEPS} steps, stayed {EXCESS_NATS} nats "
-        f"above its best for {LASTING_STEPS} steps, or at which it was not finite. *Healthy*: "
-        f"none, up to {HEALTHY_AFTER} times the step of the seed's positive control. *Censored*: "
-        f"none, but the run is shorter, or that control did not explode. {behind}Intervals are "
-        f"Wilson's, without the censored runs."
+        f"above its best for {LASTING_STEPS} steps. {explained}Intervals are Wilson's, of the runs "
+        f"that exploded, are healthy or behind."
     )
     each = f"\n{_seed_table(found, seeds)}" if many else ""
     return f"{textwrap.fill(legend, 100)}\n\n{table}{verdict if reasons else ''}{each}"
 
 
+_EXPLAINED: dict[Word, str] = {
+    "healthy": f"*Healthy*: none, up to {HEALTHY_AFTER} times the step at which the positive "
+    "control of the seed broke, and no score still grows. ",
+    "growing": "*Growing*: as healthy, but the largest score in the last quarter of the steps is "
+    f"above {GROWING_SCORE:g}, and above {GROWING_FACTOR:g} times that of the quarter before. ",
+    "behind": f"*Behind*: none so far, but at the end the loss is {EXCESS_NATS} nats or more above "
+    "the negative control's. ",
+    "censored": "*Censored*: none, but the run is shorter, or that control did not break. ",
+    "not finite": "*Not finite*: the run ended at a step that was withheld, since a loss, gradient "
+    "or update was not finite. ",
+}
+
+
+def _runaway_legend(rules: set[RunawayRule]) -> str:
+    limits = " or ".join(f"{rule.score:g} at step {rule.step:,}" for rule in sorted(rules))
+    return (
+        f"Runaway: {RUNAWAY_HEADS} heads or more, of all layers, have a largest |score| above "
+        f"{limits}, or at the first recorded step after it; in brackets how many have. "
+    )
+
+
+def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
+    """One row an arm and reason: the runs that a value ended which was not finite; None if none."""
+    runs = [
+        (outcome, record)
+        for outcome in found
+        for record in outcome.records.values()
+        if record.not_finite is not None
+    ]
+    if not runs:
+        return None
+    titles = panel_titles(outcome.arm for outcome in found)
+    ended: dict[tuple[str, str], list[ArmRecord]] = {}
+    for outcome, record in runs:
+        assert record.failure is not None
+        what = record.failure["message"].removeprefix("first non-finite value ")
+        ended.setdefault((titles[outcome.arm.name].replace("\n", " "), what), []).append(record)
+    rows = []
+    for (arm, what), records in ended.items():
+        steps = {record.not_finite for record in records if record.not_finite is not None}
+        span = " to ".join(f"{step:,}" for step in sorted({min(steps), max(steps)}))
+        after = sum(record.explosion is not None for record in records)
+        rows.append([arm, str(len(records)), span, what, str(after or "")])
+    legend = "Runs that ended at a step that was withheld: where the first value was not finite."
+    header = ["arm", "runs", "step", "not finite", "of which exploded before"]
+    return f"{legend}\n\n{markdown(header, rows)}"
+
+
 def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
     """One row a seed: of every arm the first steps that the outcome table only counts."""
     legend = (
-        "By seed: the step of explosion, or what became of the run; after a semicolon, where its "
-        "scores ran away, the first step and the layer."
+        "By seed: the step of explosion, or what became of the run, and the step at which a value "
+        "was not finite."
     )
     rows = [[str(seed), *(_first_steps(outcome, seed) for outcome in found)] for seed in seeds]
     table = markdown(["seed", *(outcome.arm.name for outcome in found)], rows)
@@ -78,12 +139,15 @@ def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
 
 
 def _first_steps(outcome: ArmOutcome, seed: int) -> str:
-    record = outcome.records.get(seed)
-    if record is None:
-        return "no run"
-    end = outcome.words[seed] if record.explosion is None else f"{record.explosion:,}"
-    runaway = record.runaway
-    return f"{end}; {runaway.step:,} in {runaway.layer}" if runaway else end
+    return _end(outcome, seed) if seed in outcome.records else "no run"
+
+
+def _end(outcome: ArmOutcome, seed: int) -> str:
+    """The step of explosion, or the word; with the step at which it was not finite."""
+    record, word = outcome.records[seed], outcome.words[seed]
+    if record.explosion is not None:
+        return f"{record.explosion:,}"
+    return f"not finite at {record.not_finite:,}" if record.not_finite is not None else word
 
 
 def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
@@ -96,30 +160,31 @@ def _outcome_row(outcome: ArmOutcome, seeds: Sequence[int]) -> list[str]:
         "{:.0%} to {:.0%}".format(*outcome.interval),
         _explosions(outcome, seeds),
         "–" if median is None else f"{median:,.0f}",
-        _runaways(outcome, seeds),
         _excesses(outcome, seeds),
     ]
 
 
 def _explosions(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
-    steps = {seed: r.explosion for seed, r in outcome.records.items() if r.explosion is not None}
     if len(seeds) <= _SEEDS_LISTED:
-        texts = {seed: f"{step:,}" for seed, step in steps.items()}
-        return _by_seed({**outcome.words, **texts}, seeds)
+        return _by_seed({seed: _end(outcome, seed) for seed in outcome.records}, seeds)
+    steps = [r.explosion for r in outcome.records.values() if r.explosion is not None]
     counts = collections.Counter(outcome.words.values())
-    parts = [f"{min(steps.values()):,} to {max(steps.values()):,}"] if steps else []
-    others: tuple[Word, ...] = ("behind", "healthy", "censored")
+    parts = [f"{min(steps):,} to {max(steps):,}"] if steps else []
+    others: tuple[Word, ...] = ("behind", "healthy", "growing", "censored", "not finite")
     parts += [f"{counts[word]} {word}" for word in others if counts[word]]
     return _BETWEEN.join(parts)
 
 
 def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
-    found = {seed: record.runaway for seed, record in outcome.records.items()}
+    found = {seed: record.large_heads for seed, record in outcome.records.items()}
     if len(seeds) <= _SEEDS_LISTED:
-        texts = {seed: f"{r.step:,} in {r.layer}" if r else "–" for seed, r in found.items()}
+        texts = {
+            seed: f"{'yes' if large.ran_away else 'no'} ({large.heads})" if large else "–"
+            for seed, large in found.items()
+        }
         return _by_seed(texts, seeds)
-    steps = [runaway.step for runaway in found.values() if runaway]
-    return f"{len(steps)} of {len(found)}, from {min(steps):,} on" if steps else "–"
+    judged = [large for large in found.values() if large]
+    return f"{sum(large.ran_away for large in judged)} of {len(judged)}" if judged else "–"
 
 
 def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
@@ -267,9 +332,7 @@ def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
         f"{record.largest('query_weight_norm', last, layer):.1f}",
         f"{losses[max(losses)]:.3f}" if losses else "–",
         _largest_rise(losses),
-        f"{record.failure['step']}"
-        if record.failure and "explosion" not in record.failure
-        else "no",
+        "no" if record.not_finite is None else f"{record.not_finite}",
     ]
 
 

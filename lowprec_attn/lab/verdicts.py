@@ -1,8 +1,8 @@
 """How often `lowprec-attn diagnose` was right on runs that `benchmarks.verdicts` has diagnosed.
 
-A run is *lost* that exploded, or whose last losses lie as far above those of the negative control
-as an excess does. What it was lost to follows from its arithmetic: a mechanism that it is open to
-(`lab.mechanism`), and without one the learning rate.
+A run is *lost* that broke (it exploded, or a value was not finite), or whose last losses lie as far
+above those of the negative control as an excess does. What it was lost to follows from its
+arithmetic: a mechanism that it is open to (`lab.mechanism`), and without one the learning rate.
 """
 
 import collections
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.diagnostics.verdict import Kind
+from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.mechanism import NEITHER
 from lowprec_attn.lab.outcomes import ArmOutcome, wilson
-from lowprec_attn.lab.records import RecordError
 from lowprec_attn.runs.explosion import EXCESS_NATS
 from lowprec_attn.tables import markdown
 
@@ -31,7 +31,7 @@ class Diagnosis(NamedTuple):
       arm: of the run.
       seed: likewise.
       causes: the kinds that name what the run was lost to; none where it was not lost.
-      before: how many steps before the explosion; None for the newest checkpoint.
+      before: how many steps before the run broke; None for the newest checkpoint.
       kind: that leads; None where nothing warns.
       at_batch: whether a spike of the losses is noted that points at its batch.
     """
@@ -96,10 +96,11 @@ def _by_arm(diagnoses: Sequence[Diagnosis]) -> str:
     distances = _distances(diagnoses)
     legend = (
         "The kind that leads the verdict of `lowprec-attn diagnose RUN`, at the newest checkpoint "
-        "and at the newest one so many steps before the explosion; where a run did not explode, "
-        f"before that of its seed's positive control. {NEITHER}: no warning, exit code 0. Lost: "
-        f"exploded, or at the end {EXCESS_NATS} nats or more above the negative control. Batch: "
-        "runs of which, at any of these checkpoints, a spike is noted that points at its batch."
+        "and at the newest one so many steps before the run broke (explosion, or a value that was "
+        "not finite); where it held, before its seed's positive control did. "
+        f"{NEITHER}: no warning, exit code 0. Lost: broke, or at the end {EXCESS_NATS} nats or "
+        "more above the negative control. Batch: runs of which, at any of these checkpoints, a "
+        "spike is noted that points at its batch."
     )
     rows = []
     for arm, named in dict.fromkeys((one.arm, one.causes) for one in diagnoses):

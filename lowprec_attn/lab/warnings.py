@@ -18,14 +18,18 @@ class Tally(NamedTuple):
     Attributes:
       leads: of the runs that exploded after an alarm: steps from the first alarm to the explosion.
       missed: runs that exploded with no alarm before.
-      false_alarms: runs that did not explode, and had one.
-      quiet: runs that did not explode, and had none.
+      false_alarms: runs that held, and had one.
+      quiet: runs that held, and had none.
+      not_finite: runs that ended at a value that was not finite, and had one before.
+      not_finite_missed: such runs that had none.
     """
 
     leads: tuple[int, ...]
     missed: int
     false_alarms: int
     quiet: int
+    not_finite: int = 0
+    not_finite_missed: int = 0
 
     @property
     def median_lead(self) -> float | None:
@@ -51,7 +55,7 @@ def first_alarm(record: ArmRecord, rule: Rule, found: Found = alarms) -> int | N
 
 def is_recorded(record: ArmRecord, rule: Rule) -> bool:
     """Whether the record holds a signal that the rule looks at."""
-    layers = next(iter(record.signals.values()), [])
+    layers = (layer for layers in record.signals.values() for layer in layers)
     return any(name in layer for layer in layers for name in rule.signals)
 
 
@@ -61,13 +65,18 @@ def tally(records: Iterable[ArmRecord], rule: Rule, found: Found = alarms) -> Ta
     counts: collections.Counter[str] = collections.Counter()
     for record in records:
         alarm = first_alarm(record, rule, found)
-        if record.explosion is None:
+        if record.held:
             counts["quiet" if alarm is None else "false"] += 1
+        elif record.explosion is None:
+            assert record.not_finite is not None
+            warned = alarm is not None and alarm <= record.not_finite
+            counts["not finite" if warned else "not finite, missed"] += 1
         elif alarm is None or alarm > record.explosion:
             counts["missed"] += 1
         else:
             leads.append(record.explosion - alarm)
-    return Tally(tuple(sorted(leads)), counts["missed"], counts["false"], counts["quiet"])
+    names = ("missed", "false", "quiet", "not finite", "not finite, missed")
+    return Tally(tuple(sorted(leads)), *(counts[name] for name in names))
 
 
 def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
@@ -91,14 +100,15 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
     legend = (
         "Alarms: the first recorded step at which a head of some layer meets a rule of "
         "`lowprec_attn.diagnostics.rules`; one in brackets is no warning by itself. Lead: steps "
-        "from there to the explosion, median and smallest. False: alarms in runs that did not "
-        "explode, by arm."
+        "from there to the explosion, median and smallest. Not finite: runs that a value ended "
+        "which was not finite, with an alarm before. False: alarms in runs that held, by arm."
     )
     header = [
         "rule",
         *(["experiment"] if len(experiments) > 1 else []),
         "exploded, alarm before",
         "lead",
+        "not finite, alarm before",
         "false",
         "in which arms",
     ]
@@ -117,24 +127,32 @@ def _readings() -> Iterator[tuple[str, Rule, Found]]:
 
 def _cells(records: Sequence[ArmRecord], rule: Rule, found: Found) -> list[str]:
     counts = tally(records, rule, found)
-    healthy = [record for record in records if record.explosion is None]
-    firsts = ((record.arm.name, first_alarm(record, rule, found)) for record in healthy)
+    held = [record for record in records if record.held]
+    firsts = ((record.arm.name, first_alarm(record, rule, found)) for record in held)
     arms = collections.Counter(arm for arm, first in firsts if first is not None)
     lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
     return [
         f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
         lead,
-        f"{counts.false_alarms} of {len(healthy)}",
+        _of(counts.not_finite, counts.not_finite + counts.not_finite_missed),
+        f"{counts.false_alarms} of {len(held)}",
         ", ".join(f"{arm} {count}" for arm, count in sorted(arms.items())) or "–",
     ]
 
 
+def _of(count: int, runs: int) -> str:
+    return f"{count} of {runs}" if runs else "–"
+
+
 class LossEvents(NamedTuple):
-    """The first steps at which a record's losses spike, diverge and explode; None for never."""
+    """The first steps at which a record's losses spike and diverge, and at which the run broke.
+
+    None for never.
+    """
 
     spike: int | None
     divergence: int | None
-    explosion: int | None
+    end: int | None
 
     @property
     def first(self) -> int | None:
@@ -145,15 +163,16 @@ class LossEvents(NamedTuple):
 def loss_events(record: ArmRecord) -> LossEvents:
     """What `runs.spikes` says of the losses that a record keeps.
 
-    The explosion is that of the same losses; where every tenth does not show it, that of all.
+    It broke where the same losses exploded; where every tenth does not show it, where all did, or
+    where a value was not finite.
     """
     found: dict[type, int] = {}
     spikes = Spikes()
     for step, loss in sorted(record.losses.items()):
         for event in spikes.add(step, loss):
             found.setdefault(type(event), step)
-    explosion = record.explosion if spikes.watch.explosion is None else spikes.watch.explosion
-    return LossEvents(found.get(Spike), found.get(Divergence), explosion)
+    end = record.broke if spikes.watch.explosion is None else spikes.watch.explosion
+    return LossEvents(found.get(Spike), found.get(Divergence), end)
 
 
 def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
@@ -166,26 +185,39 @@ def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     rows.append(["all", *_loss_cells([r for records in experiments.values() for r in records])])
     legend = (
         "Spike and divergence are those of `lowprec_attn.runs.spikes`, of the losses that records "
-        "keep, every tenth. Before: at the step of the explosion or earlier. A run that ended in "
-        "an update that was not finite, with a finite loss, may have neither."
+        "keep, every tenth. Before: at the step of the explosion, or of the value that was not "
+        "finite, or earlier. A run that ended in an update that was not finite, with a finite "
+        "loss, may have neither."
     )
     header = ["experiment", "exploded, spike before", "spike or divergence before"]
+    header += ["not finite, spike before", "spike or divergence before"]
     header += ["held, spike", "held, divergence"]
     return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
 
 
 def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:
     exploded: list[LossEvents] = []
+    not_finite: list[LossEvents] = []
     held: list[LossEvents] = []
     for record in records:
-        (held if record.explosion is None else exploded).append(loss_events(record))
-
-    def before(step: int | None, events: LossEvents) -> bool:
-        return step is not None and events.explosion is not None and step <= events.explosion
-
+        of_broken = not_finite if record.explosion is None else exploded
+        (held if record.held else of_broken).append(loss_events(record))
     return [
-        f"{sum(before(events.spike, events) for events in exploded)} of {len(exploded)}",
-        f"{sum(before(events.first, events) for events in exploded)} of {len(exploded)}",
+        *_before(exploded),
+        *_before(not_finite),
         f"{sum(events.spike is not None for events in held)} of {len(held)}",
         f"{sum(events.divergence is not None for events in held)} of {len(held)}",
+    ]
+
+
+def _before(broken: Sequence[LossEvents]) -> list[str]:
+    """How many had a spike, and a spike or a divergence, before they broke."""
+
+    def count(steps: Iterable[tuple[int | None, int | None]]) -> str:
+        hits = [step is not None and end is not None and step <= end for step, end in steps]
+        return _of(sum(hits), len(hits))
+
+    return [
+        count((events.spike, events.end) for events in broken),
+        count((events.first, events.end) for events in broken),
     ]

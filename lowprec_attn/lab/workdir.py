@@ -16,6 +16,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.explosion import RunawayRule
 from lowprec_attn.runs.run_dir import RunDir
 
 
@@ -65,6 +66,11 @@ class ArmRun:
             definition.get("arm", self.name), definition["overrides"], definition.get("control")
         )
         return Trial(arm, definition.get("seed"))
+
+    @property
+    def runaway(self) -> RunawayRule:
+        """That of its experiment."""
+        return RunawayRule(**self._definition().get("runaway", {}))
 
     @property
     def started(self) -> bool:
@@ -123,6 +129,7 @@ class ArmRun:
             "arm": trial.arm.name,
             "control": trial.arm.control,
             "seed": trial.seed,
+            "runaway": experiment.runaway._asdict(),
             "config": experiment.config,
             "shared": dict(experiment.shared),
             "overrides": dict(trial.arm.overrides),

@@ -1,37 +1,35 @@
-"""When a run has exploded, and when a layer's scores have run away: the words, as code.
+"""When a run has exploded, and when its scores have run away: the words, as code.
 
-*Explosion*: the smoothed training loss lies more than 0.7 nats above its best for 100 steps, or a
-loss is not finite. Smoothed is the mean of what was recorded in the last 50 steps. The best of them
-counts from the 10th step on: the first loss of a run resumed from another one is only noise.
+*Exploded*: the smoothed training loss lies more than 0.7 nats above its best for 100 steps.
+Smoothed is the mean of what was recorded in the last 50 steps. The best of them counts from the
+10th step on: the first loss of a run resumed from another one is only noise.
 
-*Runaway*: a layer's largest |score| is above 5 times its median of the 1,000 steps before, and
-still is 500 steps later.
+A loss that is not finite is left out. The trainer withholds such a step, as it withholds one whose
+gradient or update is not finite, so no such loss belongs to a step that was taken. A run that ends
+there is *not finite*, which is no explosion.
+
+*Runaway*: two heads or more, of all layers, have a largest |score| above 512 at step 2,000, or
+where nothing was recorded then, at the first recorded step after it.
 """
 
-import bisect
 import collections
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 EXCESS_NATS = 0.7
 LASTING_STEPS = 100
 SMOOTHED_STEPS = 50
 BEST_STEPS = 10
 
-RUNAWAY_FACTOR = 5.0
-RUNAWAY_BEFORE_STEPS = 1000
-RUNAWAY_AFTER_STEPS = 500
+RUNAWAY_HEADS = 2
 
 
 class LossWatch:
     """Follows a training loss; `add` every recorded loss in the order of the steps.
 
     Attributes:
-      explosion: first step of the first excess that lasted, or whose loss was not finite; None so
-        far.
+      explosion: first step of the first excess that lasted; None so far.
       excess_since: first step of the excess that lasts now; None where there is none.
       smoothed: mean of the finite losses recorded in the last 50 steps; infinite before the first.
       best: the smallest `smoothed` from the 10th step on; infinite before.
@@ -49,13 +47,11 @@ class LossWatch:
             self.add(step, loss)
 
     def add(self, step: int, loss: float) -> None:
-        """Takes the loss of a step, in nats per token."""
+        """Takes the loss of a step, in nats per token; one that is not finite is left out."""
+        if not math.isfinite(loss):
+            return
         self._step = step
         self._first = step if self._first is None else self._first
-        if not math.isfinite(loss):
-            self.excess_since = step if self.excess_since is None else self.excess_since
-            self.explosion = self.excess_since if self.explosion is None else self.explosion
-            return
         self._window.append((step, loss))
         while self._window[0][0] <= step - SMOOTHED_STEPS:
             self._window.popleft()
@@ -89,29 +85,39 @@ def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
     return result
 
 
-class Runaway(NamedTuple):
-    """The first layer whose scores ran away, counted from 0, and the step at which they did."""
+class RunawayRule(NamedTuple):
+    """When a run is judged, and above which |score| a head counts."""
+
+    score: float = 512.0
+    step: int = 2000
+
+
+RUNAWAY_RULE = RunawayRule()
+
+
+class LargeHeads(NamedTuple):
+    """How many heads, of all layers, were above the score of a `RunawayRule`, and when."""
 
     step: int
-    layer: int
+    heads: int
+
+    @property
+    def ran_away(self) -> bool:
+        """Whether the scores of the run have run away."""
+        return self.heads >= RUNAWAY_HEADS
 
 
-def first_runaway(scores: Mapping[int, list[float]]) -> Runaway | None:
-    """The first runaway of a run, None where there is none.
-
-    It needs 1,000 recorded steps before and 500 after, so shorter runs have none.
+def large_heads(
+    scores: Mapping[int, Sequence[Sequence[float]]], rule: RunawayRule
+) -> LargeHeads | None:
+    """Counts the heads with large scores; None where nothing was recorded from that step on.
 
     Args:
-      scores: by recorded step: the largest |score| of every layer.
+      scores: by recorded step: of every layer the largest |score| of each head. A NaN is large.
+      rule: the step and the score.
     """
-    steps = sorted(scores)
-    for i, step in enumerate(steps):
-        before = steps[bisect.bisect_left(steps, step - RUNAWAY_BEFORE_STEPS) : i]
-        j = bisect.bisect_left(steps, step + RUNAWAY_AFTER_STEPS)
-        if not before or step - steps[0] < RUNAWAY_BEFORE_STEPS or j == len(steps):
-            continue
-        limits = RUNAWAY_FACTOR * np.median([scores[s] for s in before], axis=0)
-        both = (np.array(scores[step]) > limits) & (np.array(scores[steps[j]]) > limits)
-        if both.any():
-            return Runaway(step, int(np.argmax(both)))
-    return None
+    step = min((step for step in scores if step >= rule.step), default=None)
+    if step is None:
+        return None
+    large = [not score <= rule.score for layer in scores[step] for score in layer]
+    return LargeHeads(step, sum(large))

@@ -3,8 +3,8 @@
 The states, the worst first:
 
   broken   the loss exploded, or a value was not finite
-  warned   a rule warned, scores ran away, the run went back to an earlier step, or the loss has
-           been in excess for too few steps to tell
+  warned   a rule warned, the run went back to an earlier step, or the loss has been in excess for
+           too few steps to tell
   unknown  nothing of this, but too little was recorded to see it
   healthy  nothing of this in at least 100 steps, with signals of at least two of them
 
@@ -15,8 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from lowprec_attn.diagnostics import rules
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
 from lowprec_attn.runs.explosion import (
@@ -24,8 +22,6 @@ from lowprec_attn.runs.explosion import (
     LASTING_STEPS,
     SMOOTHED_STEPS,
     LossWatch,
-    Runaway,
-    first_runaway,
 )
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.rollbacks import Rollback
@@ -66,7 +62,6 @@ class Health(NamedTuple):
       not_finite: the step at which a value was not finite, likewise.
       met: the rules that were met and warn, the earliest first.
       noted: the rules that were met where they do not warn, likewise; see `rules.Rule.only_with`.
-      runaway: the first layer whose scores ran away.
     """
 
     state: State
@@ -75,7 +70,6 @@ class Health(NamedTuple):
     not_finite: int | None
     met: tuple[RuleMet, ...]
     noted: tuple[RuleMet, ...]
-    runaway: Runaway | None
 
 
 def judge(history: History) -> Health:
@@ -86,12 +80,11 @@ def judge(history: History) -> Health:
     not_finite = _not_finite(history)
     met = tuple(_met(history.signals, rules.alarms))
     noted = tuple(_met(history.signals, _silent))
-    runaway = first_runaway(_largest_scores(history.signals))
     broken = _breaks(history, watch, explosion, not_finite)
     warnings = [
         *_rolled_back(history.rollbacks),
         *([_first(met)] if met else []),
-        *_warnings(watch, runaway),
+        *_in_excess(watch),
     ]
     state: State = "healthy"
     if broken:
@@ -111,7 +104,7 @@ def judge(history: History) -> Health:
             f"{'warned' if noted else 'was met'} at {len(history.signals)} diagnostics"
             f"{_aside(noted)}{_unmeasured(history.signals)}"
         )
-    return Health(state, f"{sentence}.", explosion, not_finite, met, noted, runaway)
+    return Health(state, f"{sentence}.", explosion, not_finite, met, noted)
 
 
 def _not_finite(history: History) -> int | None:
@@ -124,7 +117,7 @@ def _breaks(
     history: History, watch: LossWatch, explosion: int | None, not_finite: int | None
 ) -> list[str]:
     found = []
-    if explosion is not None and explosion != not_finite:
+    if explosion is not None:
         found.append(
             f"the loss exploded at step {explosion:,} (its mean of {SMOOTHED_STEPS} steps stayed "
             f"more than {EXCESS_NATS} nats above its best)"
@@ -164,16 +157,13 @@ def _rolled_back(rollbacks: Sequence[Rollback]) -> list[str]:
     return [f"only since the run went back {times} to step {rollbacks[0].to:,}"]
 
 
-def _warnings(watch: LossWatch, runaway: Runaway | None) -> list[str]:
-    found = []
-    if runaway is not None:
-        found.append(f"the scores of layer {runaway.layer} ran away at step {runaway.step:,}")
-    if watch.excess_steps:
-        found.append(
-            f"it has been more than {EXCESS_NATS} nats above its best for the last "
-            f"{watch.excess_steps} steps; an explosion takes {LASTING_STEPS}"
-        )
-    return found
+def _in_excess(watch: LossWatch) -> list[str]:
+    if not watch.excess_steps:
+        return []
+    return [
+        f"it has been more than {EXCESS_NATS} nats above its best for the last "
+        f"{watch.excess_steps} steps; an explosion takes {LASTING_STEPS}"
+    ]
 
 
 def _missing(history: History) -> list[str]:
@@ -227,12 +217,3 @@ def _met(
         at_last = max(by_step) == max(signals)
         firsts.append(RuleMet(first, layer_index, alarm, len(by_step), at_last))
     yield from sorted(firsts, key=lambda rule_met: rule_met.step)
-
-
-def _largest_scores(signals: Mapping[int, Sequence[Layer]]) -> dict[int, list[float]]:
-    """By step, the largest |score| of every layer; empty where it was not recorded."""
-    return {
-        step: [float(np.max(layer["score_maximum"])) for layer in layers]
-        for step, layers in signals.items()
-        if layers and all("score_maximum" in layer for layer in layers)
-    }

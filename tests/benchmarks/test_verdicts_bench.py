@@ -21,8 +21,8 @@ from lowprec_attn.training.program import make_program
 from lowprec_attn.training.step import root_key
 
 
-def record(arm, explosion, control=None):
-    return arm_record(Arm(arm, {}, control), explosion=explosion)
+def record(arm, explosion, control=None, **fields):
+    return arm_record(Arm(arm, {}, control), explosion=explosion, **fields)
 
 
 def test_a_run_is_diagnosed_before_its_explosion_or_that_of_its_control():
@@ -30,6 +30,10 @@ def test_a_run_is_diagnosed_before_its_explosion_or_that_of_its_control():
     assert verdicts.steps(record("arm", 420), control, (400, 50)) == {None: None, 50: 370}
     assert verdicts.steps(record("arm", None), control, (250, 50)) == {None: None, 250: 50, 50: 250}
     assert verdicts.steps(record("arm", None), None, (50,)) == {None: None, 50: 950}
+    lost = record("arm", None, failure={"step": 420, "message": ""})
+    assert verdicts.steps(lost, control, (50,)) == {None: None, 50: 370}
+    lost = record("control", None, "positive", failure={"step": 300, "message": ""})
+    assert verdicts.steps(record("arm", None), lost, (50,)) == {None: None, 50: 250}
 
 
 def test_the_verdict_is_that_of_the_command(tmp_path, text):

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import shutil
 
 import pytest
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
-from lowprec_attn.lab import figures, records
+from lowprec_attn.lab import archive, figures, records
 
 RESULTS = ROOT / "results"
 FAILURE = RESULTS / "failure"
@@ -81,17 +80,17 @@ def test_a_page_shows_the_figure_of_the_records(image, experiment):
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("experiment", "name"),
     [
-        "output_cpu/output-seed1.jsonl",
-        "output_cpu/newest_jax/output-seed1.jsonl",
-        "lse_small/lse1-seed1.jsonl",
-        "output_gpt2/o2-seed3.jsonl",
+        ("output_cpu", "output-seed1"),
+        ("output_cpu/newest_jax", "output-seed1"),
+        ("lse_small", "lse1-seed1"),
+        ("output_gpt2", "o2-seed3"),
     ],
 )
-def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(path):
-    with (FAILURE / path).open() as lines:
-        header = json.loads(next(lines))
+def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(experiment, name):
+    runs = archive.read_all(FAILURE / experiment)
+    header = next(run.header for run in runs if run.name == name)
     config = header["config"]
     length = records.text_lengths(FAILURE)[config["text_sha256"]["train"]]
     draw = SeededOrder(header["seed"], config["batch_size"], length, config["model"]["context"])

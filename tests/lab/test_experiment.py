@@ -5,6 +5,7 @@ from command import ROOT
 
 from lowprec_attn.commands import config
 from lowprec_attn.lab import experiment
+from lowprec_attn.runs.explosion import RunawayRule
 from lowprec_attn.training.config import train_settings
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
@@ -124,6 +125,12 @@ def test_a_title_says_what_an_arm_computes():
             "config = 'c.py'\npositive_control = 'a'\nnegative_control = 'a'\n[arms.a]",
             "arm a cannot be both controls",
         ),
+        ("config = 'c.py'\n[runaway]\nsteps = 3\n[arms.a]", r"steps \(did you mean step\?\)"),
+        ("config = 'c.py'\n[runaway]\nstep = 1.5\n[arms.a]", "step must be a whole .* got 1.5"),
+        ("config = 'c.py'\n[runaway]\nscore = -1\n[arms.a]", "score must be a number, 0 .* got -1"),
+        ("config = 'c.py'\n[runaway]\nscore = nan\n[arms.a]", "score must be .* got nan"),
+        ("config = 'c.py'\n[runaway]\nstep = true\n[arms.a]", "step must be .* got True"),
+        ("config = 'c.py'\nrunaway = 3\n[arms.a]", "runaway must be a table"),
     ],
 )
 def test_a_wrong_definition_is_told_in_one_line(tmp_path, text, message):
@@ -179,6 +186,15 @@ def test_without_seeds_a_run_has_the_name_of_its_arm_and_the_seed_of_its_config(
 def test_controls_are_arms(seeded):
     assert [arm.control for arm in seeded.arms] == ["negative", "positive", None]
     assert [arm.control for arm in seeded.select(["c", "b"]).arms] == ["positive", None]
+
+
+def test_when_scores_are_judged_may_be_said(seeded, tmp_path):
+    assert seeded.runaway == RunawayRule(512, 2000)
+    path = tmp_path / "short.toml"
+    path.write_text(f"{SEEDS}[runaway]\nstep = 300\nscore = 64.5\n")
+    assert experiment.load(path).with_seeds([1]).runaway == RunawayRule(64.5, 300)
+    path.write_text(f"{SEEDS}[runaway]\nstep = 300\n")
+    assert experiment.load(path).runaway == RunawayRule(512, 300)
 
 
 def test_seeds_are_given_once(seeded):

@@ -1,10 +1,9 @@
 """What the report calls mechanism A and B, against the arithmetic and against what was recorded."""
 
-import json
-
 import pytest
 from command import ROOT
 
+from lowprec_attn.lab import archive
 from lowprec_attn.lab.mechanism import mechanism
 
 MODEL = {
@@ -54,24 +53,18 @@ def test_an_arithmetic_of_one_layer_or_head_counts():
     assert of("flash", heads={"0": {"points": {"lse": "bfloat16"}}}) == "A (lse), B (output)"
 
 
-def first_signals(path):
-    """Header, and the signals of the first recorded step."""
-    with path.open(encoding="utf-8") as lines:
-        header = json.loads(next(lines))
-        signals = next(line for line in map(json.loads, lines) if "signals" in line)
-    return header, signals["signals"].values()
-
-
 def test_in_the_records_rows_of_p_are_off_from_the_start_under_mechanism_a_alone():
     checked = set()
-    for path in (ROOT / "results" / "failure").glob("*/*1.jsonl"):  # a seed or two of each arm
-        header, layers = first_signals(path)
-        if header["config"].get("resume_from") or any(
+    experiments = [path for path in (ROOT / "results" / "failure").iterdir() if path.is_dir()]
+    runs = [run for directory in experiments for run in archive.read_all(directory)]
+    for run in runs:
+        layers = run.signals[min(run.signals)]
+        if run.header["config"].get("resume_from") or any(
             "p_row_sum_error_rms" not in layer for layer in layers
         ):
             continue
         off = max(float(x) for layer in layers for x in layer["p_row_sum_error_rms"])
-        found = mechanism(header["config"])
-        assert (off > 1e-5) == found.startswith("A"), (path, off, found)
+        found = mechanism(run.header["config"])
+        assert (off > 1e-5) == found.startswith("A"), (run.name, off, found)
         checked.add(found)
     assert len(checked) > 5

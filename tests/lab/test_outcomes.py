@@ -7,29 +7,32 @@ import shutil
 
 import pytest
 from arm_records import arm_record
+from older_records import write_older
 
 from lowprec_attn.commands.main import main
-from lowprec_attn.lab import figures, outcomes, records, summary, tables
+from lowprec_attn.lab import archive, collection, figures, outcomes, records, summary, tables
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.runs.explosion import Runaway
+from lowprec_attn.runs.explosion import LargeHeads, RunawayRule
 from lowprec_attn.runs.rollbacks import Rollback
 
 CONTROLS = {"bad": "positive", "good": "negative"}
 
 
-def record(name, seed, steps, explosion=None, loss=3.0, runaway=None):
-    """A run of so many steps; every tenth loss is kept."""
-    signals = {"score_maximum": [2.0], "query_weight_norm": [1.0]}
+def record(name, seed, steps, explosion=None, loss=3.0, scores=lambda step: [2.0], failure=None):
+    """A run of so many steps; every tenth loss is kept, and scores of every hundredth step."""
     return arm_record(
         Arm(name, {"x": name}, CONTROLS.get(name)),
         mechanism="B (pv)",
         seed=seed,
         steps=steps,
         explosion=explosion,
-        runaway=runaway,
+        failure=failure,
         losses=dict.fromkeys(range(0, steps, 10), loss),
         val_losses={steps: loss},
-        signals={step: [signals] * 2 for step in range(0, steps, 100)},
+        signals={
+            step: [{"score_maximum": scores(step), "query_weight_norm": [1.0]}] * 2
+            for step in range(0, steps, 100)
+        },
     )
 
 
@@ -63,6 +66,56 @@ def test_a_run_that_ends_far_above_the_negative_control_is_behind(steps, above, 
     found = decided(record("arm", 1, steps, loss=3.0 + above))
     assert found["arm"].words == {1: word}
     assert found["arm"].exploded == 0
+
+
+NOT_FINITE = {"step": 800, "message": "first non-finite value in layer 1: the logits"}
+
+
+def test_a_run_that_a_value_ended_which_was_not_finite_has_not_exploded():
+    found = decided(
+        record("arm", 1, 801, failure=NOT_FINITE), record("later", 1, 801, 700, failure=NOT_FINITE)
+    )
+    assert found["arm"].words == {1: "not finite"}
+    assert (found["arm"].exploded, found["arm"].not_finite) == (0, 1)
+    assert found["arm"].interval == (0.0, 1.0)
+    assert found["arm"].excess == {} and found["arm"].is_lost(1)
+    assert found["later"].words == {1: "exploded"}
+
+
+@pytest.mark.parametrize(("steps", "word"), [(999, "censored"), (1000, "healthy")])
+def test_a_positive_control_that_was_not_finite_has_broken(steps, word):
+    runs = [record("bad", 1, 801, failure=NOT_FINITE), record("good", 1, steps)]
+    found = outcomes.outcomes(runs)
+    assert found[1].words == {1: word}
+    assert outcomes.undecided(found) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "word"),
+    [
+        (100.0, 151.0, "growing"),
+        (100.0, 150.0, "healthy"),
+        (50.0, 100.0, "healthy"),
+        (50.0, 101.0, "growing"),
+        (400.0, 500.0, "healthy"),
+        (50.0, math.nan, "growing"),
+    ],
+)
+def test_a_run_whose_scores_still_grow_is_not_healthy(before, last, word):
+    """Of 2,000 steps the third quarter ends with step 1,500; the first two do not count."""
+
+    def scores(step):
+        return [1.0, 1e4 if step <= 1000 else before if step <= 1500 else last]
+
+    arm = decided(record("arm", 1, 2000, scores=scores))["arm"]
+    assert arm.words == {1: word}
+    assert arm.interval == ((0.0, 1.0) if word == "growing" else pytest.approx(wilson(0, 1)))
+
+
+def test_a_run_with_too_few_records_to_see_its_scores_grow_is_healthy():
+    run = record("arm", 1, 2000, scores=lambda step: [1.0 + step])
+    few = {step: run.signals[step] for step in (0, 1900)}
+    assert decided(dataclasses.replace(run, signals=few))["arm"].words == {1: "healthy"}
 
 
 def test_it_is_the_control_of_the_same_seed_that_counts():
@@ -129,10 +182,12 @@ def test_what_decides_nothing_is_said():
     ]
     runs = [record("bad", 1, 1200), record("good", 1, 1300, 1100), record("good", 2, 1300), *arm]
     assert outcomes.undecided(outcomes.outcomes(runs)) == [
-        "bad did not explode with seed 1",
+        "bad did not break with seed 1",
         "good exploded with seed 1",
         "seed 2 has no positive control",
     ]
+    lost = outcomes.outcomes([record("bad", 1, 9), record("good", 1, 801, failure=NOT_FINITE)])
+    assert "good was not finite with seed 1" in outcomes.undecided(lost)
 
 
 # The table.
@@ -147,8 +202,9 @@ def rows(text):
 
 def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
     runs = [
-        record("arm", 1, 900, 800, runaway=Runaway(1200, 4)),
+        record("arm", 1, 900, 800),
         record("arm", 3, 2000, loss=3.25),
+        record("lost", 2, 801, failure=NOT_FINITE),
     ]
     text = tables.outcome_table(list(decided(*runs, seeds=(1, 2, 3)).values()))
     found = rows(text)
@@ -158,13 +214,47 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
         "9% to 91%",
         "800 / no run / healthy",
         "800",
-        "1,200 in 4 / no run / –",
         "– / no run / +0.250",
     ]
+    assert found["x=lost"][1:4] == ["0 of 1", "0% to 100%", "no run / not finite at 800 / no run"]
     assert found["x=bad (positive control)"][3:5] == ["1,000 / 1,000 / 1,000", "1,000"]
     assert found["x=good (negative control)"][-1] == "–"
     assert text.startswith("Seeds 1, 2, 3, in this order")
     assert "Nothing is decided" not in text
+
+
+def test_the_table_says_whose_scores_ran_away():
+    """Each of two layers has the heads of `scores`; a run that exploded before is not judged."""
+    large = [600.0]
+    runs = [
+        record("arm", 1, 2101, scores=lambda step: large),
+        record("arm", 2, 2101, scores=lambda step: [511.0, 600.0 * (step != 2000)]),
+        record("arm", 3, 2101, 1999, scores=lambda step: large),
+        record("arm", 4, 2101, 2001, scores=lambda step: large),
+    ]
+    text = tables.outcome_table(list(decided(*runs, seeds=(1, 2, 3, 4)).values()))
+    assert rows(text)["x=arm"][-1] == "yes (2) / no (0) / – / yes (2)"
+    assert rows(text)["x=good (negative control)"][-1] == "– / – / – / –"
+    assert "above 512 at step 2,000" in " ".join(text.split())
+    many = [record("arm", seed, 2101, scores=lambda step: large) for seed in range(1, 8)]
+    text = tables.outcome_table(list(decided(*many, seeds=range(1, 8)).values()))
+    assert rows(text)["arm: x=arm"][-1] == "7 of 7"
+    short = [dataclasses.replace(run, runaway_rule=RunawayRule(500.0, 300)) for run in many[:1]]
+    text = tables.outcome_table(list(decided(*short).values()))
+    assert "above 500 at step 300" in " ".join(text.split())
+
+
+def test_runs_that_were_not_finite_have_a_table_of_their_own():
+    other = {"step": 820, "message": "first non-finite value outside the layers: the update"}
+    runs = [record("arm", seed, 801, failure=NOT_FINITE) for seed in (1, 2)]
+    runs += [record("arm", 3, 821, 700, failure=other)]
+    table = tables.not_finite_table(list(decided(*runs, seeds=(1, 2, 3)).values()))
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.splitlines()[-2:]]
+    assert cells == [
+        ["x=arm", "2", "800", "in layer 1: the logits", ""],
+        ["x=arm", "1", "820", "outside the layers: the update", "1"],
+    ]
+    assert tables.not_finite_table(list(decided().values())) is None
 
 
 def test_the_table_says_how_often_runs_went_back():
@@ -181,27 +271,28 @@ def test_the_table_says_how_often_runs_went_back():
 
 def test_the_table_of_many_seeds_counts_them():
     seeds = range(1, 21)
-    runs = [record("arm", seed, 900, 790 + seed, runaway=Runaway(1200, 4)) for seed in seeds[:12]]
+    runs = [record("arm", seed, 900, 790 + seed) for seed in seeds[:12]]
     runs += [record("arm", seed, 2000, loss=3 + seed / 100) for seed in seeds[12:17]]
-    runs += [record("arm", seed, 100) for seed in seeds[17:]]
+    runs += [record("arm", seed, 100) for seed in seeds[17:19]]
+    runs += [record("arm", 20, 801, failure=NOT_FINITE)]
     text = tables.outcome_table(list(decided(*runs, seeds=seeds).values()))
     assert "18, 19, 20. Mechanism" in text
     found = rows(text)
     assert found["arm: x=arm"][1:6] == [
         "12 of 20",
         "47% to 87%",
-        "791 to 802 / 5 healthy / 3 censored",
+        "791 to 802 / 5 healthy / 2 censored / 1 not finite",
         "796",
-        "12 of 20, from 1,200 on",
+        "+0.000 to +0.170",
     ]
-    assert found["arm: x=arm"][6] == "+0.000 to +0.170"
-    assert found["good: x=good (negative control)"][3:] == ["20 healthy", "–", "–", "–"]
+    assert found["good: x=good (negative control)"][3:] == ["20 healthy", "–", "–"]
     lines = text.splitlines()[-22:]
     heading, _, *of_seed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert heading == ["seed", "bad", "good", "arm"]
-    assert of_seed[0] == ["1", "1,000", "healthy", "791; 1,200 in 4"]
+    assert of_seed[0] == ["1", "1,000", "healthy", "791"]
     assert of_seed[12] == ["13", "1,000", "healthy", "healthy"]
-    assert of_seed[19] == ["20", "1,000", "healthy", "censored"]
+    assert of_seed[18] == ["19", "1,000", "healthy", "censored"]
+    assert of_seed[19] == ["20", "1,000", "healthy", "not finite at 800"]
 
 
 def test_a_table_that_decides_nothing_says_so():
@@ -220,7 +311,9 @@ def lines(panel, color):
 
 
 def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
+    lost = {"step": 1005, "message": ""}
     runs = [record("arm", 1, 900, 805), record("arm", 2, 2000)]
+    runs += [record("lost", 1, 1005, failure=lost)]
     found = decided(*runs, seeds=(1, 2))
     figure = figures.loss_figure(list(found.values()))
     loss = {panel.get_title(): panel for panel in figure.axes if panel.get_title()}
@@ -228,7 +321,10 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
         "x=bad\n2 of 2 exploded",
         "x=good\n0 of 2 exploded",
         "x=arm\n1 of 2 exploded",
+        "x=lost\n0 of 1 exploded, 1 not finite",
     ]
+    (cross,) = lines(loss["x=lost\n0 of 1 exploded, 1 not finite"], "k")
+    assert list(cross.get_xdata()) == [1000]
     arm = loss["x=arm\n1 of 2 exploded"]
     assert [len(line.get_xdata()) for line in lines(arm, figures._ARM)] == [90, 200]
     assert [len(line.get_xdata()) for line in lines(arm, figures._CONTROL)] == [130, 130]
@@ -237,7 +333,7 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
     assert not lines(loss["x=good\n0 of 2 exploded"], figures._CONTROL)
     (legend,) = figure.legends
     words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["a seed of the arm", "negative control", "explosion"]
+    assert words == ["a seed of the arm", "negative control", "explosion", "not finite"]
     without = figures.loss_figure(outcomes.outcomes([record("arm", 1, 900)]))
     assert len(without.legends[0].get_texts()) == 2
 
@@ -259,7 +355,7 @@ def collected(lab, tmp_path):
     for name in ("bad-seed1", "bad-seed2", "good-seed1", "good-seed2"):
         steps = range(0, 400, 10)
         rise = 1.0 if "bad" in name else 0.0
-        layer = {name: [2.0] for name in records.SIGNALS}
+        layer = {name: [2.0] for name in collection.SIGNALS}
         found = [{"step": s, "loss": 3.0 + (rise if s >= 200 else 0.0)} for s in steps]
         found += [{"step": s, "signals": {"layer_0": layer, "layer_1": layer}} for s in (0, 300)]
         text = "".join(json.dumps(line) + "\n" for line in found)
@@ -267,6 +363,20 @@ def collected(lab, tmp_path):
     results = tmp_path / "results"
     assert main(["lab", "collect", str(lab.out), str(results)]) == 0
     return results
+
+
+def test_when_scores_are_judged_travels_with_the_records(lab, tmp_path):
+    head = "[runaway]\nstep = 300\nscore = 1.5"
+    assert lab({"a": "finish"}, head=head)[0] == 0
+    layer = {"score_maximum": [2.0, 1.0], "query_weight_norm": [1.0, 1.0]}
+    signals = {"layer_0": layer, "layer_1": layer}
+    lines = [{"step": step, "loss": 3.0} for step in range(400)]
+    lines += [{"step": step, "signals": signals} for step in (0, 350)]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (lab.out / "a" / "metrics.jsonl").write_text(text)
+    assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
+    (run,) = records.read_all(tmp_path / "results")
+    assert run.large_heads == LargeHeads(350, 2)
 
 
 def report(results, *options):
@@ -300,24 +410,44 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
 
 
 def test_runaways_are_counted_by_what_became_of_the_run():
-    at = {step: Runaway(step, 0) for step in (1000, 1100)}
+    def run(name, seed, score, steps=2101, explosion=None, failure=None):
+        def scores(step):
+            return [score]  # of two layers: two heads
+
+        return record(name, seed, steps, explosion, scores=scores, failure=failure)
+
+    lost = {"step": 2100, "message": ""}
     runs = [
-        record("good", 1, 1601),
-        record("good", 2, 1601, runaway=at[1000]),
-        record("good", 3, 1501),  # its last signals are of step 1,500
-        record("good", 4, 1500),  # too short for a runaway
-        record("bad", 1, 1601, 1200, runaway=at[1000]),
-        record("bad", 2, 1601, 1200, runaway=at[1100]),
-        record("other", 1, 1601, runaway=at[1100]),
-        record("other", 2, 1601),
+        run("good", 1, 512.0),
+        run("good", 2, 513.0),
+        run("good", 3, 513.0, steps=2000),  # its last signals are of step 1,900
+        run("bad", 1, 513.0, explosion=2001),
+        run("bad", 2, 512.0, explosion=2001),
+        run("bad", 3, 513.0, explosion=1900),  # which is no warning any more
+        run("other", 1, 513.0),
+        run("other", 2, 513.0, failure=lost),
     ]
-    text = summary.runaway_table({"one": runs, "two": runs[:1]})
+    text = summary.runaway_table({"one": runs, "two": runs[:1], "three": runs[2:3]})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     assert rows[-3:] == [
-        ["one", "1 of 3 (1)", "1 of 2", "2 of 2 (1)"],
-        ["two", "0 of 1", "–", "–"],
-        ["all", "1 of 4 (1)", "1 of 2", "2 of 2 (1)"],
+        ["one", "1 of 2", "1 of 1", "1 of 2", "1 of 1"],
+        ["two", "0 of 1", "–", "–", "–"],
+        ["all", "1 of 3", "1 of 1", "1 of 2", "1 of 1"],
     ]
+    assert summary.runaway_table({"three": runs[2:3]}) is None
+
+
+def test_a_summary_counts_what_became_of_the_runs():
+    runs = [record("bad", 1, 900, 800), record("good", 1, 2000), record("good", 2, 2000)]
+    runs += [
+        record("bad", 2, 801, failure=NOT_FINITE),
+        record("arm", 1, 900, 700, failure=NOT_FINITE),
+    ]
+    text = summary.summary({"one": runs})
+    assert text.startswith(
+        "Of 5 runs 2 exploded, 1 ended at a value that was not finite without an explosion before, "
+        "and 2 held."
+    )
 
 
 def test_several_experiments_are_reported_and_summed_up(collected, tmp_path, capsys):
@@ -369,48 +499,77 @@ def test_a_control_that_is_named_takes_the_place_of_the_recorded_one():
     assert records.with_control(runs, "positive", None) == runs
 
 
-def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected):
-    path = collected / "bad-seed2.jsonl"
-    header, *rest = path.read_text().splitlines()
-    header = json.loads(header)
+def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected, tmp_path):
+    run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
+    header = run.header
     assert header["rollbacks"] == []
     back = Rollback(to=100, onset=200, detected=300, skipped=201, reason="excess")
-    given = {**header, "rollbacks": [back._asdict()]}
-    path.write_text("\n".join([json.dumps(given), *rest]) + "\n")
-    assert records.ArmRecord.read(path).rollbacks == [back]
-    path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+
+    def read(directory, lacking=(), **fields):
+        kept = {name: value for name, value in header.items() if name not in lacking}
+        write_older(directory, dataclasses.replace(run, header=kept), **fields)
+        return records.read_all(directory)[0]
+
+    assert read(tmp_path / "a", rollbacks=[back._asdict()]).rollbacks == [back]
     assert (header["arm"], header["seed"], header["control"]) == ("bad", 2, None)
-    assert (header["steps"], header["explosion"], header["runaway"]) == (391, 230, None)
-    whole = records.ArmRecord.read(path)
+    assert (header["steps"], header["explosion"]) == (391, 230)
+    assert header["runaway_rule"] == {"score": 512.0, "step": 2000}
+    whole = read(tmp_path / "b")
     assert (whole.seed, whole.steps, whole.explosion) == (2, 391, 230)
-    for name in ("seed", "control", "steps", "explosion", "runaway", "rollbacks"):
-        del header[name]
-    path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
-    assert records.ArmRecord.read(path) == whole
+    names = ("seed", "control", "steps", "explosion", "runaway_rule", "rollbacks", "held_out")
+    assert read(tmp_path / "c", lacking=names).explosion == 230
 
 
 def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
     """Whatever its record says of the losses: the trainer has seen all of them."""
     assert lab({"a": "explode", "b": "nan"})[0] == 0
     assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
-    found = [records.ArmRecord.read(tmp_path / "results" / f"{name}.jsonl") for name in "ab"]
-    assert [run.explosion for run in found] == [3, 7]
+    found = archive.read(tmp_path / "results")
+    assert [run.header["explosion"] for run in found] == [3, None]
+
+
+@pytest.mark.parametrize(
+    ("explosion", "step", "loss", "recounted", "word"),
+    [
+        (230, 330, 4.0, 230, "exploded"),  # 101 steps in excess
+        (230, 329, 4.0, 230, "exploded"),  # the last of 100 steps was withheld, its loss finite
+        (230, 328, 4.0, None, "not finite"),
+        (230, 329, "nan", None, "not finite"),
+        (230, 330, "nan", 230, "exploded"),
+        (330, 330, 4.0, None, "not finite"),
+    ],
+)
+def test_what_earlier_versions_called_an_explosion_is_recounted(
+    collected, tmp_path, explosion, step, loss, recounted, word
+):
+    """They named the step that was not finite, or the first of the excess that lasted then."""
+    run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
+    run.columns["loss"][step] = loss
+    failure = {"step": step, "message": "first non-finite value in layer 1"}
+    write_older(tmp_path / "older", run, explosion=explosion, runaway=None, failure=failure)
+    (found,) = records.read_all(tmp_path / "older")
+    assert (found.explosion, found.not_finite) == (recounted, step)
+    assert outcomes.outcomes([found])[0].words == {2: word}
 
 
 def test_records_are_read_in_the_order_of_their_seeds(collected):
-    header, *rest = (collected / "good-seed2.jsonl").read_text().splitlines()
-    header = json.loads(header)
-    for name, seed in zip("abcdefgh", (30, 4, 17, 9, 22, 5, 11, 3), strict=True):
-        header["config"]["seed"] = seed
-        text = "\n".join([json.dumps(header), *rest]) + "\n"
-        (collected / f"{name}.jsonl").write_text(text)
+    runs = {run.name: run for run in archive.read(collected)}
+    good = runs["good-seed2"]
+    for seed in (30, 4, 17, 9, 22, 5, 11, 3):
+        config = {**good.header["config"], "seed": seed}
+        header = {**good.header, "seed": seed, "config": config}
+        runs[f"good-seed{seed}"] = dataclasses.replace(good, header=header)
+    archive.write(collected, runs.values())
     found = [(run.arm.name, run.seed) for run in records.read_all(collected)]
     good = [1, 2, 3, 4, 5, 9, 11, 17, 22, 30]
     assert found == [("bad", 1), ("bad", 2), *(("good", seed) for seed in good)]
 
 
 def test_records_of_the_same_arm_and_seed_are_refused(collected):
-    (collected / "again.jsonl").write_bytes((collected / "bad-seed2.jsonl").read_bytes())
+    run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
+    (collected / "records.jsonl.xz").unlink()
+    path = write_older(collected, run)
+    (collected / "again.jsonl").write_bytes(path.read_bytes())
     with pytest.raises(records.RecordError, match="holds two records of arm bad, seed 2"):
         records.read_all(collected)
 

@@ -1,12 +1,15 @@
 """What is collected of arms, and the table and the figures made of it."""
 
 import json
+import lzma
+import shutil
 
 import pytest
+from older_records import write_older
 from stand_in import rewrite
 
 from lowprec_attn.commands.main import main
-from lowprec_attn.lab import figures, records, tables
+from lowprec_attn.lab import archive, collection, figures, records, tables
 
 LAYERS = 12
 STEPS = range(0, 101, 10)
@@ -20,10 +23,11 @@ def score(step, layer):
 def metrics_lines(last, failed=False):
     """As the trainer writes them: sorted keys, and texts for what is not finite."""
     for step in range(last):
-        yield {"step": step, "loss": "nan" if failed and step == last - 1 else 3.0, "lr": 0.1}
+        loss = "nan" if failed and step == last - 1 else 3.0
+        yield {"step": step, "loss": loss, "lr": 0.1, "grad_norm": 0.123456}
     for step in [s for s in STEPS if s <= last]:
         layers = {
-            f"layer_{i}": {name: [0.123456, "-inf"] for name in (*records.SIGNALS, "delta_rms")}
+            f"layer_{i}": {name: [0.123456, "-inf"] for name in (*collection.SIGNALS, "delta_rms")}
             | {"score_maximum": [score(step, i), 0.0], "query_weight_norm": [1.0, 2.0 + i]}
             for i in range(LAYERS)
         }
@@ -49,19 +53,96 @@ def collected(lab, tmp_path):
     return results
 
 
+def stored(results):
+    return {run.header["arm"]: run for run in archive.read(results)}
+
+
 def test_records_keep_what_a_reader_needs(collected):
-    header, *lines = map(json.loads, (collected / "wild.jsonl").read_text().splitlines())
-    assert header["arm"] == "wild"
-    assert header["overrides"] == {"act": "nan"}
-    assert header["config"]["act"] == "nan"
-    assert header["environment"][0]["versions"] == "x"
-    assert header["failure"]["step"] == 57
-    losses = [line["step"] for line in lines if "loss" in line]
-    assert losses == [0, 10, 20, 30, 40, *range(47, 57)]
-    assert [line["loss"] for line in lines if "loss" in line][-1] == "nan"
-    signals = next(line["signals"] for line in lines if "signals" in line)
-    assert set(signals["layer_3"]) == set(records.SIGNALS)
-    assert signals["layer_3"]["repeated_maxima"] == [0.1235, "-inf"]
+    run = stored(collected)["wild"]
+    assert run.header["overrides"] == {"act": "nan"}
+    assert run.header["config"]["act"] == "nan"
+    assert run.header["environment"][0]["versions"] == "x"
+    assert run.header["failure"]["step"] == 57
+    assert list(run.columns["loss"]) == [0, 10, 20, 30, 40, *range(47, 57)]
+    assert run.columns["loss"][56] == "nan"
+    assert run.columns["grad_norm"][10] == 0.1235
+    assert run.columns["val_loss"] == val_losses(57)
+    layer = run.signals[50][3]
+    assert set(layer) == set(collection.SIGNALS)
+    assert layer["repeated_maxima"] == [0.1235, "-inf"]
+    assert layer["score_maximum"] == [score(50, 3), 0.0]
+
+
+def test_records_of_an_experiment_are_one_file_of_columns(collected):
+    assert [path.name for path in collected.iterdir()] == ["records.jsonl.xz"]
+    text = lzma.decompress((collected / "records.jsonl.xz").read_bytes()).decode()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [line["arm"] for line in lines if "arm" in line] == ["calm", "wild"]
+    line = next(line for line in lines if (line.get("signal"), line.get("layer")) == FOLLOWED)
+    assert line["steps"] == list(STEPS)
+    assert line["heads"] == [[score(step, 10) for step in STEPS], [0.0] * len(STEPS)]
+
+
+FOLLOWED = ("score_maximum", 10)
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path, collected):
+    runs = archive.read(collected)
+    for run in runs:
+        del run.signals[50][2]["repeated_maxima"]  # which not all steps and layers have
+        run.signals[50][4].clear()
+    archive.write(tmp_path / "again", runs)
+    assert archive.read(tmp_path / "again") == runs
+
+
+def test_what_is_collected_again_replaces_its_run_and_leaves_the_others(lab, collected):
+    """Meanwhile, or of a part of the arms: in another workdir, with the same results."""
+    before = stored(collected)
+    assert main(["lab", "collect", str(lab.out), str(collected)]) == 0
+    assert stored(collected) == before
+    shutil.rmtree(lab.out / "wild")
+    lines = (lab.out / "calm" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (lab.out / "calm" / "metrics.jsonl").write_text("".join(lines[:91]))
+    assert main(["lab", "collect", str(lab.out), str(collected)]) == 0
+    after = stored(collected)
+    assert list(after) == ["calm", "wild"]
+    assert after["wild"] == before["wild"]
+    assert (before["calm"].header["steps"], after["calm"].header["steps"]) == (100, 91)
+
+
+def test_records_of_earlier_versions_are_read_until_they_are_collected_again(
+    collected, tmp_path, capsys
+):
+    older = tmp_path / "older"
+    for run in archive.read(collected):
+        write_older(older, run)
+    read = [archive.read_older(path) for path in archive.older_paths(older)]
+    assert read == archive.read(collected)
+    assert main(["lab", "report", str(older), "--steps", "50"]) == 0
+    assert main(["lab", "report", str(collected), "--steps", "50"]) == 0
+    assert (older / "table.md").read_text() == (collected / "table.md").read_text()
+    calm = stored(collected)["calm"]
+    write_older(older, calm, steps=1)
+    archive.write(older, [calm])
+    assert {r.arm.name: r.steps for r in records.read_all(older)} == {"calm": 100, "wild": 57}
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "no header", "no columns"])
+def test_damaged_records_are_one_line(collected, capsys, damage):
+    path = collected / "records.jsonl.xz"
+    whole = path.read_bytes()
+    lines = lzma.decompress(whole).splitlines(keepends=True)
+    path.write_bytes(
+        {
+            "cut": whole[: len(whole) // 2],
+            "text": b"nothing",
+            "no header": lzma.compress(b"".join(lines[1:])),
+            "no columns": lzma.compress(lines[0] + b'{"signal": "x"}\n'),
+        }[damage]
+    )
+    assert main(["lab", "report", str(collected)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and error.count("\n") == 1
 
 
 def cells(text):
@@ -92,12 +173,13 @@ def test_what_earlier_versions_measured_on_held_out_text_is_marked(collected):
         return [arm.held_out for arm in arms], "on held-out text" in text, marks["act=finish"][:3]
 
     assert is_marked() == ([None, None], False, [False] * 3)
-    for path in collected.glob("*.jsonl"):
-        header, *lines = map(json.loads, path.read_text().splitlines())
-        assert header.pop("held_out") is None
-        for layer in (layer for line in lines for layer in line.get("signals", {}).values()):
+    runs = archive.read(collected)
+    (collected / "records.jsonl.xz").unlink()
+    for run in runs:
+        assert run.header.pop("held_out") is None
+        for layer in (layer for layers in run.signals.values() for layer in layers):
             del layer["delta_error_cumulative"]
-        path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+        write_older(collected, run)
     # The losses end at 99. The other arm failed: its last signals are of the batch at fault.
     assert is_marked() == ([100, None], True, [False, True, True])
 

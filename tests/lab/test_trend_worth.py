@@ -3,7 +3,8 @@
 Thresholds were chosen on the even seeds of six experiments: of a coarse grid, those with the most
 explosions hit and at most 3 alarms in the 84 runs that held. All other runs are counted here, each
 once: some experiments share runs, with one another or with those that chose. Runs that were
-resumed, or went back, have the past of another run and are left out.
+resumed, or went back, have the past of another run and are left out, as are runs that a value ended
+which was not finite.
 """
 
 import re
@@ -72,7 +73,11 @@ def first_step(record, quantity, kind):
 
 def tally(runs, quantity, kind):
     """Leads of the explosions hit, how many there were, and alarms in runs that held."""
-    steps = [(record.explosion, first_step(record, quantity, kind)) for _, record in runs]
+    steps = [
+        (record.explosion, first_step(record, quantity, kind))
+        for _, record in runs
+        if record.held or record.explosion is not None  # not those that were not finite
+    ]
     leads = [end - step for end, step in steps if None not in (end, step) and step <= end]
     exploded = sum(end is not None for end, _ in steps)
     return leads, exploded, sum(end is None and step is not None for end, step in steps)
@@ -82,10 +87,10 @@ def row(runs, name, quantity, kind):
     """As docs/diagnose.md has it."""
     leads, exploded, alarms = tally(runs, quantity, kind)
     high, of_high, _ = tally([run for run in runs if run[0] in TOO_HIGH], quantity, kind)
-    held = [run for run in runs if run[0] in GPT2 and run[1].explosion is None]
+    held = [run for run in runs if run[0] in GPT2 and run[1].held]
     cells = [
         *(name, f"{len(leads)} of {exploded}", f"{statistics.median(leads):.0f}"),
-        *(f"{alarms} of {len(runs) - exploded}", f"{len(high)} of {of_high}"),
+        *(f"{alarms} of {sum(run.held for _, run in runs)}", f"{len(high)} of {of_high}"),
         f"{tally(held, quantity, kind)[2]} of {len(held)}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -14,11 +14,12 @@ SCORES = next(rule for rule in RULES if rule.name == "scores")
 DELTA = next(rule for rule in RULES if rule.name == "delta")
 
 
-def record(explosion, values, name="score_maximum", arm="arm"):
+def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
     """A run whose second layer's second head has these values, one every 100 steps."""
+    failure = None if not_finite is None else {"step": not_finite, "message": ""}
     quiet = {name: [0.0, 0.0]}
     signals = {100 * i: [quiet, {name: [0.0, value]}] for i, value in enumerate(values)}
-    return arm_record(Arm(arm, {}, None), explosion=explosion, signals=signals)
+    return arm_record(Arm(arm, {}, None), explosion=explosion, signals=signals, failure=failure)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +39,36 @@ def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
     assert counts == warnings.Tally(leads, missed, false, quiet)
 
 
+@pytest.mark.parametrize(
+    ("explosion", "not_finite", "counts"),
+    [
+        (None, 200, warnings.Tally((), 0, 0, 0, 1, 0)),
+        (None, 199, warnings.Tally((), 0, 0, 0, 0, 1)),
+        (300, 400, warnings.Tally((100,), 0, 0, 0)),
+    ],
+)
+def test_alarms_before_a_value_that_was_not_finite_are_counted_apart(explosion, not_finite, counts):
+    run = record(explosion, [1, 1, 512], not_finite=not_finite)
+    assert warnings.tally([run], SCORES) == counts
+    text = warnings.warning_table({"one": [run, record(None, [1], arm="well")]})
+    (row,) = [line for line in text.splitlines() if line.startswith("| scores")]
+    apart = "–" if explosion else f"{counts.not_finite} of 1"
+    assert [cell.strip() for cell in row.split("|")[4:6]] == [apart, "0 of 1"]
+
+
+def test_a_signal_that_some_steps_lack_is_recorded():
+    run = record(950, [600])
+    later = dataclasses.replace(run, signals={0: [{"score_maximum": [1.0]}], 100: run.signals[0]})
+    assert warnings.is_recorded(later, SCORES)
+    found = {0: [{"x": [1.0]}], 100: [{DELTA.signals[0]: [0.1]}]}
+    assert warnings.is_recorded(dataclasses.replace(run, signals=found), DELTA)
+
+
 def test_runs_without_a_rules_signal_are_not_counted_for_it():
     text = warnings.warning_table({"one": [record(950, [600]), record(None, [600], arm="well")]})
     rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| scores")]
     cells = [cell.strip() for cell in rows[0]]
-    assert cells == ["scores ≥ 512", "1 of 1", "950, from 950 on", "1 of 1", "well 1"]
+    assert cells == ["scores ≥ 512", "1 of 1", "950, from 950 on", "–", "1 of 1", "well 1"]
     assert "delta" not in text.split("\n\n")[1]
     assert warnings.warning_table({"one": [record(950, [600], name="repeated_maxima")]}) is None
 
@@ -128,14 +154,17 @@ def test_events_of_losses_are_counted_before_explosions_and_in_runs_that_held():
     found = [
         dataclasses.replace(record(explosion, [1.0]), losses=values) for values, explosion in runs
     ]
+    for spike in (400, 800):
+        lost = record(None, [1.0], not_finite=700)
+        found.append(dataclasses.replace(lost, losses=losses(spike_at=spike)))
     first, *_ = found
     events = warnings.loss_events(first)
     assert (events.spike, events.divergence) == (500, None)
-    assert 500 < events.explosion <= 520
+    assert 500 < events.end <= 520
     text = warnings.loss_table({"one": found, "two": found[:1]})
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()[-3:]]
     assert rows == [
-        ["one", "1 of 4", "2 of 4", "1 of 2", "0 of 2"],
-        ["two", "1 of 1", "1 of 1", "0 of 0", "0 of 0"],
-        ["all", "2 of 5", "3 of 5", "1 of 2", "0 of 2"],
+        ["one", "1 of 4", "2 of 4", "1 of 2", "1 of 2", "1 of 2", "0 of 2"],
+        ["two", "1 of 1", "1 of 1", "–", "–", "0 of 0", "0 of 0"],
+        ["all", "2 of 5", "3 of 5", "1 of 2", "1 of 2", "1 of 2", "0 of 2"],
     ]

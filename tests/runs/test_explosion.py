@@ -1,11 +1,11 @@
-"""The words for what goes wrong in a run: explosion, and runaway of a layer's scores."""
+"""The words for what goes wrong in a run: explosion, and runaway of scores."""
 
 import math
 
 import numpy as np
 import pytest
 
-from lowprec_attn.runs.explosion import LossWatch, Runaway, first_runaway
+from lowprec_attn.runs.explosion import LargeHeads, LossWatch, RunawayRule, large_heads
 
 
 def risen(at, by, steps, until=math.inf):
@@ -81,14 +81,17 @@ def test_the_steps_in_excess_are_counted_and_forgotten():
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_is_an_explosion(loss):
-    assert LossWatch([*risen(500, 0.8, 300), (300, loss), (301, 3.0)]).explosion == 300
-    # Within an excess that has begun, the explosion is where that began.
-    assert LossWatch([*risen(500, 0.8, 560), (560, loss)]).explosion == FIRST
+def test_a_loss_that_is_not_finite_is_no_explosion_and_no_part_of_the_mean(loss):
+    calm = risen(500, 0.8, 300)
+    watch = LossWatch([*calm, (300, loss), (301, 3.0)])
+    assert (watch.explosion, watch.excess_steps, watch.smoothed) == (None, 0, 3.0)
+    # An excess that has begun has not lasted, however the run ends.
+    assert LossWatch([*risen(500, 0.8, FIRST + 99), (FIRST + 99, loss)]).explosion is None
+    assert LossWatch([*risen(500, 0.8, FIRST + 100), (FIRST + 100, loss)]).explosion == FIRST
 
 
 def test_the_first_explosion_stays():
-    watch = LossWatch([*risen(500, 0.8, 700, until=650), (700, math.nan)])
+    watch = LossWatch(risen(500, 0.8, 1400, until=650) + [(s, 5.0) for s in range(1400, 1700)])
     assert watch.explosion == FIRST
 
 
@@ -106,42 +109,43 @@ def test_every_tenth_loss_says_the_same_within_ten_steps(seed):
 # Runaway.
 
 
-def scores(last, *changes, layers=3):
-    """100 in every layer at every hundredth step, but `(layer, first, last, value)`."""
-    table = {step: [100.0] * layers for step in range(0, last + 1, 100)}
-    for layer, begin, end, value in changes:
-        for step in range(begin, end + 1, 100):
-            table[step][layer] = value
+def scores(last, every=250, **heads):
+    """100 in two heads of three layers, and `h01=value` in head 1 of layer 0."""
+    table = {step: [[100.0, 100.0] for _ in range(3)] for step in range(0, last + 1, every)}
+    for name, value in heads.items():
+        for layers in table.values():
+            layers[int(name[1])][int(name[2])] = value
     return table
 
 
-def test_a_runaway_is_above_five_times_the_median_before():
-    assert first_runaway(scores(4000, (1, 2000, 4000, 501.0))) == Runaway(2000, 1)
-    assert first_runaway(scores(4000, (1, 2000, 4000, 500.0))) is None
+RULE = RunawayRule()
 
 
-def test_the_median_is_that_of_the_1000_steps_before():
-    early = (0, 0, 2900, 1000.0)
-    assert first_runaway(scores(6000, early, (0, 4000, 6000, 600.0))) == Runaway(4000, 0)
-    # Half of the window at 100 and half at 1,000 make 550; its later half alone would make 1,000.
-    late = (0, 3500, 3900, 1000.0)
-    assert first_runaway(scores(6000, early, late, (0, 4000, 6000, 3000.0))) == Runaway(4000, 0)
-    assert first_runaway(scores(6000, early, late, (0, 4000, 6000, 2700.0))) is None
+@pytest.mark.parametrize(
+    ("heads", "large"),
+    [
+        ({}, 0),
+        ({"h10": 9e9}, 1),  # one head, however large
+        ({"h10": 513.0, "h11": 513.0}, 2),
+        ({"h00": 513.0, "h21": 513.0}, 2),  # of all layers
+        ({"h10": 513.0, "h11": 512.0}, 1),
+        ({"h10": math.nan, "h11": math.inf}, 2),
+    ],
+)
+def test_a_runaway_is_two_heads_above_512_at_step_2000(heads, large):
+    found = large_heads(scores(3000, **heads), RULE)
+    assert found == LargeHeads(2000, large)
+    assert found.ran_away == (large >= 2)
 
 
-def test_a_peak_that_goes_away_within_500_steps_is_none():
-    assert first_runaway(scores(4000, (1, 2000, 2400, 900.0))) is None
-    assert first_runaway(scores(4000, (1, 2000, 2500, 900.0))) == Runaway(2000, 1)
+def test_it_is_the_first_recorded_step_from_there_on_that_is_judged():
+    early = scores(1750, h10=900.0, h11=900.0)
+    assert large_heads(early, RULE) is None
+    assert large_heads({}, RULE) is None
+    late = {step + 30: layers for step, layers in scores(2500).items()}
+    assert large_heads({**early, **late}, RULE) == LargeHeads(2030, 0)
 
 
-def test_a_run_must_be_long_enough_on_both_sides():
-    assert first_runaway(scores(4000, (1, 500, 4000, 900.0))) is None
-    assert first_runaway(scores(4000, (1, 1000, 4000, 900.0))) == Runaway(1000, 1)
-    assert first_runaway(scores(2400, (1, 2000, 2400, 900.0))) is None
-    assert first_runaway(scores(2500, (1, 2000, 2500, 900.0))) == Runaway(2000, 1)
-    assert first_runaway({}) is None
-
-
-def test_the_first_of_several_runaways_counts():
-    table = scores(4000, (2, 1500, 4000, 900.0), (0, 1900, 4000, 900.0))
-    assert first_runaway(table) == Runaway(1500, 2)
+def test_when_and_by_which_size_a_run_is_judged_can_be_chosen():
+    table = {**scores(250, h10=60.0, h11=90.0), 500: scores(0, h00=90.0, h10=90.0)[0]}
+    assert large_heads(table, RunawayRule(score=95.0, step=300)) == LargeHeads(500, 4)

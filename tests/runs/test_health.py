@@ -125,15 +125,6 @@ CASES = {
         "but it has been more than 0.7 nats above its best for the last 14 steps; an explosion "
         "takes 100.",
     ),
-    "run away": (
-        history(
-            [3.0] * 2001,
-            {s: [layer()] for s in range(0, 1100, 100)}
-            | {s: [layer(score_maximum=100.0)] for s in range(1100, 2001, 100)},
-        ),
-        "warned",
-        "but the scores of layer 0 ran away at step 1,100.",
-    ),
     "went back": (
         dataclasses.replace(history(), rollbacks=[Rollback(100, 150, 160, 61, "excess")]),
         "warned",

@@ -12,7 +12,6 @@ _FIELDS = {
     "step_tokens": 512,
     "text_tokens": None,
     "explosion": None,
-    "runaway": None,
     "losses": {},
     "val_losses": {},
     "signals": {},

@@ -1,0 +1,196 @@
+"""The records of an experiment in one file, `records.jsonl.xz`: JSON lines, compressed by xz.
+
+A run is a header line and the lines of its columns after it:
+
+    {"arm": …, "seed": …, "config": …}                     what it was; see `lab.collection`
+    {"column": "loss", "steps": […], "values": […]}        a number by step; "val_loss", "grad_norm"
+    {"signal": …, "layer": 1, "steps": […], "heads": [[…], […]]}   a list of values for each head
+
+The values of one head over the steps stand beside each other, since they resemble each other: that
+takes a third less than a line for each step. As in `metrics.jsonl`, numbers that are not finite are
+the texts "nan", "inf" and "-inf".
+
+Earlier versions wrote a file for each run, `ARM.jsonl` or `ARM-seedN.jsonl`: the header, then a
+line for each step. They are read as well.
+"""
+
+import dataclasses
+import json
+import lzma
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import write_atomically, writing
+from lowprec_attn.lab.experiment import Arm, Trial
+
+FILE = "records.jsonl.xz"
+COLUMNS = ("loss", "grad_norm", "val_loss")
+
+Number = float | str
+"""A number, or the text of one that is not finite."""
+Layer = dict[str, list[Number]]
+"""By the name of a signal: a value for each head."""
+
+
+class RecordError(RunError):
+    """There are no records, or a file does not hold any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRun:
+    """A run as it is stored.
+
+    Attributes:
+      header: what it was, where it ran, what became of it.
+      columns: by a name of `COLUMNS` and step.
+      signals: by step, of every layer.
+    """
+
+    header: dict[str, Any]
+    columns: dict[str, dict[int, Number]]
+    signals: dict[int, list[Layer]]
+
+    @property
+    def arm(self) -> Arm:
+        """The arm that it is of."""
+        return Arm(self.header["arm"], self.header["overrides"], self.header.get("control"))
+
+    @property
+    def name(self) -> str:
+        """Of its run directory."""
+        return Trial(self.arm, self.header.get("seed")).name
+
+    @classmethod
+    def from_rows(cls, header: dict[str, Any], rows: Iterable[Mapping[str, Any]]) -> Self:
+        """From records of `metrics.jsonl`; what is neither column nor signal is left out."""
+        columns: dict[str, dict[int, Number]] = {}
+        signals: dict[int, list[Layer]] = {}
+        for row in rows:
+            for name in COLUMNS:
+                if name in row:
+                    columns.setdefault(name, {})[row["step"]] = row[name]
+            if "signals" in row:  # by number: the text has layer_10 before layer_2
+                layers = row["signals"]
+                signals[row["step"]] = [layers[f"layer_{i}"] for i in range(len(layers))]
+        return cls(header, columns, signals)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Those of the file."""
+        yield self.header
+        for name, column in self.columns.items():
+            yield {"column": name, "steps": list(column), "values": list(column.values())}
+        by_signal: dict[tuple[str, int], dict[int, list[Number]]] = {}
+        for step, layers in self.signals.items():
+            for i, layer in enumerate(layers):
+                for name, values in layer.items():
+                    by_signal.setdefault((name, i), {})[step] = values
+        for (name, i), values_by_step in by_signal.items():
+            heads = [list(head) for head in zip(*values_by_step.values(), strict=True)]
+            yield {"signal": name, "layer": i, "steps": list(values_by_step), "heads": heads}
+
+    @classmethod
+    def from_lines(cls, header: dict[str, Any], lines: Iterable[Mapping[str, Any]]) -> Self:
+        """From those of the file, the header apart."""
+        columns: dict[str, dict[int, Number]] = {}
+        signals: dict[int, dict[int, Layer]] = {}
+        for line in lines:
+            if "column" in line:
+                columns[line["column"]] = dict(zip(line["steps"], line["values"], strict=True))
+                continue
+            by_step = zip(*line["heads"], strict=True)
+            for step, values in zip(line["steps"], by_step, strict=True):
+                layer = signals.setdefault(step, {}).setdefault(line["layer"], {})
+                layer[line["signal"]] = list(values)
+        layers = 1 + max((i for by_layer in signals.values() for i in by_layer), default=-1)
+        return cls(
+            header,
+            columns,
+            {step: [signals[step].get(i, {}) for i in range(layers)] for step in sorted(signals)},
+        )
+
+
+def path_of(directory: Path) -> Path:
+    """Where the records of an experiment are."""
+    return directory / FILE
+
+
+def write(directory: Path, runs: Iterable[StoredRun]) -> Path:
+    """Writes the records of an experiment, by arm and seed; returns their path.
+
+    Raises:
+      DiskError: the disk refuses.
+    """
+    ordered = sorted(runs, key=lambda run: (run.header["arm"], run.header.get("seed") or 0))
+    lines = (json.dumps(line, separators=(",", ":")) for run in ordered for line in run.lines())
+    text = "".join(f"{line}\n" for line in lines)
+    path = path_of(directory)
+    with writing(path):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    return path
+
+
+def read(directory: Path) -> list[StoredRun]:
+    """The runs of the file in a directory; none where there is no file.
+
+    Raises:
+      RecordError: it is damaged.
+    """
+    path = path_of(directory)
+    if not path.exists():
+        return []
+    try:
+        lines = [json.loads(line) for line in lzma.decompress(path.read_bytes()).splitlines()]
+        starts = [i for i, line in enumerate(lines) if "arm" in line]
+        if starts[:1] != [0]:
+            raise RecordError(f"{path} does not begin with the header of a run")
+        ends = [*starts[1:], len(lines)]
+        return [
+            StoredRun.from_lines(lines[begin], lines[begin + 1 : end])
+            for begin, end in zip(starts, ends, strict=True)
+        ]
+    except (lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RecordError(f"{path} does not hold records of arms ({error!r})") from error
+
+
+def older_paths(directory: Path) -> list[Path]:
+    """The files of earlier versions, one for each run."""
+    return sorted(directory.glob("*.jsonl"))
+
+
+def read_older(path: Path) -> StoredRun:
+    """The run of such a file.
+
+    Raises:
+      RecordError: the file is something else.
+    """
+    try:
+        header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+        run = StoredRun.from_rows(header, rows)
+        if not run.name:
+            raise RecordError(f"{path} names no arm")
+        return run
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecordError(f"{path} is not the record of an arm ({error!r})") from error
+
+
+def is_experiment(directory: Path) -> bool:
+    """Whether a directory has records, of this version or an earlier one."""
+    return path_of(directory).exists() or bool(older_paths(directory))
+
+
+def read_all(directory: Path) -> Sequence[StoredRun]:
+    """All runs of a directory.
+
+    A file of an earlier version is left out where `records.jsonl.xz` has its run: it was collected
+    again since.
+
+    Raises:
+      RecordError: a file is damaged, or something else.
+    """
+    runs = read(directory)
+    known = {run.name for run in runs}
+    older = [read_older(path) for path in older_paths(directory)]
+    return [*runs, *(run for run in older if run.name not in known)]

@@ -1,0 +1,148 @@
+"""Collects the runs of an experiment into records that are small enough to be committed.
+
+Kept are what a run was, where it ran and what became of it, all validation losses, of every tenth
+step and the last ten the training loss (six digits) and the gradient's norm (four), and of the
+signals those named in `SIGNALS`, with four digits, per layer and head.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowprec_attn.files import read_record, sha256
+from lowprec_attn.lab import archive
+from lowprec_attn.lab.archive import Number, RecordError, StoredRun
+from lowprec_attn.lab.workdir import ArmRun
+from lowprec_attn.runs import metrics, rollbacks
+from lowprec_attn.runs.explosion import LossWatch
+
+SIGNALS = (
+    "score_maximum",
+    "score_level_rms",
+    "score_spread_mean",
+    "score_spread_max",
+    "repeated_maxima",
+    "rounded_to_one",
+    "delta_error_mean",
+    "delta_error_coherence",
+    "delta_error_cumulative",
+    "ds_row_sum_mean",
+    "ds_row_sum_rms",
+    "ds_row_sum_coherence",
+    "rounded_ds_row_sum_rms",
+    "rounded_ds_row_sum_coherence",
+    "p_row_sum_error_mean",
+    "p_row_sum_error_rms",
+    "vanished_rows",
+    "query_gradient_error_relative",
+    "query_weight_gradient_exact",
+    "query_weight_gradient_error_relative",
+    "query_weight_gradient_error_from_scores",
+    "query_weight_gradient_error_from_lse",
+    "query_weight_gradient_error_from_exponent",
+    "query_weight_gradient_error_from_p",
+    "query_weight_gradient_error_from_dp",
+    "query_weight_gradient_error_from_delta",
+    "query_weight_gradient_error_from_ds",
+    "query_weight_gradient_error_from_total",
+    "query_weight_gradient_error_first_share",
+    "outer_product_similarity",
+    "outer_product_similarity_across_steps",
+    "common_direction_across_steps",
+    "query_weight_norm",
+)
+_LOSS_EVERY = 10
+_LOSS_DIGITS, _DIGITS = 6, 4
+
+
+def collect(runs: Iterable[ArmRun], directory: Path, signals: Sequence[str] = SIGNALS) -> Path:
+    """Adds runs, finished or not, to the records in a directory; returns the path of these.
+
+    A run that they have already is replaced, all others stay.
+
+    Args:
+      runs: of one experiment.
+      directory: of the records.
+      signals: which of them to keep.
+
+    Raises:
+      RunError: a file of a run, or of the records, is damaged.
+      DiskError: the disk refuses.
+    """
+    stored = {run.name: run for run in archive.read(directory)}
+    stored |= {run.name: _stored(run, signals) for run in runs}
+    return archive.write(directory, stored.values())
+
+
+def _stored(run: ArmRun, signals: Sequence[str]) -> StoredRun:
+    run_dir, trial = run.run_dir, run.trial
+    rows = list(metrics.read_encoded(run_dir.metrics)) if run_dir.metrics.exists() else []
+    losses = {row["step"]: float(row["loss"]) for row in rows if "loss" in row}
+    if not losses:
+        raise RecordError(f"{run_dir.metrics} holds no step; restore it, or remove {run_dir.path}")
+    failure = run.failure
+    header = {
+        "arm": trial.arm.name,
+        "control": trial.arm.control,
+        "seed": trial.seed,
+        "overrides": dict(trial.arm.overrides),
+        "steps": max(losses) + 1,
+        "explosion": explosion(losses, failure),
+        "runaway_rule": run.runaway._asdict(),
+        "held_out": held_out(StoredRun.from_rows({}, rows), failure),
+        "config": read_record(run_dir.config),
+        "environment": run_dir.starts(),
+        "data_order_sha256": sha256(run_dir.data_order),
+        "failure": failure,
+        "rollbacks": [rollback._asdict() for rollback in rollbacks.read(run_dir.rollbacks)],
+    }
+    return StoredRun.from_rows(header, _compact(rows, signals, max(losses)))
+
+
+def explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
+    """Where the loss exploded: by the losses that are known, else as the trainer says, or None."""
+    found = LossWatch(losses.items()).explosion
+    return failure.get("explosion") if found is None and failure is not None else found
+
+
+def held_out(run: StoredRun, failure: Mapping[str, Any] | None) -> int | None:
+    """The end of a run of an earlier version, which measured that on held-out text.
+
+    It is the one step with signals beyond all losses. A run that failed was measured on its last
+    batch. Later versions record the signal named here, and measure the end on a training batch.
+    """
+    if failure is not None:
+        return None
+    last = max(run.columns.get("loss", ()), default=-1)
+    for step, layers in run.signals.items():
+        if step > last:
+            return None if any("delta_error_cumulative" in layer for layer in layers) else step
+    return None
+
+
+def _compact(
+    rows: Iterable[Mapping[str, Any]], signals: Sequence[str], last: int
+) -> Iterator[Mapping[str, Any]]:
+    for row in rows:
+        step = row["step"]
+        if "signals" in row:
+            layers = row["signals"].items()
+            kept = {layer: _selected(values, signals) for layer, values in layers}
+            yield {"step": step, "signals": kept}
+        elif "val_loss" in row:
+            yield row
+        elif step % _LOSS_EVERY == 0 or step > last - _LOSS_EVERY:
+            digits = {"loss": _LOSS_DIGITS, "grad_norm": _DIGITS}
+            columns = {n: _rounded(row[n], count) for n, count in digits.items() if n in row}
+            yield {"step": step, **columns}
+
+
+def _selected(layer: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Number]]:
+    """What a run of an earlier version has of them."""
+    return {
+        name: [_rounded(value, _DIGITS) for value in layer[name]] for name in names if name in layer
+    }
+
+
+def _rounded(value: Number, digits: int) -> Number:
+    return value if isinstance(value, str) else float(f"{value:.{digits}g}")
