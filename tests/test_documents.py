@@ -83,7 +83,8 @@ def test_the_repository_stays_small_enough_to_clone(folder, limit):
     assert sum(path.stat().st_size for path in tracked(folder)) < limit * MEGABYTE
 
 
-def test_a_page_shows_every_picture():
+def test_pictures_are_small_and_a_page_shows_each():
     text = "\n".join(path.read_text() for path in tracked("*.md", "*.ipynb", "*.py"))
     pictures = tracked("docs/images")
     assert [path.name for path in pictures if path.name not in text] == []
+    assert [path.name for path in pictures if path.stat().st_size > 150_000] == []
