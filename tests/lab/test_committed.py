@@ -12,7 +12,7 @@ from PIL import Image
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
-from lowprec_attn.lab import archive, figures, records
+from lowprec_attn.lab import archive, figures, outcomes, records
 
 RESULTS = ROOT / "results"
 FAILURE = RESULTS / "failure"
@@ -65,6 +65,21 @@ def test_a_page_shows_the_table_of_the_records(name):
 def test_the_summary_of_the_failure_is_that_of_the_records(reported):
     copy = reported("failure")
     assert (copy / "summary.md").read_text() == (FAILURE / "summary.md").read_text()
+
+
+def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
+    runs = records.read_all(RESULTS / "true_bfloat16" / "first")
+    exploded = {(run.arm.name, run.seed) for run in runs if run.explosion is not None}
+    judged = {(run.arm.name, run.seed): run.large_heads for run in runs}
+    assert {name for name, large in judged.items() if large and large.ran_away} == exploded
+    assert len(exploded) == 7
+    assert [large.heads for name, large in judged.items() if large and name not in exploded] == [
+        0
+    ] * 3
+    words = {outcome.arm.name: outcome.words for outcome in outcomes.outcomes(runs)}
+    assert words["published_normalizer_float32"] == {2024: "censored"}  # ended before step 2,000
+    assert words["published_normalized"] == {2024: "growing"}
+    assert words["exact"] == words["normalized_delta"] == {2024: "healthy"}
 
 
 PICTURES = {
