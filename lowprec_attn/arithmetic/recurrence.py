@@ -81,6 +81,17 @@ def divisor(l: Array, empty: Array, round_point: RoundPoint, place: Place) -> Ar
     return jnp.where(empty, jnp.float32(1), l)
 
 
+def divisor_of_o(l: Array, divisor: Array, empty: Array, rows: Array, n: Numerics) -> Array:
+    """What divides Ō: the divisor, or in rows that `Numerics.divisor` names l as it was."""
+    if n.divisor == "rounded" or n.normalizer.is_identity:
+        return divisor
+    first = ~empty
+    if isinstance(n.kv_block, int):
+        axes = tuple(range(first.ndim - rows.ndim))
+        first = first & jnp.expand_dims(rows < n.kv_block, axes)
+    return jnp.where(first, l, divisor)
+
+
 def log_sum_exp(
     m: Array, divisor: Array, empty: Array, round_point: RoundPoint, place: Place
 ) -> Array:

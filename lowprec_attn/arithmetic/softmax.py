@@ -28,6 +28,7 @@ from lowprec_attn.arithmetic.recurrence import (
     RowStatistics,
     SoftmaxState,
     divisor,
+    divisor_of_o,
     log_sum_exp,
     m_and_inverse_l,
     next_accumulator,
@@ -169,7 +170,8 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
     place = Place(rows, span(0, state.acc.shape[-1])[None])
     empty = is_empty(state.m)
     l = divisor(state.l, empty, round_point, place)
-    acc = state.acc if n.normalize_probs else state.acc / l
+    of_o = divisor_of_o(state.l, l, empty, rows, n)
+    acc = state.acc if n.normalize_probs else state.acc / of_o
     o = round_point(acc, "output", place, dtype).astype(n.output_dtype(dtype))
 
     if n.delta == "dp_p":
@@ -183,7 +185,7 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = high + round_to(acc - high, "bfloat16")
     else:
         assert state.aux is not None
-        saved = round_to(state.aux / l, "bfloat16").astype(jnp.bfloat16)
+        saved = round_to(state.aux / of_o, "bfloat16").astype(jnp.bfloat16)
 
     m = state.m
     if (unit := score_unit(spec, extras)) != 1:

@@ -68,6 +68,7 @@ RowSum = Literal["unrounded", "rounded"]
 Statistics = Literal["lse", "m_and_l"]
 Exponent = Literal["shift_first", "scale_first"]
 MeanKey = Literal["kept", "subtracted"]
+Divisor = Literal["rounded", "first_unrounded"]
 
 KvBlock = int | Literal["all"]
 
@@ -110,6 +111,9 @@ class Numerics:
       shift: the exponents of P̄ and α. Below −128, where exp is 0, they are −128.
       stats: m and l after every step.
       normalizer: l after the last step, as it divides Ō and enters lse.
+      divisor: the l that divides Ō: the one `rounded` at `normalizer`; or, `first_unrounded`, in
+        the first `kv_block` rows (all, without) the one before that, as in the public code of arXiv
+        2510.04212 where PyTorch compiles it. P has the rounded one in all rows.
       lse: as saved for the backward pass. Rounded to bfloat16 it makes Σ_j P anything between
         1/50 and 50 where scores reach 1,000, for there bfloat16 numbers lie 4 to 8 apart.
       tile_grads: the products of a tile before they are added to dQ, dK and dV. With it the
@@ -159,6 +163,7 @@ class Numerics:
     accumulator: Rounding = _FLOAT32
     stats: Rounding = _FLOAT32
     normalizer: Rounding = _FLOAT32
+    divisor: Divisor = "rounded"
     lse: Rounding = _FLOAT32
     output: Rounding | None = None
     saved_output: SavedOutput = "same"
@@ -188,6 +193,7 @@ class Numerics:
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
         _check_choice("statistics", self.statistics, get_args(Statistics))
         _check_choice("exponent", self.exponent, (None, *get_args(Exponent)))
+        _check_choice("divisor", self.divisor, get_args(Divisor))
         _check_choice("mean_key", self.mean_key, get_args(MeanKey))
         if self.mean_key == "subtracted" and self.delta == "after_cast":
             raise ValueError(

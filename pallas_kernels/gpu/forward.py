@@ -20,6 +20,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
     divisor,
+    divisor_of_o,
     keep_unvisited,
     log_sum_exp,
     m_and_inverse_l,
@@ -121,12 +122,13 @@ def _finish(
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if problem.keeps_partial_sums else one(state.l)
     empty = m <= MASKED
-    l = divisor(l, empty, round_point, place)
-    unrounded = state.acc / l
+    unrounded_l, l = l, divisor(l, empty, round_point, place)
+    of_o = divisor_of_o(unrounded_l, l, empty, place.rows, problem.spec.numerics)
+    unrounded = state.acc / of_o
     o = round_point(unrounded, "output", place)
     problem.store_rows(out.o, o, start)
     if state.aux is not None:
-        problem.store_rows(out.saved, round_point.nearest(state.aux / l, _BFLOAT16), start)
+        problem.store_rows(out.saved, round_point.nearest(state.aux / of_o, _BFLOAT16), start)
     elif out.saved is not None:
         halves = problem.spec.numerics.saved_output == "halves"
         saved = round_point.nearest(unrounded - o, _BFLOAT16) if halves else unrounded

@@ -19,6 +19,7 @@ from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
     divisor,
+    divisor_of_o,
     log_sum_exp,
     m_and_inverse_l,
 )
@@ -145,10 +146,11 @@ def _finish(
     l = state.l
     if problem.keeps_partial_sums:
         l = jnp.broadcast_to(jnp.sum(l, axis=-1, keepdims=True), l.shape)
-    l = divisor(l, empty, round_point, place)
+    unrounded_l, l = l, divisor(l, empty, round_point, place)
+    of_o = divisor_of_o(unrounded_l, l, empty, rows, problem.spec.numerics)
 
     def divided(acc: Array) -> Array:
-        quotient = acc / lanes(l, problem.head_size)
+        quotient = acc / lanes(of_o, problem.head_size)
         if query_length is None:
             return quotient
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)

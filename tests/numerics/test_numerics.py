@@ -17,6 +17,7 @@ PRESETS = {
     "exact": (F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
     "flash": (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
     "published": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
+    "published_as_compiled": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
     "published_eager": (BF16, BF16, BF16, BF16, "same", "do_o_storage", BF16, BF16, BF16),
     "probe": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
     "float32_output": (F32, BF16, F32, BF16, "float32", "do_o", BF16, F32, BF16),
@@ -34,6 +35,7 @@ PRESETS = {
 OTHER_POINTS = ("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads")
 ROUNDED_TOO = {
     "published": {"normalizer", "tile_grads"},
+    "published_as_compiled": {"normalizer", "tile_grads"},
     "published_eager": set(OTHER_POINTS) - {"lse"},
 }
 

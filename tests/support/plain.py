@@ -164,13 +164,17 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         acc, aux = np.where(here, acc_new, acc), np.where(here, aux_new, aux)
     empty = m == -np.inf
     divisor = np.where(empty, np.float32(1), round_nearest(l, n.normalizer))
-    acc = acc if n.normalize_probs else acc / divisor
+    of_o = divisor
+    if n.divisor == "first_unrounded":
+        first = np.arange(s.shape[-2])[:, None] < step_of(n, s.shape[-2])
+        of_o = np.where(first & ~empty, l, divisor)
+    acc = acc if n.normalize_probs else acc / of_o
     o = round_nearest(acc, n.rounding_at("output", np.dtype(getattr(ml_dtypes, dtype, dtype))))
     saved = {
         "same": o,
         "float32": acc,
         "halves": o + (acc - o).astype(ml_dtypes.bfloat16).astype(np.float32),
-        "auxiliary": (aux / divisor).astype(ml_dtypes.bfloat16).astype(np.float32),
+        "auxiliary": (aux / of_o).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
     lse = round_nearest(m * np.float32(unit) + np.log(divisor), n.lse)
     lse = np.where(empty, np.float32(-np.inf), lse)

@@ -72,6 +72,11 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         ROUNDED_OUTPUT.replace(ds="bfloat16", delta="normalized"),
         {"dq"},
     ),
+    "divisor=first_unrounded": (
+        EXACT.replace(normalizer="bfloat16", divisor="first_unrounded"),
+        EXACT.replace(normalizer="bfloat16"),
+        FORWARD,
+    ),
     "row_sum=rounded": (
         EXACT.replace(probs="bfloat16", row_sum="rounded"),
         EXACT.replace(probs="bfloat16"),

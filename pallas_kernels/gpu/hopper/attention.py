@@ -146,6 +146,8 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         return f"delta={n.delta} (it takes {_listed(taken)})"
     if n.saved_output == "halves":
         return "saved_output=halves (it takes same, float32 or auxiliary)"
+    if n.divisor != "rounded":
+        return f"divisor={n.divisor} (it takes rounded)"
     if n.mean_key != "kept":
         return f"mean_key={n.mean_key} (it takes kept)"
     if n.exponent == "shift_first":
