@@ -87,8 +87,10 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
 
     if args.jobs is None:
         return gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
-    if not 1 <= args.jobs <= _MOST_JOBS:
-        raise RunError(f"--jobs must be 1 to {_MOST_JOBS}, got {args.jobs}")
+    if args.jobs < 1:
+        raise RunError(f"--jobs must be at least 1, got {args.jobs}")
+    if args.jobs > _MOST_JOBS:
+        raise RunError(f"--jobs must be at most {_MOST_JOBS}, got {args.jobs}")
     return cpu_slots(args.jobs)
 
 

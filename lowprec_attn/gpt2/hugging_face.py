@@ -72,8 +72,7 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or not 1 <= value <= LARGEST[ours]:
             raise WeightsError(
-                f"config.json says {_SHAPE[ours]} {value!r}, not a whole number from 1 to "
-                f"{LARGEST[ours]}"
+                f"config.json says {_SHAPE[ours]} {value!r}, not a number from 1 to {LARGEST[ours]}"
             )
     if shape["layers"] * shape["heads"] > MOST_HEADS:
         raise WeightsError(

@@ -69,6 +69,8 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Writes or replaces a manifest in one step."""
+        if path.is_symlink():  # damage: a checkpoint has none
+            path.unlink()
         write_json(path, dataclasses.asdict(self), indent=1)
 
     def verify(self, directory: Path) -> None:

@@ -255,7 +255,7 @@ CASES = {
             *("lab", "run", text("a.toml", "config='x.py'\n[arms.a]\n"), "--workdir=out"),
             "--jobs=99999999999",
         ],
-        "--jobs must be 1 to 1024, got 99999999999",
+        "--jobs must be at most 1024, got 99999999999",
     ),
     "a pipe that nobody writes": (
         lambda: [os.mkfifo("pipe"), *hugging_face()[:-1], "pipe"][1:],
@@ -294,7 +294,7 @@ CASES = {
     ),
     "text as environment.json's count": (
         lambda: ["report", recorded(environment__json='[{"device_count": "x"}]')],
-        "environment.json holds more than starts",
+        "run holds records that are damaged or of another version",
     ),
     "a number as config.json's attention": (
         lambda: ["report", recorded(config__json='{"attention": 3}')],
