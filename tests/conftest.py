@@ -23,6 +23,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long fuzzers go on beyond what they always try."""
+    parser.addoption("--fuzz-seconds", type=float, default=0.0, help="seconds, per fuzzer")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """On a CPU, programs compile quickly, unless tests of a device or slow ones were asked for."""
     if not _ON_A_DEVICE and "not slow" in (config.getoption("markexpr") or ""):

@@ -17,6 +17,7 @@ from lowprec_attn.arithmetic.products import (
     query_key_products,
     scale_of,
     score_unit,
+    seen_dot,
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
@@ -25,10 +26,15 @@ from lowprec_attn.numerics import Format, Numerics, round_to
 
 
 class BackwardTile(NamedTuple):
-    """P [B, K, G, T, S], unrounded, and dP as rounded at its point."""
+    """P [B, K, G, T, S], unrounded, and dP as rounded at its point.
+
+    `seen` is True where a row sees a key, and broadcasts to them; None: everywhere. P is 0
+    elsewhere, but dP and δ may not be finite there.
+    """
 
     p: Array
     dp: Array
+    seen: Array | None
 
 
 def probabilities(s: Array, statistics: RowStatistics, spec: Spec, extras: Extras) -> Array:
@@ -54,6 +60,7 @@ def backward_tile(
     spec: Spec,
     extras: Extras,
     place: Place,
+    seen: Array | None = None,
 ) -> BackwardTile:
     """P and dP = round_dp(dO round_value(v)ᵀ).
 
@@ -63,11 +70,16 @@ def backward_tile(
       v, do: values of the block of keys, and dO of the rows.
       spec, extras: the call.
       place: the tile.
+      seen: see `BackwardTile`.
     """
-    p = probabilities(s, statistics, spec, extras)
+    p = _where_seen(seen, probabilities(s, statistics, spec, extras))
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
-    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place))
+    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen)
+
+
+def _where_seen(seen: Array | None, x: Array) -> Array:
+    return x if seen is None else jnp.where(seen, x, jnp.float32(0))
 
 
 def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.dtype) -> Array:
@@ -107,7 +119,7 @@ def rounded_delta(delta: Array, rows: Array, spec: Spec, extras: Extras) -> Arra
 
 def delta_from_probs(tile: BackwardTile) -> Array:
     """δ = rowsum(dP ∘ P) over the keys of this tile, not rounded yet, [B, K, G, T, 1]."""
-    return jnp.sum(tile.dp * tile.p, axis=-1, keepdims=True)
+    return jnp.sum(_where_seen(tile.seen, tile.dp * tile.p), axis=-1, keepdims=True)
 
 
 class Delta(NamedTuple):
@@ -163,7 +175,14 @@ def row_sums(
     return RowSums(
         jnp.sum(ds, axis=-1, keepdims=True),
         jnp.sum(p, axis=-1, keepdims=True),
-        dot("bkgts,bksh->bkgth", p_rounded, k, n.probs_bwd.result_format, format_of(k)),
+        seen_dot(
+            "bkgts,bksh->bkgth",
+            p_rounded,
+            k,
+            n.probs_bwd.result_format,
+            format_of(k),
+            tile.seen,
+        ),
     )
 
 
@@ -177,7 +196,7 @@ class QueryKeys(NamedTuple):
         self, dq: Array, dlse: Array, statistics: RowStatistics, spec: Spec, extras: Extras
     ) -> Array:
         """dQ [B, K, G, T, H] with what dlse [B, K, G, T, 1] adds to it by way of the mean."""
-        given = scale_of(spec, extras) * dlse * sees_a_key(statistics)
+        given = jnp.where(sees_a_key(statistics), scale_of(spec, extras) * dlse, jnp.float32(0))
         return dq + given * self.mean[:, :, None]
 
 
@@ -187,23 +206,26 @@ def query_keys(k: Array, spec: Spec, extras: Extras) -> QueryKeys | None:
 
 
 def without_mean(k: Array, extras: Extras) -> QueryKeys:
-    """k [B, K, S, H] less the mean of the keys within the lengths."""
+    """k [B, K, S, H] less the mean of the keys within the lengths; what is not finite counts as 0.
+
+    Any mean will do, and one key that no row sees may hold NaN.
+    """
     x, keys = k.astype(jnp.float32), k.shape[-2]
+    x_finite = jnp.where(jnp.isfinite(x), x, jnp.float32(0))
     if extras.key_lengths is None:
-        mean = jnp.mean(x, axis=-2, keepdims=True)
+        mean = jnp.mean(x_finite, axis=-2, keepdims=True)
     else:
         count = extras.key_lengths.reshape(-1, 1, 1, 1)
         inside = span(0, keys)[None, None, :, None] < count
-        total = jnp.sum(jnp.where(inside, x, jnp.float32(0)), axis=-2, keepdims=True)
+        total = jnp.sum(jnp.where(inside, x_finite, jnp.float32(0)), axis=-2, keepdims=True)
         mean = total / jnp.maximum(count, 1).astype(jnp.float32)
     return QueryKeys(round_to(x - mean, format_of(k)).astype(k.dtype), mean)
 
 
 def sees_a_key(statistics: RowStatistics) -> Array:
-    """1 in rows that saw a key, else 0."""
+    """Whether a row saw a key."""
     subtracted, inverse_l = statistics
-    seen = jnp.isfinite(subtracted) if inverse_l is None else inverse_l != 0
-    return seen.astype(jnp.float32)
+    return jnp.isfinite(subtracted) if inverse_l is None else inverse_l != 0
 
 
 def corrected(
@@ -219,6 +241,8 @@ def corrected(
       spec, extras: the call.
     """
     scale = scale_of(spec, extras)
+    # Of a row that sees nothing, dlse may be anything.
+    dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
     if spec.numerics.delta == "after_cast":
         after = sums.shift - scale * dlse
         unrounded = delta + row_shift(sums.shift, scale) - dlse
@@ -230,7 +254,7 @@ def corrected(
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:
     """dS = P ∘ (dP − δ), the gradient of the scores and of the bias, before rounding at `ds`."""
-    return tile.p * (tile.dp - delta)
+    return _where_seen(tile.seen, tile.p * (tile.dp - delta))
 
 
 def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
@@ -245,7 +269,7 @@ def query_gradient(
     """What the tile adds to dQ, float32 [B, K, G, T, H], as rounded at `tile_grads`."""
     n = spec.numerics
     ds = rounded_ds(tile, delta, spec, extras, place)
-    dq = dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, format_of(k))
+    dq = seen_dot("bkgts,bksh->bkgth", ds, k, n.ds.result_format, format_of(k), tile.seen)
     features = span(0, k.shape[-1])[None]
     tile_place = Place(place.rows, features, tile_number(place.cols[0, 0], 0))
     return Rounder.of(spec, extras)(dq, "tile_grads", tile_place)
@@ -270,8 +294,8 @@ def key_gradients(
 
     def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
         if n.tile_grads.is_identity:
-            return dot("bkgts,bkgth->bksh", a, b, a_format, format_of(b))
-        by_head = dot("bkgts,bkgth->bkgsh", a, b, a_format, format_of(b))
+            return seen_dot("bkgts,bkgth->bksh", a, b, a_format, format_of(b), tile.seen)
+        by_head = seen_dot("bkgts,bkgth->bkgsh", a, b, a_format, format_of(b), tile.seen)
         features = span(0, b.shape[-1])[None]
         number = tile_number(place.rows[0, 0], which)
         tile_place = Place(place.cols.reshape(-1, 1), features, number)
@@ -283,7 +307,7 @@ def key_gradients(
         features = scaled_rows(place.rows, q.shape[-1])
         rows = round_point(delta.after * q.astype(jnp.float32), "ds", features)
         p_format, ds_format = n.probs_bwd.result_format, n.ds.result_format
-        dk = dk - dot("bkgts,bkgth->bksh", p_rounded, rows, p_format, ds_format)
+        dk = dk - seen_dot("bkgts,bkgth->bksh", p_rounded, rows, p_format, ds_format, tile.seen)
     return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
 
 
@@ -292,9 +316,9 @@ def scaled_rows(rows: Array, head_size: int) -> Place:
     return Place(rows, span(0, head_size)[None], 1)
 
 
-def scale_gradient(ds: Array, q: Array, k: Array) -> Array:
+def scale_gradient(tile: BackwardTile, delta: Array, q: Array, k: Array) -> Array:
     """Contribution of one tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
-    return jnp.sum(ds * query_key_products(q, k))
+    return jnp.sum(_where_seen(tile.seen, ds_of(tile, delta) * query_key_products(q, k)))
 
 
 def round_gradients(

@@ -19,7 +19,8 @@ class Grid:
     """Tiles of `block_q` query rows by `block_kv` keys over T rows and S keys.
 
     With `every_block` blocks of keys above the causal diagonal or outside the window are visited
-    too, to no effect.
+    too, to no effect. Rows stand at their index plus an offset, one per batch element, from
+    `least_offset` to `largest_offset`.
     Arrays are grouped as in `layout`, with the sequence on the axis before the last.
     """
 
@@ -30,6 +31,8 @@ class Grid:
     is_causal: bool
     window: tuple[int, int] | None = None
     every_block: bool = False
+    least_offset: Array | int = 0
+    largest_offset: Array | int = 0
 
     @property
     def q_tiles(self) -> int:
@@ -49,19 +52,21 @@ class Grid:
     @property
     def rows_can_miss_blocks(self) -> bool:
         """Whether a visited tile may hold a row that lies wholly above the causal diagonal."""
-        return self.is_causal and (self.every_block or self.block_kv % self.block_q != 0)
+        aligned = isinstance(self.least_offset, int) and self.block_kv % self.block_q == 0
+        return self.is_causal and (self.every_block or not aligned)
 
     def kv_begin(self, i: Index) -> Array | int:
         """The first key block that query tile i visits."""
         if self.window is None or self.every_block:
             return 0
-        return jnp.maximum(i * self.block_q - self.window[0], 0) // self.block_kv
+        first_row = i * self.block_q + self.least_offset
+        return jnp.maximum(first_row - self.window[0], 0) // self.block_kv
 
     def kv_end(self, i: Index) -> Array | int:
         """The end of the key blocks that query tile i visits."""
         if self.every_block or not (self.is_causal or self.window):
             return self.kv_blocks
-        last_row = (i + 1) * self.block_q
+        last_row = (i + 1) * self.block_q + self.largest_offset
         if not self.is_causal and self.window is not None:
             last_row = last_row + self.window[1]
         return jnp.minimum((last_row + self.block_kv - 1) // self.block_kv, self.kv_blocks)

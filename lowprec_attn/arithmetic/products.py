@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -40,6 +41,51 @@ def dot(equation: str, a: Array, b: Array, a_format: Format, b_format: Format) -
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
+
+
+def seen_dot(
+    equation: str, a: Array, b: Array, a_format: Format, b_format: Format, seen: Array | None
+) -> Array:
+    """`dot` without the terms of hidden pairs: there a is 0, and 0 · NaN would be NaN.
+
+    A term of a pair that is seen stays as it is: NaN and infinities arrive.
+
+    Args:
+      equation, a, b, a_format, b_format: as `dot` takes them; a is [B, K, G, T, S].
+      seen: broadcasts to a; None: every pair is.
+    """
+
+    if seen is None:
+        return dot(equation, a, b, a_format, b_format)
+
+    def plain(a: Array, b: Array, seen: Array) -> Array:
+        return dot(equation, a, b, a_format, b_format)
+
+    def careful(a: Array, b: Array, seen: Array) -> Array:
+        finite, float32 = jnp.isfinite(b), get_format("float32")
+        shown = jnp.broadcast_to(seen, a.shape)
+        ones, signs = shown.astype(jnp.float32), jnp.where(shown, jnp.sign(a), jnp.zeros_like(a))
+        infinite = jnp.where(jnp.isinf(b), jnp.sign(b), jnp.zeros_like(b)).astype(jnp.float32)
+        # How many terms are not finite, and how many more of them are +inf than −inf.
+        count = dot(equation, ones, (~finite).astype(jnp.float32), float32, float32)
+        excess = dot(equation, signs.astype(jnp.float32), infinite, float32, float32)
+        infinity = jnp.where(excess > 0, jnp.inf, -jnp.inf)
+        sums = jnp.where(jnp.abs(excess) == count, infinity, jnp.nan)
+        rest = plain(a, jnp.where(finite, b, jnp.zeros_like(b)), seen)
+        return rest + jnp.where(count == 0, jnp.float32(0), sums)
+
+    return lax.cond(_all_finite(lax.stop_gradient(b)), plain, careful, a, b, seen)
+
+
+@jax.custom_batching.custom_vmap
+def _all_finite(x: Array) -> Array:
+    return jnp.all(jnp.isfinite(x))
+
+
+@_all_finite.def_vmap
+def _all_finite_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    """One answer for all elements: a condition for each would compute both of its branches."""
+    return _all_finite(x), False
 
 
 def query_key_products(q: Array, k: Array) -> Array:

@@ -15,7 +15,7 @@ Without the fifth it gets the planes of a packed array.
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,9 @@ class Spec:
     Attributes:
       numerics, row_max: the arithmetic.
       scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
-      is_causal: row t sees the keys s <= t.
-      window: (left, right); row t sees the keys t − left <= s <= t + right; None for all.
+      is_causal: row t sees the keys s <= t + `Extras.query_offset`.
+      window: (left, right); a row at position t (`query_offset` added) sees the keys
+        t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
     """
@@ -89,6 +90,7 @@ class Extras(NamedTuple):
       stream: random bits, needed by stochastic points only.
       scale: factor of q kᵀ that is not known before the call is run.
       query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
+      query_offset: position among the keys of row 0, for causality and the window; None for 0.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -99,6 +101,7 @@ class Extras(NamedTuple):
     scale: Float32[Array, ""] | None = None
     query_segments: Int32[Array, "B T"] | None = None
     key_segments: Int32[Array, "B S"] | None = None
+    query_offset: Int32[Array, "B"] | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -119,14 +122,15 @@ class Request:
     """
 
     spec: Spec
-    q_shape: tuple[int, ...]
-    kv_shape: tuple[int, ...]
+    q_shape: tuple[Any, ...]  # int, or symbolic in `jax.export`
+    kv_shape: tuple[Any, ...]
     dtype: np.dtype
     has_bias: bool = False
-    mask_shape: tuple[int, ...] | None = None
+    mask_shape: tuple[Any, ...] | None = None
     has_lengths: bool = False
     has_segments: bool = False
     has_traced_scale: bool = False
+    has_query_offset: bool = False
     checks_vma: bool = False
     platform: str | None = None
 
@@ -143,6 +147,7 @@ class Request:
             has_lengths=extras.query_lengths is not None or extras.key_lengths is not None,
             has_segments=extras.query_segments is not None,
             has_traced_scale=extras.scale is not None,
+            has_query_offset=extras.query_offset is not None,
             checks_vma=checks_varying_types(),
         )
 
@@ -176,6 +181,10 @@ def unsupported_by_kernels(request: Request) -> str | None:
         )
     if request.has_bias:
         return "a dense bias"
+    if request.has_query_offset:
+        return "query_offset other than 0 with is_causal=True or a local window"
+    if not isinstance(request.q_shape[1] + request.kv_shape[1], int):
+        return "symbolic lengths"
     if request.q_shape[-1] not in HEAD_SIZES:
         return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return None

@@ -16,12 +16,12 @@ from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.products import (
     LOG2E,
     counts_in_scale,
-    dot,
     format_of,
     powers,
     query_key_products,
     scale_of,
     score_unit,
+    seen_dot,
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import (
@@ -82,7 +82,13 @@ def is_empty(m: Array) -> Array:
 
 
 def softmax_step(
-    state: SoftmaxState, s: Array, v: Array, spec: Spec, extras: Extras, place: Place
+    state: SoftmaxState,
+    s: Array,
+    v: Array,
+    spec: Spec,
+    extras: Extras,
+    place: Place,
+    seen: Array | None = None,
 ) -> SoftmaxState:
     """One online-softmax step over one block of keys (FlashAttention-2, Algorithm 1).
 
@@ -92,6 +98,7 @@ def softmax_step(
       v: its values, [B, K, S, H].
       spec, extras: the call.
       place: rows, and the keys of the block; its first key tells the step.
+      seen: True where a row sees a key, broadcastable to s; None: everywhere.
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -120,13 +127,13 @@ def softmax_step(
 
     if n.normalize_probs:  # all keys are in this one step, so l is final
         p_rounded = round_point(p / divisor(l, is_empty(m), round_point, place), "probs", place)
-    pv = dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, format_of(v))
+    pv = seen_dot("bkgts,bksh->bkgth", p_rounded, v, n.probs.result_format, format_of(v), seen)
     acc = next_accumulator(state.acc, alpha, pv, round_point, out)
 
     aux = state.aux
     if aux is not None:
         float32 = get_format("float32")
-        aux = alpha * aux + dot("bkgts,bksh->bkgth", p, v, float32, format_of(v))
+        aux = alpha * aux + seen_dot("bkgts,bksh->bkgth", p, v, float32, format_of(v), seen)
     return SoftmaxState(m, l, acc, aux)
 
 

@@ -17,7 +17,7 @@ def visible(extras: Extras, spec: Spec, place: Place, mask: Array | None) -> Arr
     """True where a row may see a column, broadcastable to the scores; None where all may.
 
     Args:
-      extras: for the lengths.
+      extras: for the lengths and the rows' offset.
       spec: for causality and the window.
       place: the tile.
       mask: what is `unhidden` in this tile, [B|1, K|1, G|1, T|1, S|1].
@@ -54,7 +54,7 @@ def visited(
     some key.
 
     Args:
-      extras: for the lengths.
+      extras: for the lengths and the rows' offset.
       place: the tile, whose columns may reach beyond the keys.
       keys: how many keys there are.
       causal: whether the diagonal counts, see `RowMax.visits_above_diagonal`.
@@ -74,13 +74,13 @@ def _of_every_head(
     last: Array | None = None,
 ) -> Array | None:
     rows, cols = (x[None, None, None] for x in (place.rows, place.cols))
-    keys, queries = (
-        None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
-        for lengths in (extras.key_lengths, extras.query_lengths)
+    keys, queries, offset = (
+        None if x is None else x.reshape(-1, 1, 1, 1, 1)
+        for x in (extras.key_lengths, extras.query_lengths, extras.query_offset)
     )
     last = None if last is None else last[None, None, None]
-    limits = {"keys": keys, "queries": queries}
-    return by_position(Place(rows, cols), causal=causal, window=window, last=last, **limits)
+    given = {"keys": keys, "queries": queries, "offset": offset}
+    return by_position(Place(rows, cols), causal=causal, window=window, last=last, **given)
 
 
 def by_position(
@@ -92,6 +92,7 @@ def by_position(
     limit: Array | int | None = None,
     keys: Array | None = None,
     queries: Array | None = None,
+    offset: Array | None = None,
 ) -> Array | None:
     """True where a row may see a column by position alone; None where all may.
 
@@ -103,21 +104,23 @@ def by_position(
         them. Without a window the first decides.
       limit: how many columns there are, None: as many as the tile's.
       keys, queries: how many columns and rows are valid, None: all.
+      offset: the column at which row 0 stands, None: 0.
     """
     parts = []
+    at = place.rows if offset is None else place.rows + offset
     if limit is not None:
         parts.append(place.cols < limit)
     if causal:
-        parts.append(place.cols <= place.rows)
+        parts.append(place.cols <= at)
     if window is not None:
         left, right = window
         if not causal:  # the diagonal is nearer
-            parts.append(place.cols <= place.rows + right)
+            parts.append(place.cols <= at + right)
         nearest = place.cols if last is None else last
         if last is not None:
             for end in (x for x in (limit, keys) if x is not None):
                 nearest = jnp.minimum(nearest, end - 1)
-        parts.append(nearest >= place.rows - left)
+        parts.append(nearest >= at - left)
     if keys is not None:
         parts.append(place.cols < keys)
     if queries is not None:

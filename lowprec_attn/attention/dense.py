@@ -20,9 +20,9 @@ def unsupported(request: Request) -> str | None:
     if request.spec.block_sizes is not None:
         return f"block_sizes={request.spec.block_sizes} (dense has no tiles)"
     numerics, rows, keys = request.spec.numerics, request.q_shape[1], request.kv_shape[1]
-    if numerics.step_of(keys, keys) < keys:
+    if numerics.step_of(keys, keys) != keys:
         return f"kv_block={numerics.kv_block} (dense takes one step over all {keys} keys)"
-    if not numerics.tile_grads.is_identity and numerics.step_of(rows, rows) < rows:
+    if not numerics.tile_grads.is_identity and numerics.step_of(rows, rows) != rows:
         return (
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(dense has one tile of all {rows} queries)"
@@ -59,9 +59,9 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], layout.Residuals]:
-    place, s = _scores(q, k, extras, spec)
+    place, s, seen = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec)
-    state = softmax.softmax_step(start, s, v, spec, extras, place)
+    state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
@@ -74,9 +74,9 @@ def _backward(
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
     do, dlse = cotangents
-    place, s = _scores(q, k, extras, spec)
+    place, s, seen = _scores(q, k, extras, spec)
     n, dlse = spec.numerics, dlse[..., None]
-    tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place)
+    tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place, seen)
     if res.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
@@ -101,7 +101,7 @@ def _backward(
         dbias = layout.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
     dscale = None
     if extras.scale is not None:
-        dscale = backward.scale_gradient(backward.ds_of(tile, corrected.unrounded), q, k)
+        dscale = backward.scale_gradient(tile, corrected.unrounded, q, k)
     rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
     return (*rounded, Extras(bias=dbias, scale=dscale))
 
@@ -109,7 +109,7 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Array]:
+def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Array, Array | None]:
     place = Place(
         span(0, q.shape[-2])[:, None],
         span(0, k.shape[-2])[None],
@@ -117,4 +117,4 @@ def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Arra
     s = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
-    return place, visibility.mask_scores(s, seen, softmax.UNSEEN)
+    return place, visibility.mask_scores(s, seen, softmax.UNSEEN), seen

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.hidden import seen_by_any
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
 from lowprec_attn.arithmetic.transforms import vary_alike
 from lowprec_attn.attention import dense, tiled
@@ -76,6 +77,14 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
     return names
 
 
+def check_name(implementation: object) -> None:
+    """Raises ValueError unless it is None or the name of an implementation."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
+        )
+
+
 def resolve(request: Request, implementation: str | None = None) -> str:
     """The name of the implementation that serves the request on its platform.
 
@@ -90,10 +99,7 @@ def resolve(request: Request, implementation: str | None = None) -> str:
             listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
         return able[0]
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
-        )
+    check_name(implementation)
     if reasons[implementation] is not None:
         others = f"use {' or '.join(able)}" if able else "no other implementation does either"
         raise UnsupportedError(
@@ -168,9 +174,17 @@ def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, 
 def _attend(
     module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
 ) -> tuple[Array, Array]:
+    seen = None
+    if module not in (tiled, dense):  # these drop every hidden pair by themselves
+        q, k, _ = planes(*arrays)
+        seen = seen_by_any(extras, spec, q, k, ends_at_lengths=module is gpu)
+    if seen is not None:
+        arrays = seen.clean(arrays)
     if len(arrays) == 1 and hasattr(module, "packed_attention"):
-        return module.packed_attention(*arrays, extras, spec)
-    return module.attention(*planes(*arrays), extras, spec)
+        result = module.packed_attention(*arrays, extras, spec)
+    else:
+        result = module.attention(*planes(*arrays), extras, spec)
+    return result if seen is None else seen.without_gradients(*result)
 
 
 def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:

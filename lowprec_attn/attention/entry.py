@@ -1,11 +1,13 @@
 """The public function: validates a call once and lets the implementations compute its heads."""
 
 import functools
+import logging
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
@@ -20,6 +22,8 @@ from lowprec_attn.attention.dispatch import (
 from lowprec_attn.attention.tap import tapped
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 
+_log = logging.getLogger(__name__)
+
 
 def dot_product_attention(
     query: Float[ArrayLike, "B T N H"],
@@ -33,6 +37,7 @@ def dot_product_attention(
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    query_offset: int | Int[ArrayLike, "#B"] | Literal["end"] = 0,
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
@@ -50,6 +55,12 @@ def dot_product_attention(
     roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
     `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
 
+    What is hidden reaches no result, be it NaN or infinity: keys beyond the lengths, of a segment
+    without queries or masked for every query; q and gradients of rows that see no key. Gradients
+    are 0 there. Of keys that some rows see and others do not (causality, another segment) `dense`
+    and `tiled` keep the others free. The kernels do not, within a tile: give the padding of packed
+    keys an id that no query has. A row that sees NaN or infinity returns it.
+
     Second derivatives (`jax.hessian`, `jax.jvp` or `jax.grad` of `jax.grad`) take the derivative of
     every rounding as 1. `tiled` and `dense` have them; name one of the two, because under `jit` the
     choice by platform keeps the kernels, which refuse. `jax.grad` of `jax.grad` takes memory
@@ -65,20 +76,28 @@ def dot_product_attention(
       mask: True where a query may see a key.
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
         number is too; the kernels decline it.
-      is_causal: row t sees the keys s <= t; not traced.
+      is_causal: row t sees the keys s <= t + query_offset; not traced.
       query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
         and lse = −inf, as has every row that sees no key (where a mask or segments hide all keys,
         `PublishedMax` gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element, from 0 to S.
       local_window_size: (left, right), or one int for both: row t sees the keys
-        t − left <= s <= t + right; not traced. Tiles outside it are skipped.
+        t − left <= s <= t + right, query_offset added to t; not traced. Tiles outside it are
+        skipped.
+      query_offset: position among the keys of query 0, for `is_causal` and the window: how many
+        keys of a cache are older than the queries. One integer or one per batch element, which may
+        be traced, from −2^29 to 2^29. 0 aligns the first query with the first key, as `jax.nn`
+        does. `'end'` aligns the last ones: S − T, or the difference of the lengths where they are
+        given. The kernels decline any but 0; `tiled` serves it.
       query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
         arithmetic they are a dense mask that is never formed.
       key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for
-        float16 arrays take `FLASH.with_format('float16')`.
+        float16 arrays take `FLASH.with_format('float16')`. So in float32 arrays the default,
+        `'flash'`, differs from `jax.nn.dot_product_attention` by up to about 8e-3 of entries of
+        order 1; `'exact'` rounds nothing.
       row_max: a row-max rule, or the name of one such as `'dynamic_max'`, likewise.
       rng_key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
         batch element, head, row and column alone (elements of a `vmap` over one key share them).
@@ -113,6 +132,7 @@ def dot_product_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        query_offset=query_offset,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
         numerics=numerics,
@@ -137,6 +157,7 @@ def prepare(
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
     local_window_size: Any = None,
+    query_offset: Any = 0,
     query_segment_ids: Any = None,
     key_value_segment_ids: Any = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
@@ -155,38 +176,57 @@ def prepare(
     if unbatched:
         bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
         query_segment_ids, key_value_segment_ids = (
-            x if x is None or jnp.ndim(x) != 1 else jnp.asarray(x)[None]
+            x if x is None or np.ndim(x) != 1 else (x if hasattr(x, "shape") else np.array(x))[None]
             for x in (query_segment_ids, key_value_segment_ids)
         )
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
     validation.check_inputs(q, k, v, names=("query", "key", "value"))
+    if numerics is FLASH and q.dtype == jnp.float32:
+        _log_default_in_float32()
     batch, _, heads, head_size = q.shape
+    lengths = (
+        validation.lengths("query_seq_lengths", query_seq_lengths, batch, q.shape[1]),
+        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
+    )
+    is_causal = validation.causal(is_causal)
+    offset = validation.query_offset(query_offset, q, k, *lengths)
+    if not is_causal and local_window_size is None:
+        offset = None  # positions do not matter
     extras = Extras(
         validation.pairs("bias", bias, q, k),
         validation.pairs("mask", mask, q, k),
-        validation.lengths("query_seq_lengths", query_seq_lengths, batch, q.shape[1]),
-        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
+        *lengths,
         None if rng_key is None else RandomStream.of(rng_key, batch, heads),
         validation.traced_scale(scale),
         *validation.segments(
             query_segment_ids, key_value_segment_ids, q.shape[:2], (batch, k.shape[1])
         ),
+        offset,
     )
     spec = functools.partial(
         Spec,
         scale=1.0 if extras.scale is not None else validation.scale(scale, head_size),
-        is_causal=validation.causal(is_causal),
-        window=validation.window(local_window_size, q.shape[1], k.shape[1]),
+        is_causal=is_causal,
+        window=validation.window(
+            local_window_size, q.shape[1], k.shape[1], offset=offset is not None
+        ),
         block_sizes=block_sizes,
     )
     parts = []
     for group in validation.head_groups(numerics, row_max, heads, k.shape[2]):
         validation.check_shift(group.numerics, group.row_max)
-        if group.numerics.needs_bits and rng_key is None:
-            raise ValueError(
-                f"{group.numerics} draws random bits; pass rng_key=jax.random.key(...)"
-            )
+        validation.check_bits((group.numerics,), rng_key)
         part = spec(numerics=group.numerics, row_max=group.row_max)
         request = Request.of(q, k, extras, part)
         parts.append(Part(group.heads, part, resolve_by_platform(request, implementation)))
     return Call(operands, extras, tuple(parts)), unbatched
+
+
+@functools.cache
+def _log_default_in_float32() -> None:
+    """Once per process."""
+    _log.warning(
+        "attention: float32 arrays with numerics 'flash', the default: probabilities, output and "
+        "gradients are rounded to bfloat16, up to about 8e-3 from jax.nn; numerics='exact' rounds "
+        "nothing"
+    )

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 
+from lowprec_attn.attention import validation
+from lowprec_attn.attention.dispatch import check_name
 from lowprec_attn.attention.entry import dot_product_attention
-from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
+from lowprec_attn.numerics import (
+    FLASH,
+    Numerics,
+    RowMax,
+    StandardMax,
+    get_preset,
+    get_row_max,
+)
 
 
 def attention_fn(
@@ -31,6 +40,14 @@ def attention_fn(
     Masks are boolean, or 0/1 as `make_causal_mask` gives them. A mask beside `is_causal=True`
     narrows it: a row sees the keys that both let it see, as in Flax.
 
+    One query, a mask and more keys are a decoding step (`decode=True`): the query stands at the
+    last key that the mask shows, since Flax hides the part of the cache that is not yet written.
+    A window is counted from there. Causality hides no further key.
+
+    Other calls with as many queries as keys count both from 0. With unequal numbers, as in
+    cross-attention, positions have no meaning of their own: `is_causal` and `local_window_size` are
+    refused, unless the call names a `query_offset`.
+
     Args:
       numerics: see `dot_product_attention`.
       row_max: likewise.
@@ -40,13 +57,18 @@ def attention_fn(
       implementation: likewise.
 
     Returns:
-      A function with the keyword arguments that Flax passes. It raises NotImplementedError for
+      A function with the keyword arguments that Flax passes, and `query_offset`, see
+      `dot_product_attention`, for modules of your own. It raises NotImplementedError for
       active dropout (Flax draws one mask over all pairs of a row and a key; without it in memory
       no kernel gives the results of the same key), sown weights, a `precision` and einsum
-      overrides.
+      overrides; ValueError for positions without a meaning.
+
+    Raises:
+      ValueError: an option that no call can have.
     """
 
-    always_causal = is_causal
+    always_causal = validation.causal(is_causal)
+    _check_made(numerics, row_max, local_window_size, rng_key, implementation)
 
     # Linen drops every keyword that is not named here, so a **kwargs would lose the mask.
     def attend(
@@ -66,6 +88,7 @@ def attention_fn(
         force_fp32_for_softmax: bool = False,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
+        query_offset: Any = None,
     ) -> Array:
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # the softmax is float32 anyway
         refused = {
@@ -80,9 +103,16 @@ def attention_fn(
                 raise NotImplementedError(f"lowprec_attn.attention does not support {what}")
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
-        by_position = is_causal or always_causal
-        if mask is not None and _is_causal_mask(mask):
+        by_position = validation.causal(is_causal) or always_causal
+        rows, keys = query.shape[-3], key.shape[-3]
+        if query_offset is None and rows == 1 < keys and mask is not None:
+            by_position = False  # the mask hides what is not written yet
+            if local_window_size is not None:
+                query_offset = _last_shown(mask, query.shape[:-3])
+        elif mask is not None and query_offset is None and _is_causal_mask(mask):
             by_position, mask = True, None
+        elif query_offset is None and rows != keys:
+            _check_has_no_positions(by_position, local_window_size, rows, keys)
         out = dot_product_attention(
             query,
             key,
@@ -91,6 +121,7 @@ def attention_fn(
             None if mask is None else mask.astype(jnp.bool_),
             is_causal=by_position,
             local_window_size=local_window_size,
+            query_offset=0 if query_offset is None else query_offset,
             numerics=numerics,
             row_max=row_max,
             rng_key=rng_key() if callable(rng_key) else rng_key,
@@ -100,6 +131,40 @@ def attention_fn(
         return out
 
     return attend
+
+
+def _check_made(
+    numerics: object, row_max: object, window: object, rng_key: object, implementation: object
+) -> None:
+    """Raises ValueError for what needs no arrays to be wrong."""
+    groups = validation.given_groups(numerics)
+    chosen = [group.numerics for group in groups]
+    if not groups:
+        chosen = validation.entries_of("numerics", numerics, Numerics, get_preset)
+    validation.entries_of("row_max", row_max, RowMax, get_row_max)
+    validation.check_bits(chosen, rng_key)
+    validation.check_window(window)
+    check_name(implementation)
+
+
+def _last_shown(mask: ArrayLike, batch: tuple[int, ...]) -> Array:
+    """The last key that the mask [..., 1, S] shows to the one query; −1 where it shows none."""
+    shown = jnp.asarray(mask).astype(jnp.bool_)
+    if shown.ndim != len(batch) + 3:
+        raise ValueError(f"mask must be [batch, heads, 1, keys], got shape {shown.shape}")
+    over = tuple(range(len(batch), shown.ndim - 1))  # heads, and the query
+    shown = jnp.any(shown, axis=over)
+    last = jnp.max(jnp.where(shown, jnp.arange(shown.shape[-1]), -1), axis=-1)
+    return jnp.broadcast_to(last, batch)
+
+
+def _check_has_no_positions(is_causal: bool, window: object, rows: int, keys: int) -> None:
+    given = "is_causal=True" if is_causal else f"local_window_size={window!r}"
+    if is_causal or window is not None:
+        raise ValueError(
+            f"{given} with {rows} queries and {keys} keys: cross-attention has no positions to "
+            "compare; give it an attention_fn without that, or pass query_offset in the call"
+        )
 
 
 def _is_causal_mask(mask: ArrayLike) -> bool:

@@ -34,6 +34,7 @@ class Masking:
     key_lengths: Int[np.ndarray, "B"] | None = None
     query_segments: Int[np.ndarray, "B T"] | None = None
     key_segments: Int[np.ndarray, "B S"] | None = None
+    query_offset: int | Int[np.ndarray, "B"] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +130,12 @@ def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
     b, _, t, s = shape
     seen = np.ones((b, 1, t, s), bool)
     rows, cols = np.arange(t)[:, None], np.arange(s)[None]
+    at = rows + np.reshape(masking.query_offset, (-1, 1, 1, 1))
     if masking.is_causal:
-        seen = seen & (cols <= rows)
+        seen = seen & (cols <= at)
     if masking.window is not None:
         left, right = masking.window
-        seen = seen & (rows - left <= cols) & (cols <= rows + right)
+        seen = seen & (at - left <= cols) & (cols <= at + right)
     if masking.query_lengths is not None:
         seen = seen & (rows < np.asarray(masking.query_lengths)[:, None, None, None])
     if masking.key_lengths is not None:

@@ -167,4 +167,5 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
         None if extras.scale is None else PartitionSpec(),  # type: ignore[arg-type]
         by_batch(extras.query_segments),  # type: ignore[arg-type]
         by_batch(extras.key_segments),  # type: ignore[arg-type]
+        by_batch(extras.query_offset),  # type: ignore[arg-type]
     )

@@ -79,6 +79,7 @@ def tapped(call: Call, out: Array) -> Array:
         "key_value_seq_lengths": extras.key_lengths,
         "query_segment_ids": extras.query_segments,
         "scale": extras.scale,
+        "query_offset": extras.query_offset,
     }
     place = Place(
         next(_numbers),

@@ -81,15 +81,17 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
 ) -> tuple[tuple[Array, Array], layout.Residuals]:
-    grid = _grid(q, k, spec, backward=False, every_block=every_block)
-    tiles = grid.pad(layout.Grouped(q, k, v, extras))
+    inputs = layout.Grouped(q, k, v, extras)
+    grid = _grid(inputs, spec, backward=False, every_block=every_block)
+    tiles = grid.pad(inputs)
 
     def query_tile(i: Index) -> softmax.Output:
         q_tile = grid.query_rows(tiles.q, i)
 
         def step(j: Index, state: SoftmaxState) -> SoftmaxState:
-            s, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
-            new = softmax.softmax_step(state, s, grid.key_rows(tiles.v, j), spec, extras, place)
+            s, seen, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            v_tile = grid.key_rows(tiles.v, j)
+            new = softmax.softmax_step(state, s, v_tile, spec, extras, place, seen)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
             visited = visibility.visited(
                 extras, place, grid.keys, causal=grid.rows_can_miss_blocks, window=spec.window
@@ -109,7 +111,7 @@ def _forward(
     statistics = RowStatistics(lse[..., None])
     if out.apart is not None:
         statistics = RowStatistics(*map(grid.unpad_rows, out.apart))
-    return (o, lse), layout.Residuals(layout.Grouped(q, k, v, extras), saved, statistics)
+    return (o, lse), layout.Residuals(inputs, saved, statistics)
 
 
 class _Sums(NamedTuple):
@@ -138,10 +140,11 @@ class _Walk(NamedTuple):
         """total = add(total, j, P and dP, k, place) over the blocks j."""
 
         def step(j: Index, total: Any) -> Any:
-            s, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            s, seen, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
-            tile = backward.backward_tile(s, self.statistics, v, self.do, self.spec, extras, place)
+            args = v, self.do, self.spec, extras, place, seen
+            tile = backward.backward_tile(s, self.statistics, *args)
             return add(total, j, tile, k, place)
 
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
@@ -206,7 +209,7 @@ class _Walk(NamedTuple):
             if dbias is not None:
                 dbias = grid.add_pairs(dbias, ds, self.i, j)
             if dscale is not None:
-                dscale = dscale + backward.scale_gradient(ds, self.q, k)
+                dscale = dscale + backward.scale_gradient(tile, delta.unrounded, self.q, k)
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
             return _Sums(dk, dv, dbias, dscale), dq_sum
 
@@ -222,9 +225,9 @@ def _backward(
     *,
     every_block: bool = False,
 ) -> tuple[Array, Array, Array, Extras]:
-    q, k, _, extras = res.inputs
+    k, extras = res.inputs.k, res.inputs.extras
     do, dlse = cotangents
-    grid = _grid(q, k, spec, backward=True, every_block=every_block)
+    grid = _grid(res.inputs, spec, backward=True, every_block=every_block)
     tiles = grid.pad(res.inputs)
     do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
     # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
@@ -280,32 +283,40 @@ _attend.defvjp(
 )
 
 
-def _grid(q: Array, k: Array, spec: Spec, *, backward: bool, every_block: bool) -> Grid:
-    rows, keys = q.shape[-2], k.shape[-2]
+def _grid(inputs: layout.Grouped, spec: Spec, *, backward: bool, every_block: bool) -> Grid:
+    rows, keys = inputs.q.shape[-2], inputs.k.shape[-2]
     sizes = spec.block_sizes or BlockSizes()
     assert isinstance(sizes, BlockSizes)  # `unsupported` declines any other
     n = spec.numerics
     step = n.step_of(keys, DEFAULT_KV_BLOCK)
-    block_q, block_kv = sizes.query, min(sizes.kv_bwd, keys) if backward else step
+    block_q, block_kv = sizes.query, _at_most(sizes.kv_bwd, keys) if backward else step
     if backward and not n.tile_grads.is_identity:
         block_kv, block_q = step, n.step_of(rows, DEFAULT_KV_BLOCK)
     # Tiles above the diagonal have P = 0, so only the forward pass of some rules visits them.
     skips = spec.is_causal and (backward or not spec.row_max.visits_above_diagonal)
+    offset = inputs.extras.query_offset
     return Grid(
         rows=rows,
         keys=keys,
-        block_q=min(block_q, rows),
+        block_q=_at_most(block_q, rows),
         block_kv=block_kv,
         is_causal=skips,
         window=spec.window,
         every_block=every_block,
+        least_offset=0 if offset is None else jnp.min(offset),
+        largest_offset=0 if offset is None else jnp.max(offset),
     )
+
+
+def _at_most(block: int, length: Any) -> int:
+    """No block is longer than the array, unless the array's length is symbolic."""
+    return min(block, length) if isinstance(length, int) else block
 
 
 def _tile_scores(
     grid: Grid, tiles: layout.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
-) -> tuple[Array, Place]:
-    """Masked scores of query tile i against key block j, and where they lie."""
+) -> tuple[Array, Array | None, Place]:
+    """Masked scores of query tile i against key block j, which are seen, and where they lie."""
     place = grid.place(i, j)
     bias, mask = (
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
@@ -316,4 +327,6 @@ def _tile_scores(
     s = visibility.mask_scores(s, seen, softmax.UNSEEN)
     if grid.kv_padding:
         s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)
-    return s, place
+    if seen is not None:  # of what pads the last tiles nothing is: it meets what is not finite
+        seen = seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]
+    return s, seen, place

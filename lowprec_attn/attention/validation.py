@@ -1,6 +1,7 @@
 """Checks of one attention call, made once, at the border: each error names the value."""
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowprec_attn.numerics import (
 )
 
 INPUT_DTYPES = ("float32", "bfloat16", "float16")
+MAX_POSITION = 2**29  # of row 0
 
 
 def batched(
@@ -49,6 +51,8 @@ def check_inputs(
 ) -> None:
     """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
 
+    Warns where q would be of the other arrays' lengths and heads with two axes exchanged.
+
     names: what the caller calls them.
     """
     of_q, of_k, of_v = names
@@ -73,6 +77,15 @@ def check_inputs(
         raise ValueError(
             f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads; "
             f"shapes {q.shape} and {k.shape} are read as [batch, length, heads, head size]"
+        )
+    # One query over as many keys as heads is an ordinary step of decoding.
+    exchanged = q.shape[1:3] == (k.shape[2], k.shape[1])
+    if exchanged and q.shape[1] not in (1, q.shape[2]):
+        warnings.warn(
+            f"{of_q} of shape {q.shape} is read as {q.shape[1]} queries of {q.shape[2]} heads; "
+            f"beside {of_k} of shape {k.shape} its axes may be [batch, heads, length, head size] "
+            "instead",
+            stacklevel=4,
         )
 
 
@@ -127,13 +140,17 @@ def lengths(name: str, given: ArrayLike | None, batch: int, longest: int) -> Arr
         raise ValueError(
             f"{name} must be {batch} integers (one per batch element), got {x.dtype}{x.shape}"
         )
-    # Traced values are not known, and of an array over several hosts no process has all.
-    if not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True):
+    if _is_known(given):
         known = np.asarray(given)
         outside = known[(known < 0) | (known > longest)]
         if outside.size:
             raise ValueError(f"{name} must be from 0 to {longest}, got {outside[0]}")
     return x.astype(jnp.int32)
+
+
+def _is_known(given: object) -> bool:
+    """Whether this process knows the values: not traced ones, nor all of an array over hosts."""
+    return not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
 
 
 def segments(
@@ -161,32 +178,77 @@ def segments(
         raise ValueError(
             f"{missing} is missing beside {given}, with {rows[1]} queries and {keys[1]} keys"
         )
-    named = (("query_segment_ids", query, rows), ("key_value_segment_ids", key, keys))
-    return tuple(_segments(*one) for one in named)  # type: ignore[return-value]  # two
+    ids = (
+        _integers("query_segment_ids", query, rows),
+        _integers("key_value_segment_ids", key, keys),
+    )
+    of_queries, of_keys = _renamed(*ids) if any(x.dtype.itemsize > 4 for x in ids) else ids
+    # 32 bits without a sign wrap one to one.
+    return jnp.asarray(of_queries).astype(jnp.int32), jnp.asarray(of_keys).astype(jnp.int32)
 
 
-def _segments(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array:
-    x = jnp.asarray(x)
-    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+def _integers(name: str, x: ArrayLike, shape: tuple[int, int]) -> Array | np.ndarray:
+    """Integers of a shape as given: `jnp.asarray` would cut 64 bits to 32."""
+    ids = x if isinstance(x, jax.Array) else np.asarray(x)
+    if ids.shape != shape or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"{name} must be integers [batch, length] = {shape}, got {x.dtype}{x.shape}"
+            f"{name} must be integers [batch, length] = {shape}, got {ids.dtype}{ids.shape}"
         )
-    return x.astype(jnp.int32)
+    return ids
 
 
-def scale(value: float | None, head_size: int) -> float:
+def _renamed(query: Array | np.ndarray, key: Array | np.ndarray) -> tuple[Any, Any]:
+    """Segment ids of 64 bits by their order, which is less than T + S: equal ids stay equal.
+
+    Raises:
+      ValueError: signed ids beside unsigned ones, or ids of which only those of one side are known
+        and one is beyond int32.
+    """
+    kinds = {x.dtype.kind for x in (query, key)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"segment ids must be both signed or both unsigned, got {query.dtype} and {key.dtype}"
+        )
+    split = query.shape[1]
+    if isinstance(query, np.ndarray) and isinstance(key, np.ndarray):
+        both = np.concatenate([query, key], axis=1)
+        ranks = np.unique(both, return_inverse=True)[1].reshape(both.shape)
+        return ranks[:, :split], ranks[:, split:]
+    if jax.dtypes.canonicalize_dtype(np.int64).itemsize < 8:  # JAX's own have 32 bits
+        for x in (x for x in (query, key) if isinstance(x, np.ndarray)):
+            limits = np.iinfo(np.int32 if "i" in kinds else np.uint32)
+            outside = x[(x < limits.min) | (x > limits.max)]
+            if outside.size:
+                raise ValueError(f"segment id {outside[0]} needs 64 bits; set jax_enable_x64")
+        return query, key
+    wide = jnp.int64 if "i" in kinds else jnp.uint64
+    query, key = (jnp.asarray(x).astype(wide) for x in (query, key))
+    in_order = jnp.sort(jnp.concatenate([query, key], axis=1), axis=1)
+    rank = jax.vmap(jnp.searchsorted)
+    return rank(in_order, query), rank(in_order, key)
+
+
+def scale(value: object, head_size: int) -> float:
     """The factor of q kᵀ, 1/√H by default.
 
     Raises:
-      ValueError: not a finite number.
+      ValueError: not one real number, or one that float32 cannot hold.
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"scale must be a Python number here, got the traced {value.aval}")
     if value is None:
         return head_size**-0.5
-    if not math.isfinite(value):
-        raise ValueError(f"scale must be a finite number, got {value!r}")
-    return float(value)
+    kinds = int | float | np.integer | np.floating | np.ndarray | jax.Array
+    number = np.asarray(value if isinstance(value, kinds) else "none")
+    real = any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    if isinstance(value, bool) or number.shape != () or not real:
+        raise ValueError(f"scale must be one real number, got {value!r}")
+    exact = float(number)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(exact)
+    if not np.isfinite(rounded) or (exact != 0 and rounded == 0):
+        raise ValueError(f"scale must be a finite number that float32 can hold, got {value!r}")
+    return exact
 
 
 def traced_scale(value: object) -> Array | None:
@@ -219,8 +281,71 @@ def causal(value: object) -> bool:
     return bool(value)
 
 
-def window(value: object, rows: int, keys: int) -> tuple[int, int] | None:
-    """`local_window_size` as (left, right), no longer than the arrays reach; None for no window.
+def query_offset(
+    value: Any, q: Array, k: Array, query_lengths: Array | None, key_lengths: Array | None
+) -> Array | None:
+    """`query_offset` as int32 [B]; None for 0.
+
+    Args:
+      value: as the caller gave it.
+      q, k: for their shapes.
+      query_lengths, key_lengths: [B], the ends that `'end'` aligns; those of the arrays if None.
+
+    Raises:
+      ValueError: not `'end'`, an integer or integers of shape [B], or, where values are known now,
+        one is beyond `MAX_POSITION`.
+    """
+    batch, wrong = q.shape[0], "query_offset must be an integer, one per batch element or 'end'"
+    if isinstance(value, str) and value == "end":
+        if query_lengths is None and key_lengths is None:
+            value = k.shape[1] - q.shape[1]
+            if not isinstance(value, int):  # symbolic
+                return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (batch,))
+        else:
+            ends = (
+                jnp.full((batch,), x.shape[1], jnp.int32) if lengths is None else lengths
+                for x, lengths in ((k, key_lengths), (q, query_lengths))
+            )
+            return jnp.subtract(*ends)
+    if _is_integer(value):
+        _check_position(np.asarray(value))
+        return jnp.full((batch,), value, jnp.int32) if value else None
+    if not isinstance(value, jax.Array | np.ndarray | list | tuple):
+        raise ValueError(f"{wrong}, got {value!r}")
+    x = jnp.asarray(value)
+    if x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{wrong}, got {x.dtype}{x.shape} for a batch of {batch}")
+    if _is_known(value):
+        _check_position(np.asarray(value))
+    x = jnp.clip(x, -MAX_POSITION, MAX_POSITION).astype(jnp.int32)
+    return jnp.broadcast_to(x, (batch,))
+
+
+def _check_position(offsets: np.ndarray) -> None:
+    outside = offsets[np.abs(offsets) > MAX_POSITION]
+    if outside.size:
+        raise ValueError(f"query_offset must be from -2^29 to 2^29, got {outside.flat[0]}")
+
+
+def window(value: object, rows: int, keys: int, *, offset: bool = False) -> tuple[int, int] | None:
+    """`local_window_size` as (left, right), no longer than rows reach; None for no window.
+
+    offset: whether rows stand elsewhere than at their index.
+
+    Raises:
+      ValueError: as `check_window`.
+    """
+    sides = check_window(value)
+    if sides is None:
+        return None
+    left, right = sides
+    if offset or not isinstance(rows + keys, int):  # a position and a side add up to an int32
+        rows = keys = 2 * MAX_POSITION
+    return min(int(left), rows), min(int(right), keys)
+
+
+def check_window(value: object) -> tuple[int, int] | None:
+    """`local_window_size` as (left, right); None for no window.
 
     Raises:
       ValueError: not one or two integers that are known now and not negative.
@@ -228,13 +353,16 @@ def window(value: object, rows: int, keys: int) -> tuple[int, int] | None:
     if value is None:
         return None
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(sides) != 2 or not all(isinstance(x, int | np.integer) and x >= 0 for x in sides):
+    if len(sides) != 2 or not all(_is_integer(x) and x >= 0 for x in sides):
         raise ValueError(
             "local_window_size must be an int or (left, right), each 0 or more and not traced, "
             f"got {value!r}"
         )
-    left, right = sides
-    return min(int(left), rows), min(int(right), keys)
+    return sides
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def head_groups(
@@ -250,7 +378,7 @@ def head_groups(
         of one key head that differ, or groups that do not hold every head once or come with a
         `row_max`.
     """
-    groups = _given_groups(numerics)
+    groups = given_groups(numerics)
     if groups:
         if row_max != StandardMax():
             raise ValueError(f"head groups have row-max rules; leave out row_max={row_max!r}")
@@ -274,6 +402,13 @@ def head_groups(
     return groups
 
 
+def check_bits(chosen: Sequence[Numerics], rng_key: object) -> None:
+    """Raises ValueError where one draws random bits and there is no key."""
+    for numerics in chosen:
+        if numerics.needs_bits and rng_key is None:
+            raise ValueError(f"{numerics} draws random bits; pass rng_key=jax.random.key(...)")
+
+
 def check_shift(numerics: Numerics, row_max: RowMax) -> None:
     """Raises ValueError where the bounded shift would still round every P̄ of a row to zero."""
     limit = -math.log(2) * numerics.probs.format.min_exponent
@@ -284,7 +419,7 @@ def check_shift(numerics: Numerics, row_max: RowMax) -> None:
         )
 
 
-def _given_groups(numerics: object) -> tuple[HeadGroup, ...]:
+def given_groups(numerics: object) -> tuple[HeadGroup, ...]:
     """The groups, if it is groups that were given, else none."""
     entries = numerics if isinstance(numerics, Sequence) else ()
     groups = tuple(entry for entry in entries if isinstance(entry, HeadGroup))
@@ -295,9 +430,17 @@ def _spread(name: str, value: object, kind: type, named: Callable[[str], Any], h
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(value) != heads:
             raise ValueError(f"{name} has {len(value)} entries for {heads} query heads")
-        entries = list(value)
-    else:
-        entries = [value] * heads
+        return entries_of(name, value, kind, named)
+    return entries_of(name, value, kind, named) * heads
+
+
+def entries_of(name: str, value: object, kind: type, named: Callable[[str], Any]) -> list:
+    """The `Numerics`, or rules, of one value or of a sequence, by name or as such.
+
+    Raises:
+      ValueError: one is neither.
+    """
+    entries = [value] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
     entries = [named(entry) if isinstance(entry, str) else entry for entry in entries]
     for entry in entries:
         # A rule's class, its parentheses forgotten, would satisfy the RowMax protocol.

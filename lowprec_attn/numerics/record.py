@@ -254,7 +254,8 @@ class Numerics:
         """
         if self.kv_block == "all":
             return length
-        return min(self.kv_block or default, length)
+        block = self.kv_block or default
+        return min(block, length) if isinstance(length, int) else block  # or symbolic
 
     def rounding_at(self, point: str, dtype: np.dtype) -> Rounding:
         """The rounding at a point of `POINTS`, for inputs of `dtype`.

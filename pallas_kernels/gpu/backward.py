@@ -222,8 +222,10 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     dk_ref, dv_ref = (out[0].at[:, jnp.int32(plane)] for plane in (1, 2)) if problem.packed else out
     j, kv_head, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     first_head = kv_head * problem.group
-    k = problem.load_keys(ref.k, j)
-    keys = Side(k, problem.load_values(ref.v, j, scalars, batch, first_head))
+    valid_rows = problem.valid_rows(batch, scalars)
+    valid_keys = problem.valid_keys(batch, scalars)
+    k = problem.load_keys(ref.k, j, valid=valid_keys)
+    keys = Side(k, problem.load_values(ref.v, j, scalars, batch, first_head, valid=valid_keys))
     begin, full, end = problem.query_range(j, batch, scalars)
     first_key = j * problem.tile.kv
     zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
@@ -235,7 +237,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
         def corrected(dk: Array, p_rounded: Array, q: Array, start: Array) -> Array:
             """What `after_cast` takes from a sum of dK: round(P)ᵀ round(λ q)."""
-            after = problem.load_statistics(ref.after, start, g)[:, None]
+            after = problem.load_statistics(ref.after, start, g, valid=valid_rows)[:, None]
             rows = span(start, problem.tile.query)[:, None]
             place = scaled_rows(rows, problem.padded_head)
             q = program.round_point(after * q.astype(jnp.float32), "ds", place)
@@ -246,10 +248,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             dk, dv, *apart = sums
             start = i * problem.tile.query
             rows = Side(
-                *(problem.load_rows(r, start, problem.tile.query, g) for r in (ref.q, ref.do))
+                *(
+                    problem.load_rows(r, start, problem.tile.query, g, valid=valid_rows)
+                    for r in (ref.q, ref.do)
+                )
             )
             offset, of_dp = (
-                problem.load_statistics(r, start, g)[None] for r in (ref.offset, ref.dp_offset)
+                problem.load_statistics(r, start, g, valid=valid_rows)[None]
+                for r in (ref.offset, ref.dp_offset)
             )
             place = problem.place(
                 i, j, keys_first=True
@@ -257,7 +263,8 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             tile = program.tile(i, j)
             inverse_l = None
             if ref.inverse_l is not None:
-                inverse_l = problem.load_statistics(ref.inverse_l, start, g)[None]
+                inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
+                inverse_l = inverse_l[None]
             exponents = Exponents(offset, inverse_l)
             probs, dp = _probs_and_dp(program, keys, rows, exponents, tile, place, masked=masked)
             q, do = rows
@@ -383,17 +390,22 @@ class _Walk(NamedTuple):
     def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
         i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
         start = i * problem.tile.query
-        rows = Side(*(problem.load_rows(r, start, problem.tile.query) for r in (ref.q, ref.do)))
-        offset = problem.load_statistics(ref.offset, start)[:, None]
+        valid = problem.valid_rows(batch, scalars)
+        rows = Side(
+            *(problem.load_rows(r, start, problem.tile.query, valid=valid) for r in (ref.q, ref.do))
+        )
+        offset = problem.load_statistics(ref.offset, start, valid=valid)[:, None]
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
         inverse_l = None
         if ref.inverse_l is not None:
-            inverse_l = problem.load_statistics(ref.inverse_l, start)[:, None]
+            inverse_l = problem.load_statistics(ref.inverse_l, start, valid=valid)[:, None]
         return cls(program, ref, i, start, rows, Exponents(offset, inverse_l))
 
     def statistic(self, ref: Any) -> Array:
         """A row statistic of the tile, [query, 1]."""
-        return self.program.problem.load_statistics(ref, self.start)[:, None]
+        problem, scalars, batch, *_ = self.program
+        valid = problem.valid_rows(batch, scalars)
+        return problem.load_statistics(ref, self.start, valid=valid)[:, None]
 
     def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
         """The sum of contribution(P, dP, k, place) over the key tiles: an array or several."""
@@ -427,18 +439,20 @@ class _Walk(NamedTuple):
     def _sum(self, contribution: Callable[..., Any], zero: Any, visited: Range) -> Any:
         """Over the visited tiles, those before `full` without a mask."""
         problem = self.program.problem
+        valid = problem.valid_keys(self.program.batch, self.program.scalars)
 
         def add_tile(j: Array, total: Any, *, masked: bool) -> Any:
             _, scalars, batch, head, _ = self.program
-            k = problem.load_keys(self.ref.k, j)
-            keys = Side(k, problem.load_values(self.ref.v, j, scalars, batch, head))
+            k = problem.load_keys(self.ref.k, j, valid=valid)
+            v = problem.load_values(self.ref.v, j, scalars, batch, head, valid=valid)
+            keys = Side(k, v)
             place = problem.place(self.i, j)
             tile = self.program.tile(self.i, j)
             probs, dp = _probs_and_dp(
                 self.program, self.rows, keys, self.exponents, tile, place, masked=masked
             )
             of_q = self.ref.k_of_q
-            k = keys.for_scores if of_q is None else problem.load_keys(of_q, j)
+            k = keys.for_scores if of_q is None else problem.load_keys(of_q, j, valid=valid)
             new = contribution(probs, dp, k, place)
             return jax.tree.map(jnp.add, total, new)
 
@@ -515,7 +529,8 @@ def _delta_from_output(walk: _Walk) -> Array:
     """δ = rowsum(dO ∘ O), rounded, [query, 1]."""
     problem, ref, columns = walk.program.problem, walk.ref, 0
     refs = (ref.do, ref.o) if ref.o_low is None else (ref.do, ref.o, ref.o_low)
-    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS) for r in refs)
+    valid = problem.valid_rows(walk.program.batch, walk.program.scalars)
+    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS, valid=valid) for r in refs)
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
     for do, o, *low in zip(*parts, strict=True):
         rows, features = span(walk.start, problem.tile.query), span(columns, o.shape[1])

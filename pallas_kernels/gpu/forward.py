@@ -82,7 +82,7 @@ def _forward(
 ) -> None:
     i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     start = i * problem.tile.query
-    q = problem.load_rows(q_ref, start, problem.tile.query)
+    q = problem.load_rows(q_ref, start, problem.tile.query, valid=problem.rows)
     round_point = problem.rounder(scalars, batch, head)
     walk = Walk(problem, scalars, batch, head, i, q, k_ref, v_ref, round_point)
     take_step = step_of_one_tile if problem.tiles_per_step == 1 else step_of_tiles

@@ -341,27 +341,56 @@ class Problem(common.Problem):
             return window[...]
         return plt.load(window, mask=span(start, size) < limit, other=0)
 
-    def load_rows(self, ref: Any, start: Array | int, size: int, *index: Any) -> Array:
-        """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
-        return self._load(ref, start, size, self.rows, *index)
+    def valid_rows(self, batch: Array, scalars: Scalars) -> Array | int:
+        """How many rows of a batch element may see a key."""
+        return self.rows if scalars.query_lengths is None else scalars.query_lengths[batch]
 
-    def load_row_parts(self, ref: Any, start: Array | int, columns: int) -> Iterator[Array]:
+    def valid_keys(self, batch: Array, scalars: Scalars) -> Array | int:
+        """How many keys of a batch element some row may see by position.
+
+        Beyond the lengths a product must not find what its array holds: 0 · NaN is NaN.
+        """
+        if not (self.has_query_lengths or self.has_key_lengths):
+            return self.keys
+        keys = jnp.int32(self.keys)
+        if scalars.key_lengths is not None:
+            keys = scalars.key_lengths[batch]
+        return jnp.minimum(keys, self.valid_rows(batch, scalars)) if self.spec.is_causal else keys
+
+    def load_rows(
+        self, ref: Any, start: Array | int, size: int, *index: Any, valid: Array | int
+    ) -> Array:
+        """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
+        return self._load(ref, start, size, valid, *index)
+
+    def load_row_parts(
+        self, ref: Any, start: Array | int, columns: int, *, valid: Array | int
+    ) -> Iterator[Array]:
         """The rows of a query tile, `columns` (a power of two) or fewer at a time."""
         columns = min(columns, self.padded_head)
         for first in range(0, self.padded_head, columns):
-            yield self._load(ref, start, self.tile.query, self.rows, columns=(first, columns))
+            yield self._load(ref, start, self.tile.query, valid, columns=(first, columns))
 
-    def load_keys(self, ref: Any, j: Array | int) -> Array:
+    def load_keys(self, ref: Any, j: Array | int, *, valid: Array | int) -> Array:
         """Tile j of a [keys, H] reference; zeros outside."""
-        return self._load(ref, j * self.tile.kv, self.tile.kv, self.keys)
+        return self._load(ref, j * self.tile.kv, self.tile.kv, valid)
 
     def load_one(self, ref: Any) -> Array:
         """The row [1, H] of a reference to one; zeros outside."""
         return self._load(ref, 0, 1, 1)
 
-    def load_values(self, ref: Any, j: Array, scalars: Scalars, batch: Array, head: Array) -> Array:
-        """Tile j of the V that a query head reads, rounded at `value`."""
-        v = self.load_keys(ref, j)
+    def load_values(
+        self,
+        ref: Any,
+        j: Array,
+        scalars: Scalars,
+        batch: Array,
+        head: Array,
+        *,
+        valid: Array | int,
+    ) -> Array:
+        """Tile j of the V that a query head reads, rounded at `value`; zeros outside."""
+        v = self.load_keys(ref, j, valid=valid)
         if self.spec.numerics.value.is_identity:
             return v
         # Random bits are those of the group's first head.
@@ -375,7 +404,7 @@ class Problem(common.Problem):
         ref: Any,
         start: Array | int,
         size: int,
-        limit: int,
+        limit: Array | int,
         *index: Any,
         columns: tuple[int, int] | None = None,
     ) -> Array:
@@ -395,24 +424,26 @@ class Problem(common.Problem):
         self.store(window, x, start, self.rows)
 
     def _inside(
-        self, start: Array | int, size: int, limit: int, columns: tuple[int, int]
+        self, start: Array | int, size: int, limit: Array | int, columns: tuple[int, int]
     ) -> Array | None:
         """Where rows start ... and columns (first, count) lie inside; None: everywhere."""
         mask = None
-        if limit % size != 0:
+        if not isinstance(limit, int) or limit % size != 0:
             mask = span(start, size)[:, None] < limit
         if self.padded_head != self.head_size:
             inside = span(*columns)[None] < self.head_size
             mask = inside if mask is None else mask & inside
         return None if mask is None else jnp.broadcast_to(mask, (size, columns[1]))
 
-    def load_statistics(self, ref: Any, start: Array | int, *index: Any) -> Array:
+    def load_statistics(
+        self, ref: Any, start: Array | int, *index: Any, valid: Array | int
+    ) -> Array:
         """A row statistic [query] of a [..., rows] reference; zeros outside."""
         size = self.tile.query
         window = ref.at[(*index, pl.ds(start, size))]
-        if self.rows % size == 0:
+        if isinstance(valid, int) and valid % size == 0:
             return window[...]
-        return plt.load(window, mask=span(start, size) < self.rows, other=0)
+        return plt.load(window, mask=span(start, size) < valid, other=0)
 
     def store_statistics(self, ref: Any, x: Array, start: Array | int) -> None:
         """Stores a row statistic [query] that lies at row `start`."""

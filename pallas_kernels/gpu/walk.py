@@ -31,11 +31,14 @@ class Walk(NamedTuple):
 
     def keys(self, j: Array) -> Array:
         """k of key tile j."""
-        return self.problem.load_keys(self.k_ref, j)
+        # Scores of keys beyond the lengths are masked, whatever they are.
+        return self.problem.load_keys(self.k_ref, j, valid=self.problem.keys)
 
     def values(self, j: Array) -> Array:
         """v of key tile j, as rounded at `value`."""
-        return self.problem.load_values(self.v_ref, j, self.scalars, self.batch, self.head)
+        valid = self.problem.valid_keys(self.batch, self.scalars)
+        where = self.scalars, self.batch, self.head
+        return self.problem.load_values(self.v_ref, j, *where, valid=valid)
 
     def scores(self, k: Array, j: Array, *, masked: bool | Array) -> tuple[Array, Place]:
         """S of key tile j, which holds k, in units of `score_unit`; and where it lies.

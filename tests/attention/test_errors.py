@@ -1,5 +1,6 @@
 """Bad calls of attention: the exception, and the value in its text."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lowprec_attn.attention import (
     UnsupportedError,
     attention_fn,
     dot_product_attention,
+    entry,
     sharded,
     tiled,
 )
@@ -133,7 +135,70 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attend(query_segment_ids=x(2, 6), key_value_segment_ids=x(2, 5)),
         "query_segment_ids must be integers.* got float32",
     ),
-    "scale": (lambda: attend(scale=float("nan")), "scale must be a finite number, got nan"),
+    **{
+        f"scale={scale!r}": (functools.partial(attend, scale=scale), f"scale must be .* got {text}")
+        for scale, text in {
+            float("nan"): "nan",
+            float("inf"): "inf",
+            1e300: r"1e\+300",
+            1e-300: "1e-300",
+            "x": "'x'",
+            1j: "1j",
+            (1.0, 2.0): r"\(1\.0, 2\.0\)",
+            True: "True",
+        }.items()
+    },
+    "scale of two numbers": (
+        lambda: attend(scale=np.ones(2)),
+        r"scale must be one real number, got array\(\[1\., 1\.\]\)",
+    ),
+    "traced scale of two numbers": (
+        lambda: jax.jit(lambda scale: attend(scale=scale))(np.ones(2, np.float32)),
+        r"scale must be one real number, got float32\(2,\)",
+    ),
+    **{
+        f"{where} is_causal={value!r}": (
+            functools.partial(call, is_causal=value),
+            f"is_causal must be True or False, got {value!r}",
+        )
+        for value in (float("nan"), 1, 0, None)
+        for where, call in {
+            "attention": attend,
+            "attention_fn": attention_fn,
+            "a call of attention_fn": lambda is_causal: attention_fn()(
+                *[x(2, 4, 4, 8)] * 3, is_causal=is_causal
+            ),
+        }.items()
+    },
+    **{
+        f"made with {name}": (functools.partial(attention_fn, **{name: value}), text)
+        for name, value, text in (
+            ("numerics", "flash2", "unknown numerics 'flash2'; presets are exact, flash, "),
+            ("row_max", ["standard", "dyn"], "unknown row-max rule 'dyn'; rules are standard, "),
+            ("local_window_size", (1, -1), r"local_window_size must be .* got \(1, -1\)"),
+            ("implementation", "cuda", "unknown implementation 'cuda'; there are hopper, gpu, "),
+            ("numerics", STOCHASTIC_OUTPUT, "draws random bits; pass rng_key"),
+        )
+    },
+    "window of a truth value": (
+        lambda: attend(local_window_size=True),
+        "local_window_size must be .* got True",
+    ),
+    "segments of 64 bits beside traced ones": (
+        lambda: jax.jit(
+            lambda ids: attend(
+                query_segment_ids=ids, key_value_segment_ids=np.array([[0, 0, 2**32, 0, 0]] * 2)
+            )
+        )(np.zeros((2, 6), np.int32)),
+        "segment id 4294967296 needs 64 bits; set jax_enable_x64",
+    ),
+    "signed segments beside unsigned ones": (
+        lambda: attend(
+            query_segment_ids=np.zeros((2, 6), np.int64),
+            key_value_segment_ids=np.zeros((2, 5), np.uint64),
+        ),
+        "both signed or both unsigned, got int64 and uint64",
+    ),
     "name for numerics": (
         lambda: attend(numerics="flesh"),
         "unknown numerics 'flesh'; presets are exact, flash, ",
@@ -285,3 +350,51 @@ def test_presets_that_one_implementation_declines_go_to_the_other() -> None:
     out = attend(numerics=STANDARD)
     assert out.shape == (2, 6, 4, 8)
     assert numerics.STANDARD.normalize_probs
+
+
+def test_a_query_with_exchanged_axes_is_noticed() -> None:
+    """Where lengths and heads of k tell; q of the right order, and one query, say nothing."""
+    q, k = x(2, 4, 8, 16), x(2, 8, 4, 16)
+    with pytest.warns(UserWarning, match=r"\(2, 4, 8, 16\) is read as 4 queries of 8 heads"):
+        dot_product_attention(q, k, k)
+    dot_product_attention(k, k, k)
+    dot_product_attention(x(2, 1, 8, 16), x(2, 8, 1, 16), x(2, 8, 1, 16))
+
+
+def test_the_default_in_float32_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    entry._log_default_in_float32.cache_clear()
+    q = x(1, 4, 1, 8)
+    dot_product_attention(q.astype(jnp.bfloat16), *[q.astype(jnp.bfloat16)] * 2)
+    dot_product_attention(q, q, q, numerics="exact")
+    assert not caplog.records
+    dot_product_attention(q, q, q)
+    dot_product_attention(q, q, q)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "numerics 'flash', the default" in caplog.text
+
+
+WIDE_IDS = {
+    "int64": np.array([0, 2**32, 2**32, -1, 2**32 - 1, 2**40]),
+    "uint64": np.array([0, 2**32, 2**32, 2**63, 2**63 + 2**32, 1], np.uint64),
+    "uint32": np.array([0, 2**31, 2**31, 2**32 - 1, 1, 2**31 - 1], np.uint32),
+    "int8": np.array([0, -128, -128, 127, 1, 2], np.int8),
+}
+
+
+@pytest.mark.parametrize("form", ["known", "traced"])
+@pytest.mark.parametrize("dtype", WIDE_IDS)
+def test_segment_ids_of_any_width_are_compared_as_they_are(dtype: str, form: str) -> None:
+    ids = WIDE_IDS[dtype][None]
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 6, 2, 8)) for i in range(3))
+    mask = ids[0][:, None] == ids[0]
+    expected = dot_product_attention(q, k, v, mask=mask[None, None], numerics="exact")
+
+    def attend(ids: Any) -> jax.Array:
+        return dot_product_attention(q, k, v, query_segment_ids=ids, numerics="exact")
+
+    if form == "traced":
+        with jax.enable_x64(True):
+            out = jax.jit(attend)(jnp.asarray(ids))
+    else:
+        out = attend(ids)
+    np.testing.assert_array_equal(out, expected)

@@ -143,6 +143,91 @@ def test_causality_reaches_the_kernels(case: str) -> None:
         assert (f"1x1x{LENGTH}x{LENGTH}xi8" not in text) == by_position
 
 
+SHORT = 5  # a window, counted from the row
+DECODED: dict[str, dict[str, Any]] = {
+    "is_causal": {"is_causal": True},
+    "window": {"local_window_size": (SHORT, 1)},
+    "both": {"is_causal": True, "local_window_size": SHORT},
+}
+LONGER = 12
+
+
+def whole_sequence(options: dict[str, Any]) -> np.ndarray:
+    """The mask of a layer that sees all positions at once; a cache has no later ones."""
+    rows, cols = np.arange(LONGER)[:, None], np.arange(LONGER)
+    seen = cols <= rows
+    return seen & (cols >= rows - SHORT) if "local_window_size" in options else seen
+
+
+@pytest.mark.parametrize("case", DECODED)
+def test_linen_decodes_step_by_step_as_the_whole_sequence(case: str) -> None:
+    fn = attention.attention_fn(numerics=numerics.EXACT, **DECODED[case])
+    x = jax.random.normal(jax.random.key(4), (B, LONGER, FEATURES))
+    params = linen(None).init(jax.random.key(1), x)
+    expected = linen(None).apply(params, x, mask=whole_sequence(DECODED[case])[None, None])
+    layer = linen(fn, decode=True)
+    cache = linen(None, decode=True).init(jax.random.key(1), x)["cache"]
+    step = jax.jit(lambda cache, x: layer.apply({**params, "cache": cache}, x, mutable=["cache"]))
+    for t in range(LONGER):
+        out, changed = step(cache, x[:, t : t + 1])
+        cache = changed["cache"]
+        np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, 1])
+@pytest.mark.parametrize("case", DECODED)
+def test_nnx_decodes_step_by_step_as_the_whole_sequence(case: str, kv_heads: int) -> None:
+    fn = attention.attention_fn(numerics=numerics.EXACT, **DECODED[case])
+    x = jax.random.normal(jax.random.key(4), (B, LONGER, FEATURES))
+    mask = whole_sequence(DECODED[case])[None, None]
+    expected = nnx_layer(None, num_kv_heads=kv_heads)(x, mask=mask)
+    layer = nnx_layer(fn, num_kv_heads=kv_heads)
+    layer.init_cache(x.shape)
+    # Flax ands a triangle of one row to the mask where the call is causal: that is not meant here.
+    for t in range(LONGER):
+        out = layer(x[:, t : t + 1], decode=True)
+        np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)
+
+
+def test_decoding_beside_a_mask_of_ones_own() -> None:
+    """Left padding: the first two keys are hidden from every step."""
+    fn = attention.attention_fn(numerics=numerics.EXACT, is_causal=True, local_window_size=SHORT)
+    x = jax.random.normal(jax.random.key(4), (B, LONGER, FEATURES))
+    shown = np.arange(LONGER) >= 2
+    mask = whole_sequence(DECODED["both"]) & shown
+    expected = nnx_layer(None)(x, mask=mask[None, None])
+    layer = nnx_layer(fn)
+    layer.init_cache(x.shape)
+    for t in range(LONGER):
+        out = layer(x[:, t : t + 1], decode=True, mask=shown[None, None, None])
+        if t >= 2:  # before, a row sees no key: 0 here, a mean in Flax
+            np.testing.assert_allclose(out[:, 0], expected[:, t], **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", DECODED)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_positions_are_refused_in_cross_attention(case: str, queries: int) -> None:
+    fn = attention.attention_fn(numerics=numerics.EXACT, **DECODED[case])
+    x, encoded = inputs()[:, :queries], inputs()
+    params = linen(None).init(jax.random.key(1), x, encoded)
+    text = rf"with {queries} queries and 7 keys: cross-attention has no positions"
+    with pytest.raises(ValueError, match=text):
+        linen(fn).apply(params, x, encoded)
+    with pytest.raises(ValueError, match=text):
+        nnx_layer(fn)(x, encoded)
+    plain = linen(EXACT_FN).apply(params, x, encoded)
+    np.testing.assert_allclose(plain, linen(None).apply(params, x, encoded), **TOLERANCE)
+
+
+def test_a_module_of_ones_own_passes_query_offset() -> None:
+    q, k = inputs()[:, 4:].reshape(B, 3, HEADS, -1), inputs().reshape(B, T, HEADS, -1)
+    mask = np.arange(T) <= np.arange(4, 7)[:, None]
+    expected = nn.dot_product_attention(q, k, k, mask=mask[None, None])
+    for offset in (4, "end", jnp.int32(4)):
+        out = CAUSAL_FN(q, k, k, query_offset=offset)
+        np.testing.assert_allclose(out, expected, **TOLERANCE)
+
+
 def test_gradients_of_parameters_equal_the_flax_default() -> None:
     x = inputs()
     params = linen(None).init(jax.random.key(1), x)

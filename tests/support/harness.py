@@ -48,7 +48,9 @@ class Implementation:
 
     def serves(self, case: "Case") -> bool:
         """Whether the case asks for nothing that the implementation declines."""
-        asked = {name for name in ("mask", "bias") if getattr(case, name) is not None}
+        asked = {
+            name for name in ("mask", "bias", "query_offset") if getattr(case, name) is not None
+        }
         return not self.declines & (asked | {case.dtype})
 
     def numerics(self, base: Numerics) -> Numerics:
@@ -93,14 +95,18 @@ IMPLEMENTATIONS = {
         name="tiled", kv_block=8, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4)
     ),
     "gpu": Implementation(
-        name="gpu", kv_block=16, block_sizes=GPU_TILES, tile=16, declines=frozenset({"bias"})
+        name="gpu",
+        kv_block=16,
+        block_sizes=GPU_TILES,
+        tile=16,
+        declines=frozenset({"bias", "query_offset"}),
     ),
     "tpu": Implementation(
         name="tpu",
         kv_block=128,
         block_sizes=TPU_TILES,
         tile=128,
-        declines=frozenset({"bias", "float16"}),
+        declines=frozenset({"bias", "query_offset", "float16"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -119,6 +125,7 @@ class Case:
     dtype: str = "float32"
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
+    query_offset: int | tuple[int, ...] | str | None = None
     scale: float | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
@@ -126,6 +133,15 @@ class Case:
     mask: str | None = None
     bias: tuple[bool, bool, bool] | None = None  # which of B, N, T the bias spans
     values: str = "normal"
+
+    @property
+    def offset(self) -> np.ndarray:
+        """Where row 0 stands among the keys, int [B]."""
+        if self.query_offset != "end":
+            given = np.array(0 if self.query_offset is None else self.query_offset)
+            return np.broadcast_to(given, (self.batch,))
+        ends = np.array([self.keys] * self.batch if self.key_lengths is None else self.key_lengths)
+        return ends - np.array(self.rows if self.query_lengths is None else self.query_lengths)
 
 
 # Cases that differ in values alone share their compiled functions, so compilation stays short.
@@ -149,6 +165,17 @@ CASES = {
     "window": Case(window=(6, 2), values="repeated_maxima"),
     "causal_window": Case(rows=60, keys=50, heads=4, is_causal=True, window=9),
     "window_more_rows": Case(rows=40, keys=20, window=(7, 1), key_lengths=(20, 9)),
+    "offset": Case(rows=11, keys=33, heads=4, is_causal=True, query_offset=(19, -4)),
+    "offset_of_the_end": Case(rows=11, keys=33, is_causal=True, window=9, query_offset="end"),
+    "offset_of_lengths": Case(
+        rows=21,
+        keys=40,
+        window=(6, 2),
+        query_offset="end",
+        query_lengths=(21, 8),
+        key_lengths=(40, 25),
+        values="repeated_maxima",
+    ),
     "segments": Case(rows=25, keys=21, heads=4, segments=True, key_lengths=(21, 12)),
     "mask_padding": Case(mask="padding"),
     "mask_empty_rows_and_blocks": Case(mask="empty", heads=4),
@@ -293,6 +320,7 @@ def masking(case: Case, arrays: Arrays) -> reference.Masking:
         key_lengths=None if case.key_lengths is None else np.array(case.key_lengths),
         query_segments=arrays.get("query_segments"),
         key_segments=arrays.get("key_segments"),
+        query_offset=case.offset,
     )
 
 
@@ -321,7 +349,7 @@ def check_skips(how: Implementation, case: Case, arrays: Arrays) -> None:
     if case.window is None or how.tile is None:
         return
     left, right = sides(case.window)
-    distance = np.arange(case.rows)[:, None] - np.arange(case.keys)
+    distance = (np.arange(case.rows) + case.offset[0])[:, None] - np.arange(case.keys)
     # A tile apart from each side of the window, wherever the tiles begin.
     apart = (distance > left + 2 * how.tile, -distance > right + 2 * how.tile)
     if case.is_causal:
@@ -372,6 +400,7 @@ def plain_options(
     """What the plain implementation is told."""
     b, t, s = case.batch, case.rows, case.keys
     rows, cols = np.arange(t)[:, None], np.arange(s)
+    at = rows + case.offset[:, None, None, None]
     within = np.ones((b, 1, t, s), bool)
     if case.query_lengths is not None:
         within = within & (rows < np.array(case.query_lengths)[:, None, None, None])
@@ -379,8 +408,8 @@ def plain_options(
         within = within & (cols < np.array(case.key_lengths)[:, None, None, None])
     if case.window is not None:
         left, right = sides(case.window)
-        within = within & (rows - left <= cols) & (cols <= rows + right)
-    visited = within & (cols <= rows) if case.is_causal else within
+        within = within & (at - left <= cols) & (cols <= at + right)
+    visited = within & (cols <= at) if case.is_causal else within
     seen = visited & arrays.get("mask", np.True_)
     if case.segments:
         of_rows, of_keys = arrays["query_segments"], arrays["key_segments"]
@@ -437,6 +466,8 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
     rest: dict[str, Any] = {"mask": arrays.get("mask")}
     for name, lengths in (("query", case.query_lengths), ("key_value", case.key_lengths)):
         rest[f"{name}_seq_lengths"] = None if lengths is None else np.array(lengths, np.int32)
+    if case.query_offset is not None:
+        rest["query_offset"] = case.offset.astype(np.int32)
     rest["query_segment_ids"] = arrays.get("query_segments")
     rest["key_value_segment_ids"] = arrays.get("key_segments")
     differentiated = {name: arrays[name] for name in ("q", "k", "v", "bias") if name in arrays}

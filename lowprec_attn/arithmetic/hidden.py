@@ -1,0 +1,98 @@
+"""Rows that see no key and keys that no row sees: what their arrays hold reaches no result.
+
+A product with 0 does not hide NaN or infinity. The plain implementations drop hidden pairs one by
+one (`products.seen_dot`). A kernel gets arrays with zeros in the rows that are hidden from every
+other one; a key that some row of its head sees stays as it is for all of them.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic import visibility
+from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.request import Extras, Spec
+
+_FAR = 2**30  # beyond every array
+
+
+class Seen(NamedTuple):
+    """True for rows [B|1, T, N|1] that see a key, and for keys [B|1, S, K|1] that a row sees."""
+
+    rows: Array
+    keys: Array
+
+    def clean(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """q, k and v, or one packed array of them, with zeros where nothing sees or is seen."""
+        sides: tuple[Array, ...] = (self.rows, self.keys, self.keys)
+        if len(arrays) == 1:
+            sides = (jnp.stack(jnp.broadcast_arrays(*sides), axis=2),)
+        return tuple(
+            jnp.where(side[..., None], x, jnp.zeros_like(x))
+            for side, x in zip(sides, arrays, strict=True)
+        )
+
+    def without_gradients(self, o: Array, lse: Array) -> tuple[Array, Array]:
+        """O [B, T, N, H] and lse [B, T, N]; gradients of rows that see nothing go no further."""
+        return (
+            jnp.where(self.rows[..., None], o, lax.stop_gradient(o)),
+            jnp.where(self.rows, lse, lax.stop_gradient(lse)),
+        )
+
+
+def seen_by_any(
+    extras: Extras, spec: Spec, q: Array, k: Array, *, ends_at_lengths: bool
+) -> Seen | None:
+    """What is seen at all in a call of q [B, T, N, H] and k [B, S, K, H]; None where all is.
+
+    ends_at_lengths: the implementation loads nothing beyond them, which without a window leaves no
+    more to hide.
+    """
+    rows, keys = q.shape[1], k.shape[1]
+    if extras.mask is not None or extras.query_segments is not None:
+        return _in_pairs(extras, spec, q, k)
+    assert extras.query_offset is None  # the kernels decline it
+    has_lengths = extras.query_lengths is not None or extras.key_lengths is not None
+    if has_lengths and ends_at_lengths and spec.window is None:
+        return None
+    left, right = _reach(spec)
+    if not has_lengths and rows <= keys + left and keys <= rows + right:
+        return None
+    return _by_position(extras, spec, rows, keys)
+
+
+def _reach(spec: Spec) -> tuple[int, int]:
+    """How far a row sees to the left and to the right."""
+    left, right = (_FAR, _FAR) if spec.window is None else spec.window
+    return left, min(right, 0) if spec.is_causal else right
+
+
+def _by_position(extras: Extras, spec: Spec, rows: int, keys: int) -> Seen:
+    """A row sees an interval of keys, and a key is seen by an interval of rows."""
+    left, right = _reach(spec)
+    row, key = span(0, rows)[None], span(0, keys)[None]
+    of_rows, of_keys = (
+        jnp.int32(size) if lengths is None else lengths[:, None]
+        for lengths, size in ((extras.query_lengths, rows), (extras.key_lengths, keys))
+    )
+    sees = jnp.maximum(row - left, 0) <= jnp.minimum(row + right, of_keys - 1)
+    seen = jnp.maximum(key - right, 0) <= jnp.minimum(key + left, of_rows - 1)
+    return Seen((sees & (row < of_rows))[..., None], (seen & (key < of_keys))[..., None])
+
+
+def _in_pairs(extras: Extras, spec: Spec, q: Array, k: Array) -> Seen:
+    """Pair by pair, in sums that the compiler forms without keeping the pairs."""
+    rows, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
+    place = Place(span(0, rows)[:, None], span(0, keys)[None])
+    mask = None if extras.mask is None else extras.mask[:, None]
+    mask = visibility.unhidden(mask, extras.query_segments, extras.key_segments)
+    seen = visibility.visible(extras, spec, place, mask)
+    assert seen is not None  # there is a mask
+    seen = seen[:, 0]  # [B|1, N|1, T|1, S|1]
+    sees = jnp.broadcast_to(jnp.any(seen, axis=3), (*seen.shape[:2], rows))
+    by_head = jnp.broadcast_to(jnp.any(seen, axis=2), (*seen.shape[:2], keys))
+    if by_head.shape[1] > 1:
+        by_head = by_head.reshape(len(by_head), kv_heads, -1, keys).any(axis=2)
+    return Seen(sees.swapaxes(1, 2), by_head.swapaxes(1, 2))

@@ -1,0 +1,73 @@
+"""`jax.export` with lengths that are not known yet."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.attention import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+N, K, H = 4, 2, 16  # which the kernels serve
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (200, 2)},
+    "causal at the end": {"is_causal": True, "query_offset": "end"},
+    "steps": {"is_causal": True, "numerics": numerics.EXACT.replace(kv_block=16)},
+}
+
+
+def exported(dimensions: str, *, gradient: bool, **options: Any) -> tuple[Any, Any]:
+    """A call exported for shapes `dimensions`, and the call."""
+    b, t, s = export.symbolic_shape(dimensions)
+    q, k = (
+        jax.ShapeDtypeStruct((b, length, heads, H), jnp.float32)
+        for length, heads in ((t, N), (s, K))
+    )
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        return attention.dot_product_attention(q, k, v, **({"numerics": "exact"} | options))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(jnp.sin(call(q, k, v)))
+
+    run = jax.jit(jax.grad(loss, (0, 1, 2)) if gradient else call)
+    return export.export(run, platforms=("cpu", "cuda", "tpu"))(q, k, k), run
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_symbolic_lengths(case: str, gradient: bool) -> None:
+    """Of less than a tile, and of several; of as many queries as keys or not."""
+    shapes = {"b, t, s": ((1, 7, 11), (2, 290, 300)), "b, t, t": ((2, 290, 290),)}
+    rng = np.random.default_rng(0)
+    for dimensions, sizes in shapes.items():
+        program, run = exported(dimensions, gradient=gradient, **OPTIONS[case])
+        for b, t, s in sizes:
+            arrays = [
+                rng.standard_normal((b, length, heads, H)).astype(np.float32)
+                for length, heads in ((t, N), (s, K), (s, K))
+            ]
+            results = zip(*map(jax.tree.leaves, (program.call(*arrays), run(*arrays))), strict=True)
+            for x, expected in results:
+                # The tiles of a known length may be shorter, so sums of 300 terms differ in order.
+                np.testing.assert_allclose(x, expected, rtol=0, atol=1e-5)
+
+
+def test_steps_of_dense_are_refused_by_name() -> None:
+    options = {"implementation": "dense", "numerics": numerics.EXACT.replace(kv_block=16)}
+    with pytest.raises(UnsupportedError, match="'dense' does not support kv_block=16"):
+        exported("b, t, s", gradient=False, **options)
+
+
+def test_a_symbolic_batch_keeps_the_kernels() -> None:
+    q = jax.ShapeDtypeStruct((*export.symbolic_shape("b"), 128, 2, 64), jnp.bfloat16)
+    call = jax.jit(lambda q: attention.dot_product_attention(q, q, q, is_causal=True))
+    assert "attention_forward" in export.export(call, platforms=("tpu",))(q).mlir_module()

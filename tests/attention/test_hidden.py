@@ -1,0 +1,200 @@
+"""NaN and infinities in what a row does not see reach no result of that row; what it sees, does."""
+
+import dataclasses
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.attention import reference
+from lowprec_attn.numerics import Numerics
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+GARBAGE = (np.nan, np.inf, -np.inf)
+# Grouped heads, several tiles, and rows and keys that are hidden from everything, in each way.
+BASE = harness.Case(rows=20, keys=22, heads=4, kv_heads=2)
+CASES = {
+    "lengths": dataclasses.replace(BASE, query_lengths=(20, 7), key_lengths=(13, 22)),
+    "causal lengths": dataclasses.replace(BASE, is_causal=True, query_lengths=(11, 20)),
+    "mask columns": dataclasses.replace(BASE, mask="padding"),
+    "mask rows": dataclasses.replace(BASE, mask="empty"),
+    "mask of heads": dataclasses.replace(BASE, mask="random"),
+    "segments": dataclasses.replace(BASE, segments=True, key_lengths=(22, 17)),
+    "causal": dataclasses.replace(BASE, is_causal=True),
+    "more keys": dataclasses.replace(BASE, rows=9, is_causal=True),
+    "window": dataclasses.replace(BASE, rows=30, window=(4, 1)),
+    "offset": dataclasses.replace(BASE, is_causal=True, query_offset=(-3, 1)),
+}
+PLAIN = ("dense", "tiled_odd")
+
+
+def visible(case: harness.Case, arrays: harness.Arrays) -> np.ndarray:
+    """bool [B, N, T, S]."""
+    qkv = (arrays[name] for name in ("q", "k", "v"))
+    return reference.attention(*qkv, masking=harness.masking(case, arrays)).s > -np.inf
+
+
+def with_garbage_in_the_unseen(
+    case: harness.Case, arrays: harness.Arrays, seen: np.ndarray
+) -> tuple[harness.Arrays, dict[str, np.ndarray]]:
+    """The arrays with NaN, inf and −inf in rows and keys hidden from all; and where these are."""
+    rows = ~seen.any(3).swapaxes(1, 2)  # [B, T, N]
+    by_key_head = seen.reshape(case.batch, case.kv_heads, -1, *seen.shape[2:]).any((2, 3))
+    keys = ~by_key_head.swapaxes(1, 2)
+    assert keys.any() or rows.any()
+    where = {"q": rows, "do": rows, "dlse": rows, "k": keys, "v": keys}
+    spoiled = {name: x.copy() for name, x in arrays.items()}
+    for number, (name, at) in enumerate(where.items()):
+        values = np.resize(np.roll(GARBAGE, number), at.sum()).astype(arrays[name].dtype)
+        spoiled[name][at] = values[:, None] if arrays[name].ndim == 4 else values
+    return spoiled, {"dq": rows, "dk": keys, "dv": keys}
+
+
+# Every way from v, k, q, dO to a result.
+CHOICES: dict[str, Numerics] = {
+    "exact": numerics.EXACT,
+    "flash": numerics.FLASH,
+    "auxiliary": numerics.AUXILIARY_OUTPUT,
+    "dp_p": numerics.DELTA_DP_P,
+    "normalized": numerics.NORMALIZED_DELTA,
+    "published": numerics.PUBLISHED,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "choice"),
+    [*((case, "flash") for case in CASES), ("lengths", "dp_p"), ("lengths", "normalized")],
+)
+@pytest.mark.parametrize("implementation", [*PLAIN, *harness.KERNELS])
+def test_what_nothing_sees_changes_no_result(implementation: str, case: str, choice: str) -> None:
+    how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
+    if not how.serves(problem):
+        pytest.skip("the kernels decline query_offset")
+    arrays, chosen = harness.inputs(problem), CHOICES[choice]
+    if case == "mask of heads":
+        arrays["mask"][:, :2, :, 9] = False  # from all rows of key head 0
+        arrays["mask"][:, 0, :, 12] = False  # not from the other query head of that
+        arrays["mask"][:, 1, :, 3] = False
+    spoiled, hidden = with_garbage_in_the_unseen(problem, arrays, visible(problem, arrays))
+    expected = harness.run(how, problem, arrays, chosen)
+    result = harness.run(how, problem, spoiled, chosen)
+    for name, x in result.items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    for name, at in hidden.items():
+        np.testing.assert_array_equal(result[name][at], 0)
+    if implementation in harness.KERNELS:  # and no key that some row sees was taken for hidden
+        dense = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen)
+        for name, x in dense.items():  # in steps of other keys: some roundings of order 1 differ
+            np.testing.assert_allclose(result[name], x, rtol=0, atol=0.05, err_msg=name)
+
+
+CASES_AND_CHOICES = sorted(
+    {(case, "exact") for case in CASES} | {("causal", choice) for choice in CHOICES}
+)
+
+
+def changed_by(
+    how: harness.Implementation, problem: harness.Case, chosen: Numerics, name: str, at: Any
+) -> tuple[harness.Arrays, harness.Arrays]:
+    """Results with garbage of each kind at one place of an array, and without."""
+    arrays = harness.inputs(problem)
+    spoiled = arrays | {name: arrays[name].copy()}
+    spoiled[name][at] = np.resize(GARBAGE, spoiled[name][at].shape)
+    return tuple(harness.run(how, problem, x, chosen) for x in (spoiled, arrays))
+
+
+@pytest.mark.parametrize(("case", "choice"), CASES_AND_CHOICES)
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_a_key_reaches_the_rows_that_see_it_and_no_other(
+    implementation: str, case: str, choice: str
+) -> None:
+    """NaN and infinities in v of one key, then in k: rows that see it are not finite."""
+    how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
+    seen, key = visible(problem, harness.inputs(problem)), 9
+    group = problem.heads // problem.kv_heads
+    sees = seen[:, :group, :, key].swapaxes(1, 2)  # by rows and the query heads of key head 0
+    for name in ("v", "k"):
+        result, expected = changed_by(how, problem, CHOICES[choice], name, np.s_[:, key, 0])
+        others = ~sees
+        for of_rows in ("out", "dq"):
+            x, y = result[of_rows][:, :, :group], expected[of_rows][:, :, :group]
+            np.testing.assert_array_equal(x[others], y[others], err_msg=of_rows)
+            assert not np.isfinite(x[sees]).all(-1).any(), of_rows
+        np.testing.assert_array_equal(result["out"][:, :, group:], expected["out"][:, :, group:])
+        # Keys that no spoiled row sees have their gradients still.
+        met = (seen[:, :group] & sees.swapaxes(1, 2)[..., None]).any((1, 2))
+        for of_keys in ("dk", "dv"):
+            x, y = result[of_keys][:, :, 0], expected[of_keys][:, :, 0]
+            np.testing.assert_array_equal(x[~met], y[~met], err_msg=of_keys)
+
+
+@pytest.mark.parametrize(("case", "choice"), CASES_AND_CHOICES)
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_a_row_reaches_the_keys_that_it_sees_and_no_other(
+    implementation: str, case: str, choice: str
+) -> None:
+    """NaN and infinities in dO of one row, then in its q."""
+    how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
+    row, group = 6, problem.heads // problem.kv_heads
+    seen = visible(problem, harness.inputs(problem))[:, 0, row]  # of query head 0
+    for name in ("do", "q"):
+        result, expected = changed_by(how, problem, CHOICES[choice], name, np.s_[:, row, 0])
+        for of_keys in ("dk", "dv"):
+            x, y = result[of_keys][:, :, 0], expected[of_keys][:, :, 0]
+            np.testing.assert_array_equal(x[~seen], y[~seen], err_msg=of_keys)
+            assert not np.isfinite(x[seen]).all(-1).any(), of_keys
+        for of_rows in ("out", "dq"):
+            x, y = (r[of_rows].copy() for r in (result, expected))
+            x[:, row, 0] = y[:, row, 0] = 0
+            np.testing.assert_array_equal(x, y, err_msg=of_rows)
+        np.testing.assert_array_equal(result["dk"][:, :, 1:], expected["dk"][:, :, 1:])
+    assert group > 1
+
+
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_values_that_are_seen_arrive_as_they_are(implementation: str) -> None:
+    """An infinity in a feature of v is that infinity in O; two of other signs, and NaN, are NaN."""
+    how, problem = harness.IMPLEMENTATIONS[implementation], CASES["causal"]
+    arrays = harness.inputs(problem)
+    arrays["v"][:, 3, :, :5] = (np.inf, -np.inf, np.nan, np.inf, -np.inf)
+    arrays["v"][:, 8, :, 3] = -np.inf
+    out = harness.run(how, problem, arrays, numerics.EXACT)["out"]
+    assert np.isfinite(out[:, :3]).all()
+    assert np.isfinite(out[..., 5:]).all()
+    np.testing.assert_array_equal(
+        out[:, 3:8, :, :5], np.broadcast_to(arrays["v"][:, 3:4, :1, :5], out[:, 3:8, :, :5].shape)
+    )
+    assert np.isnan(out[:, 8:, :, 2:4]).all()
+
+
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_under_vmap(implementation: str) -> None:
+    how, problem = harness.IMPLEMENTATIONS[implementation], CASES["causal"]
+    arrays = harness.inputs(problem)
+    arrays["v"][0, 9] = np.nan
+
+    def attend(q: Any, k: Any, v: Any) -> jax.Array:
+        return attention.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            numerics=how.numerics(numerics.EXACT),
+            implementation=how.name,
+            block_sizes=how.block_sizes,
+        )
+
+    q, k, v = (jnp.asarray(arrays[name]) for name in ("q", "k", "v"))
+    out = jax.vmap(attend)(q, k, v)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(attend(q, k, v)))
+    assert np.isnan(out[0, 9:]).all()
+    assert np.isfinite(out[0, :9]).all()
+    assert np.isfinite(out[1]).all()
