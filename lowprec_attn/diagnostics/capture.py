@@ -1,6 +1,7 @@
 """q, k, v and dO of every attention layer of a model, from one backward pass."""
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from lowprec_attn.attention import tap
 from lowprec_attn.errors import UserError
-from lowprec_attn.files import writing
+from lowprec_attn.files import write_atomically, writing
 
 
 class CaptureError(UserError, RuntimeError):
@@ -48,8 +49,10 @@ class Capture:
             for layer, values in self.layers.items()
             for name, value in (values | {"layout": "BTNH"}).items()
         }
-        with writing(path), path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **named)
+        made = io.BytesIO()
+        np.savez(made, allow_pickle=False, **named)
+        with writing(path):
+            write_atomically(path, made.getvalue())
 
 
 @contextlib.contextmanager
