@@ -80,6 +80,8 @@ class MetricsWriter:
             self._last_step, self._before = start_step - 1, self._written.fingerprint
             # What is no record, or cannot be written, is told now.
             _kept(run_dir.throughput, start_step)
+            for path in (run_dir.metrics, run_dir.throughput):
+                path.touch()
             run_dir.tensorboard.mkdir(exist_ok=True)
 
     @property
