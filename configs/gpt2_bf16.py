@@ -9,7 +9,7 @@ Cost:      tiny about a minute on 2 CPU cores. On one NVIDIA H200 short takes 72
            them compilation, and full 6.5 hours, which is estimated.
 Result:    tiny ends 0.6 below the unigram loss of the built-in text, short 0.7 (one run each), and
            in tiny every layer's score maximum is still small. The paper's failure took the full
-           model and some 7,000 steps; it has not been reproduced here.
+           model and some 7,000 steps; docs/failure.md has the regime in which it comes here.
 """
 
 import copy

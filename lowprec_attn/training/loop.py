@@ -408,8 +408,7 @@ def _report_validation(run_dir: RunDir, step: int, loss: float) -> None:
         f"the validation loss is {loss}, while the losses of training are finite: look at the "
         "held-out text's batches, or at attention's arithmetic"
     )
-    run_dir.write_json(run_dir.failure, {"step": step, "message": message})
-    _show(run_dir)
+    run_dir.end(run_dir.failure, {"step": step, "message": message}, lambda: _show(run_dir))
     print(f"not finite at step {step}: {message}; the last state is in {run_dir.path}")
 
 

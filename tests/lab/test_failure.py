@@ -1,6 +1,6 @@
-"""The experiment that the README begins with, as it stands there.
+"""The experiments on a laptop: that of the README, in true bfloat16, and the enlarged one.
 
-One seed of it, cut short, is what `test_notebooks.py` executes.
+One seed of the latter, cut short, is what `test_notebooks.py` executes.
 """
 
 import os
@@ -13,13 +13,13 @@ from command import ROOT
 from lowprec_attn.lab import outcomes, records
 
 
-def collected(directory, *options):
-    """The records of `lab run failure_cpu`, by arm and seed."""
+def collected(directory, experiment, *options):
+    """The records of `lab run EXPERIMENT`, by arm and seed."""
     lab = [sys.executable, "-m", "lowprec_attn", "lab"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     # As it is run by hand: what the tests compile, without optimisation, is slower.
     environment.pop("XLA_FLAGS", None)
-    run = [*lab, "run", "failure_cpu", f"--workdir={directory / 'runs'}", "--jobs=2", *options]
+    run = [*lab, "run", experiment, f"--workdir={directory / 'runs'}", "--jobs=2", *options]
     for command in (run, [*lab, "collect", directory / "runs", directory / "records"]):
         subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=1200)
     return records.read_all(directory / "records")
@@ -27,7 +27,7 @@ def collected(directory, *options):
 
 @pytest.mark.slow
 def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
-    found = {o.arm.name: o for o in outcomes.outcomes(collected(tmp_path))}
+    found = {o.arm.name: o for o in outcomes.outcomes(collected(tmp_path, "failure_cpu"))}
     assert set(found["output"].words.values()) == {"exploded"}
     assert len(found["output"].words) == 3
     for cure in ("exact", "normalized"):
@@ -36,3 +36,28 @@ def test_the_loss_explodes_with_every_seed_and_with_no_cure(tmp_path):
         broken = min(min(r.val_losses.values()) for r in found["output"].records.values())
         assert broken > best + 0.8
     assert outcomes.undecided(list(found.values())) == []
+
+
+def largest_scores(found):
+    """By arm and seed: the largest |score| of a run, over heads and steps."""
+    largest = {}
+    for record in found:
+        scores = records.largest_scores(record.signals)
+        largest.setdefault(record.arm.name, {})[record.seed] = max(map(max, scores.values()))
+    return largest
+
+
+def test_rounding_alone_moves_the_scores_of_flash_within_a_hundred_steps(tmp_path):
+    short = ["--arms", "flash", "exact", "--seeds", "1", "--config.steps=100"]
+    found = largest_scores(collected(tmp_path, "laptop", *short))
+    assert found["flash"][1] > 10
+    assert found["exact"][1] < 0.5
+
+
+@pytest.mark.slow
+def test_rows_of_ds_that_sum_to_zero_hold_the_scores_and_the_dynamic_maximum_does_not(tmp_path):
+    found = largest_scores(collected(tmp_path, "laptop"))
+    for broken in ("flash", "dynamic_max"):
+        assert min(found[broken].values()) > 200
+    for held in ("exact", "normalized"):
+        assert max(found[held].values()) < 1
