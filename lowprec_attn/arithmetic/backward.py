@@ -192,40 +192,21 @@ class QueryKeys(NamedTuple):
     k: Array
     mean: Array
 
-    def give_back(
-        self, dq: Array, dlse: Array, statistics: RowStatistics, spec: Spec, extras: Extras
-    ) -> Array:
+    def give_back(self, dq: Array, dlse: Array, spec: Spec, extras: Extras) -> Array:
         """dQ [B, K, G, T, H] with what dlse [B, K, G, T, 1] adds to it by way of the mean."""
-        given = jnp.where(sees_a_key(statistics), scale_of(spec, extras) * dlse, jnp.float32(0))
-        return dq + given * self.mean[:, :, None]
+        return dq + scale_of(spec, extras) * dlse * self.mean[:, :, None]
 
 
-def query_keys(k: Array, spec: Spec, extras: Extras) -> QueryKeys | None:
+def query_keys(k: Array, spec: Spec) -> QueryKeys | None:
     """Those of `mean_key='subtracted'`; None where dQ is formed of k as it is."""
-    return None if spec.numerics.mean_key == "kept" else without_mean(k, extras)
+    return None if spec.numerics.mean_key == "kept" else without_mean(k)
 
 
-def without_mean(k: Array, extras: Extras) -> QueryKeys:
-    """k [B, K, S, H] less the mean of the keys within the lengths; what is not finite counts as 0.
-
-    Any mean will do, and one key that no row sees may hold NaN.
-    """
-    x, keys = k.astype(jnp.float32), k.shape[-2]
-    x_finite = jnp.where(jnp.isfinite(x), x, jnp.float32(0))
-    if extras.key_lengths is None:
-        mean = jnp.mean(x_finite, axis=-2, keepdims=True)
-    else:
-        count = extras.key_lengths.reshape(-1, 1, 1, 1)
-        inside = span(0, keys)[None, None, :, None] < count
-        total = jnp.sum(jnp.where(inside, x_finite, jnp.float32(0)), axis=-2, keepdims=True)
-        mean = total / jnp.maximum(count, 1).astype(jnp.float32)
+def without_mean(k: Array) -> QueryKeys:
+    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_mean_key`."""
+    x = k.astype(jnp.float32)
+    mean = jnp.mean(x, axis=-2, keepdims=True)
     return QueryKeys(round_to(x - mean, format_of(k)).astype(k.dtype), mean)
-
-
-def sees_a_key(statistics: RowStatistics) -> Array:
-    """Whether a row saw a key."""
-    subtracted, inverse_l = statistics
-    return jnp.isfinite(subtracted) if inverse_l is None else inverse_l != 0
 
 
 def corrected(

@@ -167,7 +167,28 @@ def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
         return f"block_sizes of type {type(given).__name__} (it takes {taken})"
     if request.spec.numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    return None
+    return unsupported_mean_key(request)
+
+
+def unsupported_mean_key(request: Request) -> str | None:
+    """`mean_key='subtracted'` where some key may be seen by no row, or some row see none.
+
+    Such a key would enter the mean, whatever it holds. No implementation serves it.
+    """
+    hidden = {
+        "a bias": request.has_bias,
+        "a mask": request.mask_shape is not None,
+        "lengths": request.has_lengths,
+        "segments": request.has_segments,
+        "query_offset": request.has_query_offset,
+        "a local window": request.spec.window is not None,
+        "causality of unequal lengths": request.spec.is_causal
+        and request.q_shape[1] != request.kv_shape[1],
+    }
+    given = [name for name, is_given in hidden.items() if is_given]
+    if request.spec.numerics.mean_key == "kept" or not given:
+        return None
+    return f"mean_key=subtracted with {', '.join(given)} (all keys enter the mean)"
 
 
 def unsupported_by_kernels(request: Request) -> str | None:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
-from lowprec_attn.arithmetic.request import Extras, Request, Spec
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_mean_key
 
 
 def unsupported(request: Request) -> str | None:
@@ -27,7 +27,7 @@ def unsupported(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(dense has one tile of all {rows} queries)"
         )
-    return None
+    return unsupported_mean_key(request)
 
 
 def keys_per_step(request: Request) -> int:
@@ -81,7 +81,7 @@ def _backward(
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
-    of_q = backward.query_keys(k, spec, extras)
+    of_q = backward.query_keys(k, spec)
     k_of_q = k if of_q is None else of_q.k
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
@@ -93,7 +93,7 @@ def _backward(
         corrected = backward.Delta(delta, delta)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
     if of_q is not None:
-        dq = of_q.give_back(dq, dlse, res.statistics, spec, extras)
+        dq = of_q.give_back(dq, dlse, spec, extras)
     dk, dv = backward.key_gradients(tile, corrected, q, do, spec, extras, place)
     dbias = None
     if extras.bias is not None:

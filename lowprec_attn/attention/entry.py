@@ -78,8 +78,8 @@ def dot_product_attention(
         number is too; the kernels decline it.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
       query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
-        and lse = −inf, as has every row that sees no key (where a mask or segments hide all keys,
-        `PublishedMax` gives lse = log(clamp) instead).
+        and lse = −inf, as has every row that sees no key (where a mask, segments or a negative
+        query_offset hide all keys, `PublishedMax` gives lse = log(clamp) instead).
       key_value_seq_lengths: valid keys per batch element, from 0 to S.
       local_window_size: (left, right), or one int for both: row t sees the keys
         t − left <= s <= t + right, query_offset added to t; not traced. Tiles outside it are

@@ -164,7 +164,7 @@ class _Walk(NamedTuple):
         if self.of_q is None:
             return dq
         extras = self.tiles.extras
-        return self.of_q.give_back(dq, self.dlse, self.statistics, self.spec, extras)
+        return self.of_q.give_back(dq, self.dlse, self.spec, extras)
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
@@ -236,8 +236,8 @@ def _backward(
     inverse_l = None if inverse_l is None else grid.pad_rows(inverse_l)
     o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
 
-    # The mean of keys that exist: padding comes after it.
-    of_q = backward.query_keys(k, spec, extras)
+    # Padding comes after the mean.
+    of_q = backward.query_keys(k, spec)
     if of_q is not None:
         of_q = of_q._replace(k=grid.pad_keys(of_q.k))
 

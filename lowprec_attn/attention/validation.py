@@ -317,12 +317,15 @@ def query_offset(
         raise ValueError(f"{wrong}, got {x.dtype}{x.shape} for a batch of {batch}")
     if _is_known(value):
         _check_position(np.asarray(value))
-    x = jnp.clip(x, -MAX_POSITION, MAX_POSITION).astype(jnp.int32)
+    # In the dtype of x, whose ends may lie within: a wider bound would wrap.
+    held = np.iinfo(x.dtype)
+    x = jnp.clip(x, max(-MAX_POSITION, held.min), min(MAX_POSITION, held.max))
+    x = x.astype(jnp.int32)
     return jnp.broadcast_to(x, (batch,))
 
 
 def _check_position(offsets: np.ndarray) -> None:
-    outside = offsets[np.abs(offsets) > MAX_POSITION]
+    outside = offsets[(offsets < -MAX_POSITION) | (offsets > MAX_POSITION)]
     if outside.size:
         raise ValueError(f"query_offset must be from -2^29 to 2^29, got {outside.flat[0]}")
 

@@ -24,8 +24,8 @@ class Capture:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
         k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes; is_causal; scale, where it was
         a number; window (left, right), where there was one; and ignored, the names of other
-        arguments that hide keys or change scores (bias, mask, lengths, segments), which are not
-        kept. Filled when the block ends.
+        arguments that hide keys or change scores (bias, mask, lengths, segments, query_offset, a
+        traced scale), which are not kept. Filled when the block ends.
     """
 
     def __init__(self) -> None:

@@ -148,7 +148,7 @@ def compare(
         None if returned is None else padded(returned.lse[..., None]),
     )
 
-    of_q = backward.query_keys(layout.group(q, k, v, extras).k, spec, extras)
+    of_q = backward.query_keys(layout.group(q, k, v, extras).k, spec)
     k_of_q = tiles.k if of_q is None else grid.pad_keys(of_q.k)
 
     def section(first: int, last: int, keys: int) -> Comparison:

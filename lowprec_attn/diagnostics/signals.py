@@ -60,7 +60,8 @@ def attention_signals(
       delta_rms: RMS of δ_hp.
       ds_row_sum_*: Σ_j P ∘ (dP − δ); 0 in exact arithmetic, −delta_error where δ alone is off.
       rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.
-      p_row_sum_error_*: Σ_j P − 1 of the backward pass, P = exp(S − lse); 0 in exact arithmetic.
+      p_row_sum_error_*: Σ_j P − 1 of the backward pass, whose P is exp(S − lse), or exp(S − m) / l
+        as `statistics` says; 0 in exact arithmetic.
       query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F: how much of dQ the
         errors of δ are.
       vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.

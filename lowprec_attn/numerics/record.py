@@ -49,7 +49,7 @@ scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the g
 and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
 
 With `mean_key='subtracted'` the k of dQ is k − k̄ rounded to the format of k, where k̄ is the mean
-of the keys within the lengths: rows of dS without dlse sum to zero but for what rounding leaves. Of
+of all keys: rows of dS without dlse sum to zero but for what rounding leaves. Of
 what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in exact arithmetic.
 """
 
@@ -199,6 +199,11 @@ class Numerics:
             raise ValueError(
                 "mean_key='subtracted' changes nothing with delta='after_cast', where rounded rows "
                 "of dS sum to zero; use mean_key='kept'"
+            )
+        if self.divisor != "rounded" and self.normalize_probs:
+            raise ValueError(
+                f"divisor={self.divisor!r} divides O, which normalize_probs=True leaves undivided; "
+                "use divisor='rounded'"
             )
         if self.exponent == "scale_first" and not self.shift.is_identity:
             raise ValueError(

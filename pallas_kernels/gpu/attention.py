@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic.backward import SUMS_ROWS, sees_a_key, without_mean
+from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
     Extras,
@@ -207,9 +207,8 @@ def _backward(
     operands_of_q = operands
     if spec.numerics.mean_key == "subtracted":
         keys = k[:, :, 1] if by_query.packed else k
-        of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2), extras))
-        given = sees_a_key(statistics) * dlse
-        operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=given)
+        of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2)))
+        operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=dlse)
     dq, found = query_gradients(operands_of_q, scalars, by_query)
     operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None)
     if by_key.packed:

@@ -59,7 +59,7 @@ class Operands(NamedTuple):
     `inverse_l` [B, N, T] is 1 / l, a factor of P, with `statistics='m_and_l'`.
 
     `k_of_q` [B, S, K, H], `mean` [B, 1, K, H] and `given` [B, N, T] are the k of dQ, what was taken
-    from it, and dlse where a row sees a key, with `mean_key='subtracted'`.
+    from it, and dlse, with `mean_key='subtracted'`.
 
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
@@ -507,7 +507,9 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         dq, pk, *sums = walk.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
-        lacks = row_shift(r, s) + dp_offset(walk.statistic(ref.dlse), problem)
+        # Of a row that sees nothing, dlse may be anything.
+        dlse = jnp.where(s == 0, jnp.float32(0), walk.statistic(ref.dlse))
+        lacks = row_shift(r, s) + dp_offset(dlse, problem)
         if after_cast:
             problem.store_statistics(out[2], lacks[:, 0], walk.start)
         else:

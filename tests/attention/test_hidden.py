@@ -198,3 +198,60 @@ def test_under_vmap(implementation: str) -> None:
     assert np.isnan(out[0, 9:]).all()
     assert np.isfinite(out[0, :9]).all()
     assert np.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("delta", ["normalized", "after_cast"])
+@pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu"])
+def test_nan_in_the_gradient_of_lse_of_an_element_without_keys(
+    implementation: str, delta: Any
+) -> None:
+    sizes = harness.IMPLEMENTATIONS[implementation].block_sizes
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, 2, 16)) for i in range(3))
+
+    def both(q: Any) -> Any:
+        return attention.dot_product_attention(
+            q,
+            k,
+            v,
+            key_value_seq_lengths=jnp.array([0, 16]),
+            numerics=numerics.FLASH.replace(delta=delta),
+            implementation=implementation,
+            block_sizes=sizes,
+            return_residual=True,
+        )
+
+    (o, lse), pullback = jax.vjp(both, q)
+    (dq,) = pullback((jnp.ones_like(o), jnp.ones_like(lse).at[0].set(jnp.nan)))
+    assert not np.any(dq[0])
+    assert np.all(np.isfinite(dq[1]))
+    assert np.any(dq[1])
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    "a mask": {"mask": jnp.ones((1, 1, 16, 16), bool)},
+    "lengths": {"key_value_seq_lengths": jnp.array([16, 9])},
+    "segments": {
+        "query_segment_ids": jnp.zeros((2, 16), jnp.int32),
+        "key_value_segment_ids": jnp.zeros((2, 16), jnp.int32),
+    },
+    "a local window": {"local_window_size": 3},
+    "causality of unequal lengths": {"is_causal": True},
+}
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu"])
+def test_a_mean_of_keys_that_may_be_hidden_is_refused(implementation: str, hiding: str) -> None:
+    sizes = harness.IMPLEMENTATIONS[implementation].block_sizes
+    rows = 8 if hiding.startswith("causality") else 16
+    q, k = jnp.ones((2, rows, 2, 16)), jnp.ones((2, 16, 2, 16))
+    with pytest.raises(attention.UnsupportedError, match=f"mean_key=subtracted with {hiding}"):
+        attention.dot_product_attention(
+            q,
+            k,
+            k,
+            numerics=numerics.FLASH.replace(mean_key="subtracted"),
+            implementation=implementation,
+            block_sizes=sizes,
+            **HIDING[hiding],
+        )

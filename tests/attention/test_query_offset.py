@@ -159,3 +159,15 @@ def test_kernels_refuse_it_by_name(implementation: str) -> None:
 def test_wrong_offsets_are_refused(offset: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         attend(*arrays(), is_causal=True, query_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_offsets_of_any_integer_dtype_are_what_they_say(make: Any, dtype: str) -> None:
+    if make is jnp.asarray and dtype == "int64":
+        pytest.skip("JAX holds it in 32 bits")
+    q, k, v = arrays()
+    queries = q[:, 1:4]
+    expected = attend(queries, k, v, is_causal=True, query_offset=[1, 25])
+    found = attend(queries, k, v, is_causal=True, query_offset=make(np.array([1, 25], dtype)))
+    np.testing.assert_array_equal(found, expected)

@@ -151,6 +151,10 @@ def test_grads_default_to_the_format_of_their_input() -> None:
             lambda: FLASH.replace(mean_key="subtracted", delta="after_cast"),
             "changes nothing with delta='after_cast'.*use mean_key='kept'",
         ),
+        (
+            lambda: FLASH.replace(divisor="first_unrounded", normalize_probs=True),
+            "divisor='first_unrounded' divides O.*use divisor='rounded'",
+        ),
         (lambda: FLASH.replace(kv_block=0), "kv_block must be a positive.*got 0"),
         (lambda: FLASH.replace(kv_block=-64), "got -64"),
         (lambda: FLASH.replace(kv_block=64.0), "got 64.0"),

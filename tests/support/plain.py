@@ -235,11 +235,9 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
 
     k_of_q, given_back = k, np.float32(0)
     if n.mean_key == "subtracted":
-        counted = opt.within_lengths.any(-2)[..., None].astype(np.float32)
-        counted = np.where(counted.sum(-2, keepdims=True) > 0, counted, 1)
-        mean = (k * counted).sum(-2, keepdims=True) / counted.sum(-2, keepdims=True)
+        mean = k.mean(-2, keepdims=True)
         k_of_q = round_nearest(k - mean, Rounding(numerics.get_format(dtype)))
-        given_back = scale * dlse * opt.seen.any(-1, keepdims=True) * mean
+        given_back = scale * dlse * mean
     p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
     if n.delta == "normalized":
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)

@@ -87,7 +87,7 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
     n = spec.numerics
     if _is_unordered(spec):
         return "unordered=True"
-    if n.saved_dtype == jnp.bfloat16:
+    if n.saved_dtype is not None and n.saved_output == "auxiliary":
         return "saved_output=auxiliary"
     if n.kv_block == 128:
         return "kv_block=128 (it takes 64 or None)"
