@@ -54,7 +54,7 @@ class LayerRecord(NamedTuple):
     v: Array
     o: Array
     residual: Array
-    lse: Array | None
+    lse: Array | None = None
 
 
 class _Linear(nnx.Linear):

@@ -315,16 +315,21 @@ class Loop:
         )
         if pending.signals is None:  # else they are recorded
             self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
-        self.fixed.checkpoints.wait()
+        self._settle()
         _report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_BROKEN
+
+    def _settle(self) -> None:
+        """Checkpoint and records are on the disk before the file that says that the run is done."""
+        self.fixed.checkpoints.wait()
+        self.fixed.metrics.flush()
 
     def _stop_exploded(self, step: int) -> int:
         """The loss has been in excess for long: what is left to see is recorded, and kept."""
         self._fetch()
         self._save(step)
         self._write_validation(step)
-        self.fixed.checkpoints.wait()
+        self._settle()
         _report_explosion(self.fixed.run_dir, step, self.watch.explosion)
         return EXIT_BROKEN
 
@@ -335,6 +340,7 @@ class Loop:
             sequence = self.first_sequence(*self.fixed.devices.put(next(self.data)))
             self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
         self.fixed.checkpoints.prune()  # it waits for the last one
+        self.fixed.metrics.flush()
         if not math.isfinite(loss):
             _report_validation(self.fixed.run_dir, settings.steps, loss)
             return EXIT_BROKEN

@@ -293,6 +293,18 @@ def run_tiled(q, k, v, do, *, num):
     return o, lse, pull((do, jnp.zeros_like(lse)))[0]
 
 
+def one_flip(arrays):
+    """The share of exact dQ by which the cast of the largest dS may go another way.
+
+    The emulation sums δ in another order than the implementation, so casts of the two may differ.
+    """
+    q, k, v, do = arrays
+    p = softmax(np.where(np.tri(len(q), dtype=bool), q @ k.T * SCALE, -np.inf))
+    dp = do @ v.T
+    ds = p * (dp - rows_sum(p * dp))
+    return 2.0**-8 * np.abs(ds).max() * norm(k, axis=1).max() / norm(ds @ k)
+
+
 @pytest.mark.parametrize("inputs", ["clustered 100", "clustered 10000", "saturated", "ties"])
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_the_total_is_the_error_of_the_dq_of_the_implementation(inputs, name):
@@ -304,4 +316,4 @@ def test_the_total_is_the_error_of_the_dq_of_the_implementation(inputs, name):
     measured = float(found["query_weight_gradient_error_measured"][0])
     total = float(found["query_weight_gradient_error_from_total"][0])
     assert measured > 1e-3
-    assert total == pytest.approx(measured, rel=0.02)
+    assert total == pytest.approx(measured, rel=0.02, abs=one_flip(arrays))

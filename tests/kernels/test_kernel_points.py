@@ -28,7 +28,8 @@ pytestmark = [
 CASES = {"gpu": CAUSAL, "tpu": Case(batch=1, rows=20, keys=140, heads=1, kv_heads=1)}
 TILES: dict[str, dict[str, Any]] = {"gpu": {"sizes": harness.GPU_TALL}, "tpu": {}}
 
-PAIRS = list(itertools.combinations(POINTS, 2))
+# Of l rounded to a format after its last step, rounding it again is nothing.
+PAIRS = [pair for pair in itertools.combinations(POINTS, 2) if pair != ("stats", "normalizer")]
 SAMPLE = random.Random(0).sample(PAIRS, 6)
 
 

@@ -63,10 +63,10 @@ def test_scores_are_counted_where_dense_forms_them():
 
 
 TOO_LARGE = {
-    "width": {"model__width": 200_000},
-    "vocabulary": {"model__vocab_size": 10**12},
-    "context": {"model__context": 10**10},
-    "batch": {"batch_size": 2**40},
+    "width": {"model__width": 2**20},
+    "vocabulary": {"model__vocab_size": 2**24, "model__width": 2**14},
+    "context": {"model__context": 2**24, "model__width": 2**14},
+    "batch": {"batch_size": 2**30},
 }
 
 
