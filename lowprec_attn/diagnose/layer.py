@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lowprec_attn.arithmetic.heads import HeadGroup
+from lowprec_attn.diagnostics import Returned
 
 
 class Layer(NamedTuple):
@@ -24,6 +25,7 @@ class Layer(NamedTuple):
       scale: of the scores; None for 1/√H.
       window: (left, right); row t sees the keys t − left to t + right; None for all.
       own: the arithmetic of its heads, where the source says.
+      returned: what `own` gave when it ran, where it did.
       notes: what was assumed or converted, one line each.
     """
 
@@ -41,6 +43,7 @@ class Layer(NamedTuple):
     scale: float | None = None
     window: tuple[int, int] | None = None
     own: tuple[HeadGroup, ...] | None = None
+    returned: Returned | None = None
     notes: tuple[str, ...] = ()
 
     @property

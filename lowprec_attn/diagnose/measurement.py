@@ -60,6 +60,7 @@ def measure(layer: Layer, arithmetic: Arithmetic) -> verdict.Signals:
         scale=layer.scale,
         is_causal=bool(layer.is_causal),
         local_window_size=layer.window,
+        returned=layer.returned if arithmetic.numerics is layer.own else None,
         x=None if do is None else layer.x,
         rng_key=jax.random.key(0) if arithmetic.needs_bits else None,
     )

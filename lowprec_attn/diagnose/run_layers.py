@@ -172,6 +172,7 @@ def as_layers(source: str, model: ModelSettings, arrays: Sequence[LayerArrays]) 
             x=copy.x,
             is_causal=True,
             scale=scale,
+            returned=copy.returned,
         )
         for i, copy in enumerate(jax.device_get(arrays))
     ]
