@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 import shutil
 
 import numpy as np
@@ -19,7 +20,8 @@ FAILURE = RESULTS / "failure"
 CONTROLS = ("--positive-control", "published_lse_bf16", "--negative-control", "exact")
 
 
-OPTIONS = {"lse_rounding": CONTROLS}
+LAYER_0 = ("--layer", "0")
+OPTIONS = {"lse_rounding": CONTROLS, "laptop": LAYER_0, "laptop_causes": LAYER_0}
 EXPERIMENTS = sorted(
     str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("table.md") if path.is_file()
 )
@@ -82,8 +84,26 @@ def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
     assert words["exact"] == words["normalized_delta"] == {2024: "healthy"}
 
 
+def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
+    largest = {}
+    for run in records.read_all(RESULTS / "laptop_causes"):
+        after_start = {step: of for step, of in run.signals.items() if step > 0}
+        scores = records.largest_scores(after_start).values()
+        largest.setdefault(run.arm.name, []).append(max(map(max, scores)))
+    page = (RESULTS / "laptop_causes" / "README.md").read_text()
+    number = r"([\d.,]+)"
+    row = rf"^\| `(\w+)`.*\| \**{number}, {number}, {number}\** \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(largest)
+    for name, *texts in rows:
+        for text, value in zip(texts, largest[name], strict=True):
+            shown = f"{value:.2f}" if value < 1 else f"{float(f'{value:.3g}'):,.0f}"
+            assert text.rstrip(",") == shown, (name, texts)
+
+
 PICTURES = {
     "failure_cpu": ("failure/failure_cpu",),
+    "laptop": ("laptop",),
     "failure_delta": ("failure/delta_small",),
     "failure_edge": ("failure/edge_gpt2",),
     "failure_edge_long": ("failure/edge_long",),
