@@ -103,7 +103,8 @@ class Problem(common.Problem):
         round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
         place = Place(indices(start, v.shape[0], 0), indices(0, v.shape[1], 1))
         v = round_point(v.astype(jnp.float32), "value", place)
-        return v.astype(self.spec.numerics.value_dtype(self.dtype))
+        # In the dtype of the format: a product takes it as one term.
+        return v.astype(self.spec.numerics.value.result_format.dtype)
 
     def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
         """Of the query tiles: the first that sees key tile j, and the end of those that do."""

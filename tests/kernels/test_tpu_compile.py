@@ -203,6 +203,7 @@ _TILE = 2 * 16
 ROUNDED = {
     "scores": {FORWARD: _TILE, KEY: _TILE, QUERY: _TILE},
     "probs": {FORWARD: _TILE},
+    "value": {FORWARD: _TILE, KEY: _TILE, QUERY: _TILE},
     "pv": {FORWARD: _TILE},
     "rescale": {FORWARD: _TILE},
     "accumulator": {FORWARD: _TILE},
@@ -221,7 +222,7 @@ ROUNDED = {
 }
 # They go into a product. In float32 they do so as three terms, of which two come back to be
 # subtracted from the rest; rounded they are one term, and none comes back.
-OPERANDS = ("probs", "probs_bwd", "ds")
+OPERANDS = ("probs", "value", "probs_bwd", "ds")
 
 
 def point_call(generation: str, **points: str) -> Call:
