@@ -2,6 +2,7 @@
 
     python -m benchmarks.fidelity --out FILE.jsonl
     python -m benchmarks.fidelity --out FILE.jsonl --arrays CAPTURE.npz --numerics exact flash
+    python -m benchmarks.fidelity --read results/fidelity/h100.jsonl.xz --result dq
 
 The problems are causal attention of bfloat16 q, k, v and dO: made up, with largest scores from 10
 to 1e7, or layers of an npz as `diagnostics.capture` saves them. Made up in two kinds. `clustered`:
@@ -26,6 +27,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import lzma
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,12 +41,14 @@ from lowprec_attn import attention
 from lowprec_attn.attention import IMPLEMENTATIONS, reference
 from lowprec_attn.diagnose import array_file
 from lowprec_attn.errors import UserError
-from lowprec_attn.files import append_line
+from lowprec_attn.files import append_line, from_strict_json
 from lowprec_attn.numerics import Numerics, get_preset
+from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
 NUMERICS = ("exact", "flash", "float32_output", "normalized_delta")
 RESULTS = ("o", "dq", "dk", "dv")
+_OF_LSE = ("lse", "p_row_sum")
 _DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
 _OF_HEAD = (0, 1, 3)  # the other axes
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "numpy")
@@ -78,7 +82,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--out", type=Path, help="JSON lines, appended to")
+    files.add_argument("--read", type=Path, help="such a file, as it is or .xz: prints its tables")
+    parser.add_argument("--result", choices=(*RESULTS, *_OF_LSE), default="dq", help="of --read")
     parser.add_argument("--arrays", type=Path, help="an npz with q, k, v and do of layers")
     parser.add_argument("--scores", type=float, nargs="+", default=SCORES, help="largest ones")
     parser.add_argument("--tokens", type=int, default=256)
@@ -94,6 +101,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
+        if args.read:
+            print("\n".join(tables(_records(args.read), args.result)), end="")
+            return
         kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
         shape = (args.tokens, args.heads, args.head_size)
         problems = captured(args.arrays) if args.arrays else made_up(args.scores, shape, args.seed)
@@ -108,6 +118,38 @@ def main() -> None:
                     refused.add(kernel)
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """
+    Raises:
+      UserError: there is no such file, or it holds something else.
+    """
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            return [from_strict_json(json.loads(line)) for line in file]
+    except (OSError, ValueError, lzma.LZMAError) as error:
+        raise UserError(f"{path} holds no records of this program: {error}") from error
+
+
+def tables(records: Sequence[Mapping[str, Any]], result: str) -> Iterator[str]:
+    """In Markdown, one table a kind of problem: errors of `result` by kernel and problem.
+
+    A cell is the error of the worst head. What was refused is left out.
+    """
+    served = [r for r in records if result in r.get("errors", ())]
+    for kind in dict.fromkeys(r["problem"].split()[0] for r in served):
+        of_kind = [r for r in served if r["problem"].split()[0] == kind]
+        problems = list(dict.fromkeys(r["problem"] for r in of_kind))
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for r in of_kind:
+            cells = rows.setdefault((r["kernel"], r["numerics"] or ""), {})
+            cells[r["problem"]] = f"{max(r['errors'][result]):.1e}"
+        names = [problem.removeprefix(kind).strip() for problem in problems]
+        header = [f"{kind}: {result}", "arithmetic", *names]
+        yield markdown(
+            header, [[*of, *(cells.get(p, "") for p in problems)] for of, cells in rows.items()]
+        )
 
 
 def made_up(scores: Sequence[float], shape: tuple[int, int, int], seed: int) -> Iterator[Problem]:

@@ -57,24 +57,24 @@ def seen_dot(
 
     if seen is None:
         return dot(equation, a, b, a_format, b_format)
+    finite, float32 = jnp.isfinite(b), get_format("float32")
+    # Outside of the condition: a product, which is long where its sums round, compiles once.
+    terms = dot(equation, a, jnp.where(finite, b, jnp.zeros_like(b)), a_format, b_format)
 
-    def plain(a: Array, b: Array, seen: Array) -> Array:
-        return dot(equation, a, b, a_format, b_format)
-
-    def careful(a: Array, b: Array, seen: Array) -> Array:
-        finite, float32 = jnp.isfinite(b), get_format("float32")
+    def with_others(terms: Array, a: Array, b: Array, seen: Array) -> Array:
+        """Adds the terms that are not finite."""
         shown = jnp.broadcast_to(seen, a.shape)
         ones, signs = shown.astype(jnp.float32), jnp.where(shown, jnp.sign(a), jnp.zeros_like(a))
         infinite = jnp.where(jnp.isinf(b), jnp.sign(b), jnp.zeros_like(b)).astype(jnp.float32)
         # How many terms are not finite, and how many more of them are +inf than −inf.
-        count = dot(equation, ones, (~finite).astype(jnp.float32), float32, float32)
+        count = dot(equation, ones, (~jnp.isfinite(b)).astype(jnp.float32), float32, float32)
         excess = dot(equation, signs.astype(jnp.float32), infinite, float32, float32)
         infinity = jnp.where(excess > 0, jnp.inf, -jnp.inf)
         sums = jnp.where(jnp.abs(excess) == count, infinity, jnp.nan)
-        rest = plain(a, jnp.where(finite, b, jnp.zeros_like(b)), seen)
-        return rest + jnp.where(count == 0, jnp.float32(0), sums)
+        return terms + jnp.where(count == 0, jnp.float32(0), sums)
 
-    return lax.cond(_all_finite(lax.stop_gradient(b)), plain, careful, a, b, seen)
+    all_finite = _all_finite(lax.stop_gradient(b))
+    return lax.cond(all_finite, lambda terms, *_: terms, with_others, terms, a, b, seen)
 
 
 @jax.custom_batching.custom_vmap

@@ -136,7 +136,9 @@ class Numerics:
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
       exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
         row is 1; or `scale_first`, so that it is 2 to the power of what rounding c m left, as in
-        FlashAttention-2, -3 and -4, cuDNN and `hopper`. None: the implementation chooses for speed
+        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them. PyTorch builds
+        FlashAttention-2 without that fused multiply-add (UNFUSE_FMA), and cuDNN 9.19 shows no
+        trace of it in O (results/fidelity). None: the implementation chooses for speed
         (`attention.exponent_of` says how), and experiments name one.
       statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
         of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The

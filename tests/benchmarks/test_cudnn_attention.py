@@ -43,7 +43,7 @@ def test_it_is_taken_where_it_is_named_and_never_else():
     ("change", "reason"),
     [
         ({"numerics": numerics.EXACT}, "any arithmetic but `flash`"),
-        ({"numerics": SPEC.numerics.replace(exponent="shift_first")}, "exponent='scale_first'"),
+        ({"numerics": SPEC.numerics.replace(exponent="scale_first")}, "exponent='shift_first'"),
         ({"numerics": SPEC.numerics.replace(ds="float32")}, "nothing in it can be chosen"),
         ({"row_max": numerics.DynamicMax()}, "row_max=DynamicMax"),
         ({"is_causal": False}, "plain causal attention"),

@@ -1,6 +1,7 @@
 """Kernels against float64 by size of scores, on what a CPU has."""
 
 import json
+import lzma
 import sys
 
 import ml_dtypes
@@ -80,3 +81,29 @@ def test_results_of_rows_that_are_off_by_a_factor_are_told():
 def test_an_arithmetic_that_is_none_is_told(text):
     with pytest.raises(UserError, match=f"--numerics {text}: "):
         fidelity.own([text])
+
+
+def test_tables_have_the_worst_head_of_what_served(tmp_path, monkeypatch, capsys):
+    found = records_of(tmp_path, monkeypatch, "--scores", "10", "1e4", "--numerics", FLASH)
+    capsys.readouterr()
+    packed = tmp_path / "fidelity.jsonl.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "fidelity.jsonl").read_bytes()))
+    monkeypatch.setattr(sys, "argv", ["fidelity", f"--read={packed}", "--result=dk"])
+    fidelity.main()
+    lines = capsys.readouterr().out.splitlines()
+    clustered = lines[: lines.index("")]
+    assert [cell.strip() for cell in clustered[0].split("|")[1:5]] == [
+        "clustered: dk", "arithmetic", "1e+01", "1e+04",
+    ]  # fmt: skip
+    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in clustered[2:])}
+    assert [*rows] == ["tiled", "dense", "jax.nn xla"]  # what was refused is no row
+    worst = max(found["clustered 1e+04", "tiled", FLASH]["errors"]["dk"])
+    assert rows["tiled"][4].strip() == f"{worst:.1e}"
+
+
+def test_a_file_that_is_none_of_it_is_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "other.jsonl"
+    path.write_text("not JSON\n")
+    monkeypatch.setattr(sys, "argv", ["fidelity", f"--read={path}"])
+    with pytest.raises(SystemExit, match=r"error: .*other\.jsonl holds no records of this program"):
+        fidelity.main()
