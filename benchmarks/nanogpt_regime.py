@@ -15,7 +15,7 @@ The queue is that of `lab run`, and run directories are as the trainer makes the
 stopped cannot be continued: it takes minutes. Remove its directory to repeat it.
 
 Question:   does nanoGPT's own code break in this regime, too?
-Prediction: `flash` and `cudnn` have two heads or more above 512 by step 3,000 with two seeds of
+Prediction: `flash` and `cudnn` have two heads or more above 512 by step 2,500 with two seeds of
             three, `float32` with none.
 Wrong if:   both hold with three seeds of three. Then what breaks is in our code.
 Decides:    whether our claim about `flash` stands.

@@ -37,6 +37,8 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
             axis.sharey(axes[kind, 0])
     control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
     titles = panel_titles(outcome.arm for outcome in found)
+    # Then the scores are all that tells the arms apart.
+    all_held = not any(outcome.exploded or outcome.not_finite for outcome in found)
     for i, outcome in enumerate(found):
         row, column = 2 * (i // columns), i % columns
         loss, score = axes[row, column], axes[row + 1, column]
@@ -44,10 +46,8 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
             _draw_seeds(loss, score, control, _CONTROL)
         _draw_seeds(loss, score, outcome, _ARM)
         _mark_ends(loss, outcome)
-        share = f"{outcome.exploded} of {len(outcome.records)} exploded"
-        if outcome.not_finite:
-            share += f", {outcome.not_finite} not finite"
-        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{share}"), fontsize=9)
+        said = _ran_away(outcome) if all_held else _broke(outcome)
+        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{said}"), fontsize=9)
         score.set_xlabel("step")
         score.set_yscale("log")
         for axis in (loss, score):
@@ -63,12 +63,26 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     lines = [Line2D([], [], color=_ARM, label="a seed of the arm")]
     if control is not None:
         lines.append(Line2D([], [], color=_CONTROL, label="negative control"))
-    lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
+    if any(outcome.exploded for outcome in found):
+        lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
     if any(outcome.not_finite for outcome in found):
         lines.append(Line2D([], [], **_NOT_FINITE, label="not finite"))
     _write_tokens(figure, (record for outcome in found for record in outcome.records.values()))
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
     return figure
+
+
+def _broke(outcome: ArmOutcome) -> str:
+    said = f"{outcome.exploded} of {len(outcome.records)} exploded"
+    return f"{said}, {outcome.not_finite} not finite" if outcome.not_finite else said
+
+
+def _ran_away(outcome: ArmOutcome) -> str:
+    """Of the runs that went on to where that is judged; else that none broke."""
+    judged = [record.large_heads for record in outcome.records.values() if record.large_heads]
+    if not judged:
+        return _broke(outcome)
+    return f"{sum(large.ran_away for large in judged)} of {len(judged)} ran away"
 
 
 def _grid(panels: int) -> tuple[int, int]:

@@ -69,6 +69,29 @@ def test_the_summary_of_the_failure_is_that_of_the_records(reported):
     assert (copy / "summary.md").read_text() == (FAILURE / "summary.md").read_text()
 
 
+def test_the_page_of_the_first_batch_in_true_bfloat16_has_what_the_records_have():
+    """Of the head of layer 1 with the largest score, where a run ended."""
+    directory = RESULTS / "true_bfloat16" / "arithmetic"
+    page = (directory / "README.md").read_text()
+    cells = {}
+    for run in records.read_all(directory):
+        at = run.signals[2500][1] if 2500 in run.signals else None
+        row = cells.setdefault(run.arm.name, ([], [], []))
+        if at is None:
+            values = ("–", "–", "–")
+        else:
+            scores = at["score_maximum"]
+            error = at["query_weight_gradient_error_from_total"][int(np.argmax(scores))]
+            large = sum(score > 512 for score in scores)
+            values = (f"{max(scores):,.0f}", str(large), f"{error:.2g}")
+        for column, value in zip(row, values, strict=True):
+            column.append(value)
+    for name, columns in cells.items():
+        (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
+        said = [cell.strip().split(", ") for cell in line.split("|")[2:5]]
+        assert said == [*columns], name
+
+
 def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
     runs = records.read_all(RESULTS / "true_bfloat16" / "first")
     exploded = {(run.arm.name, run.seed) for run in runs if run.explosion is not None}

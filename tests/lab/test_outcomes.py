@@ -335,7 +335,7 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
     words = [text.get_text() for text in legend.get_texts()]
     assert words == ["a seed of the arm", "negative control", "explosion", "not finite"]
     without = figures.loss_figure(outcomes.outcomes([record("arm", 1, 900)]))
-    assert len(without.legends[0].get_texts()) == 2
+    assert len(without.legends[0].get_texts()) == 1  # nothing has ended
 
 
 def test_a_loss_that_was_never_finite_is_drawn_as_nothing():
@@ -579,3 +579,15 @@ def test_records_without_the_signals_of_a_report_are_refused(lab, collected, cap
     assert main(["lab", "collect", str(lab.out), str(collected), *signals]) == 0
     assert main(["lab", "report", str(collected)]) == 1
     assert "arm bad has no query_weight_norm: a report needs them" in capsys.readouterr().err
+
+
+def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):
+    held = [record("bad", 1, 2000), record("good", 1, 2000)]
+    found = outcomes.outcomes(held)
+    large = {"bad": LargeHeads(2000, 2), "good": None}
+    monkeypatch.setattr(records.ArmRecord, "large_heads", property(lambda run: large[run.arm.name]))
+    figure = figures.loss_figure(found)
+    titles = [panel.get_title().split("\n")[1] for panel in figure.axes if panel.get_title()]
+    assert titles == ["1 of 1 ran away", "0 of 1 exploded"]
+    (legend,) = figure.legends
+    assert "explosion" not in [text.get_text() for text in legend.get_texts()]
