@@ -1,0 +1,51 @@
+"""What 0.1.0 left on the disk opens with the same numbers (tests/fixtures/README.md)."""
+
+import json
+import shutil
+
+import pytest
+from command import ROOT
+
+from lowprec_attn.commands.main import main
+from lowprec_attn.runs import metrics
+
+FIXTURES = ROOT / "tests" / "fixtures"
+EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path):
+    return shutil.copytree(FIXTURES / "run", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["run", "arrays"])
+def test_diagnose_says_the_same(tmp_path, run, name):
+    source = run if name == "run" else FIXTURES / "arrays.npz"
+    assert main(["diagnose", str(source), "--json", str(tmp_path / "said.json")]) == 0
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["verdict"]["kind"] == EXPECTED[name]["kind"]
+    (layer,) = said["layers"]
+    assert layer["signals"].keys() == EXPECTED[name]["signals"].keys()
+    for arithmetic, signals in EXPECTED[name]["signals"].items():
+        found = layer["signals"][arithmetic]
+        for signal, heads in signals.items():
+            assert found[signal] == pytest.approx(heads, rel=1e-3, abs=1e-6), signal
+
+
+def test_a_run_goes_on_by_its_own_command(run, capsys):
+    before = metrics.read(run / "metrics.jsonl")
+    (start,) = json.loads((run / "environment.json").read_text())
+    words = [word for word in start["command"][1:] if not word.startswith("--workdir")]
+    assert main([*words, f"--workdir={run}"]) == 0
+    assert "resuming at step 3" in capsys.readouterr().out
+    after = metrics.read(run / "metrics.jsonl")
+    for name in ("loss", "grad_norm", "val_loss"):
+        was, now = ({r["step"]: r[name] for r in x if name in r} for x in (before, after))
+        assert now == pytest.approx(was, rel=1e-4), name
+    ended = json.loads((run / "summary.json").read_text())
+    assert ended["val_loss"] == pytest.approx(EXPECTED["val_loss"], rel=1e-4)
+
+
+def test_a_run_is_reported(run, capsys):
+    assert main(["report", str(run)]) == 0
+    assert "loss" in (run / "report.html").read_text()
