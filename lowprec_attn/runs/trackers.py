@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 from lowprec_attn import hosts, installation
 from lowprec_attn.errors import RunError
@@ -27,109 +27,66 @@ _ID = "id"
 _CLOSING_SECONDS = 60.0
 # Of one call of MLflow's API.
 _MOST_METRICS, _MOST_PARAMETERS = 1000, 100
-_LONGEST_PARAMETER = 500
 
 _logger = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """One service. Its methods are called in one thread, `start` first, `close` last.
+class _Service(NamedTuple):
+    """A run at a service: its id there, what records a step's scalars, and what ends it."""
 
-    Attributes:
-      name: as `config.loggers` has it; also of the package.
-    """
-
-    name: str
-
-    def start(self, known: str | None, name: str, config: Mapping[str, Any], path: str) -> str:
-        """Begins a run, or goes on with the one that has the id `known`; returns its id.
-
-        Args:
-          known: of an earlier start.
-          name: of the run.
-          config: of the run, by flat names.
-          path: the run directory.
-        """
-        ...
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Records scalars of a step, by flat names."""
-        ...
-
-    def close(self) -> None:
-        """Sends what is left."""
-        ...
+    id: str
+    add: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
-class _WandB:
-    """Weights & Biases; a start after a kill repeats steps, so `step` is a metric of its own."""
+def _wandb(known: str | None, name: str, config: Mapping[str, Any], path: str) -> _Service:
+    import wandb
 
-    name = "wandb"
-
-    def start(self, known: str | None, name: str, config: Mapping[str, Any], path: str) -> str:
-        import wandb
-
-        # Its own `init` would ask at the terminal, and wait for an answer.
-        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise RunError("not logged in; `wandb login`, or set WANDB_MODE=offline")
-        self._run = wandb.init(
-            project=_PROJECT,
-            id=known or uuid.uuid4().hex,
-            name=name,
-            config=dict(config),
-            dir=path,
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # W&B drops records of a step before the last one it has.
-        self._run.define_metric("*", step_metric="step")
-        return self._run.id
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        self._run.finish()
+    # Its own `init` would ask at the terminal, and wait for an answer.
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+        raise RunError("not logged in; `wandb login`, or set WANDB_MODE=offline")
+    run = wandb.init(
+        project=_PROJECT,
+        id=known or uuid.uuid4().hex,
+        name=name,
+        config=dict(config),
+        dir=path,
+        resume="allow",
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    # W&B drops records of a step before the last one it has, and a resumed run repeats steps.
+    run.define_metric("*", step_metric="step")
+    return _Service(run.id, lambda step, values: run.log({"step": step, **values}), run.finish)
 
 
-class _MLflow:
-    """MLflow, without its notion of an active run, which belongs to a thread."""
+def _mlflow(known: str | None, name: str, config: Mapping[str, Any], path: str) -> _Service:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
 
-    name = "mlflow"
+    client = MlflowClient()  # not the active run of `mlflow.start_run`, which belongs to a thread
+    found = client.get_experiment_by_name(_PROJECT)
+    where = found.experiment_id if found else client.create_experiment(_PROJECT)
+    run = known or client.create_run(where, run_name=name).info.run_id
+    client.update_run(run, status="RUNNING")
+    parameters = [Param(field, str(value)) for field, value in config.items()]
+    for part in _parts(parameters, _MOST_PARAMETERS):  # the same again are no error
+        client.log_batch(run, params=part)
 
-    def start(self, known: str | None, name: str, config: Mapping[str, Any], path: str) -> str:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-
-        self._client = MlflowClient()
-        if known is not None:
-            self._id = known
-            self._client.update_run(self._id, status="RUNNING")
-            return known
-        experiment = self._client.get_experiment_by_name(_PROJECT)
-        where = experiment.experiment_id if experiment else self._client.create_experiment(_PROJECT)
-        self._id = self._client.create_run(
-            where, run_name=name, tags={"run_directory": path}
-        ).info.run_id
-        parameters = [Param(n, str(value)[:_LONGEST_PARAMETER]) for n, value in config.items()]
-        for i in range(0, len(parameters), _MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=parameters[i : i + _MOST_PARAMETERS])
-        return self._id
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        from mlflow.entities import Metric
-
+    def add(step: int, values: Mapping[str, float]) -> None:
         now = time.time_ns() // 1_000_000
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
-        for i in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[i : i + _MOST_METRICS])
+        for part in _parts(metrics, _MOST_METRICS):
+            client.log_batch(run, metrics=part)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return _Service(run, add, lambda: client.set_terminated(run))
 
 
-_TRACKERS: dict[str, type[Tracker]] = {kind.name: kind for kind in (_WandB, _MLflow)}
-NAMES = tuple(_TRACKERS)
+def _parts(values: list[Any], most: int) -> Iterator[list[Any]]:
+    return (values[i : i + most] for i in range(0, len(values), most))
+
+
+_SERVICES = {"wandb": _wandb, "mlflow": _mlflow}
+NAMES = tuple(_SERVICES)
 
 
 def require(names: tuple[str, ...]) -> None:
@@ -163,7 +120,7 @@ class Trackers:
           config: of the run.
         """
         chosen = names if hosts.is_first() else ()
-        self._workers = [_Worker(_TRACKERS[name](), run_dir, config) for name in chosen]
+        self._workers = [_Worker(name, run_dir, config) for name in chosen]
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Hands a record of a step to every tracker, and returns at once.
@@ -178,7 +135,7 @@ class Trackers:
         """Returns when all is sent, or after a minute with a warning."""
         until = time.monotonic() + _CLOSING_SECONDS
         for worker in self._workers:
-            worker.end()
+            worker.add(None)
         for worker in self._workers:
             worker.wait(until - time.monotonic())
 
@@ -190,55 +147,50 @@ class Trackers:
 
 
 class _Worker:
-    def __init__(self, tracker: Tracker, run_dir: RunDir, config: Mapping[str, Any]) -> None:
-        self._tracker, self._run_dir, self._config = tracker, run_dir, config
+    def __init__(self, name: str, run_dir: RunDir, config: Mapping[str, Any]) -> None:
+        self._name, self._run_dir, self._config = name, run_dir, config
         self._records: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._failed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, name=f"lowprec-attn {tracker.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._work, name=f"lowprec-attn {name}", daemon=True)
         self._thread.start()
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any] | None) -> None:
         if not self._failed.is_set():  # what nobody takes out would fill the memory
             self._records.put(record)
-
-    def end(self) -> None:
-        self._records.put(None)
 
     def wait(self, seconds: float) -> None:
         self._thread.join(max(seconds, 0.0))
         if self._thread.is_alive():
             _logger.warning(
                 "%s has not taken all records in time; the rest is not sent, metrics.jsonl has it",
-                self._tracker.name,
+                self._name,
             )
 
     def _work(self) -> None:
         try:
-            self._start()
+            service = self._start()
             while (record := self._records.get()) is not None:
-                values = dict(_scalars(record))
-                if values:
-                    self._tracker.add(record["step"], values)
-            self._tracker.close()
+                if values := dict(_scalars(record)):
+                    service.add(record["step"], values)
+            service.close()
         except Exception as error:  # whatever a service's package raises
             self._failed.set()
             reason = str(error).splitlines() or [""]
             _logger.warning(
                 "%s gets no more records: %s: %s; the run goes on, and metrics.jsonl has all",
-                self._tracker.name,
+                self._name,
                 type(error).__name__,
                 reason[0],
             )
 
-    def _start(self) -> None:
-        path = self._run_dir.tracker(self._tracker.name)
+    def _start(self) -> _Service:
+        path, run_path = self._run_dir.tracker(self._name), self._run_dir.path
         known = read_record(path, id=str)[_ID] if path.exists() else None
         flat = dict(flatten(self._config))
-        found = self._tracker.start(known, self._run_dir.path.name, flat, str(self._run_dir.path))
-        if found != known:
-            self._run_dir.write_json(path, {_ID: found})
+        service = _SERVICES[self._name](known, run_path.name, flat, str(run_path))
+        if service.id != known:
+            self._run_dir.write_json(path, {_ID: service.id})
+        return service
 
 
 def _scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
