@@ -29,6 +29,13 @@ _COMMANDS = {
     "deviation": "how far attention in low precision lies from float64, and weights from weights",
 }
 
+# What earlier checkouts had: flags by command, and commands by themselves.
+_GONE = {
+    "--profile": "jax.profiler.trace around a step shows its operations by part of the model",
+    "--quick": "leave it out: the whole compilation takes one or two minutes",
+    "--record": "leave it out, and keep what is printed",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
@@ -121,6 +128,9 @@ def _run(arguments: list[str], debug: bool) -> int:
     args, rest = parser.parse_known_args(arguments)
     if hasattr(args, "config_flags"):
         args.config_flags, rest = _config_flags(rest)
+    for word in rest:
+        if (flag := word.partition("=")[0]) in _GONE:
+            return _fail(f"{flag} is gone: {_GONE[flag]}")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

@@ -3,7 +3,6 @@
     python train.py --config=configs/gpt2_bf16.py
     python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR
     python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
-    python train.py --config=configs/gpt2_bf16.py --profile=DIR
     python train.py --config=configs/gpt2_bf16.py:full --distributed --workdir=DIR
 
 The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
@@ -32,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", help="NAME or FILE, with :VARIANT; --config.FIELD=VALUE sets")
     add("--workdir", type=Path, help="run directory (default: runs/NAME-VARIANT-HASH)")
-    add("--profile", type=Path, metavar="DIR", help="time steps on random tokens, write to DIR")
     processes = parser.add_argument_group("several processes, usually one per host")
     add = processes.add_argument
     add("--distributed", action="store_true", help="train together; the cluster tells the rest")
@@ -43,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, or profiles; returns the exit code.
+    """Trains; returns the exit code.
 
     Raises:
       UserError: config, data, directory or devices cannot serve.
@@ -63,10 +61,6 @@ def run(args: argparse.Namespace) -> int:
         from lowprec_attn import hosts
 
         hosts.connect(args.coordinator_address, args.num_processes, args.process_id)
-    if args.profile is not None:
-        from lowprec_attn.training.profile import profile
-
-        return profile(settings, args.profile)
     from lowprec_attn.training.run import train
 
     return train(settings, values, args.workdir or _default_workdir(settings, values))

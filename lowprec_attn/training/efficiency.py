@@ -2,16 +2,40 @@
 
 Peaks are those of dense matrix products of bfloat16 operands. NVIDIA's are in its data sheets "H100
 Tensor Core GPU", "H200 Tensor Core GPU" and "A100 80GB". They are halved where a sheet counts
-structured sparsity. Those of TPUs are in `training.tpu_slice`.
+structured sparsity. Those of TPUs are from Google's pages on the generation.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs.history import History
-from lowprec_attn.training.profile import step_flops
-from lowprec_attn.training.tpu_slice import GENERATIONS
+
+_GIB = 2**30
+
+
+class Generation(NamedTuple):
+    """One kind of TPU, by device as JAX counts them.
+
+    Attributes:
+      hbm: bytes that the compiler may use, as libtpu 0.0.42 says when a program needs more.
+      peak: bfloat16 operations per second.
+      options: of `get_topology_desc`: a v4 chip's two cores are one device.
+    """
+
+    hbm: float
+    peak: float
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+GENERATIONS = {
+    "v4": Generation(30.75 * _GIB, 275e12, (("chip_config_name", "megacore"),)),
+    "v5e": Generation(15.75 * _GIB, 197e12),
+    "v5p": Generation(95.74 * _GIB, 459e12),
+    "v6e": Generation(31.25 * _GIB, 918e12),
+    "tpu7x": Generation(94.75 * _GIB, 1153.5e12),  # two devices a chip
+}
 
 _TPU = {
     "TPU v4": "v4",
@@ -38,6 +62,18 @@ PEAKS: Mapping[str, float] = {
     **{kind: GENERATIONS[name].peak for kind, name in _TPU.items()},
 }
 """Operations per second of one device, by what JAX calls its kind."""
+
+
+def step_flops(model: ModelSettings, tokens: int) -> float:
+    """Operations of the matrix products of a forward and backward pass over `tokens` tokens.
+
+    A token takes 6 operations per weight that enters a matrix product; the embedding does, as the
+    output layer. Attention takes 3.5 times its causal forward pass of 2·T·d per token and layer.
+    Recomputation does not count.
+    """
+    weights = parameter_count(model) - model.context * model.width
+    attention = 3.5 * 2 * model.context * model.width * model.layers
+    return tokens * (6.0 * weights + attention)
 
 
 def efficiency(history: History, tokens_per_second: float) -> str:

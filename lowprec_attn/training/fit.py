@@ -1,108 +1,165 @@
-"""Compiles a training step for a TPU slice on a host without one, to see whether it fits.
+"""Whether a training step fits a TPU slice, asked on a host without one.
 
     lowprec-attn compile --topology v5e:16x16 --config=configs/gpt2_bf16.py:full \\
         --config.accumulation_steps=1
 
-The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Time is not
-measured. The time that is printed is that of the arithmetic at the chip's peak rate, the speed an
-estimate from it.
+The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Nothing is run.
 """
 
-import contextlib
 import dataclasses
-import datetime
 import importlib.metadata
-import json
-import sys
+import importlib.util
+import math
+import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
-from lowprec_attn.files import append_line, require_writable
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from lowprec_attn import installation
+from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, mesh_over
-from lowprec_attn.training.footprint import Footprint, OutOfMemoryError, step_footprint
-from lowprec_attn.training.profile import step_flops
+from lowprec_attn.training.efficiency import GENERATIONS, step_flops
+from lowprec_attn.training.program import make_program
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.tpu_slice import Slice
 
 _GIB = 2**30
-# Of GPT-2 124M with `flash`, bfloat16 logits: 579 thousand tokens/s of 808 M operations each
-# (docs/benchmarks.md), of 989 T/s. The compiler's own count of operations would not do: it leaves
-# kernels out and counts a loop once.
-_SHARE_OF_PEAK = 0.47
-# Compiled quickly, five steps took from 10 % less to 1 % more memory than compiled in full
-# (docs/tpu_training.md).
-_QUICK_MARGIN = 0.15
+_SLICE = re.compile(r"([a-z0-9]+):(\d+(?:x\d+)+)")
 EXIT_DOES_NOT_FIT = 1
 
 
-def compile_for(
-    topology: str, settings: TrainSettings, record: Path | None = None, quick: bool = False
-) -> int:
-    """Compiles the step of a run for a slice and prints what it takes.
+class SliceError(RunError):
+    """A slice that the compiler does not know."""
+
+
+def compile_for(topology: str, settings: TrainSettings) -> int:
+    """Compiles the step of a run for a slice and prints what it takes of each device.
 
     Args:
-      topology: see `Slice.of`.
+      topology: see `slice_devices`.
       settings: of the run; with `devices`, only that many of the slice compute.
-      record: a file to which a line of JSON is appended.
-      quick: this process compiles with less optimisation, so that the memory is an estimate.
 
     Returns:
-      0, or EXIT_DOES_NOT_FIT, also where a quick look cannot tell.
+      0, or EXIT_DOES_NOT_FIT.
 
     Raises:
-      UserError: slice, batch or attention cannot serve, or the record cannot be written.
+      UserError: slice, batch or attention cannot serve.
     """
-    if record is not None:
-        require_writable(record)  # before what takes minutes
-    target = Slice.of(topology)
+    there = slice_devices(topology)
+    generation = GENERATIONS[topology.partition(":")[0]]
     computed = arithmetic(settings, platform="tpu")
     settings = _released(settings)
-    devices = mesh_over(target.devices, settings)
+    devices = mesh_over(there, settings)
+    model, count = settings.model, devices.mesh.devices.size
+    rows = settings.batch_size // settings.accumulation_steps
+    flops = step_flops(model, settings.batch_size * model.context) / count
+    processes = len({device.process_index for device in there})
+    lines = [
+        (
+            "slice",
+            f"{topology}: {count} x {there[0].device_kind} ({processes} hosts), "
+            f"{generation.hbm / _GIB:.2f} GiB each",
+        ),
+        (
+            "step",
+            f"{settings.name}:{settings.variant}, {parameter_count(model) / 1e6:.1f}M parameters; "
+            f"{settings.batch_size} sequences of {model.context} tokens, "
+            f"{settings.accumulation_steps} x {rows // count} per device; optimizer state "
+            + ("split over the devices" if settings.shard_optimizer else "whole on every device"),
+        ),
+        *(("attention", text) for text in computed),
+        (
+            "arithmetic",
+            f"{flops / 1e12:.2f} T model operations per device: "
+            f"{1e3 * flops / generation.peak:.1f} ms at the peak rate",
+        ),
+    ]
     start = time.perf_counter()
-    footprint, refusal = None, None
-    try:
-        footprint = step_footprint(settings, devices, _stage)
-    except OutOfMemoryError as error:
-        refusal = str(error)
-    facts = _facts(target, devices, settings, footprint) | {
-        "topology": topology,
-        "attention": computed,
-        "refusal": refusal,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
-    facts["quick"] = quick
-    facts["fits"] = False if footprint is None else _fits(footprint.total, facts["hbm"], quick)
-    lines = _lines(facts)
-    if facts["fits"] is False:
-        lines += [("", advice) for advice in _advice(facts, settings)]
+    needed, found = footprint(settings, devices)
+    fits = needed is not None and needed <= generation.hbm
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("libtpu", "jax"))
+    by = f"{', '.join(versions)}, {time.perf_counter() - start:.0f} s"
+    lines += [*found, ("verdict", f"{'fits' if fits else 'does not fit'} ({by})")]
+    if not fits:
+        lines += [("", advice) for advice in _advice(settings, count)]
     print(columns(lines, "<<"))
-    if record is not None:
-        append_line(record, json.dumps(facts))
-    return 0 if facts["fits"] else EXIT_DOES_NOT_FIT
+    return 0 if fits else EXIT_DOES_NOT_FIT
 
 
-def _fits(needed: int, hbm: float, quick: bool) -> bool | None:
-    """Whether a step fits; None where a quick look is too close to tell."""
-    if needed > hbm:
-        return False
-    return None if quick and needed > hbm / (1 + _QUICK_MARGIN) else True
+def slice_devices(name: str) -> list[Any]:
+    """The devices of a slice, those of one host next to each other; none of them is there.
 
+    Args:
+      name: such as `v5e:16x16`, `v4:2x2x1` or `v5e:1x1`.
 
-@contextlib.contextmanager
-def _stage(name: str) -> Iterator[None]:
-    """Says on stderr what is being done, and how long it took."""
-    hint = " (minutes)" if name == "compiling" else ""
-    print(f"{name}{hint} ... ", end="", file=sys.stderr, flush=True)
-    start = time.perf_counter()
+    Raises:
+      SliceError: no such generation or shape, or libtpu is not installed.
+    """
+    match = _SLICE.fullmatch(name)
+    if match is None or match[1] not in GENERATIONS:
+        raise SliceError(
+            f"unknown topology {name!r}; it is GENERATION:SHAPE, such as v5e:16x16 or v4:2x2x1,"
+            f" with one of {', '.join(GENERATIONS)}"
+        )
+    options = dict(GENERATIONS[match[1]].options)
+    if math.prod(map(int, match[2].split("x"))) == 1:
+        options["chips_per_host_bounds"] = [1, 1, 1]
     try:
-        yield
-    finally:
-        print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        found = list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+    except (RuntimeError, ValueError) as error:
+        if importlib.util.find_spec("libtpu") is None:
+            raise SliceError(
+                f"to compile for {name} takes the TPU compiler, libtpu, which is not "
+                f"installed: {installation.command('tpu-compile')}"
+            ) from error
+        reason = str(error).splitlines()[0]
+        raise SliceError(
+            f"the TPU compiler does not know {name}: {reason}; it needs a shape that Google offers"
+        ) from error
+    return sorted(found, key=lambda device: (device.process_index, device.id))
+
+
+def footprint(
+    settings: TrainSettings, devices: Devices
+) -> tuple[int | None, list[tuple[str, str]]]:
+    """Compiles the training step of a run; the devices need not be there.
+
+    Returns:
+      The bytes that it takes of each device at once, None where the compiler finds no room; and
+      what there is to say of it, with a name each.
+    """
+    program = make_program(settings, devices)
+    lowered = program.train.lower(program.state, program.batch, program.batch, program.root)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if not reason.startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return None, [("memory", reason[max(reason.find("Ran out"), 0) :])]
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    sizes = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        # Those that do not take the place of donated arguments.
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+    needed = sum(sizes.values())
+    listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
+    kernels = text.count('custom_call_target="tpu_custom_call"')
+    passed = [f"{n} {kind} ({b / _GIB:.3f} GiB)" for kind, (n, b) in collectives(text).items()]
+    return needed, [
+        ("collectives", ", ".join(passed) or "none"),
+        ("kernels", f"{kernels} calls"),
+        ("memory", f"{needed / _GIB:.2f} GiB per device: {listed}"),
+    ]
 
 
 def _released(settings: TrainSettings) -> TrainSettings:
@@ -114,112 +171,45 @@ def _released(settings: TrainSettings) -> TrainSettings:
     return dataclasses.replace(settings, attention=released)
 
 
-def _facts(
-    target: Slice, devices: Devices, settings: TrainSettings, footprint: Footprint | None
-) -> dict[str, Any]:
-    model, count = settings.model, devices.mesh.devices.size
-    tokens = settings.batch_size * model.context
-    flops = step_flops(model, tokens) / count
-    facts: dict[str, Any] = {
-        "config": f"{settings.name}:{settings.variant}",
-        "parameters": parameter_count(model),
-        "devices": count,
-        "hosts": target.hosts,
-        "device_kind": target.devices[0].device_kind,
-        "hbm": target.generation.hbm,
-        "batch_size": settings.batch_size,
-        "context": model.context,
-        "accumulation_steps": settings.accumulation_steps,
-        "shard_optimizer": settings.shard_optimizer,
-        "model_flops": flops,
-        "seconds_at_peak": flops / target.generation.peak,
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }
-    if footprint is not None:
-        numbers = dataclasses.asdict(footprint)
-        facts |= {name: numbers.pop(name) for name in ("collectives", "kernels", "compiler_flops")}
-        facts["bytes"] = numbers | {"total": footprint.total}
-    return facts
-
-
-def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    hbm = facts["hbm"] / _GIB
-    per_device = facts["batch_size"] // facts["accumulation_steps"] // facts["devices"]
-    optimizer = "split over the devices" if facts["shard_optimizer"] else "whole on every device"
-    at_peak = facts["batch_size"] * facts["context"] / facts["seconds_at_peak"]
-    lines = [
-        (
-            "slice",
-            f"{facts['topology']}: {facts['devices']} x {facts['device_kind']} "
-            f"({facts['hosts']} hosts), {hbm:.2f} GiB each",
-        ),
-        (
-            "step",
-            f"{facts['config']}, {facts['parameters'] / 1e6:.1f}M parameters; "
-            f"{facts['batch_size']} sequences of {facts['context']} tokens, "
-            f"{facts['accumulation_steps']} x {per_device} per device; optimizer state {optimizer}",
-        ),
-        *(("attention", text) for text in facts["attention"]),
-        (
-            "arithmetic",
-            f"{facts['model_flops'] / 1e12:.2f} T model operations per device: "
-            f"{1e3 * facts['seconds_at_peak']:.1f} ms at the peak rate",
-        ),
-        (
-            "speed",
-            f"at most {_rounded(at_peak)} tokens/s, if that is all; about "
-            f"{_rounded(_SHARE_OF_PEAK * at_peak)} at the {_SHARE_OF_PEAK:.0%} of the peak that an "
-            "H200 reaches: an estimate, nothing was run",
-        ),
-    ]
-    if "bytes" in facts:
-        lines += _compiled_lines(facts)
-    verdicts = {True: "fits", False: "does not fit", None: "too close to tell; leave out --quick"}
-    verdict = verdicts[facts["fits"]] + (", compiled quickly" if facts["quick"] else "")
-    reason = f": {facts['refusal']}" if facts["refusal"] else ""
-    versions = facts["versions"]
-    by = f"libtpu {versions['libtpu']}, JAX {versions['jax']}, {facts['seconds']:.0f} s"
-    return [*lines, ("verdict", f"{verdict}{reason} ({by})")]
-
-
-def _compiled_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    gib = {name: size / _GIB for name, size in facts["bytes"].items()}
-    listed = [
-        f"{count} {kind} ({size / _GIB:.3f} GiB)"
-        for kind, (count, size) in facts["collectives"].items()
-    ]
-    return [
-        ("collectives", ", ".join(listed) or "none"),
-        ("kernels", f"{facts['kernels']} calls"),
-        (
-            "memory",
-            f"{gib['total']:.2f} GiB per device: arguments {gib['arguments']:.2f}, "
-            f"temporaries {gib['temporaries']:.2f}, results {gib['results']:.2f} "
-            f"(in place {gib['aliased']:.2f}), code {gib['code']:.2f}",
-        ),
-    ]
-
-
-def _rounded(rate: float) -> str:
-    """A rate to two digits."""
-    return f"{float(f'{rate:.1e}'):,.0f}"
-
-
-def _advice(facts: dict[str, Any], settings: TrainSettings) -> list[str]:
+def _advice(settings: TrainSettings, devices: int) -> list[str]:
     """Changes that take less memory, the cheapest first."""
     advice = []
     rows = settings.batch_size // settings.accumulation_steps
-    gradients = 4 * facts["parameters"] / _GIB
-    if rows > facts["devices"]:
+    gradients = 4 * parameter_count(settings.model) / _GIB
+    if rows > devices:
         cost = "" if settings.accumulation_steps > 1 else f" (their sum takes {gradients:.1f} GiB)"
         parts = 2 * settings.accumulation_steps
         advice.append(f"smaller micro-batches: --config.accumulation_steps={parts}{cost}")
-    if facts["devices"] > 1 and not settings.shard_optimizer:
-        freed = 8 * facts["parameters"] * (1 - 1 / facts["devices"]) / _GIB
+    if devices > 1 and not settings.shard_optimizer:
+        freed = 2 * gradients * (1 - 1 / devices)
         advice.append(f"a split optimizer state: --config.shard_optimizer=True ({freed:.1f} GiB)")
-    if settings.accumulation_steps > 1 and rows == facts["devices"]:
+    if settings.accumulation_steps > 1 and rows == devices:
         advice.append(
             f"no sum over micro-batches: --config.accumulation_steps=1 ({gradients:.1f} GiB)"
         )
     return [*advice, "a larger slice, or a generation with more memory"]
+
+
+_COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
+
+
+def collectives(text: str) -> dict[str, tuple[int, int]]:
+    """Count and bytes of results, per kind of collective, of a compiled program's text.
+
+    One in a loop counts once.
+    """
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for results, kind, started in _COLLECTIVE.findall(text):
+        arrays = [
+            int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
+            for _, bits, shape in _ARRAY.findall(results)
+        ]
+        # An asynchronous collective lists its operands and some flags beside its result.
+        alone = started and kind != "all-reduce"
+        counts[kind] += 1
+        sizes[kind] += max(arrays) if alone else sum(arrays)
+    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}

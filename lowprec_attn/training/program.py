@@ -1,4 +1,4 @@
-"""The programs of a run: one step for training, for profiles, and for `lowprec-attn compile`."""
+"""The programs of a run: one step for training and for `lowprec-attn compile`."""
 
 import contextlib
 from collections.abc import Iterator

@@ -5,10 +5,21 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config, tiny_settings
 
+from configs import gpt2_bf16
+from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.runs.history import History
-from lowprec_attn.training.efficiency import efficiency
-from lowprec_attn.training.profile import step_flops
-from lowprec_attn.training.tpu_slice import GENERATIONS
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.efficiency import GENERATIONS, efficiency, step_flops
+
+GPT2 = train_settings(gpt2_bf16.get_config("full").to_dict()).model
+
+
+def test_the_operations_of_a_step_are_six_per_weight_and_the_causal_attention():
+    positions = 1024 * 768
+    attention = 12 * 7 * 1024 * 768  # 2 products forward, 5 backward; half of T keys, 2 each
+    expected = 65536 * (6 * (parameter_count(GPT2) - positions) + attention)
+    assert step_flops(GPT2, 65536) == expected
+    assert 0.8e9 < step_flops(GPT2, 1) < 0.82e9
 
 
 def history(*devices, **changes):
