@@ -46,6 +46,22 @@ def test_a_run_goes_on_by_its_own_command(run, capsys):
     assert ended["val_loss"] == pytest.approx(EXPECTED["val_loss"], rel=1e-4)
 
 
+COMPILE = ["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny"]
+GONE = {
+    "deviation": (["deviation", "out", "--crossed"], "python -m benchmarks.deviation"),
+    "--profile": (["train", "--config=gpt2_bf16:tiny", "--profile", "out"], "jax.profiler.trace"),
+    "--quick": ([*COMPILE, "--quick"], "leave it out"),
+    "--record": ([*COMPILE, "--record=out.jsonl"], "leave it out"),
+}
+
+
+@pytest.mark.parametrize("word", GONE)
+def test_what_is_gone_says_what_replaced_it(word, capsys):
+    words, instead = GONE[word]
+    assert main(words) == 1
+    assert f"error: {word} is gone: {instead}" in capsys.readouterr().err
+
+
 def test_a_run_is_reported(run, capsys):
     assert main(["report", str(run)]) == 0
     assert "loss" in (run / "report.html").read_text()

@@ -26,11 +26,11 @@ _COMMANDS = {
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
     "report": "redraw the report of a run directory, or compare several",
-    "deviation": "how far attention in low precision lies from float64, and weights from weights",
 }
 
-# What earlier checkouts had: flags by command, and commands by themselves.
+# Flags and commands that earlier checkouts had.
 _GONE = {
+    "deviation": "python -m benchmarks.deviation, in a checkout",
     "--profile": "jax.profiler.trace around a step shows its operations by part of the model",
     "--quick": "leave it out: the whole compilation takes one or two minutes",
     "--record": "leave it out, and keep what is printed",
@@ -114,6 +114,8 @@ def _run(arguments: list[str], debug: bool) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked_for = next((word for word in arguments if not word.startswith("-")), None)
+    if asked_for in _GONE:
+        return _fail(f"{asked_for} is gone: {_GONE[asked_for]}")
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == asked_for:

@@ -108,13 +108,6 @@ def prepare(*words, content=b"a\nb\nc\nd\n"):
     return lambda: ["prepare", "out", "--text", text("a.txt", content), "--tokenizer=bytes", *words]
 
 
-def deviation_records(line, measured='{"grid": {}}'):
-    Path("out").mkdir()
-    text("out/attention.jsonl", line + "\n")
-    text("out/measured.json", measured)
-    return ["deviation", "out", "--report"]
-
-
 def at_old_files(*words):
     def make():
         Path("out").mkdir()
@@ -247,9 +240,6 @@ CASES = {
     "Hugging Face: 1e8 layers": (lambda: hugging_face(n_layer=10**8), "n_layer 100000000, not a"),
     "Hugging Face: 4,096 layers of one": (lambda: hugging_face(n_layer=4096), "no tensor"),
     "Hugging Face: 1e12 positions": (lambda: hugging_face(n_positions=10**12), "n_positions 1000"),
-    "1e11 seeds of deviation": (["deviation", "out", "--seeds", "99999999999"], "--seeds must be"),
-    "a length of 1e11": (["deviation", "out", "--lengths", "99999999999"], "takes at least .* GB"),
-    "a head of 1e11": (["deviation", "out", "--head-size", "99999999999"], "takes at least .* GB"),
     "1e11 jobs": (
         lambda: [
             *("lab", "run", text("a.toml", "config='x.py'\n[arms.a]\n"), "--workdir=out"),
@@ -311,14 +301,6 @@ CASES = {
     "lists as signals": (
         lambda: ["report", recorded(metrics__jsonl='{"step": 0, "signals": {"layer_0": [3]}}')],
         "holds metrics that are none of a run|records that are damaged",
-    ),
-    "numbers as records of deviation": (
-        lambda: deviation_records("3"),
-        "out holds records that are damaged or of another version",
-    ),
-    "mixed up measured.json": (
-        lambda: deviation_records('{"format": 3}', '{"grid": {"lengths": 3}}'),
-        "out holds records that are damaged or of another version",
     ),
     # Names that a terminal would obey
     "a layer's name with escapes": (

@@ -98,15 +98,6 @@ def test_the_compiler_is_prepared_before_anything_starts_jax(monkeypatch):
     assert (topology, settings.steps) == ("v5e:2x2", 3)
 
 
-def test_a_flag_that_is_gone_says_what_replaced_it(capsys):
-    command = ["compile", "--topology=v5e:2x2", "--config=gpt2_bf16:tiny"]
-    for flag in ("--quick", "--record=out.jsonl"):
-        assert main([*command, flag]) == 1
-        assert f"{flag.partition('=')[0]} is gone: leave it out" in capsys.readouterr().err
-    assert main(["train", "--config=gpt2_bf16:tiny", "--profile", "out"]) == 1
-    assert "--profile is gone: jax.profiler.trace" in capsys.readouterr().err
-
-
 def test_a_config_that_is_not_there_is_named_with_those_that_are(capsys):
     assert main(["compile", "--topology=v5e:2x2", "--config=a.py:full"]) == 1
     assert "there is no config a.py; pass a file, or one of gpt2_bf16, " in capsys.readouterr().err

@@ -1,0 +1,318 @@
+"""How far attention lies from float64, by format, length, tile and implementation.
+
+    python -m benchmarks.deviation DIR               # two minutes on two CPU cores
+    python -m benchmarks.deviation DIR --crossed     # every tile in every format at every length
+    python -m benchmarks.deviation DIR --read        # table and figure of the records alone
+    python -m benchmarks.deviation --weights A B C   # the weights of runs B and C beside those of A
+
+The measurement of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803): the same random
+q, k, v go through attention in each arithmetic, and every result is compared with attention in
+float64. They vary the format, the length, the area of a tile and its sides, swapped or equal. Here
+dQ, dK and dV are compared as well, and the sign of the errors is measured (arXiv 2510.04212). A
+deviation holds the errors of the arithmetic alone: float64 attention takes the inputs as they are
+rounded to the format. Weights are compared as they do: by the largest difference, and by the
+Wasserstein distance of a tensor's values, as a mean over the tensors by their sizes.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from lowprec_attn import attention
+from lowprec_attn.attention import reference, tiled
+from lowprec_attn.diagnostics.signed_errors import signed_error
+from lowprec_attn.diagnostics.weights import weight_drift
+from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.files import complete_lines, make_directory, write_atomically, write_json
+from lowprec_attn.numerics import FLASH, PUBLISHED_EAGER, STANDARD, Numerics
+from lowprec_attn.runs import environment
+from lowprec_attn.runs.pages.drawing import write_figure
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.tables import columns
+from lowprec_attn.training.saved_model import restore, settings_of
+
+FORMATS = ("bfloat16", "float16", "float32")
+TENSORS = ("O", "dQ", "dK", "dV")
+LENGTHS = (128, 256, 512, 1024)
+SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))
+TILES = (*SQUARES, (16, 256), (256, 16), (32, 128), (128, 32))
+# Where formats and tiles are compared, and with which tile formats and lengths are.
+LENGTH, TILE = 512, (64, 64)
+HEADS, HEAD_SIZE = 2, 64
+
+Tile = tuple[int, int]  # rows of queries, keys
+Record = Mapping[str, Any]
+
+
+class Arm(NamedTuple):
+    """One way to compute attention.
+
+    Attributes:
+      numerics: in bfloat16; None for a function of `jax.nn`.
+      implementation: of `attention`, or of `jax.nn.dot_product_attention`.
+      platform: that it needs, None for any.
+    """
+
+    numerics: Numerics | None
+    implementation: str
+    platform: str | None = None
+
+
+ARMS: dict[str, Arm] = {
+    "dense": Arm(STANDARD, "dense"),
+    "xla": Arm(None, "xla"),
+    "flash": Arm(FLASH, "tiled"),
+    "eager": Arm(PUBLISHED_EAGER, "tiled"),
+    "gpu": Arm(FLASH, "gpu", "gpu"),
+    "hopper": Arm(FLASH, "hopper", "gpu"),
+    "cudnn": Arm(None, "cudnn", "gpu"),
+}
+
+
+class Case(NamedTuple):
+    """One program: an arm of `ARMS`, a format, a length T, and a tile where the arm has one."""
+
+    arm: str
+    format: str
+    length: int
+    tile: Tile | None
+
+
+def cases(crossed: bool = False) -> list[Case]:
+    """Every format at every length; every tile at one place, or if crossed at each."""
+    places = list(itertools.product(FORMATS, LENGTHS))
+    found = []
+    for name, arm in ARMS.items():
+        if arm.platform not in (None, jax.default_backend()):
+            continue
+        in_tiles = arm.implementation == "tiled"
+        found += [Case(name, *place, TILE if in_tiles else None) for place in places]
+        if in_tiles:
+            of_tiles = places if crossed else [(FORMATS[0], LENGTH)]
+            found += [Case(name, *place, tile) for place in of_tiles for tile in TILES]
+    return list(dict.fromkeys(found))
+
+
+def measure(case: Case, seeds: int) -> list[dict[str, Any]]:
+    """A record for each seed and tensor.
+
+    A record holds the case, the root mean square of its exact values (`size`) and `max`, `mean`,
+    `rms` and `coherence` of the deviation: those of `signed_error`, the largest of the heads, their
+    mean, their root mean square, their mean.
+    """
+    function = _compiled(case)
+    records = []
+    for seed in range(seeds):
+        inputs, exact = _exact(case.format, case.length, seed)
+        found = function(*inputs)
+        records += [
+            {**case._asdict(), "seed": seed, "tensor": name, **_statistics(x, golden)}
+            for name, x, golden in zip(TENSORS, found, exact, strict=True)
+        ]
+    return records
+
+
+def _compiled(case: Case) -> Any:
+    """(q, k, v, dO) -> (O, dQ, dK, dV)."""
+    arm = ARMS[case.arm]
+    options: dict[str, Any] = {"implementation": arm.implementation, "is_causal": True}
+    function: Any = jax.nn.dot_product_attention
+    if arm.numerics is not None:
+        function = attention.dot_product_attention
+        numerics = arm.numerics.with_format(case.format)
+        if not numerics.normalize_probs:
+            numerics = numerics.replace(kv_block=min((case.tile or TILE)[1], case.length))
+        options["numerics"] = numerics
+        if case.tile is not None:
+            query, keys = (min(side, case.length) for side in case.tile)
+            options["block_sizes"] = tiled.BlockSizes(query=query, kv_bwd=keys)
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[jax.Array, ...]:
+        out, pullback = jax.vjp(lambda *x: function(*x, **options), q, k, v)
+        return out, *pullback(do.astype(out.dtype))
+
+    return both
+
+
+# One length of one format at a time is looked at, by several arms and tiles.
+@functools.lru_cache(maxsize=64)
+def _exact(fmt: str, length: int, seed: int) -> tuple[Sequence[np.ndarray], ...]:
+    """Normal q, k, v and dO [1, T, N, H] in a format, and float64 O, dQ, dK, dV of them."""
+    rng = np.random.default_rng(seed)
+    drawn = (rng.standard_normal((1, length, HEADS, HEAD_SIZE)) for _ in range(4))
+    q, k, v, do = (x.astype(jnp.dtype(fmt)) for x in drawn)
+    masking = reference.Masking(is_causal=True)
+    forward = reference.attention(q, k, v, masking=masking)
+    backward = reference.backward(q, k, v, do, masking=masking)
+    return (q, k, v, do), (forward.o, backward.dq, backward.dk, backward.dv)
+
+
+def _statistics(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
+    # The difference is taken in float64: float32 results err by less than its own last digits.
+    difference = (np.asarray(found).astype(np.float64) - exact).astype(np.float32)
+    heads = signed_error(jnp.asarray(difference), jnp.zeros(exact.shape, jnp.float32))
+    by_head = {name: np.asarray(x).astype(np.float64) for name, x in heads.items()}
+    values = {
+        "size": math.sqrt(np.mean(exact**2)),
+        "max": by_head["max"].max(),
+        "mean": by_head["mean"].mean(),
+        "rms": math.sqrt(np.mean(by_head["rms"] ** 2)),
+        "coherence": by_head["coherence"].mean(),
+    }
+    return {name: float(f"{x:.6g}") for name, x in values.items()}
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row a case, means over the seeds.
+
+    Of O and dQ the largest and the RMS deviation, and that as a part of the exact values (`part`);
+    the coherence of all tensors.
+    """
+    shown = [(t, name) for t in ("O", "dQ") for name in ("max", "rms", "part")]
+    shown += [(t, "coherence") for t in TENSORS]
+    by_case: dict[Any, list[Record]] = {}
+    for r in records:
+        tile = "–" if r["tile"] is None else "{} x {}".format(*r["tile"])
+        by_case.setdefault((r["format"], r["arm"], str(r["length"]), tile), []).append(r)
+    rows = [["format", "arm", "length", "tile"]]
+    rows[0] += [f"{t} {name.removesuffix('rence')}" for t, name in shown]
+    for case, of_case in by_case.items():
+        values = (
+            statistics.mean(
+                r["rms"] / r["size"] if name == "part" else r[name]
+                for r in of_case
+                if r["tensor"] == tensor
+            )
+            for tensor, name in shown
+        )
+        forms = (".1f" if name == "coherence" else ".2e" for _, name in shown)
+        rows.append([*case, *map(format, values, forms)])
+    return columns(rows, "<<>>" + ">" * len(shown))
+
+
+def figure(records: Sequence[Record]) -> Figure:
+    """Largest and RMS deviation of each tensor by format, every seed a point."""
+    chosen = [r for r in records if r["length"] == LENGTH and tuple(r["tile"] or TILE) == TILE]
+    arms = [name for name in ARMS if any(r["arm"] == name for r in chosen)]
+    drawn = Figure(figsize=(11.4, 5.5), layout="constrained")
+    panels = drawn.subplots(2, len(TENSORS), sharex="all", sharey="row")
+    for row, name in enumerate(("max", "rms")):
+        for axis, tensor in zip(panels[row], TENSORS, strict=True):
+            for i, arm in enumerate(arms):
+                of_arm = [r for r in chosen if (r["arm"], r["tensor"]) == (arm, tensor)]
+                # Side by side, for several arms lie on one another.
+                place = [FORMATS.index(r["format"]) + 0.12 * (i - len(arms) / 2) for r in of_arm]
+                axis.plot(place, [r[name] for r in of_arm], "o", ms=4, label=arm)
+            axis.set(yscale="log", title=tensor if row == 0 else "")
+            axis.set_xticks(range(len(FORMATS)), FORMATS)
+            axis.grid(alpha=0.3)
+        panels[row][0].set_ylabel({"max": "largest", "rms": "RMS"}[name])
+    drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
+    drawn.suptitle(f"deviation from float64 at length {LENGTH}, tiles of {TILE[0]} x {TILE[1]}")
+    return drawn
+
+
+def apart(base: Path, other: Path) -> tuple[int, float, float]:
+    """The newest step of two runs, and how far their weights lie apart there.
+
+    Returns:
+      The step, the largest difference, and the mean Wasserstein distance of the tensors.
+
+    Raises:
+      UserError: one is no run directory, or their checkpoints differ in step or model.
+    """
+    (step, a), (theirs, b) = _weights(base), _weights(other)
+    shapes = [{name: x.shape for name, x in weights.items()} for weights in (a, b)]
+    if step != theirs or shapes[0] != shapes[1]:
+        raise RunError(
+            f"{base} is at step {step} and {other} at {theirs}; compare runs of one length and "
+            "models of one shape"
+        )
+    found = [weight_drift(a[name], b[name]) for name in a]
+    largest = max(one["max_difference"] for one in found)
+    moved = [one["wasserstein"] for one in found]
+    return step, largest, float(np.average(moved, weights=[x.size for x in a.values()]))
+
+
+def _weights(path: Path) -> tuple[int, dict[str, np.ndarray]]:
+    saved = restore(settings_of(path), RunDir(path))
+    if saved is None:
+        raise RunError(f"{path} has no complete checkpoint; train it with checkpoint_every")
+    leaves = jax.tree.leaves_with_path(jax.device_get(saved.params))
+    return saved.step, {jax.tree_util.keystr(place): np.asarray(x) for place, x in leaves}
+
+
+def _measure_all(directory: Path, crossed: bool) -> Iterator[dict[str, Any]]:
+    """The records of all cases; says what a device or a library lacks."""
+    for case in cases(crossed):
+        try:
+            yield from measure(case, seeds=1 if crossed else 3)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            # JAX says in all of these ways that a device or a library lacks a format.
+            ours = ARMS[case.arm].numerics is not None
+            if ours and not isinstance(error, attention.UnsupportedError):
+                raise
+            print(f"note: {case} is left out: {str(error).splitlines()[0]}", flush=True)
+
+
+def main() -> int:
+    """Measures, prints, draws; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.deviation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("directory", type=Path, nargs="?", metavar="DIR", help="of records and figure")
+    add("--crossed", action="store_true", help="every tile in every format at every length")
+    add("--read", action="store_true", help="measure nothing")
+    add("--weights", type=Path, nargs="+", metavar="RUN", help="run directories, the base first")
+    args = parser.parse_args()
+    if (args.directory is None) == (args.weights is None):
+        parser.error("give DIR, or --weights with run directories")
+    try:
+        return _compare(*args.weights) if args.weights else _deviate(args)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _compare(base: Path, *others: Path) -> int:
+    rows = [["run", "step", "largest difference", "Wasserstein distance"]]
+    for other in others:
+        step, largest, moved = apart(base, other)
+        rows.append([str(other), str(step), f"{largest:.2e}", f"{moved:.2e}"])
+    print(columns(rows, "<>>>"))
+    return 0
+
+
+def _deviate(args: argparse.Namespace) -> int:
+    path = args.directory / "attention.jsonl"
+    if not args.read:
+        make_directory(args.directory)
+        records = list(_measure_all(args.directory, args.crossed))
+        text = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
+        write_atomically(path, text.encode())
+        write_json(args.directory / "measured.json", {"environment": environment.describe()})
+    records = [json.loads(line) for line in complete_lines(path)]
+    print(table(records))
+    write_figure(args.directory / "formats.png", figure(records))
+    print(args.directory / "formats.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
