@@ -25,7 +25,7 @@ _COMMANDS = {
     "diagnose": "what low precision does to your own q, k, v (and dO)",
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
-    "report": "redraw the report of a run directory, or compare several",
+    "report": "write the page of a run directory anew, or compare several",
 }
 
 # Flags and commands that earlier checkouts had.

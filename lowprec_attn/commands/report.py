@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Redraws `report.png` and `report.html` of a run directory, or compares several.
+    """Writes `report.html` of a run directory anew, or compares several.
 
     Raises:
       UserError: one is no run directory, its records cannot be read, or the page would replace one
@@ -35,7 +35,6 @@ def run(args: argparse.Namespace) -> None:
     # The trainer's packages, which --help does without.
     from lowprec_attn.runs.pages.comparison import write_comparison
     from lowprec_attn.runs.pages.run import write_run_page
-    from lowprec_attn.runs.report import write_report
     from lowprec_attn.runs.run_dir import RunDir
     from lowprec_attn.training.efficiency import efficiency
 
@@ -46,6 +45,4 @@ def run(args: argparse.Namespace) -> None:
         if len(run_dirs) > 1:
             print(write_comparison(run_dirs, args.html or Path("comparison.html")))
             return
-        page = write_run_page(run_dirs[0], efficiency, args.html)  # refuses what is no run
-        print(write_report(run_dirs[0]))
-        print(page)
+        print(write_run_page(run_dirs[0], efficiency, args.html))

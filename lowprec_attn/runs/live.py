@@ -1,6 +1,6 @@
 """Repeats an action beside a training run, such as drawing its metrics or copying it.
 
-    with live.every(10, lambda: panel.update(report.draw(run_dir))):
+    with live.every(10, lambda: panel.update(draw(run_dir))):
         train(settings, config, workdir)
 
 The run keeps the main thread, so that an interrupt stops it in good order, with a checkpoint.

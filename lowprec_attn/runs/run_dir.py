@@ -36,7 +36,7 @@ _CREATED_BY_A_RUN = {
     "tensorboard",
     "checkpoints",
     "checkpointed.json",
-    "report.png",
+    "report.png",  # of earlier checkouts
     "report.html",
     "summary.json",
     "failure.json",
@@ -72,7 +72,6 @@ class RunDir:
       tensorboard: directory of TensorBoard events.
       checkpoints: directory of checkpoints.
       checkpointed: `checkpointed.json`, that a checkpoint was once complete.
-      report: `report.png`.
       page: `report.html`.
       summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
         and, as complete, after it: see `end`.
@@ -93,7 +92,6 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.checkpointed = self.path / "checkpointed.json"
-        self.report = self.path / "report.png"
         self.page = self.path / "report.html"
         self.summary = self.path / "summary.json"
         self.failure = self.path / "failure.json"

@@ -29,7 +29,6 @@ from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.pages.run import write_run_page
-from lowprec_attn.runs.report import outcome, write_report
 from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.runs.spikes import Level
@@ -435,12 +434,20 @@ def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
     print(outcome(loss, unigram))
 
 
+def outcome(val_loss: float, unigram_loss: float) -> str:
+    """The losses at the end of a run in words; both in nats per token."""
+    side = "below" if val_loss <= unigram_loss else "above"
+    return (
+        f"validation loss {val_loss:.3f} nats per token, "
+        f"{abs(unigram_loss - val_loss):.3f} {side} the unigram model's {unigram_loss:.3f}"
+    )
+
+
 def _show(run_dir: RunDir) -> None:
-    """Writes the reports, and says how to look at them and at the curves."""
+    """Writes the page, and says how to look at them and at the curves."""
     events = shlex.quote(str(run_dir.tensorboard))
     lines = [
         ("page", str(write_run_page(run_dir, efficiency))),
-        ("report", str(write_report(run_dir))),
         ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
     ]
     print(columns(lines, "<<"))

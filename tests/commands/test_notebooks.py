@@ -133,7 +133,7 @@ def test_train_gpt2(tmp_path, text):
         " 'rule': json.loads(run_dir.config.read_text())['attention']['row_max']}"
         " for run_dir in (standard, fixed)]",
     )
-    check_figures(figures, 4)
+    check_figures(figures, 3)
     standard, fixed = result
     assert (standard["rule"], fixed["rule"]) == ("standard", "dynamic_max")
     for steps_seen, losses in (standard["losses"], fixed["losses"]):

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from lowprec_attn.runs import report
+from lowprec_attn.runs.health import judge
+from lowprec_attn.runs.history import History
 from lowprec_attn.runs.incidents import AT_ITS_BATCH, incidents
+from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.run_dir import RunDir
 
 SPIKE = {"spike": {"loss": 6.5, "median": 3.0, "spread": 0.25, "score": 14.0}}
@@ -98,18 +100,12 @@ def test_a_fast_spike_without_a_rule_met_points_at_its_batch(tmp_path, signals, 
     assert (AT_ITS_BATCH in spike.text) is at_batch
 
 
-def test_the_report_marks_them(tmp_path):
+def test_the_page_marks_spikes(tmp_path):
     run_dir = RunDir(tmp_path)
-    run_dir.config.write_text(json.dumps({"name": "n", "variant": "v", "seed": 1}))
-    records = [{"step": s, "loss": 3.0} for s in range(9)] + CASES["warnings"][0]
+    records = [{"step": s, "loss": 3.0} for s in range(9)]
     records += [{"step": s, **SPIKE} for s in range(3, 7)]
     run_dir.metrics.write_text("".join(f"{json.dumps(r)}\n" for r in records))
-    figure = report.draw(run_dir, ("loss", "grad_norm"))
-    *_, last = lines = figure.get_suptitle().splitlines()
-    assert lines[1].startswith("step 3: spike to 6.500")
-    assert last == "and 2 more in metrics.jsonl"
-    loss, grad_norm = figure.axes
-    (spikes,) = [line for line in loss.lines if line.get_label() == "spike"]
+    history = History.read(run_dir)
+    (axis,) = figures.loss(history, judge(history)).axes
+    (spikes,) = [line for line in axis.lines if line.get_marker() == "x"]
     assert list(spikes.get_xdata()) == [3, 4, 5, 6]
-    for axis in (loss, grad_norm):
-        assert [1200, 1200] in [list(line.get_xdata()) for line in axis.lines]

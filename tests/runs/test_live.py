@@ -1,13 +1,12 @@
-"""What goes on beside a run: repeated actions, the copy that outlives the machine, the drawing."""
+"""What goes on beside a run: repeated actions, and the copy that outlives the machine."""
 
-import json
 import shutil
 import threading
 
 import pytest
 from tiny import tiny_config
 
-from lowprec_attn.runs import live, metrics, mirror, report
+from lowprec_attn.runs import live, mirror
 from lowprec_attn.runs.manifest import Manifest
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
@@ -134,19 +133,3 @@ def test_a_copy_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, fi
 def test_nothing_is_pulled_where_there_is_nothing(tmp_path, url):
     assert not mirror.pull(url, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_the_panels_asked_for_are_drawn(finished, tmp_path):
-    figure = report.draw(finished, ("loss", "score_maximum"))
-    titles = [axis.get_title() for axis in figure.axes]
-    assert titles == ["loss (nats per token)", "largest |score| (log)"]
-    loss, score = figure.axes
-    steps = [r["step"] for r in metrics.read(finished.metrics) if "loss" in r]
-    assert list(loss.lines[0].get_xdata()) == steps
-    assert len(score.lines) == json.loads(finished.config.read_text())["model"]["layers"]
-    assert len(report.draw(finished).axes) == len(report.PANELS)
-
-
-def test_a_run_without_records_is_drawn_empty(tmp_path):
-    figure = report.draw(RunDir(tmp_path))
-    assert not any(len(line.get_xdata()) for axis in figure.axes for line in axis.lines)

@@ -15,7 +15,10 @@ from lowprec_attn.diagnose import run_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.runs.report import draw
+from lowprec_attn.runs.health import judge
+from lowprec_attn.runs.history import History
+from lowprec_attn.runs.pages import figures
+from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.rollbacks import RollbackRecord
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training import loop
@@ -34,8 +37,7 @@ class KilledError(Exception):
 def no_figures(compiled_once):
     """Nor is a program compiled twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_report", lambda run_dir: run_dir.report)  # takes seconds
-        patch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)
+        patch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)  # takes seconds
         yield
 
 
@@ -152,10 +154,12 @@ def test_the_order_says_which_batch_each_step_saw(whole, text):
         assert line == ",".join(map(str, expected.tolist()))
 
 
-def test_the_report_shows_what_was_abandoned(whole):
-    figure = draw(RunDir(whole), ("loss", "grad_norm"))
-    assert "rollback: the loss was not finite" in figure.get_suptitle()
-    assert "abandoned" in [line.get_label() for line in figure.axes[0].lines]
+def test_the_page_shows_what_was_abandoned(whole, tmp_path):
+    page = write_run_page(RunDir(whole), lambda *_: "", tmp_path / "page.html").read_text()
+    assert "rollback: the loss was not finite" in page
+    history = History.read(RunDir(whole))
+    (axis,) = figures.loss(history, judge(history)).axes
+    assert figures.THRESHOLD in [line.get_color() for line in axis.lines]
 
 
 def kill_in(patch, owner, name, when=lambda *args: True, after=False):

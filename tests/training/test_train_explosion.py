@@ -12,8 +12,6 @@ from tiny import tiny_config
 from lowprec_attn.commands.main import main
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
-from lowprec_attn.runs.report import draw
-from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.loop import EXIT_BROKEN, EXIT_DONE, Loop
 from lowprec_attn.training.run import train
@@ -94,12 +92,9 @@ def test_a_run_that_has_exploded_is_stopped_with_its_records(stopped):
     assert [r["step"] for r in records if "loss" in r] == list(range(step))
     assert [r["step"] for r in records if "val_loss" in r] == [60, step]
     assert max(int(path.stem) for path in (stopped / "checkpoints").glob("*.json")) == step
-    assert (stopped / "report.png").read_bytes().startswith(b"\x89PNG")
     page = (stopped / "report.html").read_text()
     assert f"Not healthy: the loss exploded at step {explosion:,} (" in page
     assert not (stopped / "summary.json").exists()
-    title = draw(RunDir(stopped), ("loss", "grad_norm")).get_suptitle()
-    assert title.splitlines()[-1] == f"EXPLODED: {failure['message']}"
 
 
 @pytest.mark.usefixtures("no_report")

@@ -223,11 +223,11 @@ def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_pat
     assert sum(value.startswith("M0 ") and value.count("M0 ") == HEADS for value in curves) >= 8
 
 
-def test_the_command_writes_both_reports_or_a_comparison(runs, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_a_page_or_a_comparison(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     good, bad, short = (str(runs[name].path) for name in ("good", "bad", "short"))
     assert main(["report", good]) == 0
-    assert capsys.readouterr().out.split() == [f"{good}/report.png", f"{good}/report.html"]
+    assert capsys.readouterr().out.split() == [f"{good}/report.html"]
     Page(runs["good"].page).check()
     assert main(["report", good, bad, short, "--html", "three.html"]) == 0
     page = Page(tmp_path / "three.html")
