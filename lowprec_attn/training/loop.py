@@ -108,8 +108,7 @@ class Loop:
         adam = make_adam_signals(
             run.settings.optimizer, run.settings.steps, run.settings.model.layers
         )
-        self.adam = run.devices.jit(adam.measure, out_shardings=everywhere)
-        self.adam_joined = run.devices.jit(adam.join, out_shardings=everywhere)
+        self.adam = run.devices.jit(adam, out_shardings=everywhere)
         self.root = root_key(run.settings)
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
@@ -172,14 +171,12 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        directions, signals, adam, update = self.across.directions, None, None, None
+        directions, signals, adam = self.across.directions, None, None
         if _due(self.fixed.settings.diagnostics_every, step):
             signals = self._signals(step, *self.first_sequence(*arrays))
             if step > 0:  # of the last update
-                adam, update = self.adam(self.state.params, self.state.opt_state)
+                adam = self.adam(self.state.params, self.state.opt_state)
         self.state, metrics = self.train_step(self.state, *arrays, self.root)
-        if adam is not None:  # and of this one
-            adam = self.adam_joined(adam, update, self.state.opt_state)
         # Asked for later, the copies would queue behind the next step.
         for array in jax.tree.leaves((metrics, signals, adam)):
             array.copy_to_host_async()

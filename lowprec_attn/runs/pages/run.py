@@ -167,10 +167,6 @@ def _across_steps(history: History, health: Health) -> list[Element]:
 
 
 _ADAM = {
-    "query_update_autocorrelation": "Cosine of W_Q's update and the one of the step before",
-    "key_update_autocorrelation": "Cosine of W_K's update and the one of the step before",
-    "query_update_next_layer": "Cosine of W_Q's update and that of the next layer",
-    "key_update_next_layer": "Cosine of W_K's update and that of the next layer",
     "update_ratio": "RMS of the update over RMS of the weights",
     "below_epsilon": "Share of coordinates whose √v̂ is below ε",
 }

@@ -155,26 +155,26 @@ def test_signals_across_steps_are_drawn_where_they_are_recorded(tmp_path):
 def test_what_adam_did_is_drawn_where_it_is_recorded(tmp_path):
     run_dir = record_run(tmp_path / "run", FALLING, {50: layers({}, {}), 100: layers({}, {})})
     with run_dir.metrics.open("a") as file:
-        for step, cosine in ((50, 0.9), (100, 0.25), (149, "nan")):
-            values = {"query_update_autocorrelation": cosine, "update_ratio": 0.01}
+        for step, share in ((50, 0.9), (100, 0.25), (149, "nan")):
+            values = {"update_ratio": 0.01}
             adam = {
-                "layer_0": values | {"query_update_next_layer": 0.0625},
-                "layer_1": values,
+                "layer_0": values | {"below_epsilon": share},
+                # Of earlier checkouts, and drawn no more.
+                "layer_1": values | {"query_update_next_layer": 0.0625},
                 "outside": {"update_ratio": 0.02},
             }
             file.write(json.dumps({"step": step, "adam": adam}) + "\n")
     history = History.read(run_dir)
-    assert history.adam[100][0]["query_update_autocorrelation"] == [0.25]
+    assert history.adam[100][0]["below_epsilon"] == [0.25]
     assert len(history.adam[100]) == 2
     page = Page(write_run_page(run_dir, lambda *_: ""))
     page.check()
     drawn = re.findall(r"<figure>.*?</figure>", page.source)
-    assert len(drawn) == 6 + 3  # beside those of every run
-    captions = ("Cosine of W_Q's update and the one", "that of the next layer", "RMS of the update")
-    for figure, caption in zip(drawn[5:8], captions, strict=True):
-        assert caption in figure.replace("&#x27;", "'")
-    assert ">0.9</text>" in drawn[5]
-    assert "W_K" not in page.text
+    assert len(drawn) == 6 + 2  # beside those of every run
+    captions = ("RMS of the update", "Share of coordinates")
+    for figure, caption in zip(drawn[5:7], captions, strict=True):
+        assert caption in figure
+    assert ">0.9</text>" in drawn[6]
 
 
 def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
