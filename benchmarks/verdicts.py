@@ -59,7 +59,7 @@ def diagnose(run: Path, step: int | None) -> dict[str, Any]:
     if went_back := rollbacks.read(RunDir(run).rollbacks):
         raise RunError(
             f"{run} went back to step {went_back[0].to} and recorded no explosion; take an "
-            f"experiment without on_spike, or look at this run: lowprec-attn diagnose {run}"
+            f"experiment without rollback.tries, or look at this run: lowprec-attn diagnose {run}"
         )
     at = [] if step is None else ["--step", str(step)]
     with tempfile.TemporaryDirectory() as directory:

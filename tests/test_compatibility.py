@@ -2,12 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from command import ROOT
 
+from lowprec_attn import numerics
+from lowprec_attn.commands.config import load
 from lowprec_attn.commands.main import main
+from lowprec_attn.commands.train import _default_workdir
 from lowprec_attn.runs import metrics
+from lowprec_attn.training.config import train_settings
 
 FIXTURES = ROOT / "tests" / "fixtures"
 EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
@@ -36,6 +41,9 @@ def test_a_run_goes_on_by_its_own_command(run, capsys):
     before = metrics.read(run / "metrics.jsonl")
     (start,) = json.loads((run / "environment.json").read_text())
     words = [word for word in start["command"][1:] if not word.startswith("--workdir")]
+    # Such flags are refused by name, below.
+    words = [word.replace("on_spike=rollback", "rollback.tries=3") for word in words]
+    words = [word.replace("config.rollback_", "config.rollback.") for word in words]
     assert main([*words, f"--workdir={run}"]) == 0
     assert "resuming at step 3" in capsys.readouterr().out
     after = metrics.read(run / "metrics.jsonl")
@@ -60,6 +68,33 @@ def test_what_is_gone_says_what_replaced_it(word, capsys):
     words, instead = GONE[word]
     assert main(words) == 1
     assert f"error: {word} is gone: {instead}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("on_spike=rollback", "rollback.tries=3"),
+        ("rollback_points.scores=float32", "rollback.points"),
+    ],
+)
+def test_a_field_that_is_gone_says_what_replaced_it(flag, instead, capsys):
+    assert main(["train", "--config=gpt2_bf16:tiny", f"--config.{flag}"]) == 1
+    assert f"is gone: config.{instead}\n" in capsys.readouterr().err
+
+
+def test_a_config_with_the_fields_of_a_rollback_apart_means_the_same():
+    old = json.loads((FIXTURES / "run" / "config.json").read_text())
+    old.pop("text_sha256")
+    rollback = train_settings(old).rollback
+    assert (rollback.tries, rollback.steps, rollback.after) == (3, 50, 20)
+    (head,) = rollback.attention.layers[0]
+    assert head.numerics == numerics.FLASH.replace(saved_output="float32", kv_block=32)
+    assert train_settings(old | {"on_spike": None}).rollback is None
+
+
+def test_a_command_without_a_workdir_finds_the_run_it_had():
+    config = load("gpt2_bf16:tiny")
+    assert _default_workdir(train_settings(config), config) == Path("runs/gpt2_bf16-tiny-bf0b7c78")
 
 
 def test_a_run_is_reported(run, capsys):

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lowprec_attn.errors import UserError, lacks_its_platform, unknown_field
+from lowprec_attn.runs.earlier import INSTEAD
 
 # ml_collections sorts keys.
 _UNSORTED = "'<' not supported between"
@@ -78,8 +79,8 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
+    _check_fields(config, flags)
     try:
-        _check_fields(config, flags)
         return _with_flags(config, flags, name)
     except RecursionError as error:
         raise ConfigFileError(f"{name} is not a config: mappings lie in it too deeply") from error
@@ -144,6 +145,8 @@ def _check_fields(config: Any, flags: Sequence[str]) -> None:
         for depth, field in enumerate(names):
             if not isinstance(section, Mapping | type(config)) or not section:
                 break  # ml_collections says what is wrong with a field of a scalar
+            if depth == 0 and field in INSTEAD:
+                raise ConfigFileError(f"config.{field} is gone: config.{INSTEAD[field]}")
             if field not in section:
                 here = ".".join(["config", *names[: depth + 1]])
                 raise ConfigFileError(unknown_field(here, section))

@@ -20,6 +20,7 @@ from typing import Any
 
 from lowprec_attn.commands import config
 from lowprec_attn.errors import UserError
+from lowprec_attn.runs.earlier import flat
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.settings import TrainSettings
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
     """One directory per config, so that the same command finds its run again."""
-    defining = {name: value for name, value in values.items() if name != "loggers"}
+    defining = {name: value for name, value in flat(values).items() if name != "loggers"}
     try:
         text = json.dumps(defining, sort_keys=True)
     except TypeError:  # keys of one mapping are numbers and texts, which do not compare

@@ -22,6 +22,7 @@ from lowprec_attn.files import (
     write_json,
 )
 from lowprec_attn.runs import environment
+from lowprec_attn.runs.earlier import renamed
 
 # Files that a creation may leave if it is killed half-way; config.json comes last.
 _CREATED_BEFORE_CONFIG = {
@@ -338,7 +339,8 @@ def _read_as(kind: type, path: Path, mend: str) -> Any:
 
 def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
     """The fields in which two configs differ, with both values as JSON."""
-    a, b = ({name: json.dumps(value) for name, value in flatten(c)} for c in (theirs, ours))
+    configs = (renamed(theirs), renamed(ours))
+    a, b = ({name: json.dumps(value) for name, value in flatten(c)} for c in configs)
     pairs = {name: (a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}}
     # A field that a later version added, and that is unset, changes nothing.
     unset = {_ABSENT, "null"}

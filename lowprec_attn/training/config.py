@@ -17,6 +17,7 @@ from lowprec_attn.errors import UserError, unknown_field
 from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs import trackers
+from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import (
     SEEDS,
@@ -32,7 +33,7 @@ class ConfigError(UserError, ValueError):
 
 
 def train_settings(config: Mapping[str, Any]) -> TrainSettings:
-    """The settings that a config describes.
+    """The settings that a config describes, of this version or an earlier one.
 
     Raises:
       ConfigError: unknown or missing field, wrong type, value out of range.
@@ -42,14 +43,14 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
         "data": DataSettings,
         "optimizer": OptimizerSettings,
     }
-    top = _mapping(config, "")
+    top = renamed(_mapping(config, ""))
     built = {name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()}
     _check_model(built["model"])  # before its layers and heads are gone through
     arithmetic = top.pop("attention", None)
     given = {
         **built,
         "attention": attention_settings(arithmetic, built["model"]),
-        "rollback": _rollback(top, arithmetic, built["model"]),
+        "rollback": _rollback(top.pop("rollback", None), arithmetic, built["model"]),
         "loggers": _loggers(top.pop("loggers", None)),
     }
     settings = _record(TrainSettings, top, "", given=given)
@@ -69,51 +70,21 @@ def _loggers(value: Any) -> tuple[str, ...]:
     return names
 
 
-_ROLLBACK_STEPS = 100
-_ROLLBACK_TRIES = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _RollbackFields:
-    """What `RollbackSettings` are made of, as it stands in a config."""
-
-    on_spike: str | None
-    rollback_steps: int | None
-    rollback_after: int | None
-    rollback_tries: int | None
-    rollback_numerics: str | None
-
-
-def _rollback(
-    top: dict[str, Any], arithmetic: Any, model: ModelSettings
-) -> RollbackSettings | None:
-    """Takes the fields of a rollback out of a config; None if it does not ask for one."""
-    names = [field.name for field in dataclasses.fields(_RollbackFields)]
-    values = {name: top.pop(name) for name in names if name in top}
-    points = _mapping(top.pop("rollback_points", None) or {}, "rollback_points")
-    points = {name: value for name, value in points.items() if value is not None}
-    fields = _record(_RollbackFields, values, "")
-    choices = fields.on_spike in (None, "rollback")
-    _require(choices, "", "on_spike", fields, "rollback or None")
-    for name in names[1:]:
-        alone = fields.on_spike is None and getattr(fields, name) is not None
-        _require(not alone, "", name, fields, "None without on_spike")
-    if fields.on_spike is None:
-        if points:
-            raise ConfigError(
-                f"config.rollback_points must be None without on_spike, got {points!r}"
-            )
-        return None
-    for name, least in (("rollback_steps", 0), ("rollback_after", 1), ("rollback_tries", 1)):
-        value = getattr(fields, name)
-        _require(value is None or value >= least, "", name, fields, f"{least} or more, or None")
-    change = {"numerics": fields.rollback_numerics, "points": points}
-    changed = attention_settings(arithmetic, model, {k: v for k, v in change.items() if v})
-    given = (fields.rollback_steps, fields.rollback_after, fields.rollback_tries)
-    defaults = (_ROLLBACK_STEPS, LASTING_STEPS, _ROLLBACK_TRIES)
-    steps, after, tries = (d if g is None else g for g, d in zip(given, defaults, strict=True))
-    attention = changed if points or fields.rollback_numerics else None
-    return RollbackSettings(steps=steps, after=after, tries=tries, attention=attention)
+def _rollback(section: Any, arithmetic: Any, model: ModelSettings) -> RollbackSettings | None:
+    """The settings of `config.rollback`; None where there may be none."""
+    fields = _mapping(section, "rollback")
+    points = _mapping(fields.pop("points", None) or {}, "rollback.points")
+    change = {
+        "numerics": fields.pop("numerics", None),
+        "points": {name: value for name, value in points.items() if value is not None},
+    }
+    change = {name: value for name, value in change.items() if value}
+    attention = attention_settings(arithmetic, model, change) if change else None
+    settings = _record(RollbackSettings, fields, "rollback", given={"attention": attention})
+    for name, least in (("tries", 0), ("steps", 0), ("after", 1)):
+        fits = getattr(settings, name) >= least
+        _require(fits, "rollback", name, settings, f"{least} or more")
+    return settings if settings.tries else None
 
 
 def _record(cls: type, values: Any, section: str, given: Mapping[str, Any] | None = None) -> Any:
@@ -194,9 +165,9 @@ def _check_ends(run: TrainSettings) -> None:
         _require(given, "", "resume_step", run, "0 or more, beside resume_from, or None")
     if run.rollback is not None:  # it stops a run itself, after the last try
         alone = run.stop_exploded_after is None
-        _require(alone, "", "stop_exploded_after", run, "None beside on_spike")
+        _require(alone, "", "stop_exploded_after", run, "None beside rollback.tries")
         saves = run.checkpoint_every >= 1
-        _require(saves, "", "checkpoint_every", run, "1 or more beside on_spike")
+        _require(saves, "", "checkpoint_every", run, "1 or more beside rollback.tries")
     if run.stop_exploded_after is not None:
         long_enough = run.stop_exploded_after >= LASTING_STEPS
         least = f"at least {LASTING_STEPS}, or None"
@@ -282,7 +253,7 @@ def attention_settings(
         )
     base = {name: section.get(name) for name in _ARITHMETIC}
     _head(base, "attention")  # its errors name the section itself, not its first layer
-    _head(_overridden(base, rollback), "rollback_numerics and rollback_points")
+    _head(_overridden(base, rollback), "rollback.numerics and rollback.points")
     all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
     layers = _indexed(section.get("layers"), model.layers, "attention.layers")
     result = []

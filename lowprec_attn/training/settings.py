@@ -89,7 +89,7 @@ class TrainSettings:
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       stop_exploded_after: end the run once its loss has been in excess for so many steps
         (`runs.explosion` says what that is), None to go on.
-      rollback: what to do when the loss is in excess or not finite (`config.on_spike`), None to go
+      rollback: what to do when the loss is in excess or not finite (`config.rollback`), None to go
         on, or stop.
       checkpoints_kept: how many of the newest checkpoints stay on disk, beside those that a
         rollback may need.

@@ -70,3 +70,9 @@ def test_flags_of_several_processes_need_distributed(monkeypatch, capsys, name):
     monkeypatch.chdir(ROOT)
     assert main(["train", "--config=gpt2_bf16:tiny", f"--{name}=2"]) == 1
     assert f"--{name} only goes with --distributed" in capsys.readouterr().err
+
+
+def test_a_section_that_is_not_there_is_told_in_one_line(capsys):
+    assert main(["train", "--config=gpt2_bf16:tiny", "--config.optimzer.peak_lr=3"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: unknown field config.optimzer (did you mean optimizer?)")

@@ -170,9 +170,9 @@ def test_two_processes_go_back_as_one_does(compilations, text, tmp_path):
         "optimizer.warmup_steps": 40,
         "attention.points.scores": "float8_e4m3fn",
         "steps": 40,
-        "on_spike": "rollback",
-        "rollback_steps": 6,
-        "rollback_points.scores": "bfloat16",
+        "rollback.tries": 3,
+        "rollback.steps": 6,
+        "rollback.points.scores": "bfloat16",
     }
     for name, processes in (("one", 1), ("two", 2)):
         split = {"processes": processes, "devices": 2 // processes}

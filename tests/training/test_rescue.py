@@ -59,10 +59,10 @@ def run(text):
             "checkpoint_every": 4,
             "checkpoints_kept": 1,
             "eval_every": 0,
-            "on_spike": "rollback",
-            "rollback_steps": 6,
-            "rollback_after": 1000,
-            "rollback_points": {"scores": "bfloat16"},
+            "rollback__tries": 3,
+            "rollback__steps": 6,
+            "rollback__after": 1000,
+            "rollback__points": {"scores": "bfloat16"},
         }
         config = tiny_config(**(fields | changes))
         return train(train_settings(config), config, workdir)
@@ -213,8 +213,7 @@ def test_a_run_that_is_killed_at_any_instant_comes_to_the_same_end(run, whole, t
     ids=["qk_clip and z_loss", "qk_norm"],
 )
 def test_a_killed_run_with_bounded_scores_comes_to_the_same_end(run, tmp_path, options):
-    fields = {"on_spike": None, "rollback_steps": None, "rollback_after": None}
-    fields |= {"rollback_points": None, "steps": 10, "attention__points": {}}
+    fields = {"rollback__tries": 0, "steps": 10, "attention__points": {}}
     assert run(tmp_path / "whole", **fields, **options) == EXIT_DONE
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
         kill_in(patch, Loop, "_before", lambda step: step == 6)
@@ -279,7 +278,7 @@ def test_a_request_to_stop_at_the_rollback_is_kept(run, whole, tmp_path, capfd):
 def test_after_the_last_try_it_stops(run, tmp_path):
     """Without a change of arithmetic the scores overflow again."""
     workdir = tmp_path / "run"
-    unchanged = {"rollback_points": {}, "rollback_tries": 2, "steps": 400}
+    unchanged = {"rollback__points": {}, "rollback__tries": 2, "steps": 400}
     assert run(workdir, **unchanged) == EXIT_BROKEN
     first, second = rollbacks(workdir)
     assert first["to"] <= second["to"]
@@ -295,10 +294,10 @@ def test_a_loss_in_excess_is_rolled_back_too(run, tmp_path):
         "optimizer__end_lr": 3.0,
         "optimizer__warmup_steps": 2,
         "attention__points": {},
-        "rollback_points": {},
-        "rollback_steps": 0,
-        "rollback_after": 8,
-        "rollback_tries": 1,
+        "rollback__points": {},
+        "rollback__steps": 0,
+        "rollback__after": 8,
+        "rollback__tries": 1,
     }
     assert run(tmp_path / "run", **wild) == EXIT_BROKEN
     (rollback,) = rollbacks(tmp_path / "run")
@@ -310,14 +309,13 @@ def test_a_loss_in_excess_is_rolled_back_too(run, tmp_path):
 
 
 BAD = {
-    "on_spike": ({"on_spike": "stop"}, "rollback or None, got 'stop'"),
-    "rollback_steps": ({"rollback_steps": -1}, "0 or more, or None, got -1"),
-    "rollback_after": ({"rollback_after": 0}, "1 or more, or None, got 0"),
-    "rollback_tries": ({"rollback_tries": 0}, "1 or more, or None, got 0"),
-    "rollback_numerics": ({"rollback_numerics": "flahs"}, "unknown numerics 'flahs'"),
-    "rollback_points": ({"rollback_points": {"scors": "float32"}}, "scors"),
-    "checkpoint_every": ({"checkpoint_every": 0}, "1 or more beside on_spike, got 0"),
-    "stop_exploded_after": ({"stop_exploded_after": 100}, "None beside on_spike, got 100"),
+    "rollback.steps": ({"rollback__steps": -1}, "0 or more, got -1"),
+    "rollback.after": ({"rollback__after": 0}, "1 or more, got 0"),
+    "rollback.tries": ({"rollback__tries": -1}, "0 or more, got -1"),
+    "rollback.numerics": ({"rollback__numerics": "flahs"}, "unknown numerics 'flahs'"),
+    "rollback.points": ({"rollback__points": {"scors": "float32"}}, "scors"),
+    "checkpoint_every": ({"checkpoint_every": 0}, "1 or more beside rollback.tries, got 0"),
+    "stop_exploded_after": ({"stop_exploded_after": 100}, "None beside rollback.tries, got 100"),
 }
 
 
@@ -325,23 +323,16 @@ BAD = {
 def test_bad_fields_are_named(name):
     changes, words = BAD[name]
     with pytest.raises(UserError, match=name) as error:
-        train_settings(tiny_config(**({"on_spike": "rollback"} | changes)))
+        train_settings(tiny_config(**({"rollback__tries": 3} | changes)))
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["rollback_steps", "rollback_tries", "rollback_points"])
-def test_fields_of_a_rollback_need_on_spike(name):
-    value = {"scores": "float32"} if name == "rollback_points" else 5
-    with pytest.raises(UserError, match=f"{name} must be None without on_spike"):
-        train_settings(tiny_config(**{name: value}))
 
 
 def test_the_arithmetic_after_a_rollback_is_that_of_every_head():
     settings = train_settings(
         tiny_config(
-            on_spike="rollback",
+            rollback__tries=3,
             attention__layers={1: {"points": {"scores": "float16"}}},
-            rollback_points={"saved_output": "float32"},
+            rollback__points={"saved_output": "float32"},
         )
     )
     for before, after in zip(
@@ -349,5 +340,5 @@ def test_the_arithmetic_after_a_rollback_is_that_of_every_head():
     ):
         (before,), (after,) = before, after
         assert after.numerics == before.numerics.replace(saved_output="float32")
-    preset = train_settings(tiny_config(on_spike="rollback", rollback_numerics="exact"))
+    preset = train_settings(tiny_config(rollback__tries=3, rollback__numerics="exact"))
     assert {len(layer) for layer in preset.rollback.attention.layers} == {1}

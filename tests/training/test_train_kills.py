@@ -35,7 +35,7 @@ def test_kills_around_a_rollback_change_nothing(start, tmp_path):
     """kill -9 at random times of a run that goes back several times."""
     wild = {"optimizer__peak_lr": 1.0, "optimizer__warmup_steps": 4000, "steps": 5000}
     wild |= {"attention__points__scores": "float8_e4m3fn", "checkpoint_every": 5}
-    wild |= {"on_spike": "rollback", "rollback_steps": 10, "rollback_tries": 2}
+    wild |= {"rollback__steps": 10, "rollback__tries": 2}
     finish(start(tmp_path / "whole", **wild), code=3)
     assert (tmp_path / "whole" / "rollbacks.jsonl").read_bytes().count(b"\n") == 2
     killed, rng, kills = tmp_path / "killed", random.Random(7), 0

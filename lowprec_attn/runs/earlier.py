@@ -1,0 +1,34 @@
+"""Configs of earlier checkouts in the words of this one.
+
+Once the fields of a rollback stood apart: `on_spike`, `rollback_steps` and so on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_FIELDS = ("tries", "steps", "after", "numerics", "points")
+INSTEAD = {"on_spike": "rollback.tries=3", **{f"rollback_{f}": f"rollback.{f}" for f in _FIELDS}}
+"""By field that is gone, the one in its place."""
+
+_DEFAULTS = {"tries": 3, "steps": 100, "after": 100}
+
+
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the fields of this version; it may have them already."""
+    config = dict(config)
+    if "on_spike" not in config:
+        return config
+    asked = config.pop("on_spike") is not None
+    fields = {field: config.pop(f"rollback_{field}", None) for field in _FIELDS}
+    fields |= {name: value for name, value in _DEFAULTS.items() if fields[name] is None}
+    return {**config, "rollback": fields if asked else fields | {"tries": 0}}
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way, for what is told by a digest of it: a config without rollbacks as it was."""
+    config = dict(config)
+    if "rollback" not in config:
+        return config
+    fields = config.pop("rollback")
+    was = dict.fromkeys(INSTEAD) | {"rollback_points": fields["points"]}
+    return {**config, **was, **({"rollback": fields} if fields["tries"] else {})}
