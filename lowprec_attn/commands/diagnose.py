@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_attn.diagnose import array_file, page, wording
-from lowprec_attn.diagnose import series as trends
-from lowprec_attn.diagnose.array_file import DiagnoseError
-from lowprec_attn.diagnose.examination import (
+from lowprec_attn.diagnostics.examine import array_file, page, wording
+from lowprec_attn.diagnostics.examine import series as trends
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine.examination import (
     Examination,
     examine,
     heads,
     with_advice,
     worst_first,
 )
-from lowprec_attn.diagnose.layer import Layer
-from lowprec_attn.diagnose.measurement import Arithmetic, keys_per_step
-from lowprec_attn.diagnose.series import Series
+from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.examine.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_output, write_json, writing
 from lowprec_attn.numerics import (
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
     if path.is_dir():
         # The trainer's packages, which files do without.
-        from lowprec_attn.diagnose import folder_layers, run_layers
+        from lowprec_attn.diagnostics.examine import folder_layers, run_layers
 
         if not folder_layers.is_one(path):
             return run_layers.load(path, args.text, args.step)
@@ -186,7 +186,7 @@ def _series(args: argparse.Namespace, examined: Sequence[Sequence[Examination]])
     found = []
     for path, of_source in zip(args.source, examined, strict=True):
         if any(one.layer.own is not None for one in of_source):
-            from lowprec_attn.diagnose import run_layers  # as in `_load`
+            from lowprec_attn.diagnostics.examine import run_layers  # as in `_load`
 
             try:
                 found.append(run_layers.series(path, args.step))

@@ -27,11 +27,11 @@ from safetensors.numpy import save_file
 
 from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
-from lowprec_attn.diagnose import array_file, examination
-from lowprec_attn.diagnose.array_file import DiagnoseError
-from lowprec_attn.diagnose.examination import Examination
-from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnostics import verdict
+from lowprec_attn.diagnostics.examine import array_file, examination
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine.examination import Examination
+from lowprec_attn.diagnostics.examine.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.diagnostics.trend import QUANTITIES

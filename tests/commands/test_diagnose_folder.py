@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from lowprec_attn import attention
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.commands.main import main
-from lowprec_attn.diagnose import folder_layers
+from lowprec_attn.diagnostics.examine import folder_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.gpt2 import hugging_face
 from lowprec_attn.gpt2.model import GPT2, Attend

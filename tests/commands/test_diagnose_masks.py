@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowprec_attn.diagnose import array_file, masks
-from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine import array_file, masks
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 
 BATCH, ROWS, HEADS, SIZE = 3, 12, 2, 4
 LOWEST = np.finfo(np.float32).min

@@ -11,8 +11,8 @@ from tiny import tiny_config
 
 from lowprec_attn import attention
 from lowprec_attn.commands import diagnose
-from lowprec_attn.diagnose import run_layers
-from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine import run_layers
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.errors import UserError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.runs.checkpoint import Checkpoints

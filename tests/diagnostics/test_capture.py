@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from lowprec_attn import attention
-from lowprec_attn.diagnose import array_file
 from lowprec_attn.diagnostics import CaptureError, capture
+from lowprec_attn.diagnostics.examine import array_file
 
 B, T, WIDTH, HEADS = 2, 16, 16, 2
 LAYERS = 2

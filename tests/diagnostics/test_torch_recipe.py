@@ -10,10 +10,10 @@ import pytest
 from command import ROOT
 
 from lowprec_attn import attention
-from lowprec_attn.diagnose import array_file
-from lowprec_attn.diagnose.examination import examine
-from lowprec_attn.diagnose.measurement import Arithmetic
 from lowprec_attn.diagnostics import CaptureError
+from lowprec_attn.diagnostics.examine import array_file
+from lowprec_attn.diagnostics.examine.examination import examine
+from lowprec_attn.diagnostics.examine.measurement import Arithmetic
 from lowprec_attn.numerics import EXACT
 
 PAGE = (ROOT / "docs" / "diagnose.md").read_text()

@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from benchmarks import delta_bias
 from lowprec_attn.data.order import OrderRecord, starts
-from lowprec_attn.diagnose import run_layers
+from lowprec_attn.diagnostics.examine import run_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints

@@ -10,7 +10,7 @@ from jaxtyping import Int32
 from lowprec_attn import installation
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import Meta, require_bare_ids
-from lowprec_attn.diagnose.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 
 # Ids of one text.
 Encode = Callable[[str], np.ndarray]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from lowprec_attn.diagnose.array_file import DiagnoseError
-from lowprec_attn.diagnose.examination import Examination
 from lowprec_attn.diagnostics import trend
+from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
+from lowprec_attn.diagnostics.examine.examination import Examination
 from lowprec_attn.diagnostics.trend import LEAST_BEFORE, QUANTITIES, Departure, Quantity
 
 _SHOWN = 3  # layers that left, of each quantity

@@ -9,8 +9,8 @@ import numpy as np
 from lowprec_attn import diagnostics
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.attention import tiled
-from lowprec_attn.diagnose.layer import Layer
 from lowprec_attn.diagnostics import verdict
+from lowprec_attn.diagnostics.examine.layer import Layer
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax, get_preset, get_row_max
 
 USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of the error

@@ -10,8 +10,8 @@ import numpy as np
 
 from lowprec_attn import installation
 from lowprec_attn.attention import validation
-from lowprec_attn.diagnose import axes, masks
-from lowprec_attn.diagnose.layer import Layer
+from lowprec_attn.diagnostics.examine import axes, masks
+from lowprec_attn.diagnostics.examine.layer import Layer
 from lowprec_attn.errors import OneLineError, printable
 
 # Upper and lower case alike.
