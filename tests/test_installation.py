@@ -10,7 +10,7 @@ from email.message import Message
 import pytest
 from command import ROOT
 
-from lowprec_attn import installation
+from lowprec_attn import __version__, installation
 from lowprec_attn.commands.main import main
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -47,6 +47,12 @@ def test_no_page_installs_the_package_from_an_index(pages):
     found = [line for text in pages.values() for line in INSTALLS.findall(text)]
     assert found  # the README's, at least
     assert [line for line in found if f"@ git+{installation.address()}" not in line] == []
+
+
+def test_the_version_is_the_same_everywhere(pages):
+    assert PROJECT["version"] == __version__
+    assert f"\nversion: {__version__}\n" in pages["CITATION.cff"]
+    assert f"\n## {__version__}\n" in pages["CHANGELOG.md"]
 
 
 def test_in_a_checkout_the_advice_names_it():
