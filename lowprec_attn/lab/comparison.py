@@ -7,6 +7,7 @@ from typing import Any
 from lowprec_attn.files import complete_lines
 from lowprec_attn.lab.workdir import ArmRun
 from lowprec_attn.runs import rollbacks
+from lowprec_attn.runs.earlier import section_of
 from lowprec_attn.runs.run_dir import RunDir
 
 _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
@@ -38,7 +39,7 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
 
 
 def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
-    overridden = [name for run in (a, b) for name in run.trial.arm.overrides]
+    overridden = [section_of(name) for run in (a, b) for name in run.trial.arm.overrides]
     if None not in (a.trial.seed, b.trial.seed):
         overridden.append("seed")
     if "data.path" in overridden:

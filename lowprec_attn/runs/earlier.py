@@ -24,6 +24,11 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "rollback": fields if asked else fields | {"tries": 0}}
 
 
+def section_of(field: str) -> str:
+    """The field itself, or `rollback` for one of those that stood apart."""
+    return "rollback" if field.partition(".")[0] in INSTEAD else field
+
+
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The other way, for what is told by a digest of it: a config without rollbacks as it was."""
     config = dict(config)

@@ -48,6 +48,16 @@ def test_an_arm_with_a_text_of_its_own_may_be_compared(lab):
     assert not unwanted_differences(arm_runs(lab.out))
 
 
+def test_arms_with_the_fields_of_a_rollback_apart_may_be_compared(lab):
+    acts = {"a": "finish", "b": "slow"}
+    assert lab(acts)[0] == 0
+    for arm, asked in {"a": None, "b": "rollback"}.items():
+        rewrite(lab.out / arm / "config.json", lambda c, asked=asked: c.update(on_spike=asked))
+    assert "config.rollback.tries: 0 and 3" in unwanted_differences(arm_runs(lab.out))[0]
+    rewrite(lab.out / "b.json", lambda d: d["overrides"].update({"on_spike": "rollback"}))
+    assert not unwanted_differences(arm_runs(lab.out))
+
+
 def test_an_arm_that_ended_earlier_has_seen_the_same_batches(lab):
     acts = {"a": "finish", "b": "slow"}
     assert lab(acts)[0] == 0
