@@ -8,6 +8,7 @@ from typing import Any, Self
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics, rollbacks
+from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.incidents import Incident, incidents
 from lowprec_attn.runs.rollbacks import Rollback
 from lowprec_attn.runs.run_dir import RunDir
@@ -131,7 +132,7 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises:
       RunError, OSError: it is none, or cannot be read.
     """
-    config = _load(path)
+    config = renamed(_load(path))
     for name in ("attention", "model", "optimizer", "data"):
         if not isinstance(config.get(name, {}), dict):
             raise HistoryError(f"{path} has {config[name]!r} as {name}; restore it from a copy")
