@@ -56,6 +56,7 @@ def test_the_footprint_of_a_step_on_simulated_devices():
     # parameters are gathered.
     assert sizes(whole[1])["arguments"] == pytest.approx(3 * gib, abs=0.02)
     assert sizes(split[1])["arguments"] == pytest.approx(1.25 * gib, abs=0.02)
+    assert sizes(whole[1])["results"] < 0.01  # the new state takes the place of the donated one
     assert "all-gather" not in dict(whole[1])["collectives"]
     assert re.search(rf"all-gather \({gib:.1f}", dict(split[1])["collectives"])
     assert dict(whole[1])["kernels"] == "0 calls"
