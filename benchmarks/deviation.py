@@ -255,7 +255,7 @@ def _weights(path: Path) -> tuple[int, dict[str, np.ndarray]]:
     return saved.step, {jax.tree_util.keystr(place): np.asarray(x) for place, x in leaves}
 
 
-def _measure_all(directory: Path, crossed: bool) -> Iterator[dict[str, Any]]:
+def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
     """The records of all cases; says what a device or a library lacks."""
     for case in cases(crossed):
         try:
@@ -303,7 +303,7 @@ def _deviate(args: argparse.Namespace) -> int:
     path = args.directory / "attention.jsonl"
     if not args.read:
         make_directory(args.directory)
-        records = list(_measure_all(args.directory, args.crossed))
+        records = list(_measure_all(args.crossed))
         text = "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
         write_atomically(path, text.encode())
         write_json(args.directory / "measured.json", {"environment": environment.describe()})
