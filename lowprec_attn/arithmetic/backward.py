@@ -1,5 +1,6 @@
 """The backward pass of one tile, every point named: P, dP, δ, dS, what it adds to dQ, dK and dV."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.layout import Grouped
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.points import Rounder
+from lowprec_attn.arithmetic.powers import power
 from lowprec_attn.arithmetic.products import (
     LOG2E,
     dot,
@@ -29,27 +31,36 @@ class BackwardTile(NamedTuple):
     """P [B, K, G, T, S], unrounded, and dP as rounded at its point.
 
     `seen` is True where a row sees a key, and broadcasts to them; None: everywhere. P is 0
-    elsewhere, but dP and δ may not be finite there.
+    elsewhere, but dP and δ may not be finite there. `apart` is P̄ as rounded at `probs`, and 1 / l
+    [B, K, G, T, 1], with `divided_in_dv='do'`.
     """
 
     p: Array
     dp: Array
     seen: Array | None
+    apart: tuple[Array, Array] | None = None
 
 
-def probabilities(s: Array, statistics: RowStatistics, spec: Spec, extras: Extras) -> Array:
-    """P = exp(S − lse), or exp(S − m) / l."""
+def undivided_probabilities(
+    s: Array, statistics: RowStatistics, spec: Spec, extras: Extras, place: Place
+) -> Array:
+    """P̄ = exp(S − m), rounded at `probs` where it is recomputed so; or P = exp(S − lse)."""
     subtracted, inverse_l = statistics
     if inverse_l is None:
         # A row without keys has lse = −inf; its scores are all masked and exp must give 0.
         subtracted = jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted)
-    if spec.numerics.exponent == "scale_first":
+    if spec.numerics.exponent == "whole_max":
+        p = power(s, score_unit(spec, extras) * LOG2E, subtracted)
+    elif spec.numerics.exponent == "scale_first":
         unit = score_unit(spec, extras)
         of_statistic = 1.0 if inverse_l is None else unit  # m counts as the scores do
         p = powers(s, subtracted * jnp.float32(of_statistic * LOG2E), unit)
     else:
         p = jnp.exp(s - subtracted)
-    return p if inverse_l is None else p * inverse_l
+    if spec.numerics.recomputed_probs == "unrounded":
+        return p
+    # As in the forward pass: random bits do not depend on the step.
+    return Rounder.of(spec, extras)(p, "probs", dataclasses.replace(place, step=0))
 
 
 def backward_tile(
@@ -72,10 +83,14 @@ def backward_tile(
       place: the tile.
       seen: see `BackwardTile`.
     """
-    p = _where_seen(seen, probabilities(s, statistics, spec, extras))
+    p_bar = undivided_probabilities(s, statistics, spec, extras, place)
+    p, apart = _where_seen(seen, p_bar), None
+    if (inverse_l := statistics.inverse_l) is not None:
+        apart = (p, inverse_l) if spec.numerics.divided_in_dv == "do" else None
+        p = p * inverse_l
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
-    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen)
+    return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen, apart)
 
 
 def _where_seen(seen: Array | None, x: Array) -> Array:
@@ -273,27 +288,32 @@ def key_gradients(
     ds = rounded_ds(tile, delta.rounded, spec, extras, place)
     p_rounded = round_point(tile.p, "probs_bwd", place)
 
-    def product(a: Array, b: Array, a_format: Format, which: int) -> Array:
+    def product(a: Array, b: Array, formats: tuple[Format, Format], which: int) -> Array:
         if n.tile_grads.is_identity:
-            return seen_dot("bkgts,bkgth->bksh", a, b, a_format, format_of(b), tile.seen)
-        by_head = seen_dot("bkgts,bkgth->bkgsh", a, b, a_format, format_of(b), tile.seen)
+            return seen_dot("bkgts,bkgth->bksh", a, b, *formats, tile.seen)
+        by_head = seen_dot("bkgts,bkgth->bkgsh", a, b, *formats, tile.seen)
         features = span(0, b.shape[-1])[None]
         number = tile_number(place.rows[0, 0], which)
         tile_place = Place(place.cols.reshape(-1, 1), features, number)
         rounded = round_point(by_head, "tile_grads", tile_place)
         return jnp.sum(rounded, axis=2)
 
-    dk = product(ds, q, n.ds.result_format, 1)
+    dk = product(ds, q, (n.ds.result_format, format_of(q)), 1)
     if delta.after is not None:
         features = scaled_rows(place.rows, q.shape[-1])
         rows = round_point(delta.after * q.astype(jnp.float32), "ds", features)
         p_format, ds_format = n.probs_bwd.result_format, n.ds.result_format
         dk = dk - seen_dot("bkgts,bkgth->bksh", p_rounded, rows, p_format, ds_format, tile.seen)
-    return dk, product(p_rounded, do, n.probs_bwd.result_format, 2)
+    if tile.apart is None:
+        return dk, product(p_rounded, do, (n.probs_bwd.result_format, format_of(do)), 2)
+    p_bar, inverse_l = tile.apart
+    features = scaled_rows(place.rows, do.shape[-1])
+    do = round_point(do.astype(jnp.float32) * inverse_l, "probs_bwd", features)
+    return dk, product(p_bar, do, (n.probs.result_format, n.probs_bwd.result_format), 2)
 
 
 def scaled_rows(rows: Array, head_size: int) -> Place:
-    """The place of λ q, of rows [T, 1]: its random bits are not those of dS."""
+    """The place of λ q, or of dO / l, of rows [T, 1]: its random bits are not those of dS or P."""
     return Place(rows, span(0, head_size)[None], 1)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.fused import multiply_add
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.points import Rounder
+from lowprec_attn.arithmetic.powers import LN2
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Format, get_format
 
@@ -106,25 +107,33 @@ LOG2E = math.log2(math.e)
 
 
 def counts_in_scale(spec: Spec, extras: Extras) -> bool:
-    """Whether products q kᵀ stand for S = scale · q kᵀ, as `exponent='scale_first'` takes them.
+    """Whether products q kᵀ stand for S = scale · q kᵀ, where they are multiplied once.
 
     Where S is rounded, or a bias added to it, it has to be formed; likewise where m, its maximum,
-    is rounded, and where the scale is not known to be positive.
+    is rounded, and where the scale is not known to be positive. With `whole_max` m is a number of
+    its own, M, and may be rounded.
     """
     n = spec.numerics
     in_range = extras.scale is None and 2.0**-64 < spec.scale < 2.0**24
-    unrounded = n.scores.is_identity and n.stats.is_identity and extras.bias is None
-    return n.exponent == "scale_first" and in_range and unrounded
+    m_is_a_score = n.exponent == "scale_first" and n.stats.is_identity
+    counts = m_is_a_score or n.exponent == "whole_max"
+    return counts and in_range and n.scores.is_identity and extras.bias is None
 
 
 def score_unit(spec: Spec, extras: Extras) -> float:
-    """What scores and m count in: the scale, or 1."""
+    """What scores and, but with `whole_max`, m count in: the scale, or 1."""
     return spec.scale if counts_in_scale(spec, extras) else 1.0
 
 
 def powers(s: Array, subtracted: Array, unit: float) -> Array:
     """2^(fma(s, c, −subtracted)) with c = unit · log2 e; see `multiply_add`."""
     return jnp.exp2(multiply_add(s, unit * LOG2E, -subtracted))
+
+
+def m_in_scores(m: Array, spec: Spec, extras: Extras) -> Array:
+    """m as a step keeps it, in units of S."""
+    unit = LN2 if spec.numerics.exponent == "whole_max" else score_unit(spec, extras)
+    return m if unit == 1 else m * jnp.float32(unit)
 
 
 def scale_of(spec: Spec, extras: Extras) -> Array:

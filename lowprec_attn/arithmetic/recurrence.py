@@ -29,7 +29,7 @@ class RowStatistics(NamedTuple):
     """What is saved of rows for P in the backward pass, exp(S − subtracted) · inverse_l.
 
     Attributes:
-      subtracted: lse, −inf in rows that saw no key; or m, 0 in those rows.
+      subtracted: lse, −inf in rows that saw no key; or m, or M in base 2, 0 in those rows.
       inverse_l: None with lse; or 1 / l, 0 in rows that saw no key.
     """
 

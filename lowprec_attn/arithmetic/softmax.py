@@ -13,10 +13,12 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, span, statistic
 from lowprec_attn.arithmetic.points import Rounder
+from lowprec_attn.arithmetic.powers import power, power_of_two, whole_max
 from lowprec_attn.arithmetic.products import (
     LOG2E,
     counts_in_scale,
     format_of,
+    m_in_scores,
     powers,
     query_key_products,
     scale_of,
@@ -37,7 +39,7 @@ from lowprec_attn.arithmetic.recurrence import (
     summed_probs,
 )
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.numerics import RowMax, get_format, round_to
+from lowprec_attn.numerics import Numerics, RowMax, get_format, round_to
 
 # A score that is not there. A bias may make any finite float32 a score: what is below MASKED, such
 # as the least of them, is one here. Kernels take no bias, and a finite number spares them NaN.
@@ -111,10 +113,13 @@ def softmax_step(
     # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
     # that it adds to theirs would not cancel.
     unit = score_unit(spec, extras)
-    m = _running_max(spec.row_max, lax.stop_gradient(s), state.m, unit)
+    m = _running_max(n, spec.row_max, lax.stop_gradient(s), state.m, unit)
     m = round_point(m, "stats", statistic(out, "m"))
     subtracted = subtracted_max(m, is_empty(m))
-    if n.exponent == "scale_first":
+    if n.exponent == "whole_max":
+        p = power(s, unit * LOG2E, subtracted)
+        alpha = power_of_two(state.m - subtracted)
+    elif n.exponent == "scale_first":
         c = jnp.float32(unit * LOG2E)
         p, alpha = powers(s, subtracted * c, unit), jnp.exp2((state.m - subtracted) * c)
     else:
@@ -137,7 +142,10 @@ def softmax_step(
     return SoftmaxState(m, l, acc, aux)
 
 
-def _running_max(rule: RowMax, s: Array, m: Array, unit: float) -> Array:
+def _running_max(n: Numerics, rule: RowMax, s: Array, m: Array, unit: float) -> Array:
+    if n.exponent == "whole_max":
+        of_step = _running_max(n.replace(exponent=None), rule, s, jnp.full_like(m, UNSEEN), unit)
+        return jnp.maximum(m, whole_max(of_step, unit * LOG2E))
     if unit == 1:
         return rule(s, m)
     r_m = jnp.max(s, axis=-1, keepdims=True)
@@ -194,9 +202,6 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         assert state.aux is not None
         saved = round_to(state.aux / of_o, "bfloat16").astype(jnp.bfloat16)
 
-    m = state.m
-    if (unit := score_unit(spec, extras)) != 1:
-        m = m * jnp.float32(unit)
-    lse = log_sum_exp(m, l, empty, round_point, place)
+    lse = log_sum_exp(m_in_scores(state.m, spec, extras), l, empty, round_point, place)
     apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
     return Output(o, saved, lse[..., 0], apart)

@@ -135,7 +135,10 @@ def compare(
     if any(x is not None for x in extras._replace(stream=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
-    spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
+    if spec.numerics.exponent == "whole_max":
+        extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
+    else:
+        spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)
     tiles = grid.pad(layout.group(q, k, v, extras))
 
@@ -244,7 +247,7 @@ def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     acc = own.times(v_read)
     o_exact = (acc if exact is own and v_read is v else exact.times(v)) / exact.l
     # The same sum against the run's own m; where the two m agree the factor is exactly 1.
-    unnormalized_exact = acc * jnp.exp(own.m - state.m)
+    unnormalized_exact = acc * jnp.exp(sources.above_subtracted(own.m, state.m, spec.numerics))
     if spec.numerics.normalize_probs:
         unnormalized_exact = acc / own.l
     outputs = OutputRows(state.acc, unnormalized_exact, out.o.astype(jnp.float32), o_exact)

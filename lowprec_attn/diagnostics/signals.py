@@ -55,8 +55,9 @@ def attention_signals(
       unnormalized_rms, output_rms: RMS of those exact values, to compare with.
     With dO:
       delta_error_*: δ_lp − δ_hp, with δ_hp = rowsum(dO ∘ O) for O exact from the run's own S:
-        what enters the paper's dW_Q(hp) − dW_Q(lp). Under `delta='normalized'` and 'dp_p' δ_hp is
-        Σ P dP / Σ P of the run's own P and dP: an error of dP that δ shares moves no row sum of dS.
+        what enters the paper's dW_Q(hp) − dW_Q(lp). Under `delta='normalized'` and 'dp_p', and
+        where P is recomputed as it was rounded, δ_hp is Σ P dP / Σ P of the run's own P and dP: an
+        error of P or dP that δ shares moves no row sum of dS.
       delta_rms: RMS of δ_hp.
       ds_row_sum_*: Σ_j P ∘ (dP − δ); 0 in exact arithmetic, −delta_error where δ alone is off.
       rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.

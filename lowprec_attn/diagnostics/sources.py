@@ -48,7 +48,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic import backward, products
+from lowprec_attn.arithmetic import backward, powers, products
+from lowprec_attn.arithmetic.fused import multiply_add
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.recurrence import RowStatistics
@@ -174,7 +175,9 @@ class Followed(NamedTuple):
 
 def followed(exact: Exact, tile: backward.BackwardTile, numerics: Numerics) -> Followed:
     """What an exact δ is, beside the run's own P and dP."""
-    if numerics.delta not in ("dp_p", *backward.SUMS_ROWS):
+    # The O of a P̄ that is recomputed as it was rounded has the same P̄.
+    shares_p = numerics.recomputed_probs == "rounded"
+    if not shares_p and numerics.delta not in ("dp_p", *backward.SUMS_ROWS):
         return Followed(exact.own.delta, jnp.zeros_like(exact.own.delta))
     total = jnp.sum(tile.p, axis=-1, keepdims=True)
 
@@ -219,7 +222,8 @@ def sources(
     tile, own = run.tile, exact.own
     subtracted, inverse_l = run.statistics
     sum_of_p = exact.softmax.l if inverse_l is None else exact.softmax.l * inverse_l
-    gain_less_one = jnp.expm1((exact.softmax.m - subtracted) + jnp.log(sum_of_p))
+    above = above_subtracted(exact.softmax.m, subtracted, numerics)
+    gain_less_one = jnp.expm1(above + jnp.log(sum_of_p))
     of_own = _product(own.ds, k)
     lse = gain_less_one * of_own
     p_part = tile.p * (exact.d - follows.delta) - own.ds
@@ -235,6 +239,15 @@ def sources(
         ds = _product(multiplied - backward.ds_of(tile, run.delta + run.shift), k)
     of_exact = of_own if scores is None else of_own - scores
     return Sources(of_exact, scores, lse, exponent, dp, delta, ds)
+
+
+def above_subtracted(m: Array, subtracted: Array, numerics: Numerics) -> Array:
+    """By how much a score exceeds what is subtracted from scores, which may be M in base 2."""
+    if numerics.exponent == "whole_max":
+        return powers.distance(m, products.LOG2E, subtracted, multiply_add) * jnp.float32(
+            powers.LN2
+        )
+    return m - subtracted
 
 
 def _dp_error(exact: Exact, tile: backward.BackwardTile) -> Array:

@@ -69,6 +69,21 @@ NORMALIZED_DELTA = FLASH.replace(delta="normalized")
 CORRECTED_AFTER_CAST = FLASH.replace(delta="after_cast")
 """`flash` whose rows of dS as rounded sum to zero (Chen et al., arXiv 2609.34272)."""
 
+MATCHED = FLASH.replace(
+    exponent="whole_max",
+    statistics="m_and_l",
+    row_sum="rounded",
+    recomputed_probs="rounded",
+    saved_output="halves",
+)
+"""One rounded P̄ in l, P̄V and dS, against a whole-number maximum in base 2.
+
+Rows of dS sum to zero before its cast, without a pass of their own: up to the lower half of O.
+"""
+
+MATCHED_FLOAT32_OUTPUT = MATCHED.replace(saved_output="float32")
+"""`matched` where δ sees O in float32: rows of dS sum to zero up to float32."""
+
 STOCHASTIC_OUTPUT = FLASH.replace(output="bfloat16:stochastic")
 """`flash` with O rounded stochastically: no persistent sign."""
 
@@ -97,6 +112,8 @@ PRESETS: dict[str, Numerics] = {
     "delta_dp_p": DELTA_DP_P,
     "normalized_delta": NORMALIZED_DELTA,
     "corrected_after_cast": CORRECTED_AFTER_CAST,
+    "matched": MATCHED,
+    "matched_float32_output": MATCHED_FLOAT32_OUTPUT,
     "stochastic_output": STOCHASTIC_OUTPUT,
     "standard": STANDARD,
 }

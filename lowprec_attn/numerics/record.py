@@ -32,6 +32,18 @@ says otherwise. With `exponent='scale_first'`, c = scale · log2 e and m the max
 the fused multiply-add rounded once. Where S itself exists, rounded at `scores` or with a bias, or
 where m is rounded or the scale is traced or not positive, it is fma(S, log2 e, −m · log2 e).
 
+With `exponent='whole_max'` m is M, the row-max rule's S log2 e rounded up to a whole number, and
+
+    P̄  = 2^(S₂ − M), S₂ = c q kᵀ rounded once, to a multiple of 2^-17          α = 2^(M_old − M)
+    P  = P̄ / l                                                lse = round_lse(M ln 2 + log l)
+
+so that α is exact and a P̄ above 2^-32 has the same significand whatever M is. With
+`recomputed_probs='rounded'` that P̄ is round_probs(P̄), the number that P̄ V and, with
+`row_sum='rounded'`, l have in the forward pass. Then Σ_j P = 1, and Σ_j P dP = δ where δ sees O
+before its rounding, up to float32: rows of dS sum to zero in one pass. With `divided_in_dv='do'`
+
+    dV = round_grads(Σ round_tile_grads(round_probs(P̄)ᵀ round_probs_bwd(dO / l)))
+
 The sums of the gradients go over tiles of `kv_block` keys by as many queries. With
 `delta='normalized'`, δ₀ is that δ, r = Σ_j P (dP − δ₀) and s = Σ_j P:
 
@@ -66,7 +78,9 @@ SavedOutput = Literal["same", "float32", "auxiliary", "halves"]
 Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 Statistics = Literal["lse", "m_and_l"]
-Exponent = Literal["shift_first", "scale_first"]
+Exponent = Literal["shift_first", "scale_first", "whole_max"]
+RecomputedProbs = Literal["unrounded", "rounded"]
+DividedInDv = Literal["probs", "do"]
 MeanKey = Literal["kept", "subtracted"]
 Divisor = Literal["rounded", "first_unrounded"]
 
@@ -136,14 +150,22 @@ class Numerics:
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
       exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
         row is 1; or `scale_first`, so that it is 2 to the power of what rounding c m left, as in
-        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them. PyTorch builds
-        FlashAttention-2 without that fused multiply-add (UNFUSE_FMA), and cuDNN 9.19 shows no
-        trace of it in O (results/fidelity). None: the implementation chooses for speed
+        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them (PyTorch builds
+        FlashAttention-2 without that fused multiply-add, UNFUSE_FMA, and cuDNN 9.19 shows no trace
+        of it in O: results/fidelity); or `whole_max`, against a whole number in base 2, so that α
+        is a power of two (needs `statistics='m_and_l'`). None: the implementation chooses for speed
         (`attention.exponent_of` says how), and experiments name one.
       statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
         of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
         lse that a caller gets is m + log l in either case.
       row_sum: whether l adds the `unrounded` P̄ or the one `rounded` at `probs`.
+      recomputed_probs: whether P = P̄ / l of the backward pass, in dS and dV, has the `unrounded` P̄
+        or the one `rounded` at `probs` (Attn-QAT, arXiv 2603.00040). It is the number of the
+        forward pass with `exponent='whole_max'`, or where one step takes all keys. It needs
+        `statistics='m_and_l'`, and a format at `probs` that has float32's exponents: among
+        float16's and float8's subnormals rounding does not commute with a change of M.
+      divided_in_dv: which operand of dV l divides before rounding at `probs_bwd`: P̄, `probs`; or
+        dO, `do`, so that the other is P̄ as rounded at `probs`, once.
       mean_key: whether dQ = dS k is formed of the keys as they are or with their mean `subtracted`
         (SageBwd, which smooths k): see the module.
       normalize_probs: P = P̄ / l is formed before rounding at `probs`, as unfused attention
@@ -180,6 +202,8 @@ class Numerics:
     exponent: Exponent | None = None
     statistics: Statistics = "lse"
     row_sum: RowSum = "unrounded"
+    recomputed_probs: RecomputedProbs = "unrounded"
+    divided_in_dv: DividedInDv = "probs"
     mean_key: MeanKey = "kept"
     normalize_probs: bool = False
     kv_block: KvBlock | None = None
@@ -197,6 +221,8 @@ class Numerics:
         _check_choice("exponent", self.exponent, (None, *get_args(Exponent)))
         _check_choice("divisor", self.divisor, get_args(Divisor))
         _check_choice("mean_key", self.mean_key, get_args(MeanKey))
+        _check_choice("recomputed_probs", self.recomputed_probs, get_args(RecomputedProbs))
+        _check_choice("divided_in_dv", self.divided_in_dv, get_args(DividedInDv))
         if self.mean_key == "subtracted" and self.delta == "after_cast":
             raise ValueError(
                 "mean_key='subtracted' changes nothing with delta='after_cast', where rounded rows "
@@ -207,11 +233,12 @@ class Numerics:
                 f"divisor={self.divisor!r} divides O, which normalize_probs=True leaves undivided; "
                 "use divisor='rounded'"
             )
-        if self.exponent == "scale_first" and not self.shift.is_identity:
+        if self.exponent in ("scale_first", "whole_max") and not self.shift.is_identity:
             raise ValueError(
-                f"shift={self.shift} rounds S − m, which exponent='scale_first' does not form; "
+                f"shift={self.shift} rounds S − m, which exponent={self.exponent!r} does not form; "
                 "use exponent='shift_first'"
             )
+        self._check_recomputed_probs()
         if self.statistics == "m_and_l" and not self.lse.is_identity:
             raise ValueError(
                 f"lse={self.lse} is not saved with statistics='m_and_l'; use statistics='lse'"
@@ -225,6 +252,39 @@ class Numerics:
         ):
             raise ValueError(
                 f"kv_block must be a positive number of keys, 'all' or None, got {self.kv_block!r}"
+            )
+
+    def _check_recomputed_probs(self) -> None:
+        """What `exponent='whole_max'`, a rounded P̄ in P and a divided dO need."""
+        apart = [
+            f"{name}={value!r}"
+            for name, value in (
+                ("exponent", self.exponent),
+                ("recomputed_probs", self.recomputed_probs),
+            )
+            if value in ("whole_max", "rounded")
+        ]
+        if apart and self.statistics != "m_and_l":
+            raise ValueError(
+                f"{apart[0]} forms P̄ against m, which statistics={self.statistics!r} does not "
+                "save; use statistics='m_and_l'"
+            )
+        if self.divided_in_dv == "do" and self.recomputed_probs != "rounded":
+            raise ValueError(
+                "divided_in_dv='do' has P̄ as rounded at `probs` in dV; "
+                "use recomputed_probs='rounded'"
+            )
+        if self.recomputed_probs != "rounded":
+            return
+        if self.normalize_probs:
+            raise ValueError(
+                "recomputed_probs='rounded' rounds P̄ before it is divided by l, and "
+                "normalize_probs=True after; use recomputed_probs='unrounded'"
+            )
+        if not self.probs.result_format.has_float32_exponents:
+            raise ValueError(
+                f"probs={self.probs} has subnormals, so recomputed_probs='rounded' is not the P̄ of "
+                "the forward pass; use probs='bfloat16'"
             )
 
     def replace(self, **changes: Any) -> "Numerics":

@@ -98,8 +98,10 @@ def _unsupported_numerics(request: Request) -> str | None:
             )
     if numerics.mean_key != "kept":
         return f"mean_key={numerics.mean_key} (it takes kept)"
-    if numerics.exponent == "scale_first":
-        return "exponent=scale_first (it takes shift_first)"
+    if numerics.exponent not in (None, "shift_first"):
+        return f"exponent={numerics.exponent} (it takes shift_first)"
+    if numerics.recomputed_probs != "unrounded":
+        return f"recomputed_probs={numerics.recomputed_probs} (it takes unrounded)"
     return unsupported_rounding(numerics, FORMATS, MODES)
 
 

@@ -151,6 +151,7 @@ KINDS = [
     ("dense", "standard", "standard", True),
     ("tiled", "published", "published", True),
     ("tiled", "delta_dp_p", "standard", False),
+    ("tiled", "matched", "dynamic_max", True),
 ]
 
 

@@ -225,6 +225,22 @@ def test_unrounded_arithmetic_has_no_errors():
     assert float(jnp.min(signals["delta_rms"])) > 0.1
 
 
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_rows_of_what_is_matched_sum_to_one_and_zero_over_several_steps(size):
+    """Its exponent is kept: P̄ would be rounded against another maximum in every step."""
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in make_arrays())
+    num = numerics.MATCHED_FLOAT32_OUTPUT.replace(kv_block=16)
+    signals = attention_signals(size * q, k, v, do, numerics=num, is_causal=True)
+    assert float(jnp.max(signals["p_row_sum_error_max"])) < 1e-6
+    assert float(jnp.max(signals["ds_row_sum_rms"])) < 2e-6
+    error = signals["delta_error_rms"] / signals["delta_rms"]
+    assert float(jnp.max(error)) < 1e-6  # P̄ is rounded, and δ follows it
+    of_flash = attention_signals(
+        size * q, k, v, do, numerics=numerics.FLASH.replace(kv_block=16), is_causal=True
+    )
+    assert float(jnp.min(of_flash["ds_row_sum_rms"])) > 1e-4
+
+
 def test_an_error_of_dp_that_delta_shares_is_none_of_delta():
     q, k, v, do = make_arrays()
 

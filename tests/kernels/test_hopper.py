@@ -805,6 +805,8 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
             request(NORMALIZED_DELTA, sizes=dataclasses.replace(SIZES, unordered=True)),
             "delta=normalized with unordered=True (which takes do_o)",
         ),
+        (request(PRESETS["matched"]), "saved_output=halves (it takes same, float32 or auxiliary)"),
+        (request(PRESETS["matched_float32_output"]), "exponent=whole_max (it takes scale_first)"),
         (request(FLASH.replace(row_sum="rounded")), "row_sum=rounded (it takes unrounded)"),
         (request(FLASH.replace(kv_block=512)), "kv_block=512 (it takes 64 or 128 or None)"),
     ],

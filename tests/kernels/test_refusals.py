@@ -101,6 +101,18 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         ),
         (
             "tpu",
+            interpreted(numerics.MATCHED),
+            "exponent=whole_max (it takes shift_first)",
+            BY_NONE,
+        ),
+        (
+            "tpu",
+            interpreted(EXACT.replace(recomputed_probs="rounded")),
+            "recomputed_probs=rounded (it takes unrounded)",
+            BY_NONE,
+        ),
+        (
+            "tpu",
             interpreted(EXACT.replace(mean_key="subtracted")),
             "mean_key=subtracted (it takes kept)",
             BY_NONE,

@@ -57,7 +57,11 @@ def large(generation: str, **changes: Any) -> Call:
     return dataclasses.replace(call, batch=2**18 // call.length)
 
 
-DECLINED = {"standard": "normalize_probs"}
+DECLINED = {
+    "standard": "normalize_probs",
+    "matched": "exponent=whole_max",
+    "matched_float32_output": "exponent=whole_max",
+}
 GROUPS = {
     "generations": tuple(
         Call(generation=generation, length=length, row_max=rule)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lowprec_attn import numerics
-from lowprec_attn.numerics import FLASH, POINTS, Numerics
+from lowprec_attn.numerics import FLASH, MATCHED, POINTS, Numerics
 
 F32, BF16 = "float32", "bfloat16"
 TABLE = ("scores", "probs", "pv", "output", "saved_output", "delta", "probs_bwd", "dp", "ds")
@@ -26,6 +26,8 @@ PRESETS = {
     "delta_dp_p": (F32, BF16, F32, BF16, "same", "dp_p", BF16, F32, BF16),
     "normalized_delta": (F32, BF16, F32, BF16, "same", "normalized", BF16, F32, BF16),
     "corrected_after_cast": (F32, BF16, F32, BF16, "same", "after_cast", BF16, F32, BF16),
+    "matched": (F32, BF16, F32, BF16, "halves", "do_o", BF16, F32, BF16),
+    "matched_float32_output": (F32, BF16, F32, BF16, "float32", "do_o", BF16, F32, BF16),
     "stochastic_output": (
         *(F32, BF16, F32, "bfloat16:stochastic", "same", "do_o", BF16, F32, BF16),
     ),
@@ -54,9 +56,13 @@ def test_presets_are_those_of_the_table(name: str) -> None:
     assert rounded == ROUNDED_TOO.get(name, set())
     assert {str(getattr(preset, point)) for point in set(OTHER_POINTS) - rounded} <= {F32}
     kv_block = 512 if name.startswith("published") else None
-    assert (preset.row_sum, preset.kv_block, preset.grads) == ("unrounded", kv_block, None)
+    assert (preset.kv_block, preset.grads) == (kv_block, None)
     assert preset.needs_bits == (name == "stochastic_output")
-    assert preset.statistics == ("m_and_l" if name == "exact" else "lse")
+    matched = name.startswith("matched")
+    assert preset.statistics == ("m_and_l" if matched or name == "exact" else "lse")
+    expected = ("whole_max", "rounded", "rounded") if matched else (None, "unrounded", "unrounded")
+    assert (preset.exponent, preset.row_sum, preset.recomputed_probs) == expected
+    assert preset.divided_in_dv == "probs"
 
 
 def test_only_an_lse_that_is_saved_is_rounded() -> None:
@@ -155,6 +161,27 @@ def test_grads_default_to_the_format_of_their_input() -> None:
             lambda: FLASH.replace(divisor="first_unrounded", normalize_probs=True),
             "divisor='first_unrounded' divides O.*use divisor='rounded'",
         ),
+        (
+            lambda: FLASH.replace(exponent="whole_max"),
+            "exponent='whole_max' forms P̄ against m.*use statistics='m_and_l'",
+        ),
+        (
+            lambda: FLASH.replace(recomputed_probs="rounded"),
+            "recomputed_probs='rounded' forms P̄ against m.*use statistics='m_and_l'",
+        ),
+        (
+            lambda: MATCHED.replace(shift="bfloat16"),
+            "which exponent='whole_max' does not form; use exponent='shift_first'",
+        ),
+        (
+            lambda: FLASH.replace(divided_in_dv="do"),
+            "divided_in_dv='do' has P̄ as rounded.*use recomputed_probs='rounded'",
+        ),
+        (lambda: FLASH.replace(divided_in_dv="dv"), "divided_in_dv must be one of probs, do"),
+        (lambda: MATCHED.replace(recomputed_probs="no"), "recomputed_probs must be.*got 'no'"),
+        (lambda: MATCHED.replace(normalize_probs=True), "after; use recomputed_probs='unrounded'"),
+        (lambda: MATCHED.with_format("float16"), "probs=float16 has subnormals.*'bfloat16'"),
+        (lambda: MATCHED.replace(probs="float8_e4m3fn"), "probs=float8_e4m3fn has subnormals"),
         (lambda: FLASH.replace(kv_block=0), "kv_block must be a positive.*got 0"),
         (lambda: FLASH.replace(kv_block=-64), "got -64"),
         (lambda: FLASH.replace(kv_block=64.0), "got 64.0"),

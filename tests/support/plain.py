@@ -102,10 +102,11 @@ LOG2E = float(np.log2(np.e))
 
 
 def raw_scores(opt: Options) -> bool:
-    """Whether the products q·k, not S, are what `scale_first` multiplies once."""
+    """Whether the products q·k, not S, are what is multiplied once."""
     n = opt.numerics
-    formed = [x.format.name != "float32" for x in (n.scores, n.stats)]
-    return n.exponent == "scale_first" and not any(formed) and opt.bias is None and opt.scale > 0
+    formed = [n.scores, n.stats] if n.exponent == "scale_first" else [n.scores]
+    counts = n.exponent in ("scale_first", "whole_max") and opt.bias is None and opt.scale > 0
+    return counts and all(x.format.name == "float32" for x in formed)
 
 
 def power(s: np.ndarray, factor: float, subtracted: np.ndarray) -> np.ndarray:
@@ -114,10 +115,27 @@ def power(s: np.ndarray, factor: float, subtracted: np.ndarray) -> np.ndarray:
     return np.exp2(exponent.astype(np.float32))
 
 
+# Numbers of float32 from 64 to 128 are multiples of it: what 96 + S₂ − M is rounded to.
+GRID = 2.0**-17
+
+
+def whole_max(s: np.ndarray, factor: float) -> np.ndarray:
+    """The maximum of a row, in base 2, rounded up to a whole number; −inf without a score."""
+    r_m = s.max(-1, keepdims=True).astype(np.float64)
+    return np.ceil((r_m * float(np.float32(factor))).astype(np.float32))
+
+
+def power_against(s: np.ndarray, factor: float, m: np.ndarray) -> np.ndarray:
+    """2^(S₂ − M), S₂ a multiple of the grid; no bound sees the finer one of P̄ below 2^-32."""
+    x = s.astype(np.float64) * float(np.float32(factor)) - m
+    return np.exp2(np.rint(x / GRID) * GRID).astype(np.float32)
+
+
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: str) -> Forward:
     """Online softmax in steps of `kv_block` keys (None: all). q, k, v are float32 values."""
     n = opt.numerics
     raw, scale_first = raw_scores(opt), n.exponent == "scale_first"
+    whole = n.exponent == "whole_max"
     unit = opt.scale if raw else 1.0
     s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale / unit)
     s = round_nearest(s if opt.bias is None else s + opt.bias, n.scores)
@@ -131,21 +149,32 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         keys = slice(first, first + size)
         s_step, v_step = s[..., keys], v[..., keys, :]
         rule = opt.row_max
-        if raw and not isinstance(rule, numerics.StandardMax):
+        if whole:
+            of_step = np.full_like(m, -np.inf)
+            of_step = shifted_max(rule, s_step * np.float32(unit), of_step) / np.float32(unit)
+            if isinstance(rule, numerics.StandardMax):
+                of_step = s_step.max(-1, keepdims=True)
+            m_new = np.maximum(m, whole_max(of_step, LOG2E * unit))
+            m_new = round_nearest(m_new, n.stats)
+        elif raw and not isinstance(rule, numerics.StandardMax):
             m_new = shifted_max(rule, s_step * np.float32(unit), m * np.float32(unit))
             m_new = m_new / np.float32(unit)
         else:
             m_new = round_nearest(shifted_max(rule, s_step, m), n.stats)
         shift = np.where(m_new == -np.inf, np.float32(0), m_new)
-        p, alpha = (
-            np.exp(round_nearest(np.maximum(x - shift, np.float32(-128)), n.shift))
-            if n.shift.format.name != "float32"
-            else np.exp(x - shift)
-            for x in (s_step, m)
-        )
+        if not whole:
+            p, alpha = (
+                np.exp(round_nearest(np.maximum(x - shift, np.float32(-128)), n.shift))
+                if n.shift.format.name != "float32"
+                else np.exp(x - shift)
+                for x in (s_step, m)
+            )
         if scale_first:
             c = np.float32(LOG2E * unit)
             p, alpha = power(s_step, c, shift * c), np.exp2((m - shift) * c)
+        elif whole:
+            p = power_against(s_step, LOG2E * unit, shift)
+            alpha = np.exp2(m.astype(np.float64) - shift).astype(np.float32)
         p_r = round_nearest(p, n.probs)
         total = (p_r if n.row_sum == "rounded" else p).sum(-1, keepdims=True, dtype=np.float32)
         if opt.row_max.clamp is not None:
@@ -176,7 +205,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         "halves": o + (acc - o).astype(ml_dtypes.bfloat16).astype(np.float32),
         "auxiliary": (aux / of_o).astype(ml_dtypes.bfloat16).astype(np.float32),
     }[n.saved_output]
-    lse = round_nearest(m * np.float32(unit) + np.log(divisor), n.lse)
+    of_m = np.float32(np.log(2.0) if whole else unit)
+    lse = round_nearest(m * of_m + np.log(divisor), n.lse)
     lse = np.where(empty, np.float32(-np.inf), lse)
     return Forward(s, o, saved, lse, np.where(empty, np.float32(0), m), divisor)
 
@@ -207,11 +237,16 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
         apart = n.statistics == "m_and_l"
         of_row = fwd.m * np.float32(unit * LOG2E) if apart else lse * np.float32(LOG2E)
-        p = power(fwd.s, LOG2E * unit, of_row) / (fwd.l if apart else np.float32(1))
+        p_bar = power(fwd.s, LOG2E * unit, of_row)
+    elif n.exponent == "whole_max":
+        p_bar = power_against(fwd.s, LOG2E * unit, fwd.m)
     elif n.statistics == "m_and_l":
-        p = np.exp(fwd.s - fwd.m) / fwd.l
+        p_bar = np.exp(fwd.s - fwd.m)
     else:
-        p = np.exp(fwd.s - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
+        p_bar = np.exp(fwd.s - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
+    if n.recomputed_probs == "rounded":
+        p_bar = round_nearest(p_bar, n.probs)
+    p = p_bar / (fwd.l if n.statistics == "m_and_l" else np.float32(1))
     dp = round_nearest(do @ v.swapaxes(-1, -2), n.dp)
     if n.delta == "dp_p":
         products = dp * p
@@ -260,11 +295,14 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         ds = ds - p * after / scale
     dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k_of_q[..., j, :]))
     dq = dq - correction + given_back
+    of_dv = (p_r, do)
+    if n.divided_in_dv == "do":
+        of_dv = (p_bar, round_nearest(do / fwd.l, n.probs_bwd))
     dk, dv = (
         sum_over_tiles(
             k.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
         )
-        for a, b in ((ds_of_k, q), (p_r, do))
+        for a, b in ((ds_of_k, q), of_dv)
     )
 
     dk = dk - taken_from_dk

@@ -3,7 +3,7 @@
 import harness
 import numpy as np
 
-from lowprec_attn.numerics import EXACT, Numerics
+from lowprec_attn.numerics import EXACT, MATCHED, Numerics
 
 # Every point on its own, and which results it reaches; O reaches dS through δ.
 ALL = {"out", "lse", "dq", "dk", "dv"}
@@ -81,6 +81,21 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         EXACT.replace(probs="bfloat16", row_sum="rounded"),
         EXACT.replace(probs="bfloat16"),
         ALL,
+    ),
+    "exponent=whole_max": (
+        EXACT.replace(probs="bfloat16", exponent="whole_max"),
+        EXACT.replace(probs="bfloat16", exponent="shift_first"),
+        FORWARD,
+    ),
+    "recomputed_probs=rounded": (
+        EXACT.replace(probs="bfloat16", recomputed_probs="rounded"),
+        EXACT.replace(probs="bfloat16"),
+        {"dq", "dk", "dv"},
+    ),
+    "divided_in_dv=do": (
+        MATCHED.replace(divided_in_dv="do"),
+        MATCHED,
+        {"dv"},
     ),
     "normalize_probs=True": (
         EXACT.replace(probs="bfloat16", normalize_probs=True),

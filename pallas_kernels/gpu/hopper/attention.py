@@ -150,12 +150,13 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         return f"divisor={n.divisor} (it takes rounded)"
     if n.mean_key != "kept":
         return f"mean_key={n.mean_key} (it takes kept)"
-    if n.exponent == "shift_first":
-        return "exponent=shift_first (it takes scale_first)"
+    if n.exponent not in (None, "scale_first"):
+        return f"exponent={n.exponent} (it takes scale_first)"
     if n.statistics != "lse":
         return f"statistics={n.statistics} (it takes lse)"
     if n.row_sum != "unrounded":
         return f"row_sum={n.row_sum} (it takes unrounded)"
+    # What else `matched` asks for, P̄ rounded in P and a divided dO, needs m and l apart.
     if not in_long_steps and n.kv_block not in (None, *KEYS_PER_STEP):
         return f"kv_block={n.kv_block} (it takes {_listed(KEYS_PER_STEP)} or None)"
     return None
