@@ -162,11 +162,13 @@ class Problem:
 
     @property
     def score_unit(self) -> float:
-        """What the forward kernel's scores and m count in: `scale`, or 1.
+        """What the forward kernel's scores and, but with `whole_max`, m count in: `scale`, or 1.
 
         See `counts_in_scale`; a row-max rule is told the unit.
         """
-        return self.spec.scale if self.counts_in_scale("scores", "shift", "stats") else 1.0
+        m_is_a_score = self.spec.numerics.exponent != "whole_max"
+        points = ("scores", "shift", "stats") if m_is_a_score else ("scores",)
+        return self.spec.scale if self.counts_in_scale(*points) else 1.0
 
     def counts_in_scale(self, *points: str) -> bool:
         """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.

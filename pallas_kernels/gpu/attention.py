@@ -91,10 +91,6 @@ def _unsupported_numerics(request: Request) -> str | None:
     step = numerics.step_of(keys, KV_TILE)
     if step % KV_TILE and step < keys:
         return f"kv_block={numerics.kv_block} (its steps have multiples of {KV_TILE} keys, or all)"
-    if numerics.exponent == "whole_max":
-        return "exponent=whole_max (it takes shift_first or scale_first)"
-    if numerics.recomputed_probs != "unrounded":
-        return f"recomputed_probs={numerics.recomputed_probs} (it takes unrounded)"
     queries = numerics.step_of(rows, KV_TILE)
     if not numerics.tile_grads.is_identity and queries % KV_TILE and queries < rows:
         return (

@@ -19,9 +19,10 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import delta_from_output, row_shift, scaled_rows
 from lowprec_attn.arithmetic.places import Place, span, tile_number
+from lowprec_attn.arithmetic.powers import HIGH, offset_of
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
-from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add
+from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add, whole_exp2
 from pallas_kernels.gpu.problem import (
     LANES,
     LOG2E,
@@ -95,6 +96,14 @@ class Side(NamedTuple):
     for_dp: Array
 
 
+class _Tile(NamedTuple):
+    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l."""
+
+    probs: Array
+    dp: Array
+    undivided: Array
+
+
 class Program(NamedTuple):
     """What the tiles of one program share."""
 
@@ -110,7 +119,12 @@ class Program(NamedTuple):
 
 
 def exponent_offset(subtracted: Array, problem: Problem) -> Array:
-    """−lse, or −m; in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys."""
+    """−lse, or −m; in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys.
+
+    What is added to S log2 e where P̄ is formed against a whole number.
+    """
+    if problem.whole_max:
+        return offset_of(subtracted)
     factor = LOG2E if problem.hides_exponent_noise or problem.scales_first else 1.0
     if problem.scales_first and problem.spec.numerics.statistics == "m_and_l":
         factor = problem.score_unit * LOG2E
@@ -132,8 +146,8 @@ def _probs_and_dp(
     place: Place,
     *,
     masked: bool,
-) -> tuple[Array, Array]:
-    """P, unrounded, and dP as rounded at its point; left rows by right rows."""
+) -> "_Tile":
+    """P and dP of left rows by right rows."""
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
@@ -146,6 +160,10 @@ def _probs_and_dp(
     in_units, to_log2 = factor / np.float32(problem.score_unit), problem.score_unit * LOG2E
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
+    elif problem.whole_max:
+        c = np.float32(to_log2)
+        log2_p = fused_multiply_add(s * in_units, c, offset, interpret=problem.interpret)
+        log2_p = log2_p - np.float32(HIGH)
     elif problem.scales_first:
         c = np.float32(to_log2)
         log2_p = fused_multiply_add(s * in_units, c, offset, interpret=problem.interpret)
@@ -159,12 +177,15 @@ def _probs_and_dp(
             keys_first = place.rows.shape[0] == 1
             seen = seen & problem.unhidden(tile, pairs, keys_first=keys_first)
         log2_p = mask_scores(log2_p, seen)
-    probs = exp2(log2_p, interpret=problem.interpret)
+    power = whole_exp2 if problem.whole_max else exp2
+    probs = undivided = power(log2_p, interpret=problem.interpret)
+    if n.recomputed_probs == "rounded":
+        probs = undivided = round_point(probs, "probs", place)
     if inverse_l is not None:
         probs = probs * inverse_l
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
-    return probs, round_point(dp, "dp", place)
+    return _Tile(probs, round_point(dp, "dp", place), undivided)
 
 
 def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
@@ -235,6 +256,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         head = kv_head * problem.group + g
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
 
+        def divided(do: Array, start: Array) -> Array:
+            """dO / l as rounded at `probs_bwd`."""
+            rows = span(start, problem.tile.query)[:, None]
+            place = scaled_rows(rows, problem.padded_head)
+            inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
+            do = do.astype(jnp.float32) * inverse_l[:, None]
+            return program.round_point(do, "probs_bwd", place)
+
         def corrected(dk: Array, p_rounded: Array, q: Array, start: Array) -> Array:
             """What `after_cast` takes from a sum of dK: round(P)ᵀ round(λ q)."""
             after = problem.load_statistics(ref.after, start, g, valid=valid_rows)[:, None]
@@ -266,12 +295,16 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
                 inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
                 inverse_l = inverse_l[None]
             exponents = Exponents(offset, inverse_l)
-            probs, dp = _probs_and_dp(program, keys, rows, exponents, tile, place, masked=masked)
+            probs, dp, undivided = _probs_and_dp(
+                program, keys, rows, exponents, tile, place, masked=masked
+            )
             q, do = rows
             p_rounded = program.round_point(probs, "probs_bwd", place)
-            dv = dv + program.round_point.dot(
-                p_rounded, do, n.probs_bwd.result_format, format_of(do)
-            )
+            of_dv, formats = (p_rounded, do), (n.probs_bwd.result_format, format_of(do))
+            if n.divided_in_dv == "do":
+                of_dv = undivided, divided(do, start)
+                formats = n.probs.result_format, n.probs_bwd.result_format
+            dv = dv + program.round_point.dot(*of_dv, *formats)
             ds = _rounded_ds(program, probs, dp, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             if apart:
@@ -448,7 +481,7 @@ class _Walk(NamedTuple):
             keys = Side(k, v)
             place = problem.place(self.i, j)
             tile = self.program.tile(self.i, j)
-            probs, dp = _probs_and_dp(
+            probs, dp, _ = _probs_and_dp(
                 self.program, self.rows, keys, self.exponents, tile, place, masked=masked
             )
             of_q = self.ref.k_of_q

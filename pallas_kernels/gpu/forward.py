@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.powers import LN2
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
     divisor,
@@ -137,6 +138,6 @@ def _finish(
     if out.apart is not None:
         for ref, x in zip(out.apart, m_and_inverse_l(m, l, empty), strict=True):
             problem.store_statistics(ref, x[:, 0], start)
-    m = m * np.float32(problem.score_unit)
+    m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
     problem.store_statistics(out.lse, lse[:, 0], start)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic import fused
+from lowprec_attn.arithmetic import fused, powers
 from lowprec_attn.numerics import row_max
 from pallas_kernels.gpu.triton import plt
 
@@ -112,6 +112,11 @@ def fused_multiply_add(x: Array, factor: np.float32, y: Array, *, interpret: boo
 def exp2(x: Array, *, interpret: bool) -> Array:
     """2^x within 2 ulp; where compiled, powers below the smallest normal number are 0."""
     return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32 $0, $1;", "=f,f", x)
+
+
+def whole_exp2(x: Array, *, interpret: bool) -> Array:
+    """2^x so that 2^(x + 1) is twice 2^x, as the instruction's is where x is exact to 2^-17."""
+    return powers.exp2(x) if interpret else exp2(x, interpret=False)
 
 
 def is_repeated(below: Array, tolerance: float, *, interpret: bool) -> Array:

@@ -132,6 +132,11 @@ class Problem(common.Problem):
         return self.spec.numerics.exponent == "scale_first"
 
     @property
+    def whole_max(self) -> bool:
+        """Whether P̄ is formed against a whole number in base 2: `arithmetic.powers`."""
+        return self.spec.numerics.exponent == "whole_max"
+
+    @property
     def counts_ties_by_warp(self) -> bool:
         """Whether the row-max rule counts ties, and a warp holds rows of S whole.
 

@@ -25,9 +25,17 @@ class Rounder(common.Rounder):
 
     def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
         """See `common.Rounder`."""
-        if point in _OPERANDS or rounding.format.name != "bfloat16" or self.interpret:
+        if rounding.format.name != "bfloat16" or self.interpret:
             return self.nearest(x, rounding)
-        return round_to_bfloat16(x)
+        if point == "probs" and self._adds_rounded_probs:
+            # An operand and a float32: the compiler would round each number by itself.
+            return as_bfloat16(x).astype(jnp.float32)
+        return self.nearest(x, rounding) if point in _OPERANDS else round_to_bfloat16(x)
+
+    @property
+    def _adds_rounded_probs(self) -> bool:
+        n = self.numerics
+        return n.row_sum == "rounded" or n.recomputed_probs == "rounded"
 
     def as_bfloat16(self, x: Array) -> Array:
         """See `common.Rounder`."""

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic import powers
 from lowprec_attn.arithmetic.places import Place, statistic
+from lowprec_attn.arithmetic.powers import power_of_two
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
@@ -29,6 +31,7 @@ from pallas_kernels.gpu.instructions import (
     is_repeated,
     is_repeated_by_warp,
     multiply_add,
+    whole_exp2,
 )
 from pallas_kernels.gpu.problem import LANES, LOG2E, THREADS, Problem, by_lane
 from pallas_kernels.gpu.walk import Walk
@@ -173,7 +176,11 @@ class _Step(NamedTuple):
         problem, round_point = walk.problem, walk.round_point
         rule = problem.spec.row_max
         out = Place(problem.place(walk.i, t).rows, problem.feature_columns, t * problem.step)
-        m = rule.running_max(r_m, below, state.m, unit=problem.score_unit, is_repeated=is_repeated)
+        m_old = jnp.full_like(state.m, MASKED) if problem.whole_max else state.m
+        m = rule.running_max(r_m, below, m_old, unit=problem.score_unit, is_repeated=is_repeated)
+        if problem.whole_max:
+            whole = jnp.ceil(m * np.float32(problem.score_unit * LOG2E))
+            m = jnp.maximum(state.m, jnp.where(m <= MASKED, m, whole))
         m = round_point(m, "stats", statistic(out, "m"))
         return cls(state, r_m, m, subtracted_max(m), out, walk)
 
@@ -182,6 +189,8 @@ class _Step(NamedTuple):
         """exp(m_old − m)."""
         problem = self.walk.problem
         shift = self.state.m - self.subtracted
+        if problem.whole_max:
+            return power_of_two(shift)
         shift = self.walk.round_point.shift(shift, statistic(self.out, "alpha"))
         return exp2(shift * np.float32(problem.score_unit * LOG2E), interpret=problem.interpret)
 
@@ -192,6 +201,12 @@ class _Step(NamedTuple):
         if not problem.spec.numerics.shift.is_identity:
             shift = self.walk.round_point.shift(s - _per_column(self.subtracted, columns), place)
             return exp2(shift * to_log2, interpret=problem.interpret)
+        if problem.whole_max:
+            offset = _per_column(powers.offset_of(self.subtracted), columns)
+            fma = partial(fused_multiply_add, interpret=problem.interpret)
+            return whole_exp2(
+                fma(s, to_log2, offset) - np.float32(powers.HIGH), interpret=problem.interpret
+            )
         if problem.scales_first:
             offset = _per_column(self.subtracted * -to_log2, columns)
             return exp2(

@@ -24,7 +24,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.gpt2 import loss
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.numerics import EXACT, FLASH, Numerics, RowMax, StandardMax
+from lowprec_attn.numerics import EXACT, FLASH, MATCHED, Numerics, RowMax, StandardMax
 from lowprec_attn.training.devices import compiler_options
 from lowprec_attn.training.step import make_steps, root_key
 from pallas_kernels.gpu import attention as gpu
@@ -140,6 +140,16 @@ def test_bfloat16_roundings_are_there(point: str) -> None:
     )
 
 
+def test_matched_rounds_its_probs_in_every_kernel() -> None:
+    """In pairs, and P̄ of the backward kernels once more than P, an operand, and dS."""
+    texts = ptx(MATCHED.replace(saved_output="float32"))
+    once = ptx(MATCHED.replace(saved_output="float32", recomputed_probs="unrounded"))
+    assert changed(once, texts, "bfloat16") == {KEY, QUERY}
+    for name, text in texts.items():
+        assert "cvt.rn.bf16.f32" not in text, name
+        assert set(re.findall(r"ex2\.\S+", text)) == {"ex2.approx.ftz.f32"}, name
+
+
 @pytest.mark.parametrize("point", ROUNDED_IN)
 def test_shortened_significands_are_rounded_on_their_bits(point: str) -> None:
     """bf16_m3 drops twenty bits of a float32: half of their range, less one, is added first."""
@@ -176,6 +186,9 @@ def test_products_are_on_the_tensor_cores_and_never_tf32(preset: str) -> None:
         ("published_eager", 64, "bfloat16", 256),
         ("normalized_delta", 64, "bfloat16", 0),
         ("normalized_delta", 128, "bfloat16", 768),
+        ("matched", 64, "bfloat16", 0),
+        ("matched", 128, "bfloat16", 768),  # dK and dV
+        ("matched", 256, "bfloat16", 0),
         # Three terms of an operand need room: these were the fastest tiles all the same.
         ("exact", 64, "bfloat16", 64),
         ("exact", 128, "bfloat16", 4096),
@@ -262,10 +275,12 @@ def test_programs_of_the_cross_entropy_share_a_multiprocessor(
     assert programs_at_once(text) >= programs
 
 
-@pytest.mark.parametrize("kv_block", [64, 512])
-def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(kv_block: int) -> None:
+@pytest.mark.parametrize(("preset", "kv_block"), [("flash", 64), ("flash", 512), ("matched", 64)])
+def test_four_programs_of_the_forward_kernel_share_a_multiprocessor(
+    preset: str, kv_block: int
+) -> None:
     """Whether a step has one tile or eight: with two programs it takes a third longer."""
-    chosen = FLASH.replace(kv_block=kv_block)
+    chosen = numerics.PRESETS[preset].replace(kv_block=kv_block)
     q = jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)
     spec = Spec(numerics=chosen, row_max=StandardMax(), scale=0.125, is_causal=True)
 

@@ -51,6 +51,7 @@ from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
+from pallas_kernels.gpu.instructions import whole_exp2
 from pallas_kernels.gpu.problem import Problem
 
 Record = dict[str, Any]
@@ -288,6 +289,33 @@ class RoundTo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WholePowers:
+    """2^(x − n) is 2^-n times 2^x bit for bit, for all x that `arithmetic.powers` forms in [0, 1].
+
+    The instruction is an approximation. `matched` has one P̄ in both passes if it errs alike for
+    every whole part of its operand.
+    """
+
+    case: str = "powers"
+
+    def outcome(self) -> Record:
+        part = np.arange(2**17 + 1, dtype=np.float32) * np.float32(2.0**-17)
+        power = in_kernel(lambda x: whole_exp2(x, interpret=False))
+        of_part = np.asarray(power(part))
+        wrong = {
+            n: int((np.asarray(power(part - n)) != of_part * np.exp2(-n)).sum())
+            for n in map(np.float32, range(1, 33))
+        }
+        error = np.abs(of_part / np.exp2(part.astype(np.float64)) - 1).max()
+        return {
+            "values": 33 * part.size,
+            "wrong": sum(wrong.values()),
+            "error": float(error),
+            "passed": not any(wrong.values()) and error < 2.0**-21,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EveryFloat32:
     """All 2³² of them: `round_to` is monotone, and kernels give its bits.
 
@@ -341,15 +369,28 @@ def round_by_xla(x: Any, fmt: str) -> jax.Array:
 
 def round_in_kernel(x: Any, fmt: str, *, point: str) -> jax.Array:
     """`Rounder` in a compiled kernel of its own."""
-    size = 1024
-    padded = jnp.resize(jnp.asarray(x), (-(-x.size // size), size))
     place = Place(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
 
-    def kernel(x_ref: Any, out_ref: Any) -> None:
+    def rounded(x: jax.Array) -> jax.Array:
         rounder = Rounder(
             EXACT.replace(**{point: fmt}), np.dtype(np.float32), None, interpret=False
         )
-        out_ref[...] = rounder(x_ref[...], point, place)
+        return rounder(x, point, place)
+
+    return in_kernel(rounded)(x)
+
+
+def in_kernel(function: Callable[[jax.Array], jax.Array]) -> Callable[[Any], jax.Array]:
+    """A function of every float32 of an array by itself, as a compiled kernel computes it."""
+    return functools.partial(_in_kernel, function)
+
+
+def _in_kernel(function: Callable[[jax.Array], jax.Array], x: Any) -> jax.Array:
+    size = 1024
+    padded = jnp.resize(jnp.asarray(x), (-(-x.size // size), size))
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = function(x_ref[...])
 
     block = pl.BlockSpec((1, size), lambda i: (i, 0))
     out = pl.pallas_call(
@@ -412,6 +453,7 @@ CHECKS: list[Check] = [
         for dtype in ("float32", "bfloat16")
     ),
     RandomBits(),
+    WholePowers(),
     *(RoundTo(fmt=fmt, how="xla") for fmt in NARROW),
     *(RoundTo(fmt=fmt, how=how) for fmt in ("bfloat16", "float16") for how in IN_KERNEL),
     *(EveryFloat32(fmt=fmt, how="xla") for fmt in NARROW),

@@ -43,11 +43,7 @@ REPEATED = {
     ),
 }
 
-PRESETS = {
-    name: n
-    for name, n in numerics.PRESETS.items()
-    if not n.normalize_probs and n.exponent != "whole_max"
-}
+PRESETS = {name: n for name, n in numerics.PRESETS.items() if not n.normalize_probs}
 RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
 # Points that the forward kernel alone rounds at; the backward kernels are slow to compile.

@@ -1,0 +1,71 @@
+"""`matched` in the GPU kernels: one P̄ in both passes, whatever their tiles, steps and products.
+
+dK and dV's kernel forms S transposed. Where keys have a feature that is 1, dQ along it is the sum
+of a row of dS: before the cast, where `ds` is float32.
+"""
+
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lowprec_attn import numerics
+from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.attention import reference
+from lowprec_attn.numerics import FLASH, Numerics, StandardMax
+from pallas_kernels.gpu import attention as gpu
+
+pytestmark = [
+    pytest.mark.usefixtures("strict_promotion"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
+
+BOUNDS = {"matched_float32_output": 1e-6, "matched": 1e-5}
+ROWS, SIZE = 70, 16
+
+
+def inputs(largest: float) -> tuple[np.ndarray, ...]:
+    """q k v do [1, T, 2, H] in bfloat16; the first feature of k is 1 and adds nothing to scores."""
+    r = np.random.default_rng(0)
+    q, k, v, do = (r.standard_normal((1, ROWS, 2, SIZE)) for _ in range(4))
+    q[..., 0], k[..., 0] = 0, 0
+    q *= largest / np.abs(np.einsum("btnh,bsnh->bnts", q, k)).max() * SIZE**0.5
+    k[..., 0] = 1
+    return tuple(x.astype(ml_dtypes.bfloat16) for x in (q, k, v, do))
+
+
+def row_sums(largest: float, num: Numerics, sizes: Any) -> tuple[float, float]:
+    """RMS over rows of Σ dS, and of Σ P |dO v|: bounds of what its terms may leave."""
+
+    spec = Spec(
+        numerics=num.replace(ds="float32", kv_block=16),
+        row_max=StandardMax(),
+        scale=SIZE**-0.5,
+        is_causal=True,
+        block_sizes=sizes,
+    )
+    q, k, v, do = map(jnp.asarray, inputs(largest))
+    (out, lse), pullback = jax.vjp(lambda *x: gpu.attention(*x, Extras(), spec), q, k, v)
+    dq, _, _ = pullback((do.astype(out.dtype), jnp.zeros_like(lse)))
+    sums = np.asarray(dq, np.float64)[..., 0] / spec.scale
+    p = reference.attention(q, k, v, masking=reference.Masking(is_causal=True)).p
+    terms = np.einsum("btnh,bsnh->bnts", *(np.abs(np.asarray(x, np.float64)) for x in (do, v)))
+    size = (p * terms).sum(-1)
+    return tuple(float(np.sqrt(np.mean(x**2))) for x in (sums, size))
+
+
+@pytest.mark.parametrize("largest", [1.0, 30.0, 1e3, 1e5, 1e7])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_rows_of_ds_sum_to_zero(name: str, largest: float) -> None:
+    for sizes in (harness.GPU_TILES, harness.GPU_TALL):
+        found, size = row_sums(largest, numerics.PRESETS[name], sizes)
+        assert found <= BOUNDS[name] * size
+
+
+def test_they_do_not_in_flash() -> None:
+    found, size = row_sums(30.0, FLASH, harness.GPU_TALL)
+    assert found > 1e-4 * size
