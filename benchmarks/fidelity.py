@@ -46,7 +46,7 @@ from lowprec_attn.numerics import Numerics, get_preset
 from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
-NUMERICS = ("exact", "flash", "float32_output", "normalized_delta")
+NUMERICS = ("exact", "flash", "float32_output", "normalized_delta", "matched")
 RESULTS = ("o", "dq", "dk", "dv")
 _OF_LSE = ("lse", "p_row_sum")
 _DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
@@ -110,7 +110,7 @@ def main() -> None:
         refused: set[tuple[str, str | None]] = set()  # said once
         for problem in problems:
             for record in measure(problem, kernels):
-                append_line(args.out, _strict_json(record | {"environment": _environment()}))
+                append_line(args.out, strict_json(record | {"environment": environment()}))
                 kernel = record["kernel"], record["numerics"]
                 if "errors" in record or kernel not in refused:
                     print(_line(record), flush=True)
@@ -337,7 +337,8 @@ def _relative(found: np.ndarray, exact: np.ndarray) -> list[float]:
     return (np.sqrt(((found - exact) ** 2).sum(_OF_HEAD)) / np.maximum(size, 1e-300)).tolist()
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Versions and device."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
@@ -348,7 +349,7 @@ def _environment() -> dict[str, Any]:
     return {"versions": versions, "backend": device.platform, "device_kind": device.device_kind}
 
 
-def _strict_json(record: Mapping[str, Any]) -> str:
+def strict_json(record: Mapping[str, Any]) -> str:
     """With NaN and infinities as the texts "nan", "inf" and "-inf"."""
     as_texts = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
     return json.dumps(as_texts, allow_nan=False)

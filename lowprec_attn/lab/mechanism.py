@@ -1,7 +1,7 @@
 """Which of the two mechanisms of docs/failure.md a run is open to, read off its arithmetic.
 
 A: a row statistic is rounded, so that Σ_j P of the backward pass is not 1. (`shift` rounds what l
-sums, `row_sum` adds what `probs` has rounded.)
+sums, `row_sum` adds what `probs` has rounded, unless P has that too, as `recomputed_probs` says.)
 B: O, or the product P̄V that it is made of, is rounded, and δ reads it. A rounded operand P̄ is
 not counted.
 """
@@ -47,8 +47,10 @@ def mechanism(config: Mapping[str, Any]) -> str:
 
 def _of_statistics(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
     yield from _rounded(numerics, _STATISTICS, dtype)
-    if numerics.row_sum == "rounded" and not numerics.probs.is_identity:
-        yield "row_sum"
+    choices = ("row_sum", "recomputed_probs")
+    rounded = [name for name in choices if getattr(numerics, name) == "rounded"]
+    if len(rounded) == 1 and not numerics.probs.is_identity:
+        yield rounded[0]
 
 
 def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:

@@ -145,7 +145,7 @@ class Numerics:
         experiments, for no kernel known rounds it. With `delta='normalized'` and 'after_cast' it is
         δ₀, whose error they take away.
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
-        the format of O first; `dp_p`: rowsum(dP ∘ P), P unrounded, dP as rounded at `dp`;
+        the format of O first; `dp_p`: rowsum(dP ∘ P), P that of dS, dP as rounded at `dp`;
         `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
       exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
@@ -153,8 +153,10 @@ class Numerics:
         `hopper` and in FlashAttention-2, -3 and -4 as their authors build them (PyTorch builds
         FlashAttention-2 without that fused multiply-add, UNFUSE_FMA, and cuDNN 9.19 shows no trace
         of it in O: results/fidelity); or `whole_max`, against a whole number in base 2, so that α
-        is a power of two (needs `statistics='m_and_l'`). None: the implementation chooses for speed
-        (`attention.exponent_of` says how), and experiments name one.
+        is a power of two. The last needs `statistics='m_and_l'`. Unless `row_sum` and
+        `recomputed_probs` are rounded δ errs by more, for the largest P̄ is rounded too. None: the
+        implementation chooses for speed (`attention.exponent_of` says how), and experiments name
+        one.
       statistics: what of a row the backward pass reads: `lse`, one float32 number, which at scores
         of 1e6 has lost log l, so that Σ_j P is anything up to the number of keys; or `m_and_l`. The
         lse that a caller gets is m + log l in either case.

@@ -74,7 +74,7 @@ def test_results_of_rows_that_are_off_by_a_factor_are_told():
     assert fidelity._relative(found, exact) == [0, 0.5]
     found[0, 0, 1, 0] = np.nan
     relative = fidelity._relative(found, exact)
-    assert fidelity._strict_json({"dq": [*relative, np.inf]}) == '{"dq": [0.0, "nan", "inf"]}'
+    assert fidelity.strict_json({"dq": [*relative, np.inf]}) == '{"dq": [0.0, "nan", "inf"]}'
 
 
 @pytest.mark.parametrize("text", ["flahs", "flash:outptu=float32", "flash:ds=float7"])
