@@ -10,7 +10,11 @@ from jaxtyping import Array
 from benchmarks.attention.timing import Results
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax
-from pallas_kernels.gpu.hopper import query_sums
+from pallas_kernels.gpu.hopper.backward import dq_accumulator
+from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
+from pallas_kernels.gpu.hopper.backward.key_operands import Inputs as KeyInputs
+from pallas_kernels.gpu.hopper.backward.query_gradients import Inputs as QueryInputs
+from pallas_kernels.gpu.hopper.backward.query_gradients import query_gradients
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
     BlockSizes,
@@ -19,12 +23,8 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     is_wide,
     rounds_products,
 )
-from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.query_gradients import Inputs as QueryInputs
-from pallas_kernels.gpu.hopper.query_gradients import query_gradients
 
 PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
 RULES = ("standard", "dynamic_max")
@@ -205,7 +205,7 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
         of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
         if not problem.sums_queries:
             return tuple(key_gradients(of_keys, problem))
-        dq = query_sums.sums(problem)
-        return *key_gradients(of_keys, problem, dq=dq), query_sums.rounded(dq, problem)
+        dq = dq_accumulator.sums(problem)
+        return *key_gradients(of_keys, problem, dq=dq), dq_accumulator.rounded(dq, problem)
 
     return run

@@ -56,9 +56,11 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     rounds_products,
 )
 from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.machine import TILE, accumulator, interpreter, load, tiles_of
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
+from pallas_kernels.gpu.hopper.machine.warpgroups import interpreter
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule, Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirst, Schedule, Turn
 
 pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")

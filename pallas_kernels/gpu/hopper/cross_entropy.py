@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from pallas_kernels.gpu.hopper.machine import COMPILER, extended, interpreter, load
+from pallas_kernels.gpu.hopper.machine.layouts import extended, load
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
 from pallas_kernels.gpu.problem import LOG2E
 
 LANES = 128  # columns of a row of the matrix that a row of logits is taken for

@@ -25,34 +25,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
-from pallas_kernels.gpu.hopper import by_query, long_steps
+from pallas_kernels.gpu.hopper import long_steps, producer
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import (
-    COMPILER,
+from pallas_kernels.gpu.hopper.machine.instruction_order import (
+    after,
+    finish_before_waiting,
+    mixed,
+    unknown_zero,
+)
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
+from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
-    ONE,
     PER_ROW,
     TILE,
-    Ring,
-    Turns,
-    add_product,
-    after,
     along_rows,
-    as_operand,
-    at_least,
-    begin_product,
     by_lane,
     constant,
     extended,
-    finish_before_waiting,
-    interpreter,
-    mixed,
-    set_registers,
     tiles_of,
-    unknown_zero,
     vectors_of,
 )
-from pallas_kernels.gpu.hopper.maxima import masks, maxima
+from pallas_kernels.gpu.hopper.machine.maxima import masks, maxima
+from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
+from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # Keys of a step whose exponentials come before P̄V is waited for, if it is `soon`.
@@ -162,7 +159,7 @@ def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
     rings = shared.q, shared.k, shared.v
     twice = problem.rounds_products
-    pl.when(me == loader)(lambda: by_query.load((q,), k, v, rings, problem, tile, keys_twice=twice))
+    pl.when(me == loader)(lambda: producer.load((q,), k, v, rings, problem, tile, keys_twice=twice))
     pl.when(me < loader)(lambda: _multiply(Outputs(*out), shared, problem, tile))
 
 
@@ -190,7 +187,7 @@ def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> No
                 return _Due(acc, rows, row, turn.batch, turn.head)
             rows, acc, left = walk.run()
             if not problem.rounds_products:  # there all end together
-                by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
+                producer.skip((shared.k, shared.v), turns, tile, steps, end, last)
             walk.store(out, rows, acc, left, turn.batch, turn.head)
             return None
 

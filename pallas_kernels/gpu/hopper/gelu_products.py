@@ -28,17 +28,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
 from pallas_kernels.gpu.gelu import slope, value
-from pallas_kernels.gpu.hopper.machine import (
-    COMPILER,
-    TILE,
-    Ring,
-    accumulator,
-    extended,
-    interpreter,
-    load,
-    reciprocal,
-    tiles_of,
-)
+from pallas_kernels.gpu.hopper.machine.instructions import reciprocal
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended, load, tiles_of
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 
 ROWS = 64  # of a warpgroup
 DEPTH = 64  # of a step

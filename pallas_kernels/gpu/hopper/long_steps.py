@@ -21,21 +21,18 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import (
+from pallas_kernels.gpu.hopper.machine.instruction_order import finish_before_waiting
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
+from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
-    ONE,
     PER_ROW,
     TILE,
-    Ring,
-    accumulator,
     along_rows,
-    as_operand,
-    at_least,
-    begin_product,
     by_lane,
     constant,
-    finish_before_waiting,
 )
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
 

@@ -15,8 +15,8 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide, rounds_products
-from pallas_kernels.gpu.hopper.machine import extended, rows_and_columns
-from pallas_kernels.gpu.hopper.schedule import LongestFirst, Schedule
+from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
+from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirst, Schedule
 
 LOG2E = math.log2(math.e)
 

@@ -9,11 +9,11 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
-from pallas_kernels.gpu.hopper import query_gradients, query_sums
+from pallas_kernels.gpu.hopper.backward import dq_accumulator, query_gradients
+from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
+from pallas_kernels.gpu.hopper.backward.key_operands import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
-from pallas_kernels.gpu.hopper.by_key import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.forward import forward
-from pallas_kernels.gpu.hopper.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # q, k and v, or one packed array of them.
@@ -63,18 +63,18 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
 
 
 def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> tuple[Arrays]:
-    """All three gradients by one kernel, see `query_sums`."""
+    """All three gradients by one kernel, see `dq_accumulator`."""
     arrays, o_saved, offset = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    sums = query_sums.sums(problem)
-    dp_offset = query_sums.offset_of_dp(o_saved, do, dlse, problem)
+    sums = dq_accumulator.sums(problem)
+    dp_offset = dq_accumulator.offset_of_dp(o_saved, do, dlse, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
     if not problem.packed:
         dk, dv = key_gradients(keys, problem, dq=sums)
-        return ((query_sums.rounded(sums, problem), dk, dv),)
+        return ((dq_accumulator.rounded(sums, problem), dk, dv),)
     gradients = jax.new_ref(lax.empty(q.shape, q.dtype))
     key_gradients(keys, problem, gradients=gradients, dq=sums)
-    return ((gradients[...].at[:, :, 0].set(query_sums.rounded(sums, problem)),),)
+    return ((gradients[...].at[:, :, 0].set(dq_accumulator.rounded(sums, problem)),),)
 
 
 attend.defvjp(_forward, _backward)

@@ -15,18 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper import by_key
+from pallas_kernels.gpu.hopper.backward import key_operands
+from pallas_kernels.gpu.hopper.backward.key_operands import Shared, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.by_key import Shared, Steps
-from pallas_kernels.gpu.hopper.machine import (
-    accumulator,
-    as_operand,
-    begin_product,
-    opaque_zero,
-    set_registers,
-)
+from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
+from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.schedule import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import Turn
 
 _VALUES, _KEYS = range(2)  # the warpgroup that sums dV, and that which sums dK
 
@@ -71,10 +67,10 @@ def _sum(
         memory = shared.keys.get(tiles, 0, buffer=me)
         memory[...] = total.astype(problem.dtype)
         place = (turn.batch, key, ROWS, turn.head)
-        by_key.store([(memory, problem.part(out, *place, plane=2 if me == _VALUES else 1))])
+        key_operands.store([(memory, problem.part(out, *place, plane=2 if me == _VALUES else 1))])
         shared.keys.release(tiles)
 
-    return by_key.each_tile(lax.axis_index("program"), problem, tile, begin)
+    return key_operands.each_tile(lax.axis_index("program"), problem, tile, begin)
 
 
 class _Walk(NamedTuple):
@@ -102,7 +98,7 @@ class _Walk(NamedTuple):
         s = self._product(self.shared.keys.get(self.tiles, 0, buffer=0), q.get(n))
         # Otherwise the place of every entry would be kept in registers, for the mask.
         key = self.key + opaque_zero(n, interpret=problem.sizes.interpret)
-        probs = by_key.probs(s, q.get(n, buffer=1), key, step * self.tile.walk, problem)
+        probs = key_operands.probs(s, q.get(n, buffer=1), key, step * self.tile.walk, problem)
         q.release(n)
         self.shared.probs.give(n, probs)
         do.wait(n)
@@ -115,7 +111,7 @@ class _Walk(NamedTuple):
         n, q, do = self.steps.first + t, self.shared.q, self.shared.do
         do.wait(n)
         dp = self._product(self.shared.keys.get(self.tiles, 0, buffer=1), do.get(n))
-        shifted = by_key.shifted_dp(dp, do.get(n, buffer=1), self.problem)
+        shifted = key_operands.shifted_dp(dp, do.get(n, buffer=1), self.problem)
         do.release(n)
         ds = self.shared.probs.take(n) * shifted
         q.wait(n)

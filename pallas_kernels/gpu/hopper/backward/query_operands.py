@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
-from pallas_kernels.gpu.hopper.machine import (
+from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
     TILE,
@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper.machine import (
     load,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.schedule import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import Turn
 
 
 class Inputs(NamedTuple):

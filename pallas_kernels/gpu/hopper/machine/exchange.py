@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
-from pallas_kernels.gpu.hopper.machine import TILE, load, tiles_of
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 
 _AHEAD = 2  # blocks that the giver may be ahead of the taker
 

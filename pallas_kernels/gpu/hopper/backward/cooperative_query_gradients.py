@@ -17,22 +17,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import (
-    LANES,
-    TILE,
-    accumulator,
-    along_rows,
-    as_operand,
-    begin_product,
-    by_lane,
-    constant,
-    opaque_zero,
-    set_registers,
+from pallas_kernels.gpu.hopper.backward.query_operands import (
+    DO,
+    Inputs,
+    Q,
+    Shared,
+    delta,
+    of_rows,
+    probs,
 )
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
+from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
+from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.query_rows import DO, Inputs, Q, Shared, delta, of_rows, probs
-from pallas_kernels.gpu.hopper.schedule import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import Turn
 
 _PROBS, _DQ = range(2)  # the warpgroup that sums P k, and that which sums dQ
 

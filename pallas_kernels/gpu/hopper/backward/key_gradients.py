@@ -3,7 +3,7 @@
 A warpgroup owns 64 keys and walks over the query steps that see them, head after head of those that
 share the keys. Sᵀ and dPᵀ have a key per row, so that Pᵀ and dSᵀ are left operands as they are. The
 arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. Where a warpgroup
-has no registers for two sums, two warpgroups share 64 keys: `split_key_gradients`.
+has no registers for two sums, two warpgroups share 64 keys: `cooperative_key_gradients`.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper import by_key, split_key_gradients
+from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
+from pallas_kernels.gpu.hopper.backward.dq_accumulator import QuerySums
+from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.by_key import Inputs, Shared, Steps
-from pallas_kernels.gpu.hopper.handover import Handover
-from pallas_kernels.gpu.hopper.machine import (
-    COMPILER,
-    TILE,
-    Ring,
-    Turns,
-    accumulator,
-    as_operand,
-    begin_product,
-    constant,
-    interpreter,
-    set_registers,
-    tiles_of,
-    unknown_zero,
-    vectors_of,
-)
+from pallas_kernels.gpu.hopper.machine.exchange import Handover
+from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant, tiles_of, vectors_of
+from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.query_sums import QuerySums
-from pallas_kernels.gpu.hopper.schedule import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import Turn
 
 
 def key_gradients(
@@ -50,7 +41,7 @@ def key_gradients(
     Args:
       x, problem: the call.
       gradients: a packed array's gradient, as a mutable array, whose planes 1 and 2 are written.
-      dq: the sums of `query_sums`, as a mutable array, to which dS k is added.
+      dq: the sums of `dq_accumulator`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
     if (tile.ahead or tile.split) and problem.rounds_products:
@@ -97,10 +88,12 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
         do=Ring(scratch.do, tile.stages),
     )
     me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == loader)(lambda: by_key.load(x, shared, problem, tile))
+    pl.when(me == loader)(lambda: key_operands.load(x, shared, problem, tile))
     if tile.split:
         shared = shared._replace(probs=Handover(scratch.probs))
-        pl.when(me < loader)(lambda: split_key_gradients.multiply(dk, dv, shared, problem, tile))
+        pl.when(me < loader)(
+            lambda: cooperative_key_gradients.multiply(dk, dv, shared, problem, tile)
+        )
         return
     sums = None if dq is None else QuerySums(dq, scratch.dq, problem, tile, me)
     pl.when(me < loader)(lambda: _multiply(dk, dv, sums, shared, problem, tile))
@@ -132,10 +125,10 @@ def _multiply(
             memory[...] = total.astype(problem.dtype)
             place = (turn.batch, key, ROWS, turn.head)
             copies.append((memory, problem.part((dk, dv)[buffer], *place, plane=1 + buffer)))
-        by_key.store(copies)
+        key_operands.store(copies)
         shared.keys.release(tiles)
 
-    by_key.each_tile(program, problem, tile, begin)
+    key_operands.each_tile(program, problem, tile, begin)
     turns.end()
     plgpu.wait_smem_to_gmem(0)
 
@@ -338,7 +331,7 @@ class _Walk(NamedTuple):
         dp = begin_product(v, do.get(n), interpret=interpret)
         self.turns.pass_on()
         plgpu.wgmma_wait(1)
-        probs = by_key.probs(s, q.get(n, buffer=1), key, row, problem)
+        probs = key_operands.probs(s, q.get(n, buffer=1), key, row, problem)
         plgpu.wgmma_wait(0)
         # Added before P is rounded: its registers are free when those of the rounded P are needed.
-        return probs, by_key.shifted_dp(dp, do.get(n, buffer=1), problem)
+        return probs, key_operands.shifted_dp(dp, do.get(n, buffer=1), problem)

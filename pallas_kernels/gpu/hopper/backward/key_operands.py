@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import PER_COLUMN, along_columns, set_registers
-from pallas_kernels.gpu.hopper.machine import load as load_values
+from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
+from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
+from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.schedule import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import Turn
 
 
 class Inputs(NamedTuple):

@@ -4,7 +4,7 @@ A warpgroup owns 64 query rows and walks over the key steps that they see. Rows 
 and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on every
 run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. For
 `delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end;
-where a warpgroup has no registers for both, two share 64 rows: `split_query_gradients`.
+where a warpgroup has no registers for both, two share 64 rows: `cooperative_query_gradients`.
 """
 
 from collections.abc import Callable
@@ -20,29 +20,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
-from pallas_kernels.gpu.hopper import by_query, split_query_gradients
+from pallas_kernels.gpu.hopper import producer
+from pallas_kernels.gpu.hopper.backward import cooperative_query_gradients
+from pallas_kernels.gpu.hopper.backward.query_operands import (
+    DO,
+    Inputs,
+    O,
+    Q,
+    Shared,
+    delta,
+    of_rows,
+    probs,
+)
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.handover import Handover
-from pallas_kernels.gpu.hopper.machine import (
-    COMPILER,
+from pallas_kernels.gpu.hopper.machine.exchange import Handover
+from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
+from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     TILE,
-    Ring,
-    Turns,
-    accumulator,
     along_rows,
-    as_operand,
-    begin_product,
     by_lane,
     constant,
-    interpreter,
-    opaque_zero,
-    set_registers,
     tiles_of,
     vectors_of,
 )
+from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.query_rows import DO, Inputs, O, Q, Shared, delta, of_rows, probs
 
 
 def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
@@ -116,10 +122,10 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     if problem.is_wide:
         rows = rows[:O]
     most = problem.is_wide
-    pl.when(me == loader)(lambda: by_query.load(rows, x.k, x.v, rings, problem, tile, most=most))
+    pl.when(me == loader)(lambda: producer.load(rows, x.k, x.v, rings, problem, tile, most=most))
     if tile.split:
         shared = shared._replace(probs=Handover(scratch.probs))
-    multiply = split_query_gradients.multiply if tile.split else _multiply
+    multiply = cooperative_query_gradients.multiply if tile.split else _multiply
     pl.when(me < loader)(lambda: multiply(x, dq, dp_offset, shared, problem, tile))
 
 
@@ -159,7 +165,7 @@ def _multiply(
                 of_dp = of_dp - lacks
                 total = total - along_rows(lacks, total.shape) * pk
             shared.delta[me] = of_dp
-            by_query.skip((shared.k, shared.v), turns, tile, steps, end, last)
+            producer.skip((shared.k, shared.v), turns, tile, steps, end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.rows.get(tiles, me, buffer=Q)

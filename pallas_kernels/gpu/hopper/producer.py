@@ -9,7 +9,9 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import long_steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import Ring, Turns, set_registers
+from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
+from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
 
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine import tiles_of
+from pallas_kernels.gpu.hopper.machine.layouts import tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
 
 _AHEAD = 2  # steps whose dSᵀ is in shared memory

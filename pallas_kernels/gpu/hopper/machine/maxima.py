@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.machine import LANES, PER_ROW, TILE
+from pallas_kernels.gpu.hopper.machine.layouts import LANES, PER_ROW, TILE
 
 # Of float32; the more is added, the farther it is from 0.
 _MASKED_BITS = np.float32(MASKED).view(np.int32)

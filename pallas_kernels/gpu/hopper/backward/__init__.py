@@ -1,0 +1,1 @@
+"""The backward pass: the kernels of dQ, and of dK and dV."""

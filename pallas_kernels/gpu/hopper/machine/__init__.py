@@ -1,0 +1,1 @@
+"""The Hopper machine as the kernels use it: warpgroups, shared memory, barriers, layouts."""

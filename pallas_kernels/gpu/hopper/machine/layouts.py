@@ -1,0 +1,86 @@
+"""How registers and shared memory hold tiles, and vectors along their rows and columns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+# How a warpgroup's registers hold the result of a product, and a vector along its rows or columns.
+TILE = plgpu.Layout.WGMMA
+
+
+PER_ROW = TILE.reduce(1)
+
+
+PER_COLUMN = TILE.reduce(0)
+
+
+# Columns that a thread holds next to each other, times the threads of a row.
+LANES = 8
+
+
+def tiles_of(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices [..., rows, columns], laid out for WGMMA and TMA."""
+    return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
+
+
+def transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+    """Tiling and swizzle of matrices with so many columns, as WGMMA and TMA take them."""
+    bits = jnp.finfo(dtype).bits
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def vectors_of(shape: tuple[int, ...]) -> Any:
+    """Shared memory for float32 vectors [..., length]."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def load(ref: Any, layout: Any, *, straight: bool = True) -> Array:
+    """The values of a reference in registers; straight: without conflicts of shared memory."""
+    return plgpu.load(ref, layout=layout, optimized=straight)  # type: ignore[call-arg]  # JAX 0.10
+
+
+def rows_and_columns(shape: tuple[int, ...], row: Array, column: Array) -> tuple[Array, Array]:
+    """Global indices of the entries of a tile that begins at (row, column)."""
+    down, across = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE) for axis in (0, 1))
+    return row + down, column + across
+
+
+def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    """A register array of one value."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
+    """[rows] for every column."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def along_columns(x: Array, shape: tuple[int, ...]) -> Array:
+    """[columns] for every row."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def by_lane(combine: Callable[[Array, Array], Array], x: Array, columns: int = LANES) -> Array:
+    """[rows, more] combined to [rows, columns], of columns that are equal modulo `columns`.
+
+    Halves are combined with halves: neither a chain of dependent instructions, as Mosaic's own
+    reductions are, nor an exchange between threads.
+    """
+    while (width := x.shape[1]) > columns:
+        x = combine(x[:, : width // 2], x[:, width // 2 :])
+    return x
+
+
+def extended(x: Array) -> Array:
+    """bfloat16 as float32, by its bits.
+
+    A cast would make the compiler round one value at a time before it, and let the interpreter take
+    both casts back.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)

@@ -1,0 +1,79 @@
+"""Ping-pong: consumer warpgroups multiply one after the other."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.utils import ir, llvm
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
+
+
+class Turns:
+    """Warpgroups that multiply by turns, so that one does its softmax while another multiplies.
+
+    Named barriers of the machine, one per warpgroup: `wait` for one's turn, `pass_on` gives it to
+    the next. FlashAttention-3 (arXiv 2407.08608, section 3.1) calls it pingpong.
+
+    Where they are `held`, a turn has the products that end a step and those that begin the next,
+    with nobody's in between: `enter` a walk, `wait_to_end` a step, `pass_on` within the next one,
+    `leave` the walk. Otherwise it has those that begin a step.
+    """
+
+    _FIRST = 8  # Mosaic GPU takes named barriers from 0 upwards
+
+    def __init__(self, workers: int, me: Array, *, on: bool, held: bool = False) -> None:
+        self._workers, self._me, self._on = workers, me, on and workers > 1
+        self._held = held
+
+    def start(self) -> None:
+        """Before the first `wait`: warpgroup 0 begins."""
+        if self._on:
+            pl.when(self._me == self._workers - 1)(lambda: self._named("arrive", jnp.int32(0)))
+
+    def wait(self) -> None:
+        """Until it is this warpgroup's turn."""
+        if self._on:
+            self._named("sync", self._me)
+
+    def pass_on(self) -> None:
+        """The next warpgroup's turn."""
+        if self._on:
+            self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._workers)))
+
+    def enter(self) -> None:
+        """Before a walk's first step."""
+        if self._held:
+            self.wait()
+
+    def wait_to_begin(self) -> None:
+        """Before the products that begin a step."""
+        if not self._held:
+            self.wait()
+
+    def wait_to_end(self) -> None:
+        """Before the products that end a step."""
+        if self._held:
+            self.wait()
+
+    def leave(self) -> None:
+        """After a walk's last step."""
+        if self._held:
+            self.pass_on()
+
+    def end(self) -> None:
+        """After the last `pass_on`: nobody waits for a turn any more."""
+        if self._on:
+            pl.when(self._me == 0)(lambda: self._named("sync", jnp.int32(0)))
+
+    def _named(self, operation: str, index: Array) -> None:
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+        def emit(_: Any, barrier: Any) -> None:
+            void = ir.Type.parse("!llvm.void")
+            text = f"bar.{operation} $0, {2 * THREADS};"
+            llvm.inline_asm(void, [barrier.registers[()]], text, "r", has_side_effects=True)
+
+        emit(index + self._FIRST)

@@ -1,0 +1,120 @@
+"""Matrix products of a warpgroup (WGMMA)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils
+from jax.experimental.mosaic.gpu.utils import ir, llvm, memref_transpose
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, transforms
+
+_SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 columns
+
+
+_SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Registers that a product adds to."""
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def as_operand(x: Array, memory: Any | None) -> Any:
+    """A left operand: the registers themselves, or `memory` that they are written to."""
+    if memory is None:
+        return x
+    memory[...] = x
+    plgpu.commit_smem()
+    return memory
+
+
+def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Array:
+    """total + left right, waited for."""
+
+    def product(out: Any) -> Array:
+        plgpu.wgmma(out, left, right)
+        return out[...]
+
+    if interpret:  # which knows no accumulator that begins with a value
+        return total + pl.run_scoped(product, accumulator(*total.shape))
+    return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
+
+
+def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
+    """left rightᵀ [64, columns] of bfloat16 rows [64, H] and [columns, H] in shared memory.
+
+    It is under way, and there when it has been waited for. Unlike `plgpu.wgmma` it adds to nothing,
+    where that adds to zeros, which are written first: the machine's products have a flag for it.
+    """
+    (rows, depth), columns = left.shape, right.shape[0]
+    if interpret:  # which knows no such product
+
+        def product(out: Any) -> Array:
+            plgpu.wgmma(out, left, right.T)
+            return out[...]
+
+        return pl.run_scoped(product, accumulator(rows, columns))
+    matrix = plgpu.RefType(transforms(depth, left.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(matrix, matrix),
+        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
+    )
+    def emit(_: Any, left: Any, right: Any) -> Any:
+        together = _SWIZZLE // 2
+        (a, _), (_, stride), _ = mma_utils.create_descriptor(
+            left, _SWIZZLE, (rows, together), logical_k_major=False
+        )
+        (b, _), (_, stride_b), _ = mma_utils.create_descriptor(
+            memref_transpose(right, (1, 0, 3, 2)),
+            _SWIZZLE,
+            (together, columns),
+            logical_k_major=True,
+        )
+        places = [divmod(column, together) for column in range(0, depth, _SLICE)]
+        offsets = [[n * s + 2 * i for s in (stride, stride_b)] for n, i in places]
+        return _of_registers(_multiply_afresh(a, b, offsets, columns), (rows, columns))
+
+    return emit(left, right)
+
+
+def _multiply_afresh(a: Any, b: Any, offsets: Sequence[Sequence[int]], columns: int) -> list[Any]:
+    """Starts the sum of products of slices, and gives its registers.
+
+    Args:
+      a, b: descriptors of the first slices.
+      offsets: bytes from there to each slice of a and of b.
+      columns: of the result.
+    """
+    count = columns // 2
+    total = ", ".join(f"${i}" for i in range(count))
+    lines = []
+    for place, (of_a, of_b) in enumerate(offsets):
+        for name, source, offset in (("a", count, of_a), ("b", count + 1, of_b)):
+            lines.append(f"add.s64 {name}, ${source}, {mma_utils.encode_addr(offset)};")
+        adds = "adds" if place else "begins"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{_SLICE}.f32.bf16.bf16 "
+            f"{{{total}}}, a, b, {adds}, 1, 1, 0, 0;"
+        )
+    text = f"""{{ .reg .pred begins, adds; .reg .b64 a, b;
+        setp.ne.b32 begins, 0, 0; setp.ne.b32 adds, 1, 0;
+        wgmma.fence.sync.aligned; {" ".join(lines)} wgmma.commit_group.sync.aligned; }}"""
+    register = ir.VectorType.get((1,), ir.F32Type.get())
+    constraints = ",".join(["=f"] * count + ["l", "l"])
+    struct = llvm.StructType.get_literal([register] * count)
+    found: Any = llvm.inline_asm(struct, [a, b], text, constraints, has_side_effects=True)
+    return [llvm.extractvalue(register, found, [i]) for i in range(count)]
+
+
+def _of_registers(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
+    """A product's result, in `TILE`."""
+    layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
+    found = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
+    array = fragmented_array.FragmentedArray(_registers=found, _layout=layout, _is_signed=None)
+    return array.to_layout(fragmented_array.WGMMA_LAYOUT)
