@@ -31,11 +31,11 @@ RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
 
 # None, those that begin a step, those held from the end of a step on, and products of two steps.
-_TURNS: tuple[dict[str, bool], ...] = (
+_PING_PONGS: tuple[dict[str, bool], ...] = (
     {},
-    {"turns": True},
-    {"turns": True, "held": True},
-    {"turns": True, "ahead": True},
+    {"ping_pong": True},
+    {"ping_pong": True, "held": True},
+    {"ping_pong": True, "overlap_steps": True},
 )
 
 
@@ -57,39 +57,48 @@ def table(q: Array, spec: Spec) -> BlockSizes:
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
-    turns = _TURNS[:2] if kernel == "forward" else _TURNS
+    ping_pongs = _PING_PONGS[:2] if kernel == "forward" else _PING_PONGS
     waits = (False, True) if kernel == "forward" else (False,)
     counts = kernel == "forward" and isinstance(spec.row_max, DynamicMax)
     tests = (True, False) if counts else (True,)
-    if rounds_products(spec.numerics):  # forward there are no turns, waits or tests
-        turns, waits, tests = _TURNS[: 1 if kernel == "forward" else 3], (False,), (True,)
-    if split := _sums(kernel, spec) > 1 and is_wide(head_size):
-        turns = _TURNS[:1]
+    if rounds_products(spec.numerics):  # forward there are no ping_pongs, waits or tests
+        ping_pongs, waits, tests = _PING_PONGS[: 1 if kernel == "forward" else 3], (False,), (True,)
+    if cooperative := _sums(kernel, spec) > 1 and is_wide(head_size):
+        ping_pongs = _PING_PONGS[:1]
     elif sums_queries(kernel, spec) or (kernel == "query_gradients" and _sums(kernel, spec) > 1):
-        turns = _TURNS[:3]
-    for warpgroups, walk, n, slots, turn, longest_first, soon, tests_ties in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), turns, (False, True), waits, tests
+        ping_pongs = _PING_PONGS[:3]
+    for (
+        warpgroups,
+        step,
+        n,
+        owned_stages,
+        ping_pong,
+        longest_first,
+        early_wait,
+        tests_ties,
+    ) in itertools.product(
+        _REGISTERS, (64, 128), stages, (1, 2), ping_pongs, (False, True), waits, tests
     ):
-        if split and (warpgroups, walk) != (2, ROWS):
+        if cooperative and (warpgroups, step) != (2, ROWS):
             continue
-        if n < 2 and ("ahead" in turn or "held" in turn):
+        if n < 2 and ("overlap_steps" in ping_pong or "held" in ping_pong):
             continue
-        if kernel == "forward" and rounds_products(spec.numerics) and walk % (warpgroups * ROWS):
+        if kernel == "forward" and rounds_products(spec.numerics) and step % (warpgroups * ROWS):
             continue
         tile = Tile(
             warpgroups=warpgroups,
-            walk=walk,
+            step=step,
             stages=n,
-            slots=slots,
-            **turn,
+            owned_stages=owned_stages,
+            **ping_pong,
             longest_first=longest_first,
-            soon=soon,
+            early_wait=early_wait,
             tests_ties=tests_ties,
-            split=split,
+            cooperative=cooperative,
         )
         if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
             continue
-        if sums_queries(kernel, spec) and tile.own * ROWS < tile.walk * head_size:
+        if sums_queries(kernel, spec) and tile.owned * ROWS < tile.step * head_size:
             continue  # a warpgroup has a block of dQ
         if sums_queries(kernel, spec) and warpgroups != 2:
             continue
@@ -101,21 +110,25 @@ def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Ite
 def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
     """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
     yield tile
-    if kernel == "query_gradients" and (is_wide(head_size) or tile.ahead) and not tile.split:
+    if (
+        kernel == "query_gradients"
+        and (is_wide(head_size) or tile.overlap_steps)
+        and not tile.cooperative
+    ):
         for stages in range(1, tile.stages):
-            yield dataclasses.replace(tile, value_stages=stages)
+            yield dataclasses.replace(tile, v_stages=stages)
 
 
 def _forward(kernel: str, tile: Tile, spec: Spec) -> Iterator[Tile]:
-    """The tile as the forward kernel alone may have it: joined, or halved in long steps."""
+    """The tile as the forward kernel alone may have it: overlapped, or halved in long steps."""
     if kernel != "forward":
         return
     if rounds_products(spec.numerics):
         yield dataclasses.replace(tile, halved=True)
         return
-    alike = tile.slots > 1 and tile.walk % tile.own == 0
+    alike = tile.owned_stages > 1 and tile.step % tile.owned == 0
     if alike and spec.numerics.saved_output != "auxiliary":
-        yield dataclasses.replace(tile, joined=True)
+        yield dataclasses.replace(tile, overlap_tiles=True)
 
 
 def sums_queries(kernel: str, spec: Spec) -> bool:
@@ -125,16 +138,16 @@ def sums_queries(kernel: str, spec: Spec) -> bool:
 
 
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
-    """Of a thread, for the sums over the walk and the products of a step."""
-    sums = 1 if tile.split else _sums(kernel, spec)
+    """Of a thread, for the sums of the mainloop and the products of a step."""
+    sums = 1 if tile.cooperative else _sums(kernel, spec)
     products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
-    if kernel == "query_gradients" and tile.ahead:
+    if kernel == "query_gradients" and tile.overlap_steps:
         products += 0.5  # dS of the step before
-    return ROWS * (sums * head_size + products * tile.walk) / _THREADS
+    return ROWS * (sums * head_size + products * tile.step) / _THREADS
 
 
 def _sums(kernel: str, spec: Spec) -> int:
-    """Of a head's features, over the walk."""
+    """Of a head's features, over the mainloop."""
     n, of_step = spec.numerics, rounds_products(spec.numerics)
     return {
         "forward": 1 + (n.saved_output == "auxiliary") + of_step,  # Ō; Ō′ − Ō
@@ -153,19 +166,19 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     }
     if is_wide(head_size):
         loaded["query_gradients"] = 2 * entry  # q, dO
-    own = tile.slots * loaded[kernel]
+    own = tile.owned_stages * loaded[kernel]
     if kernel == "forward" and saved and not is_wide(head_size):
         own += saved.itemsize
-    if tile.joined:
+    if tile.overlap_tiles:
         own += entry  # O
-    stages = tile.stages + tile.stages_of_values
-    loads = head_size * (own * tile.own + entry * stages * tile.walk)
-    if tile.split:
-        loads += 2 * 4 * ROWS * tile.walk  # P on its way
+    stages = tile.stages + tile.stages_of_v
+    loads = head_size * (own * tile.owned + entry * stages * tile.step)
+    if tile.cooperative:
+        loads += 2 * 4 * ROWS * tile.step  # P on its way
     if not sums_queries(kernel, spec):
         return loads
-    vectors = max(2 * 4 * tile.stages * tile.walk - 1024, 0)  # offsets, beyond half of those 2 KiB
-    exchanged = 2 * entry * tile.own * tile.walk + 4 * tile.own * ROWS  # dSᵀ; blocks of dQ
+    vectors = max(2 * 4 * tile.stages * tile.step - 1024, 0)  # offsets, beyond half of those 2 KiB
+    exchanged = 2 * entry * tile.owned * tile.step + 4 * tile.owned * ROWS  # dSᵀ; blocks of dQ
     return loads + vectors + exchanged
 
 

@@ -36,7 +36,7 @@ SQUARE = Case(
     dtype="bfloat16",
     is_causal=True,
 )
-NARROW = Tile(warpgroups=1, walk=64, stages=1, slots=1)
+NARROW = Tile(warpgroups=1, step=64, stages=1, owned_stages=1)
 HOPPER_TILES = BlockSizes(
     forward=NARROW, query_gradients=NARROW, key_gradients=NARROW, interpret=True
 )
@@ -97,9 +97,9 @@ def test_tiles_of_head_size_256(preset: str) -> None:
         assert len(found) == len(set(found)) > 1
         assert getattr(sizes, kernel) in found
         two_sums = kernel == "key_gradients" or (kernel, preset) == (KERNELS[1], "normalized_delta")
-        assert {tile.split for tile in found} == {two_sums}
+        assert {tile.cooperative for tile in found} == {two_sums}
         assert {tile.warpgroups for tile in found} == {2}
-        assert {tile.walk for tile in found} == {64}
+        assert {tile.step for tile in found} == {64}
 
 
 @pytest.mark.parametrize("row_max", ["standard", "dynamic_max"])
@@ -110,8 +110,8 @@ def test_tiles_of_long_steps(row_max: str) -> None:
         found = list(of.module.tiles(kernel, 64, of.spec, of.module.STAGES))
         assert len(found) == len(set(found)) > 1
         assert getattr(sizes, kernel) in found
-        assert not any(tile.ahead or tile.soon for tile in found)
-        assert kernel != "forward" or all(tile.walk % tile.own == 0 for tile in found)
+        assert not any(tile.overlap_steps or tile.early_wait for tile in found)
+        assert kernel != "forward" or all(tile.step % tile.owned == 0 for tile in found)
         assert hopper.sees(kernel, of.spec) != hopper.sees(kernel, call().spec)
 
 
@@ -119,7 +119,7 @@ def test_one_stage_is_tried_without_what_takes_two() -> None:
     for kernel in KERNELS:
         found = list(hopper.tiles(kernel, 64, call().spec, [1]))
         assert found
-        assert not any(tile.held or tile.ahead for tile in found)
+        assert not any(tile.held or tile.overlap_steps for tile in found)
 
 
 def test_tiles_without_a_kernel_are_named() -> None:
@@ -139,18 +139,20 @@ def test_an_earlier_wait_is_tried_in_the_forward_kernel_alone() -> None:
     of = call()
     for kernel in KERNELS:
         found = list(of.module.tiles(kernel, 64, of.spec, of.module.STAGES))
-        assert {tile.soon for tile in found} == ({False, True} if kernel == "forward" else {False})
+        assert {tile.early_wait for tile in found} == (
+            {False, True} if kernel == "forward" else {False}
+        )
         assert {tile.longest_first for tile in found} == {False, True}
 
 
-@pytest.mark.parametrize(("shape", "walks"), [("tiny64", {64, 128}), ("tiny128", {64})])
-def test_tiles_that_leave_each_warpgroup_a_block_of_dq(shape: str, walks: set[int]) -> None:
+@pytest.mark.parametrize(("shape", "steps"), [("tiny64", {64, 128}), ("tiny128", {64})])
+def test_tiles_that_leave_each_warpgroup_a_block_of_dq(shape: str, steps: set[int]) -> None:
     of = call(shape=shape, unordered=True)
     sizes = of.module.table(of.problem.abstract_inputs()[0], of.spec)
     head_size = SHAPES[shape].head_size
     found = list(of.module.tiles("key_gradients", head_size, of.spec, of.module.STAGES))
     assert sizes.key_gradients in found
-    assert {tile.walk for tile in found} == walks
+    assert {tile.step for tile in found} == steps
     assert {tile.warpgroups for tile in found} == {2}
 
 
@@ -284,10 +286,10 @@ def test_a_field_varies_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_field_that_tiles_have_not_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["tune", "--vary", "walk", "stages"])
+    monkeypatch.setattr(sys, "argv", ["tune", "--vary", "step", "stages"])
     with pytest.raises(SystemExit):
         command.main()
-    assert "--vary takes query, kv, warps, stages, got walk" in capsys.readouterr().err
+    assert "--vary takes query, kv, warps, stages, got step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Hopper kernels in the interpreter: cases, rules, packed arrays, schedule, refusals.
+"""The Hopper kernels in the interpreter: cases, rules, packed arrays, scheduler, refusals.
 
 The interpreter reports races, those of products with the help of `product_races`, and barriers that
 are left half used. It takes P̄, P and dS from shared memory; that registers give the same bits is a
@@ -60,7 +60,11 @@ from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 from pallas_kernels.gpu.hopper.machine.warpgroups import interpreter
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirst, Schedule, Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import (
+    LongestFirstScheduler,
+    StaticScheduler,
+    WorkTile,
+)
 
 pytestmark = pytest.mark.usefixtures("no_races", "products_are_checked")
 needs_mosaic = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0.11")
@@ -219,13 +223,21 @@ def test_keys_per_step_are_those_of_long_steps() -> None:
 
 @needs_mosaic
 def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
-    with pytest.raises(ValueError, match="kv_block=128 takes walks of a multiple of own rows"):
+    with pytest.raises(ValueError, match="kv_block=128 takes steps of a multiple of own rows"):
         run(FEW, published(FEW, sizes=SIZES))
     whole = of_table(FEW, PUBLISHED, StandardMax(), long=False)
     for kernel, tile, named in (
-        ("query_gradients", Tile(turns=True, ahead=True), "takes no ahead"),
-        ("key_gradients", Tile(turns=True, ahead=True), "takes neither ahead nor split"),
-        ("key_gradients", Tile(walk=64, split=True), "takes neither ahead nor split"),
+        ("query_gradients", Tile(ping_pong=True, overlap_steps=True), "takes no overlap_steps"),
+        (
+            "key_gradients",
+            Tile(ping_pong=True, overlap_steps=True),
+            "takes neither overlap_steps nor cooperative",
+        ),
+        (
+            "key_gradients",
+            Tile(step=64, cooperative=True),
+            "takes neither overlap_steps nor cooperative",
+        ),
     ):
         sizes = dataclasses.replace(whole, **{kernel: tile})
         with pytest.raises(ValueError, match=f"one sum for every long step {named}"):
@@ -326,8 +338,8 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
 def test_two_warpgroups_of_64_rows_change_no_bit(
     case: Case, chosen: Numerics, programs: int
 ) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, slots=1)
-    split = dataclasses.replace(tile, split=True)
+    tile = dataclasses.replace(harness.HOPPER_TILE, owned_stages=1)
+    split = dataclasses.replace(tile, cooperative=True)
     whole = dataclasses.replace(SIZES, query_gradients=tile, key_gradients=tile, programs=programs)
     halves = dataclasses.replace(
         whole,
@@ -348,7 +360,7 @@ def test_two_warpgroups_of_64_rows_change_no_bit(
     ],
 )
 def test_fewer_stages_of_values_change_no_bit(case: Case) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, slots=1, stages=3, value_stages=1)
+    tile = dataclasses.replace(harness.HOPPER_TILE, owned_stages=1, stages=3, v_stages=1)
     sizes = dataclasses.replace(SIZES, query_gradients=tile)
     result, expected = (run(case, call(case, sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -378,9 +390,9 @@ def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.Monke
     watch("copy_gmem_to_smem", 0)
     watch("copy_smem_to_gmem", 1)
     # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
-    walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
+    tile = dataclasses.replace(harness.HOPPER_TILE, step=128)
     forward = dataclasses.replace(harness.HOPPER_TILE, warpgroups=warpgroups)
-    sizes = dataclasses.replace(SIZES, forward=forward, programs=1, key_gradients=walk)
+    sizes = dataclasses.replace(SIZES, forward=forward, programs=1, key_gradients=tile)
     run(FEW, call(FEW, sizes=sizes))
     # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups, of three
     # as of two.
@@ -476,7 +488,7 @@ def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
 @pytest.mark.parametrize("longest_first", [False, True])
 def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> None:
     case = dataclasses.replace(GROUPED, rows=192, keys=192, heads=1)
-    tall = Tile(warpgroups=3, walk=64, stages=1, slots=1, longest_first=longest_first)
+    tall = Tile(warpgroups=3, step=64, stages=1, owned_stages=1, longest_first=longest_first)
     sizes = dataclasses.replace(SIZES, forward=tall, query_gradients=tall, key_gradients=tall)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():
@@ -486,7 +498,7 @@ def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> N
 @needs_mosaic
 def test_many_tiles_of_one_program_in_one_buffer() -> None:
     """Otherwise q would wait for memory that is freed after q has come."""
-    narrow = dataclasses.replace(harness.HOPPER_TILE, warpgroups=1, stages=1, slots=1)
+    narrow = dataclasses.replace(harness.HOPPER_TILE, warpgroups=1, stages=1, owned_stages=1)
     sizes = dataclasses.replace(
         SIZES, forward=narrow, query_gradients=narrow, key_gradients=narrow, programs=1
     )
@@ -524,7 +536,7 @@ def test_packed_arrays_give_the_same_bits(head_size: int, make: Callable[..., An
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("case", "chosen", "walk"),
+    ("case", "chosen", "step"),
     [
         (GROUPED, FLASH, 128),
         (MORE_ROWS, FLASH, 64),
@@ -534,15 +546,15 @@ def test_packed_arrays_give_the_same_bits(head_size: int, make: Callable[..., An
     ],
     ids=[
         "a block of rows each",
-        "steps by turns, more rows",
+        "steps alternate, more rows",
         "one step",
         "a block of columns each",
         "head 128, one step",
     ],
 )
-def test_dq_without_an_order(case: Case, chosen: Numerics, walk: int) -> None:
+def test_dq_without_an_order(case: Case, chosen: Numerics, step: int) -> None:
     """dV is the same; δ and dQ are summed in another order, which tips a rounding now and then."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, walk=walk, slots=1)
+    tile = dataclasses.replace(harness.HOPPER_TILE, step=step, owned_stages=1)
     sizes = dataclasses.replace(SIZES, key_gradients=tile, programs=2)
     unordered = call(case, chosen, sizes=dataclasses.replace(sizes, unordered=True))
     result, expected = run(case, unordered), run(case, call(case, chosen, sizes=sizes))
@@ -572,16 +584,17 @@ def test_vmap_gives_the_bits_of_a_loop() -> None:
             np.testing.assert_array_equal(x[i], expected)
 
 
-def dealt(schedule: Schedule | LongestFirst) -> list[list[Turn]]:
+def dealt(scheduler: StaticScheduler | LongestFirstScheduler) -> list[list[WorkTile]]:
     """Each program's tiles."""
-    programs = jnp.arange(schedule.grid, dtype=jnp.int32)
-    most = jnp.arange(max(int(schedule.turns(p)) for p in programs), dtype=jnp.int32)
-    found = jax.vmap(lambda p: jax.vmap(lambda u: schedule.turn(p, u))(most))(programs)
-    turns = np.asarray(jax.vmap(schedule.turns)(programs))
-    exists = np.asarray(found.exists) & (np.asarray(most) < turns[:, np.newaxis])
+    programs = jnp.arange(scheduler.grid, dtype=jnp.int32)
+    most = jnp.arange(max(int(scheduler.count(p)) for p in programs), dtype=jnp.int32)
+    found = jax.vmap(lambda p: jax.vmap(lambda u: scheduler.work_tile(p, u))(most))(programs)
+    counts = np.asarray(jax.vmap(scheduler.count)(programs))
+    exists = np.asarray(found.is_valid) & (np.asarray(most) < counts[:, np.newaxis])
     numbers = np.stack(np.broadcast_arrays(*found), axis=-1)
     return [
-        [Turn(*row) for row in rows[e].tolist()] for rows, e in zip(numbers, exists, strict=True)
+        [WorkTile(*row) for row in rows[e].tolist()]
+        for rows, e in zip(numbers, exists, strict=True)
     ]
 
 
@@ -589,13 +602,13 @@ def dealt(schedule: Schedule | LongestFirst) -> list[list[Turn]]:
 @pytest.mark.parametrize(("tiles", "programs"), [(1, 4), (4, 3), (5, 2), (7, 132)])
 def test_every_tile_belongs_to_one_program(tiles: int, programs: int, how: str | int) -> None:
     sizes = {"tiles": tiles, "heads": 3, "batch": 2, "programs": programs}
-    schedule: Schedule | LongestFirst
+    scheduler: StaticScheduler | LongestFirstScheduler
     if isinstance(how, int):
-        schedule = LongestFirst(**sizes, longest_last=True, at_a_time=how)
+        scheduler = LongestFirstScheduler(**sizes, longest_last=True, at_a_time=how)
     else:
-        schedule = Schedule(**sizes, longest_last=True, in_pairs=how == "in pairs")
+        scheduler = StaticScheduler(**sizes, longest_last=True, in_pairs=how == "in pairs")
     done = collections.Counter(
-        (t.tile, t.head, t.batch) for tiles in dealt(schedule) for t in tiles
+        (t.block, t.head, t.batch) for tiles in dealt(scheduler) for t in tiles
     )
     assert done == collections.Counter(
         (tile, head, batch) for tile in range(tiles) for head in range(3) for batch in range(2)
@@ -603,8 +616,10 @@ def test_every_tile_belongs_to_one_program(tiles: int, programs: int, how: str |
 
 
 def test_pairs_are_equally_long() -> None:
-    schedule = Schedule(tiles=8, heads=1, batch=4, in_pairs=True, longest_last=True, programs=16)
-    lengths = {sum(int(turn.tile) + 1 for turn in turns) for turns in dealt(schedule)}
+    scheduler = StaticScheduler(
+        tiles=8, heads=1, batch=4, in_pairs=True, longest_last=True, programs=16
+    )
+    lengths = {sum(int(work.block) + 1 for work in own) for own in dealt(scheduler)}
     assert lengths == {9}
 
 
@@ -619,18 +634,18 @@ def test_the_longest_first_end_together(
     of, tiles = SHAPES[shape], SHAPES[shape].length // 128
     sizes = {"tiles": tiles, "heads": of.heads, "batch": of.batch, "programs": 132}
 
-    def longest(schedule: Schedule | LongestFirst) -> float:
+    def longest(scheduler: StaticScheduler | LongestFirstScheduler) -> float:
         ends = [
-            sum(1 + (t.tile if longest_last else tiles - 1 - t.tile) for t in turns)
-            for turns in dealt(schedule)
+            sum(1 + (t.block if longest_last else tiles - 1 - t.block) for t in own)
+            for own in dealt(scheduler)
         ]
         return max(ends) / np.mean(ends)
 
-    schedule = LongestFirst(**sizes, longest_last=longest_last, at_a_time=at_a_time)
-    assert longest(schedule) < most
-    assert longest(Schedule(**sizes, longest_last=longest_last, in_pairs=True)) > 1.03
-    for turns in dealt(schedule):
-        times = [(t.batch * of.heads + t.head) // at_a_time for t in turns]
+    scheduler = LongestFirstScheduler(**sizes, longest_last=longest_last, at_a_time=at_a_time)
+    assert longest(scheduler) < most
+    assert longest(StaticScheduler(**sizes, longest_last=longest_last, in_pairs=True)) > 1.03
+    for own in dealt(scheduler):
+        times = [(t.batch * of.heads + t.head) // at_a_time for t in own]
         assert times == sorted(times)
 
 
@@ -642,12 +657,10 @@ def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
     of, tile = SHAPES[shape], Tile(longest_first=True)
     x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
     problem = Problem.of(x, x, call(GROUPED).spec, default_block_sizes(of.head_size))
-    for schedule in (problem.by_query(tile), problem.by_key(tile)):
-        assert isinstance(schedule, LongestFirst)
-        rounds = -(-schedule.tiles * heads // schedule.grid)
-        time = {
-            t.batch * of.heads + t.head for turns in dealt(schedule) for t in turns[: rounds - 1]
-        }
+    for scheduler in (problem.by_query(tile), problem.by_key(tile)):
+        assert isinstance(scheduler, LongestFirstScheduler)
+        rounds = -(-scheduler.tiles * heads // scheduler.grid)
+        time = {t.batch * of.heads + t.head for own in dealt(scheduler) for t in own[: rounds - 1]}
         assert time == set(range(heads))
 
 
@@ -659,13 +672,13 @@ def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
     x = jax.ShapeDtypeStruct((2, rows, 3, 64), jnp.bfloat16)
     spec = dataclasses.replace(call(GROUPED).spec, is_causal=is_causal)
     problem = Problem.of(x, x, spec, sizes)
-    schedule = problem.by_query(sizes.forward)
-    assert isinstance(schedule, LongestFirst if is_causal else Schedule)
-    assert is_causal or schedule == problem.by_query(Tile(warpgroups=3))
+    scheduler = problem.by_query(sizes.forward)
+    assert isinstance(scheduler, LongestFirstScheduler if is_causal else StaticScheduler)
+    assert is_causal or scheduler == problem.by_query(Tile(warpgroups=3))
     starts = collections.Counter(
-        (t.batch, t.head, t.tile * 192 + warpgroup * 64)
-        for turns in dealt(schedule)
-        for t in turns
+        (t.batch, t.head, t.block * 192 + warpgroup * 64)
+        for own in dealt(scheduler)
+        for t in own
         for warpgroup in range(3)
     )
     assert set(starts.values()) == {1}
@@ -697,11 +710,11 @@ def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
     assert not is_long(dataclasses.replace(spec, numerics=FLASH.replace(kv_block=64)))
 
 
-def test_who_joins_tiles() -> None:
+def test_who_overlaps_tiles() -> None:
     def joins(shape: tuple[int, ...] = (1, 1024, 2, 64), **changes: Any) -> bool:
         spec = dataclasses.replace(call(GROUPED).spec, block_sizes=None, numerics=FLASH)
         spec = dataclasses.replace(spec, row_max=DynamicMax())
-        return block_sizes(shape, dataclasses.replace(spec, **changes)).forward.joined
+        return block_sizes(shape, dataclasses.replace(spec, **changes)).forward.overlap_tiles
 
     assert joins()
     assert joins(numerics=FLOAT32_OUTPUT)
@@ -717,7 +730,7 @@ def test_who_joins_tiles() -> None:
 @pytest.mark.parametrize("chosen", [FLASH, AUXILIARY_OUTPUT], ids=str)
 def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
     """Here, where products are waited for, it is all that is left of an earlier wait."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, soon=True)
+    tile = dataclasses.replace(harness.HOPPER_TILE, early_wait=True)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(WIDE, call(WIDE, chosen, sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -867,24 +880,39 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "named"),
     [
         ({"warpgroups": 4}, "warpgroups must be one of"),
-        ({"walk": 32}, "walk must be one of"),
+        ({"step": 32}, "step must be one of"),
         ({"stages": 0}, "stages must be at least 1, got 0"),
-        ({"value_stages": 0}, "value_stages must be at least 1, got 0"),
-        ({"held": True}, "held=True needs turns=True"),
-        ({"held": True, "turns": True, "stages": 1}, "held=True takes two stages"),
-        ({"ahead": True, "turns": True, "held": True}, "ahead=True takes .*held=True"),
-        ({"ahead": True, "stages": 1}, "ahead=True takes two stages"),
-        ({"ahead": True, "split": True, "walk": 64}, "ahead=True takes .*split=True"),
+        ({"v_stages": 0}, "v_stages must be at least 1, got 0"),
+        ({"held": True}, "held=True needs ping_pong=True"),
+        ({"held": True, "ping_pong": True, "stages": 1}, "held=True takes two stages"),
         (
-            {"joined": True, "slots": 1},
-            "joined=True takes two slots, walks of own rows, got .*slots=1",
+            {"overlap_steps": True, "ping_pong": True, "held": True},
+            "overlap_steps=True takes .*held=True",
         ),
-        ({"joined": True, "walk": 64}, "joined=True takes .*walk=64"),
-        ({"halved": True, "walk": 64}, "halved=True takes walk=128, got walk=64"),
-        ({"joined": True, "warpgroups": 3}, "joined=True takes .*warpgroups=3"),
-        ({"split": True}, "split=True takes two warpgroups, walk=64, no turns, got .*walk=128"),
-        ({"split": True, "walk": 64, "turns": True}, "split=True takes .*turns=True"),
-        ({"split": True, "walk": 64, "warpgroups": 3}, "split=True takes .*warpgroups=3"),
+        ({"overlap_steps": True, "stages": 1}, "overlap_steps=True takes two stages"),
+        (
+            {"overlap_steps": True, "cooperative": True, "step": 64},
+            "overlap_steps=True takes .*cooperative=True",
+        ),
+        (
+            {"overlap_tiles": True, "owned_stages": 1},
+            "overlap_tiles=True takes owned_stages=2, steps of own rows, got .*owned_stages=1",
+        ),
+        ({"overlap_tiles": True, "step": 64}, "overlap_tiles=True takes .*step=64"),
+        ({"halved": True, "step": 64}, "halved=True takes step=128, got step=64"),
+        ({"overlap_tiles": True, "warpgroups": 3}, "overlap_tiles=True takes .*warpgroups=3"),
+        (
+            {"cooperative": True},
+            "cooperative=True takes two warpgroups, step=64, no ping_pong, got .*step=128",
+        ),
+        (
+            {"cooperative": True, "step": 64, "ping_pong": True},
+            "cooperative=True takes .*ping_pong=True",
+        ),
+        (
+            {"cooperative": True, "step": 64, "warpgroups": 3},
+            "cooperative=True takes .*warpgroups=3",
+        ),
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
@@ -892,13 +920,13 @@ def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> No
         Tile(**options)
 
 
-def test_turns_are_not_held_forward() -> None:
-    held = Tile(turns=True, held=True)
+def test_ping_pong_is_not_held_forward() -> None:
+    held = Tile(ping_pong=True, held=True)
     with pytest.raises(ValueError, match="held in the backward kernels alone"):
         BlockSizes(forward=held, query_gradients=held, key_gradients=held)
 
 
-@pytest.mark.parametrize("field", ["soon", "joined", "halved"])
+@pytest.mark.parametrize("field", ["early_wait", "overlap_tiles", "halved"])
 @pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
 def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field: str) -> None:
     with pytest.raises(ValueError, match=f"{kernel}: {field}=True is of the forward kernel"):
@@ -909,8 +937,8 @@ def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field:
 @pytest.mark.parametrize(
     ("chosen", "field", "named"),
     [
-        (PUBLISHED, "joined", "joined=True takes no tile_grads=bfloat16"),
-        (AUXILIARY_OUTPUT, "joined", "joined=True takes no saved_output=auxiliary"),
+        (PUBLISHED, "overlap_tiles", "overlap_tiles=True takes no tile_grads=bfloat16"),
+        (AUXILIARY_OUTPUT, "overlap_tiles", "overlap_tiles=True takes no saved_output=auxiliary"),
         (FLASH, "halved", "halved=True takes tile_grads=bfloat16, got float32"),
     ],
 )
@@ -924,10 +952,10 @@ def test_sums_of_other_numerics_are_named(chosen: Numerics, field: str, named: s
 @pytest.mark.parametrize(
     ("kernel", "tile", "named"),
     [
-        ("forward", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
-        ("key_gradients", Tile(value_stages=1), "value_stages are of query_gradients alone, got 1"),
-        ("forward", Tile(walk=64, split=True), "it has one sum, got split=True"),
-        ("forward", Tile(ahead=True), "S is always ahead of P̄V, got ahead=True"),
+        ("forward", Tile(v_stages=1), "v_stages are of query_gradients alone, got 1"),
+        ("key_gradients", Tile(v_stages=1), "v_stages are of query_gradients alone, got 1"),
+        ("forward", Tile(step=64, cooperative=True), "it has one sum, got cooperative=True"),
+        ("forward", Tile(overlap_steps=True), "S is always ahead of P̄V, got overlap_steps=True"),
     ],
 )
 def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, named: str) -> None:
@@ -937,21 +965,27 @@ def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, nam
 
 @needs_mosaic
 def test_a_single_sum_is_not_split() -> None:
-    sizes = dataclasses.replace(SIZES, query_gradients=Tile(walk=64, split=True))
-    with pytest.raises(ValueError, match="split=True is of delta='normalized' alone"):
+    sizes = dataclasses.replace(SIZES, query_gradients=Tile(step=64, cooperative=True))
+    with pytest.raises(ValueError, match="cooperative=True is of delta='normalized' alone"):
         run(FEW, call(FEW, sizes=sizes))
 
 
-@pytest.mark.parametrize("tile", [Tile(walk=64, split=True), Tile(ahead=True)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [Tile(step=64, cooperative=True), Tile(overlap_steps=True)], ids=str
+)
 def test_unordered_dq_takes_no_split_and_nothing_ahead(tile: Tile) -> None:
-    with pytest.raises(ValueError, match="unordered dQ takes no split of dK and dV, nor ahead"):
+    with pytest.raises(
+        ValueError, match="unordered dQ takes neither cooperative nor overlap_steps"
+    ):
         dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
 
 
 @needs_mosaic
 def test_a_normalized_delta_takes_nothing_ahead() -> None:
-    sizes = dataclasses.replace(SIZES, query_gradients=Tile(walk=64, ahead=True))
-    with pytest.raises(ValueError, match="ahead=True is of one sum, not of delta='normalized'"):
+    sizes = dataclasses.replace(SIZES, query_gradients=Tile(step=64, overlap_steps=True))
+    with pytest.raises(
+        ValueError, match="overlap_steps=True is of one sum, not of delta='normalized'"
+    ):
         run(FEW, call(FEW, NORMALIZED_DELTA, sizes=sizes))
 
 
@@ -968,7 +1002,7 @@ def test_what_does_not_fit_head_size_256_is_named(options: dict[str, Any], named
         default_block_sizes(256, **options)
 
 
-@pytest.mark.parametrize("tile", [Tile(warpgroups=3, walk=64), Tile(walk=64, stages=1)])
+@pytest.mark.parametrize("tile", [Tile(warpgroups=3, step=64), Tile(step=64, stages=1)])
 def test_unordered_dq_takes_two_warpgroups_and_two_stages(tile: Tile) -> None:
     with pytest.raises(ValueError, match="unordered dQ takes two warpgroups, two stages or more"):
         dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
@@ -976,9 +1010,9 @@ def test_unordered_dq_takes_two_warpgroups_and_two_stages(tile: Tile) -> None:
 
 @needs_mosaic
 def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
-    walk = dataclasses.replace(harness.HOPPER_TILE, walk=128)
-    sizes = dataclasses.replace(SIZES, key_gradients=walk, unordered=True)
-    with pytest.raises(ValueError, match=r"steps of 64 queries at head size 128, got walk=128"):
+    tile = dataclasses.replace(harness.HOPPER_TILE, step=128)
+    sizes = dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
+    with pytest.raises(ValueError, match=r"steps of 64 queries at head size 128, got step=128"):
         run(WIDE, call(WIDE, sizes=sizes))
 
 

@@ -243,10 +243,10 @@ def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
     "name",
     ["causal", "head 128", "head 256", "half of the last tile", "not causal", "published"],
 )
-def test_turns_change_no_bit(name: str, long: bool) -> None:
+def test_ping_pong_changes_no_bit(name: str, long: bool) -> None:
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
-    result = call.run(hopper, block_sizes=changed(sizes, turns=False, held=False))
+    result = call.run(hopper, block_sizes=changed(sizes, ping_pong=False, held=False))
     for what, x in call.run(hopper, block_sizes=sizes).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
@@ -266,8 +266,8 @@ def test_an_earlier_wait_changes_no_bit(name: str) -> None:
     """In calls of no table that have it, too."""
     call = CALLS[name]
     sizes = sizes_of(call)
-    soon = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, soon=True))
-    result = call.run(hopper, block_sizes=soon)
+    early = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, early_wait=True))
+    result = call.run(hopper, block_sizes=early)
     for what, x in call.run(hopper, block_sizes=sizes).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
@@ -343,7 +343,7 @@ def test_halved_parts_are_the_same_arithmetic(name: str) -> None:
 def joins(call: Call) -> bool:
     """Whether the last product of a tile may be multiplied beside the next tile's softmax."""
     tile, n = sizes_of(call).forward, call.numerics
-    alike = tile.slots > 1 and tile.walk % tile.own == 0
+    alike = tile.owned_stages > 1 and tile.step % tile.owned == 0
     return alike and not rounds_products(n) and n.saved_output != "auxiliary"
 
 
@@ -352,11 +352,11 @@ def test_joined_tiles_change_no_bit(name: str) -> None:
     call = CALLS[name]
     sizes = sizes_of(call)
 
-    def run(*, joined: bool) -> dict[str, np.ndarray]:
-        forward = dataclasses.replace(sizes.forward, joined=joined)
+    def run(*, overlap_tiles: bool) -> dict[str, np.ndarray]:
+        forward = dataclasses.replace(sizes.forward, overlap_tiles=joined)
         return call.run(hopper, block_sizes=dataclasses.replace(sizes, forward=forward))
 
-    result, expected = run(joined=True), run(joined=False)
+    result, expected = run(overlap_tiles=True), run(overlap_tiles=False)
     for what, x in expected.items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
@@ -374,16 +374,16 @@ def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
     call = CALLS[name]
     sizes = sizes_of(call)
 
-    def run(*, ahead: bool) -> dict[str, np.ndarray]:
+    def run(*, overlap_steps: bool) -> dict[str, np.ndarray]:
         tiles = {
-            kernel: dataclasses.replace(getattr(sizes, kernel), ahead=ahead, held=False)
+            kernel: dataclasses.replace(getattr(sizes, kernel), overlap_steps=ahead, held=False)
             for kernel in ("query_gradients", "key_gradients")
-            if not getattr(sizes, kernel).split
+            if not getattr(sizes, kernel).cooperative
         }
         return call.run(hopper, block_sizes=dataclasses.replace(sizes, **tiles))
 
-    result = run(ahead=True)
-    for what, x in run(ahead=False).items():
+    result = run(overlap_steps=True)
+    for what, x in run(overlap_steps=False).items():
         np.testing.assert_array_equal(result[what], x, err_msg=what)
 
 
@@ -419,16 +419,16 @@ def test_dq_without_an_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal", "head 128", "many tiles per program"])
 def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
-    """On every run, with turns and without, in steps of 64 queries and of 128."""
+    """On every run, with ping-pong and without, in steps of 64 queries and of 128."""
     call = CALLS[name]
-    runs: list[dict[str, Any]] = [{}, {}, {"held": False}, {"held": False, "turns": False}]
+    runs: list[dict[str, Any]] = [{}, {}, {"held": False}, {"held": False, "ping_pong": False}]
     if call.head_size == 64:
-        runs += [{"walk": 64}, {"walk": 64, "slots": 1, "stages": 3}]
+        runs += [{"step": 64}, {"step": 64, "owned_stages": 1, "stages": 3}]
     first, *others = (call.run(hopper, block_sizes=unordered(call, **run)) for run in runs)
     for other, run in zip(others, runs[1:], strict=True):
         assert np.mean(first["dq"] != other["dq"]) < 0.02
         for what in ("out", "lse", "dk", "dv"):
-            if what in ("out", "lse") or "walk" not in run:
+            if what in ("out", "lse") or "step" not in run:
                 np.testing.assert_array_equal(other[what], first[what], err_msg=f"{what} {run}")
             else:  # as many products, each of fewer queries
                 assert np.mean(other[what] != first[what]) < 0.02, what
@@ -443,7 +443,7 @@ def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
 )
 def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
     call = CALLS[name]
-    whole, split = Tile(walk=64, slots=1), Tile(walk=64, slots=1, split=True)
+    whole, split = Tile(step=64, owned_stages=1), Tile(step=64, owned_stages=1, cooperative=True)
     of_queries = split if call.numerics.delta == "normalized" else whole
     sizes = dataclasses.replace(sizes_of(call), query_gradients=whole, key_gradients=whole)
     halves = dataclasses.replace(sizes, query_gradients=of_queries, key_gradients=split)
@@ -461,11 +461,13 @@ def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, l
     """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""
     call = CALLS[name]
     sizes = sizes_of(call, long=long)
-    shallow = Tile(walk=64, stages=1, slots=1)
-    gradients = dataclasses.replace(shallow, split=call.head_size == 256)
+    shallow = Tile(step=64, stages=1, owned_stages=1)
+    gradients = dataclasses.replace(shallow, cooperative=call.head_size == 256)
     sizes = dataclasses.replace(sizes, query_gradients=shallow, key_gradients=gradients)
     if call.head_size == 128:  # P̄ takes memory, too
-        sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, slots=1))
+        sizes = dataclasses.replace(
+            sizes, forward=dataclasses.replace(sizes.forward, owned_stages=1)
+        )
     registers = call.run(hopper, block_sizes=sizes)
     memory = call.run(hopper, block_sizes=dataclasses.replace(sizes, from_memory=True))
     for what, x in memory.items():
@@ -476,8 +478,8 @@ def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, l
 def test_the_same_of_an_unordered_dq(name: str) -> None:
     """But for dQ itself, whose last bits differ anyway."""
     call = CALLS[name]
-    sizes = unordered(call, walk=64, stages=2, slots=1)
-    sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, slots=1))
+    sizes = unordered(call, step=64, stages=2, owned_stages=1)
+    sizes = dataclasses.replace(sizes, forward=dataclasses.replace(sizes.forward, owned_stages=1))
     registers = call.run(hopper, block_sizes=sizes)
     memory = call.run(hopper, block_sizes=dataclasses.replace(sizes, from_memory=True))
     for what, x in memory.items():

@@ -138,13 +138,16 @@ def test_the_trainers_kernels_spill_nothing_and_get_the_registers_they_wait_for(
     )
     products = {"product_and_gelu", "gelu_gradient_of_product"}
     assert found.ptx.keys() == products | {"cross_entropy_rows"}
-    workers = gelu_products.WORKERS
-    wanted = workers * (gelu_products.MULTIPLIES + gelu_products.FINISHES) + gelu_products.LOADS
+    consumers = gelu_products.CONSUMERS
+    wanted = (
+        consumers * (gelu_products.CONSUMER_REGISTERS + gelu_products.EPILOGUE_REGISTERS)
+        + gelu_products.PRODUCER_REGISTERS
+    )
     for kernel, report in found.reports.items():
         assert found.spilled[kernel] == 0, kernel
         assert not re.search(SERIALIZED, report), kernel
         if kernel in products:
-            given = (2 * workers + 1) * found.number(kernel, r"Used (\d+) registers")
+            given = (2 * consumers + 1) * found.number(kernel, r"Used (\d+) registers")
             assert wanted <= given, kernel
             # w comes once for two programs; nothing divides.
             assert "multicast" in found.ptx[kernel]
@@ -225,7 +228,7 @@ def test_a_test_for_ties_is_a_comparison_a_node_and_a_vote_a_step(
         code(head_size, FLASH, DynamicMax(), long=long, tests_ties=on).ptx["forward"]
         for on in (True, False)
     )
-    # Of the first step and of the loop's; where tiles are joined, of the first step after another.
+    # Of the first step and of the loop's; where tiles overlap, of the first step after another.
     softmaxes = 3 if head_size == 64 and not long else 2
     assert text.count("vote.sync.any") == softmaxes
     nodes = 2 * 31 + 2 * 2  # two rows of 32 scores in a thread, and two exchanges for each
@@ -237,7 +240,7 @@ def test_a_test_for_ties_is_a_comparison_a_node_and_a_vote_a_step(
 
 @pytest.mark.parametrize(("head_size", "most"), [(64, 56), (128, 104)])
 def test_what_is_spilled_where_dq_is_added_to(head_size: int, most: int) -> None:
-    """Most of it outside the walk, and nothing is stored within."""
+    """Most of it outside the mainloop, and nothing is stored within."""
     found = code(head_size, unordered=True)
     assert found.spilled["key_gradients"] <= most
     assert not re.search(SERIALIZED, found.reports["key_gradients"])

@@ -114,7 +114,7 @@ def launch_hopper() -> int:
         calls += [
             (head_size, FLASH, StandardMax(), None),
             (head_size, FLASH, DynamicMax(), long),
-            (head_size, FLASH, DynamicMax(), None),  # at head size 64 tiles are joined
+            (head_size, FLASH, DynamicMax(), None),  # at head size 64 tiles overlap
             (head_size, FLOAT32_OUTPUT, StandardMax(), None),
             (head_size, NORMALIZED_DELTA, StandardMax(), None),
         ]

@@ -68,7 +68,7 @@ GPU_TALL = gpu.BlockSizes(
     query_gradients=gpu.Tile(query=16, kv=32, stages=1),
     interpret=True,
 )
-HOPPER_TILE = hopper.Tile(walk=64)
+HOPPER_TILE = hopper.Tile(step=64)
 HOPPER_TILES = hopper.BlockSizes(
     forward=HOPPER_TILE,
     query_gradients=HOPPER_TILE,

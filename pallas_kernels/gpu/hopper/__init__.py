@@ -4,19 +4,15 @@
 `unsupported` there; `pallas_kernels.gpu` serves everything else. Who lives here:
 
   vjp            the passes, under one `custom_vjp`; all below but block_sizes import Mosaic GPU
-  forward, query_gradients, key_gradients   one kernel each
-  split_query_gradients, split_key_gradients   the same where a warpgroup has no registers for two
-                 sums; `handover` is how one warpgroup gives P to another
-  query_sums   dQ as a sum without an order, by the last of them, if asked for
-  long_steps     `published`: steps that are walked over in parts, for their products are rounded
-  by_query       what forward and dQ share: loading, steps that are skipped
-  query_rows, by_key   what the kernels of dQ, and those of dK and dV, share
+  forward        the forward kernel; long_steps: `published`, whose products are rounded
+  backward       the kernels of dQ, and of dK and dV
+  producer       the warpgroup that loads
+  tile_scheduler which program does which tiles, and in which order
   problem        one call: sizes, tiles, what may be multiplied with what
-  schedule       which program does which tiles, and in which order
-  machine        warpgroups, shared memory and barriers, as Mosaic GPU names them
+  machine        pipelines, ping-pong, matrix products, layouts
   block_sizes    tile sizes: speed only
   gelu_products, cross_entropy   the trainer's, which `pallas_kernels.gpu.trainer` chooses
 
-A program stays on its multiprocessor and works through many tiles. One warpgroup loads (TMA), the
-others multiply (WGMMA) and do the softmax.
+A program stays on its multiprocessor and works through many tiles. A producer warpgroup loads
+(TMA), consumer warpgroups multiply (WGMMA) and do the softmax.
 """

@@ -168,9 +168,9 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    walk = block_sizes(request.q_shape, request.spec).forward.walk
+    step = block_sizes(request.q_shape, request.spec).forward.step
     kv_block = request.spec.numerics.kv_block
-    return kv_block if isinstance(kv_block, int) else walk
+    return kv_block if isinstance(kv_block, int) else step
 
 
 def exponent_of(request: Request) -> str:

@@ -9,7 +9,7 @@ from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, Numerics
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
-WALKS = (64, 128)
+STEPS = (64, 128)
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
 
 
@@ -31,91 +31,99 @@ class Tile:
     """One kernel's tiles and how deep it loads ahead.
 
     A program owns `warpgroups` tiles of 64 rows (queries, or keys for dK and dV), or one if they
-    `split` it, and walks over the other side.
+    share it (`cooperative`), and steps over the other side.
 
     Attributes:
-      warpgroups: that multiply, 1 to 3; one more loads.
-      walk: keys (for dK and dV: queries) of a step of the walk, 64 or 128.
+      warpgroups: consumers, which multiply, 1 to 3; a producer beside them loads.
+      step: keys (for dK and dV: queries) of a mainloop step, 64 or 128.
       stages: steps whose operands are in shared memory at once, at least 1.
-      slots: tiles whose own operands are, 1 or 2.
-      turns: warpgroups start their products by turns.
+      owned_stages: tiles whose own operands are, 1 or 2.
+      ping_pong: consumer warpgroups start their products one after the other.
       held: of dQ's kernel and that of dK and dV: a turn has the products that end a step and those
         that begin the next, instead of the latter alone.
-      ahead: of dQ's kernel and that of dK and dV: the products that end a step start in the same
-        turn as those that begin the next, and before them. Without `delta='normalized'`.
+      overlap_steps: of dQ's kernel and that of dK and dV: the products that end a step start
+        in the same turn as those that begin the next, and before them. Without
+        `delta='normalized'`.
       longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
         has room for, instead of in pairs. Without causality they are equally long, and it says
         nothing.
-      soon: of the forward kernel: P̄V is waited for after few of a step's exponentials, instead of
-        after all of its softmax.
-      joined: of the forward kernel: the last P̄V of a tile is multiplied during the first softmax of
-        the program's next, instead of before it. O takes shared memory of its own then. In steps
-        that all warpgroups have alike, with two slots, without `published`'s or O′'s products.
+      early_wait: of the forward kernel: P̄V is waited for after few of a step's exponentials,
+        instead of after all of its softmax.
+      overlap_tiles: of the forward kernel: the last P̄V of a tile is multiplied during the first
+        softmax of the program's next, instead of before it. O takes shared memory of its own then.
+        In steps that all warpgroups have alike, with two stages of q, without `published`'s or O′'s
+        products.
       halved: of the forward kernel in long steps (`rounds_products`): S of a part is multiplied in
         two halves, the second while the first is looked at.
       tests_ties: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
         counted only in steps of which a test says that there may be some, instead of in every
         step. Where nothing is counted, and in other kernels, it says nothing.
-      value_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
+      v_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
         for dP alone, early in a step.
-      split: of the backward kernels: two warpgroups share 64 rows, and each has one of two sums: dV
-        and dK, or P k and dQ (`delta='normalized'`). They have no turns, for one has to wait for
-        the other anyway.
+      cooperative: of the backward kernels: two warpgroups share 64 rows, and each has one of two
+        sums: dV and dK, or P k and dQ (`delta='normalized'`). They take no ping-pong, for one has
+        to wait for the other anyway.
 
     Raises:
-      ValueError: a size out of range, turns that are held where there are none or in one stage,
-        `ahead` with held turns, in one stage or with a split, `joined` in one slot or in walks that
-        are no multiple of own rows, `halved` in walks of 64, or a split among other than two
-        warpgroups, in steps of other than 64 rows, or with turns.
+      ValueError: a size out of range; `held` without `ping_pong` or in one stage; `overlap_steps`
+        with `held`, in one stage or `cooperative`; `overlap_tiles` in one stage of q or in steps
+        that are no multiple of own rows; `halved` in steps of 64; `cooperative` among other than
+        two warpgroups, in steps of other than 64 rows, or with `ping_pong`.
     """
 
     warpgroups: int = 2
-    walk: int = 128
+    step: int = 128
     stages: int = 2
-    slots: int = 2
-    turns: bool = False
+    owned_stages: int = 2
+    ping_pong: bool = False
     held: bool = False
-    ahead: bool = False
+    overlap_steps: bool = False
     longest_first: bool = False
-    soon: bool = False
-    joined: bool = False
+    early_wait: bool = False
+    overlap_tiles: bool = False
     halved: bool = False
     tests_ties: bool = True
-    value_stages: int | None = None
-    split: bool = False
+    v_stages: int | None = None
+    cooperative: bool = False
 
     def __post_init__(self) -> None:
-        ranges = {"warpgroups": (1, 2, 3), "walk": WALKS, "slots": (1, 2)}
+        ranges = {"warpgroups": (1, 2, 3), "step": STEPS, "owned_stages": (1, 2)}
         for name, sizes in ranges.items():
             if (value := getattr(self, name)) not in sizes:
                 raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
-        if self.held and not self.turns:
-            raise ValueError("held=True needs turns=True: there is no turn to hold")
+        if self.held and not self.ping_pong:
+            raise ValueError("held=True needs ping_pong=True: there is no turn to hold")
         if self.held and self.stages < 2:
             # Who holds the turn would wait for a step that takes the place of one that another,
             # who waits for the turn, has not done with.
             raise ValueError(f"held=True takes two stages, got {self}")
-        if self.ahead and (self.held or self.stages < 2 or self.split):
-            raise ValueError(f"ahead=True takes two stages, no held turns, no split, got {self}")
-        if self.joined and (self.slots < 2 or self.walk % self.own):
-            raise ValueError(f"joined=True takes two slots, walks of own rows, got {self}")
-        if self.halved and self.walk != max(WALKS):  # halves of P̄ have 64 columns
-            raise ValueError(f"halved=True takes walk={max(WALKS)}, got walk={self.walk}")
-        for name in ("stages", "value_stages"):
+        if self.overlap_steps and (self.held or self.stages < 2 or self.cooperative):
+            raise ValueError(
+                f"overlap_steps=True takes two stages, neither held nor cooperative, got {self}"
+            )
+        if self.overlap_tiles and (self.owned_stages < 2 or self.step % self.owned):
+            raise ValueError(
+                f"overlap_tiles=True takes owned_stages=2, steps of own rows, got {self}"
+            )
+        if self.halved and self.step != max(STEPS):  # halves of P̄ have 64 columns
+            raise ValueError(f"halved=True takes step={max(STEPS)}, got step={self.step}")
+        for name in ("stages", "v_stages"):
             if (stages := getattr(self, name)) is not None and stages < 1:
                 raise ValueError(f"{name} must be at least 1, got {stages}")
-        if self.split and (self.warpgroups != 2 or self.walk != ROWS or self.turns):
-            raise ValueError(f"split=True takes two warpgroups, walk={ROWS}, no turns, got {self}")
+        if self.cooperative and (self.warpgroups != 2 or self.step != ROWS or self.ping_pong):
+            raise ValueError(
+                f"cooperative=True takes two warpgroups, step={ROWS}, no ping_pong, got {self}"
+            )
 
     @property
-    def own(self) -> int:
+    def owned(self) -> int:
         """Rows of a program's own side."""
-        return ROWS if self.split else ROWS * self.warpgroups
+        return ROWS if self.cooperative else ROWS * self.warpgroups
 
     @property
-    def stages_of_values(self) -> int:
+    def stages_of_v(self) -> int:
         """Stages of v, of the kernels whose programs own queries."""
-        return self.value_stages or self.stages
+        return self.v_stages or self.stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,7 @@ class BlockSizes:
     """The tiles of the three Hopper kernels.
 
     Attributes:
-      forward: O and lse; its `walk` is the keys of an online-softmax step.
+      forward: O and lse; its `step` is the keys of an online-softmax step.
       query_gradients: dQ and δ.
       key_gradients: dK and dV.
       unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
@@ -132,13 +140,13 @@ class BlockSizes:
         when rows have been walked.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
-        other and without turns: for tests. The bits are the same.
+        other and without ping-pong: for tests. The bits are the same.
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: turns that are held, `ahead` or a split forward; `soon`, `joined` or `halved`
-        backward; `value_stages` in others than dQ's; an unordered dQ of other than two warpgroups,
-        of one stage, `ahead`, or beside a split.
+      ValueError: `held`, `overlap_steps` or `cooperative` forward; `early_wait`, `overlap_tiles` or
+        `halved` backward; `v_stages` in others than dQ's; an unordered dQ of other than two
+        warpgroups, of one stage, with `overlap_steps` or `cooperative`.
     """
 
     forward: Tile
@@ -152,22 +160,24 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
-        if self.forward.ahead:
-            raise ValueError("forward: S is always ahead of P̄V, got ahead=True")
+        if self.forward.overlap_steps:
+            raise ValueError("forward: S is always ahead of P̄V, got overlap_steps=True")
         if self.forward.held:
             raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
         for name in ("query_gradients", "key_gradients"):
-            for field in ("soon", "joined", "halved"):
+            for field in ("early_wait", "overlap_tiles", "halved"):
                 if getattr(getattr(self, name), field):
                     raise ValueError(f"{name}: {field}=True is of the forward kernel alone")
-        if self.forward.split:
-            raise ValueError("forward: it has one sum, got split=True")
+        if self.forward.cooperative:
+            raise ValueError("forward: it has one sum, got cooperative=True")
         for name in ("forward", "key_gradients"):
-            if stages := getattr(self, name).value_stages:
-                raise ValueError(f"{name}: value_stages are of query_gradients alone, got {stages}")
+            if stages := getattr(self, name).v_stages:
+                raise ValueError(f"{name}: v_stages are of query_gradients alone, got {stages}")
         tile = self.key_gradients
-        if self.unordered and (tile.split or tile.ahead):
-            raise ValueError(f"unordered dQ takes no split of dK and dV, nor ahead, got {tile}")
+        if self.unordered and (tile.cooperative or tile.overlap_steps):
+            raise ValueError(
+                f"unordered dQ takes neither cooperative nor overlap_steps, got {tile}"
+            )
         if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
             raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
 
@@ -210,7 +220,7 @@ def default_block_sizes(
       rounds_products: whether a step of `kv_block` keys is walked over in parts, for its products
         are rounded, as by `published`.
       counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does. At
-        head size 64 it then joins short tiles, for it has more to hide.
+        head size 64 short tiles then overlap, for it has more to hide.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
@@ -221,8 +231,8 @@ def default_block_sizes(
             raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
         return BlockSizes(
             forward=Tile(longest_first=True, halved=True),
-            query_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
-            key_gradients=Tile(walk=64, stages=3, turns=True, held=True, longest_first=True),
+            query_gradients=Tile(step=64, stages=3, ping_pong=True, held=True, longest_first=True),
+            key_gradients=Tile(step=64, stages=3, ping_pong=True, held=True, longest_first=True),
         )
     if is_wide(head_size):
         asked = (kv_block == 128, keeps_auxiliary, unordered)
@@ -230,54 +240,54 @@ def default_block_sizes(
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
         return BlockSizes(
-            forward=Tile(walk=64, slots=1, turns=long, longest_first=long),
-            query_gradients=Tile(walk=64, slots=1, longest_first=long, split=True)
+            forward=Tile(step=64, owned_stages=1, ping_pong=long, longest_first=long),
+            query_gradients=Tile(step=64, owned_stages=1, longest_first=long, cooperative=True)
             if sums_keys
-            else Tile(walk=64, slots=1, value_stages=1, turns=True, longest_first=long),
-            key_gradients=Tile(walk=64, slots=1, split=True, longest_first=True),
+            else Tile(step=64, owned_stages=1, v_stages=1, ping_pong=True, longest_first=long),
+            key_gradients=Tile(step=64, owned_stages=1, cooperative=True, longest_first=True),
         )
-    walk = kv_block or (64 if keeps_auxiliary and head_size > 64 else 128)
-    long = long and walk == 128 and not keeps_auxiliary
+    step = kv_block or (64 if keeps_auxiliary and head_size > 64 else 128)
+    long = long and step == 128 and not keeps_auxiliary
     if head_size <= 64:
         return BlockSizes(
             forward=Tile(
                 warpgroups=3 if long else 2,
-                walk=walk,
-                turns=True,
+                step=step,
+                ping_pong=True,
                 longest_first=long,
-                soon=walk == 128 and not keeps_auxiliary,
-                joined=counts_ties and walk == 128 and not long and not keeps_auxiliary,
+                early_wait=step == 128 and not keeps_auxiliary,
+                overlap_tiles=counts_ties and step == 128 and not long and not keeps_auxiliary,
             ),
-            query_gradients=Tile(walk=64, stages=3, longest_first=long)
+            query_gradients=Tile(step=64, stages=3, longest_first=long)
             if sums_keys
-            else Tile(turns=True, held=True, longest_first=long),
-            key_gradients=Tile(turns=True, held=True, longest_first=long or not unordered),
+            else Tile(ping_pong=True, held=True, longest_first=long),
+            key_gradients=Tile(ping_pong=True, held=True, longest_first=long or not unordered),
             unordered=unordered,
         )
     return BlockSizes(
         forward=Tile(
-            walk=walk,
-            slots=1 if saves_float32 else 2,
-            turns=long,
+            step=step,
+            owned_stages=1 if saves_float32 else 2,
+            ping_pong=long,
             longest_first=long,
-            soon=long,
+            early_wait=long,
         ),
         query_gradients=Tile(
-            walk=64,
+            step=64,
             stages=3,
-            value_stages=2 if saves_float32 else None,
-            slots=1,
-            turns=True,
-            ahead=not sums_keys,
+            v_stages=2 if saves_float32 else None,
+            owned_stages=1,
+            ping_pong=True,
+            overlap_steps=not sums_keys,
             longest_first=long,
         ),
         key_gradients=Tile(
-            walk=64,
+            step=64,
             stages=2 if unordered else 3,
-            slots=1,
-            turns=True,
+            owned_stages=1,
+            ping_pong=True,
             held=unordered,
-            ahead=not unordered,
+            overlap_steps=not unordered,
             longest_first=long or not unordered,
         ),
         unordered=unordered,

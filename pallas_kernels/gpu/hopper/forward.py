@@ -3,11 +3,12 @@
 A warpgroup owns 64 query rows and walks over the key steps that they see (FlashAttention-2, arXiv
 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄ and O
 rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-3 (arXiv 2407.08608)
-hide the softmax: warpgroups multiply by turns (section 3.1), and S of step t is multiplied before
+hide the softmax: warpgroups ping-pong (section 3.1), and S of step t is multiplied before
 P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2). From its kernel's code
-are three more: S adds to nothing, P̄V may be waited for among the exponentials (`Tile.soon`), and
-the longest tiles may come first (`Tile.longest_first`). Repeated maxima, which `dynamic_max` looks
-for, are counted in every step or where a test says that there may be some (`Tile.tests_ties`).
+are three more: S adds to nothing, P̄V may be waited for among the exponentials
+(`Tile.early_wait`), and the longest tiles may come first (`Tile.longest_first`). Repeated maxima,
+which `dynamic_max` looks for, are counted in every step or where a test says that there may be some
+(`Tile.tests_ties`).
 
 O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
@@ -46,14 +47,14 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     vectors_of,
 )
 from pallas_kernels.gpu.hopper.machine.maxima import masks, maxima
-from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
-from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # Keys of a step whose exponentials come before P̄V is waited for, if it is `soon`.
-_SOON = 16
+_EARLY_KEYS = 16
 
 
 class Outputs(NamedTuple):
@@ -66,7 +67,7 @@ class Outputs(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """Shared memory: rings of q, k and v; lse and offset; P̄; O for δ; O, otherwise in q's place."""
+    """Shared memory: pipelines of q, k, v; lse and offset; P̄; O for δ; O, else in q's place."""
 
     q: Any
     k: Any
@@ -90,7 +91,7 @@ class _Rows(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A tile without its last P̄V, which is due, as O is then; `Tile.joined`."""
+    """A tile without its last P̄V, which is due, as O is then; `Tile.overlap_tiles`."""
 
     acc: Array
     rows: _Rows
@@ -102,15 +103,15 @@ class _Due(NamedTuple):
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     """Runs the kernel; q, k and v may be one packed array."""
     tile, n = problem.sizes.forward, problem.spec.numerics
-    if problem.rounds_products and tile.walk % tile.own:
-        raise ValueError(f"kv_block={n.kv_block} takes walks of a multiple of own rows, got {tile}")
+    if problem.rounds_products and tile.step % tile.owned:
+        raise ValueError(f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {tile}")
     if tile.halved and not problem.rounds_products:
         raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
-    if tile.joined and (problem.rounds_products or problem.keeps_auxiliary):
+    if tile.overlap_tiles and (problem.rounds_products or problem.keeps_auxiliary):
         what = "tile_grads" if problem.rounds_products else "saved_output"
-        raise ValueError(f"joined=True takes no {what}={getattr(n, what)}")
+        raise ValueError(f"overlap_tiles=True takes no {what}={getattr(n, what)}")
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
-    workers, head = tile.warpgroups, problem.head_size
+    consumers, head = tile.warpgroups, problem.head_size
     vectors = (problem.batch, problem.heads, problem.vector_rows)
     statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
     out: list[Any] = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
@@ -118,23 +119,23 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     if n.saved_dtype is not None:
         out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
         if not problem.is_wide:
-            saved = tiles_of((workers, ROWS, head), n.saved_dtype)
+            saved = tiles_of((consumers, ROWS, head), n.saved_dtype)
     if problem.sizes.from_memory:
-        probs = tiles_of((workers, ROWS, tile.walk), problem.dtype)
-    steps = tiles_of((tile.stages, tile.walk, head), problem.dtype)
+        probs = tiles_of((consumers, ROWS, tile.step), problem.dtype)
+    steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
     shared = _Shared(
-        Ring.types(
-            tile.slots,
-            [tiles_of((tile.slots, workers, ROWS, head), problem.dtype)],
-            copies=workers,
-            readers=workers,
+        Pipeline.types(
+            tile.owned_stages,
+            [tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)],
+            copies=consumers,
+            consumers=consumers,
         ),
-        Ring.types(tile.stages, [steps], copies=1, readers=workers),
-        Ring.types(tile.stages, [steps], copies=1, readers=workers),
-        vectors_of((2, workers, ROWS)),
+        Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        vectors_of((2, consumers, ROWS)),
         probs,
         saved,
-        tiles_of((workers, ROWS, head), problem.dtype) if tile.joined else None,
+        tiles_of((consumers, ROWS, head), problem.dtype) if tile.overlap_tiles else None,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -142,7 +143,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
         grid_names=("program",),
-        num_threads=workers + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="attention_forward",
@@ -154,62 +155,67 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
 def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile) -> None:
     *out, refs = out_and_shared
     shared = refs._replace(
-        q=Ring(refs.q, tile.slots), k=Ring(refs.k, tile.stages), v=Ring(refs.v, tile.stages)
+        q=Pipeline(refs.q, tile.owned_stages),
+        k=Pipeline(refs.k, tile.stages),
+        v=Pipeline(refs.v, tile.stages),
     )
-    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    rings = shared.q, shared.k, shared.v
-    twice = problem.rounds_products
-    pl.when(me == loader)(lambda: producer.load((q,), k, v, rings, problem, tile, keys_twice=twice))
-    pl.when(me < loader)(lambda: _multiply(Outputs(*out), shared, problem, tile))
+    me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
+    pipelines = shared.q, shared.k, shared.v
+    load = partial(producer.load, keys_twice=problem.rounds_products)
+    pl.when(me == consumers)(lambda: load((q,), k, v, pipelines, problem, tile))
+    pl.when(me < consumers)(lambda: _consume(Outputs(*out), shared, problem, tile))
 
 
-def _multiply(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
-    set_registers(tile.warpgroups, loads=False)
-    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+def _consume(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
+    set_registers(tile.warpgroups, producer=False)
+    program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory)
-    turns.start()
+    ping_pong = PingPong(tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory)
+    ping_pong.start()
 
-    joins = tile.joined and not problem.sizes.from_memory
+    joins = tile.overlap_tiles and not problem.sizes.from_memory
 
-    def multiply_tile(u: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
+    def consume_tile(u: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
         tiles, steps, due = carry
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-        _, last = problem.key_steps(start, tile.own, tile.walk)
+        work = scheduler.work_tile(program, u)
+        start = work.block * tile.owned
+        _, last = problem.key_steps(start, tile.owned, tile.step)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.walk)
-        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, end)
+        full, end = problem.key_steps(row, ROWS, tile.step)
+        walk = _Walk(problem, tile, shared, ping_pong, me, tiles, steps, row, full, end)
 
         def attend(due: Any) -> Any:
             if joins:
                 rows, acc = walk.join(due, out)
-                return _Due(acc, rows, row, turn.batch, turn.head)
+                return _Due(acc, rows, row, work.batch, work.head)
             rows, acc, left = walk.run()
             if not problem.rounds_products:  # there all end together
-                producer.skip((shared.k, shared.v), turns, tile, steps, end, last)
-            walk.store(out, rows, acc, left, turn.batch, turn.head)
+                producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+            walk.store(out, rows, acc, left, work.batch, work.head)
             return None
 
-        due = lax.cond(turn.exists, attend, lambda due: due, due)
-        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0), due
+        due = lax.cond(work.is_valid, attend, lambda due: due, due)
+        tiles = tiles + work.is_valid.astype(jnp.int32)
+        steps = steps + jnp.where(work.is_valid, last, 0)
+        return tiles, steps, due
 
     zero = jnp.int32(0)
     due = _nothing_due(problem, tile) if joins else None
-    tiles, steps, due = lax.fori_loop(0, schedule.turns(program), multiply_tile, (zero, zero, due))
-    turns.end()
+    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, (zero, zero, due))
+    ping_pong.end()
     if joins:
-        _Walk(problem, tile, shared, turns, me, tiles, steps, zero, zero, zero).end_last(due, out)
+        last = _Walk(problem, tile, shared, ping_pong, me, tiles, steps, zero, zero, zero)
+        last.end_last(due, out)
     plgpu.wait_smem_to_gmem(0)
-    if not tile.joined:
-        shared.q.release(tiles - 1)
+    if not tile.overlap_tiles:
+        shared.q.consumer_release(tiles - 1)
 
 
 def _nothing_due(problem: Problem, tile: Tile) -> _Due:
     """Before a program's first tile."""
     m, l = _Walk.no_key_yet()
     acc = constant((ROWS, problem.head_size), 0, TILE)
-    probs = constant((ROWS, tile.walk), 0, TILE).astype(problem.dtype)
+    probs = constant((ROWS, tile.step), 0, TILE).astype(problem.dtype)
     nowhere = jnp.int32(0)
     return _Due(acc, _Rows(m, l, probs, m), nowhere, nowhere, nowhere)
 
@@ -223,7 +229,7 @@ class _Walk(NamedTuple):
     problem: Problem
     tile: Tile
     shared: _Shared
-    turns: Turns
+    ping_pong: PingPong
     me: Array
     tiles: Array
     steps: Array
@@ -236,15 +242,15 @@ class _Walk(NamedTuple):
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
         left = acc if self.problem.keeps_auxiliary else None
         in_order = self.problem.rounds_products or self.shared.probs is not None
-        if (in_order or self.tile.slots == 1) and not self.tile.joined:
+        if (in_order or self.tile.owned_stages == 1) and not self.tile.overlap_tiles:
             self._free_last_output()  # with one slot, q has no other place to come to
-        self.shared.q.wait(self.tiles)
+        self.shared.q.consumer_wait(self.tiles)
         if self.problem.rounds_products:
             acc, m, l = long_steps.attend(self)
             return _Rows(m, l, m, m), acc, None
         found = (self._run_in_order if in_order else self._run_ahead)(acc, left)
-        if self.tile.joined:
-            self.shared.q.release(self.tiles)
+        if self.tile.overlap_tiles:
+            self.shared.q.consumer_release(self.tiles)
         return found
 
     def join(self, due: _Due, out: Outputs) -> tuple[_Rows, Array]:
@@ -259,11 +265,11 @@ class _Walk(NamedTuple):
         def begin(_: _Due) -> _Rows:
             return self._rounded(self._begin())
 
-        self.shared.q.wait(self.tiles)
+        self.shared.q.consumer_wait(self.tiles)
         rows = lax.cond(self.tiles == 0, begin, end_tile_before, due)
         acc = constant((ROWS, self.problem.head_size), 0, TILE)
         acc, _, rows = self._walk_on(acc, None, rows)
-        self.shared.q.release(self.tiles)
+        self.shared.q.consumer_release(self.tiles)
         return rows, acc
 
     def _store_due(self, due: _Due, acc: Array, out: Outputs) -> None:
@@ -278,22 +284,22 @@ class _Walk(NamedTuple):
     def _run_in_order(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         """One product after the other, P̄ from shared memory: for tests."""
         probs, interpret = self.shared.probs.at[self.me], self.problem.sizes.interpret
-        no_score = constant((ROWS, self.tile.walk), 0, TILE)
+        no_score = constant((ROWS, self.tile.step), 0, TILE)
 
         def step(t: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             acc, left, m, l = carry
             n = self.steps + t
-            self.shared.k.wait(n)
+            self.shared.k.consumer_wait(n)
             q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(n)
             s = add_product(no_score, q, k.T, interpret=interpret)
-            self.shared.k.release(n)
+            self.shared.k.consumer_release(n)
             rows = self._softmax(self.masked(s, t), m, l)
             acc = along_rows(rows.alpha, acc.shape) * acc
             left, rows = self._add_left(left, rows, n)
             self._wait_for_values(n)
             operand = as_operand(rows.probs, probs)
             acc = add_product(acc, operand, self.shared.v.get(n), interpret=interpret)
-            self.shared.v.release(n)
+            self.shared.v.consumer_release(n)
             return acc, left, rows.m, rows.l
 
         acc, left, m, l = lax.fori_loop(0, self.end, step, (acc, left, *self.no_key_yet()))
@@ -301,7 +307,7 @@ class _Walk(NamedTuple):
 
     def _run_ahead(self, acc: Array, left: Array | None) -> tuple[_Rows, Array, Array | None]:
         rows = self._begin()
-        if self.tile.slots > 1:  # not sooner: the wait is hidden here
+        if self.tile.owned_stages > 1:  # not sooner: the wait is hidden here
             self._free_last_output()
         left, rows = self._add_left(left, rows, self.steps)
         acc, left, rows = self._walk_on(acc, left, rows)
@@ -327,7 +333,7 @@ class _Walk(NamedTuple):
         """The first step's softmax."""
         first = jnp.int32(0)
         s = self._begin_scores(first)
-        self.turns.pass_on()
+        self.ping_pong.arrive()
         return self._softmax(self._finish_scores(s, first, later=0), *self.no_key_yet())
 
     def _advance(
@@ -341,9 +347,9 @@ class _Walk(NamedTuple):
             s = self._begin_scores(t)
             self._wait_for_values(before)
             plgpu.wgmma(acc_ref, rows.probs, self.shared.v.get(before))
-            self.turns.pass_on()
+            self.ping_pong.arrive()
             s = self._finish_scores(s, t, later=1)
-            if self.tile.soon:
+            if self.tile.early_wait:
                 result = self._begin_softmax(s, m, l)
             else:
                 result = self._softmax(s, m, l)
@@ -351,11 +357,11 @@ class _Walk(NamedTuple):
             for ref, x in zip(new, result, strict=True):
                 ref[...] = x
 
-        no_score = constant((ROWS, self.tile.walk), 0, TILE)
+        no_score = constant((ROWS, self.tile.step), 0, TILE)
         new = rows._replace(probs=no_score) if self._rounds_later else rows
         acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
-        self.shared.v.release(before)
-        if self.tile.soon:
+        self.shared.v.consumer_release(before)
+        if self.tile.early_wait:
             new = self._end_softmax(new, acc, unknown_zero(self.steps + t))
         return acc, new
 
@@ -363,7 +369,7 @@ class _Walk(NamedTuple):
         """Ō with P̄V of the step before the program's n-th, the tile's last."""
         self._wait_for_values(steps - 1)
         acc = add_product(acc, rows.probs, self.shared.v.get(steps - 1), interpret=False)
-        self.shared.v.release(steps - 1)
+        self.shared.v.consumer_release(steps - 1)
         return acc
 
     def _wait_for_values(self, n: Array) -> None:
@@ -372,7 +378,7 @@ class _Walk(NamedTuple):
         A second wait would be for what fills the buffer next.
         """
         if not self.problem.keeps_auxiliary:
-            self.shared.v.wait(n)
+            self.shared.v.consumer_wait(n)
 
     def _add_left(self, left: Array | None, rows: _Rows, n: Array) -> tuple[Array | None, _Rows]:
         """Ō′ − Ō after the n-th step of the program, and its rows with P̄ rounded.
@@ -384,7 +390,7 @@ class _Walk(NamedTuple):
         rounded, *terms = self._terms(rows.probs)
         left = along_rows(rows.alpha, left.shape) * left
         memory = None if self.shared.probs is None else self.shared.probs.at[self.me]
-        self.shared.v.wait(n)
+        self.shared.v.consumer_wait(n)
         v, interpret = self.shared.v.get(n), self.problem.sizes.interpret
         for term in terms[::-1]:  # the smallest first
             left = add_product(left, as_operand(term, memory), v, interpret=interpret)
@@ -400,21 +406,21 @@ class _Walk(NamedTuple):
         return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
 
     def _begin_scores(self, t: Array) -> Array:
-        """Starts q kᵀ of step t, in this warpgroup's turn."""
-        self.shared.k.wait(self.steps + t)
-        self.turns.wait()
+        """Starts q kᵀ of step t, in this warpgroup's turn of the ping-pong."""
+        self.shared.k.consumer_wait(self.steps + t)
+        self.ping_pong.wait()
         q, k = self.shared.q.get(self.tiles, self.me), self.shared.k.get(self.steps + t)
         return begin_product(q, k, interpret=self.problem.sizes.interpret)
 
     def _finish_scores(self, s: Array, t: Array, *, later: int) -> Array:
         """Waits for them, while so many products that were started later run; takes the mask."""
         plgpu.wgmma_wait(later)
-        self.shared.k.release(self.steps + t)
+        self.shared.k.consumer_release(self.steps + t)
         return self.masked(s, t)
 
     def masked(self, s: Array, t: Array, first: int = 0) -> Array:
         """The scores of step t, from its `first` key on, MASKED where a row does not see."""
-        problem, walk = self.problem, self.tile.walk
+        problem, walk = self.problem, self.tile.step
         if not problem.masks_steps(walk):
             return s
 
@@ -437,7 +443,7 @@ class _Walk(NamedTuple):
         return _Rows(new, l, probs, alpha)
 
     def _begin_softmax(self, s: Array, m: Array, l: Array) -> _Rows:
-        """What of it comes before P̄V is waited for, `Tile.soon`; S for P̄, and l without it.
+        """What of it comes before P̄V is waited for, `Tile.early_wait`; S for P̄, and l without it.
 
         These exponentials are of every so-manyth 8 columns: those whose sum l takes anyway.
         """
@@ -459,7 +465,7 @@ class _Walk(NamedTuple):
     @property
     def _one_of(self) -> int:
         """One of so many exponentials comes before the wait for P̄V."""
-        return self.tile.walk // _SOON
+        return self.tile.step // _EARLY_KEYS
 
     @property
     def _rounds_later(self) -> bool:
@@ -468,7 +474,7 @@ class _Walk(NamedTuple):
         If instructions write what the next product reads, the assembler lets none run beside other
         instructions (its remark C7513), unless there is a branch before, such as that for masks.
         """
-        return self.problem.keeps_auxiliary or self.tile.soon
+        return self.problem.keeps_auxiliary or self.tile.early_wait
 
     def _maxima(self, s: Array, m: Array) -> tuple[Array, Array]:
         """The new m [64], and α."""
@@ -523,7 +529,7 @@ class _Walk(NamedTuple):
 
         def release() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self.shared.q.release(self.tiles - 1)
+            self.shared.q.consumer_release(self.tiles - 1)
 
         pl.when(self.tiles > 0)(release)
 
@@ -546,7 +552,7 @@ class _Walk(NamedTuple):
         l = self.problem.rounded(rows.l.sum(axis=1))
         l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
         o = acc / along_rows(l, acc.shape)
-        if self.tile.joined:  # the tile before's have long left
+        if self.tile.overlap_tiles:  # the tile before's have long left
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             memory = self.shared.o.at[self.me]
         else:

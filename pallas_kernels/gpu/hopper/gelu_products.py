@@ -4,7 +4,7 @@
 that of its GELU, which is a product itself. Apart, the passes over memory of GELU and of its
 gradient take half as long again as such a product. Here two warpgroups of a program multiply, 64
 rows each. They leave the rounded sums of a tile in shared memory and go on with the next one;
-meanwhile two others do the arithmetic and store. A fifth loads.
+meanwhile two epilogue warpgroups do the arithmetic and store. The fifth, the producer, loads.
 
 Two programs of a cluster own neighbouring rows and the same columns. Each loads half of their part
 of w, and the copy engine hands it to both.
@@ -30,7 +30,7 @@ from jaxtyping import Array, BFloat16
 from pallas_kernels.gpu.gelu import slope, value
 from pallas_kernels.gpu.hopper.machine.instructions import reciprocal
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended, load, tiles_of
-from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 
@@ -41,10 +41,10 @@ PIECE = 64  # of them, that are loaded of h, or leave, at a time
 PIECES = COLUMNS // PIECE
 # Columns of one instruction: for 256 the assembler wants more registers than warpgroups begin with.
 PRODUCT = 128
-WORKERS = 2  # warpgroups that multiply; as many finish what those have multiplied
-# Registers per thread of a warpgroup that multiplies, that finishes, that loads. All begin with 96,
+CONSUMERS = 2  # warpgroups that multiply; as many have the epilogue of what those multiplied
+# Registers per thread of a consumer, an epilogue and the producer warpgroup. All begin with 96,
 # and one that wants more waits until others have given theirs back: together at most 5 × 96.
-MULTIPLIES, FINISHES, LOADS = 160, 64, 24
+CONSUMER_REGISTERS, EPILOGUE_REGISTERS, PRODUCER_REGISTERS = 160, 64, 24
 _PAIR = "pair"
 
 
@@ -65,7 +65,7 @@ class Tile:
     @property
     def rows(self) -> int:
         """Of the programs of a cluster."""
-        return self.together * WORKERS * ROWS
+        return self.together * CONSUMERS * ROWS
 
 
 def unsupported(rows: int, depth: int, columns: int) -> str | None:
@@ -117,7 +117,7 @@ class _Shared(NamedTuple):
     """Shared memory.
 
     Attributes:
-      steps: a ring of x and w.
+      steps: a pipeline of x and w.
       sums: of the tile that was multiplied last, rounded, by warpgroup and piece.
       there, taken: barriers of each warpgroup's sums: they are; they are needed no more.
       of_h: a piece of h of each warpgroup, and barriers: it is there. None if it is not given.
@@ -146,21 +146,21 @@ def _call(
     of_w = (DEPTH, COLUMNS) if h is None else (COLUMNS, DEPTH)
     of_h = None
     if h is not None:
-        of_h = tiles_of((WORKERS, ROWS, PIECE), h.dtype), plgpu.Barrier(num_barriers=WORKERS)
+        of_h = tiles_of((CONSUMERS, ROWS, PIECE), h.dtype), plgpu.Barrier(num_barriers=CONSUMERS)
     shared = _Shared(
-        steps=Ring.types(
+        steps=Pipeline.types(
             tile.stages,
             [
-                tiles_of((tile.stages, WORKERS, ROWS, DEPTH), x.dtype),
+                tiles_of((tile.stages, CONSUMERS, ROWS, DEPTH), x.dtype),
                 tiles_of((tile.stages, *of_w), w.dtype),
             ],
-            copies=WORKERS + 1,
-            readers=WORKERS,
+            copies=CONSUMERS + 1,
+            consumers=CONSUMERS,
             cluster=_PAIR,
         ),
-        sums=tiles_of((WORKERS, PIECES, ROWS, PIECE), x.dtype),
-        there=plgpu.Barrier(num_barriers=WORKERS),
-        taken=plgpu.Barrier(num_barriers=WORKERS),
+        sums=tiles_of((CONSUMERS, PIECES, ROWS, PIECE), x.dtype),
+        there=plgpu.Barrier(num_barriers=CONSUMERS),
+        taken=plgpu.Barrier(num_barriers=CONSUMERS),
         of_h=of_h,
     )
     tiles = -(-x.shape[0] // tile.rows) * (columns // COLUMNS)
@@ -173,7 +173,7 @@ def _call(
         grid_names=("program",),
         cluster=(tile.together,),
         cluster_names=(_PAIR,),
-        num_threads=2 * WORKERS + 1,
+        num_threads=2 * CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name=name,
@@ -187,12 +187,12 @@ def _kernel(
 ) -> None:
     (x, w, *given), out, scratch = refs[: -results - 1], refs[-results - 1 : -1], refs[-1]
     h = given[0] if given else None
-    shared = scratch._replace(steps=Ring(scratch.steps, tile.stages, cluster=_PAIR))
+    shared = scratch._replace(steps=Pipeline(scratch.steps, tile.stages, cluster=_PAIR))
     program = _Program(x, w, h, out, shared, tile, tiles, clusters, interpret)
     me = lax.axis_index("warpgroup")
-    pl.when(me < WORKERS)(lambda: program.multiply(me))
-    pl.when((me >= WORKERS) & (me < 2 * WORKERS))(lambda: program.finish(me - WORKERS))
-    pl.when(me == 2 * WORKERS)(program.load)
+    pl.when(me < CONSUMERS)(lambda: program.consume(me))
+    pl.when((me >= CONSUMERS) & (me < 2 * CONSUMERS))(lambda: program.epilogue(me - CONSUMERS))
+    pl.when(me == 2 * CONSUMERS)(program.produce)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +213,7 @@ class _Program:
     def _steps(self) -> int:
         return self.x.shape[1] // DEPTH
 
-    def _turns(self) -> Array:
+    def _own_tiles(self) -> Array:
         """How many tiles this program has."""
         left = self.tiles - lax.axis_index("program") + (self.clusters - 1)
         return lax.div(left, jnp.int32(self.clusters))
@@ -223,7 +223,7 @@ class _Program:
         in turn, by one program, their x would have left the cache in between."""
         index = lax.axis_index("program") + u * self.clusters
         across = jnp.int32(self.out[0].shape[1] // COLUMNS)
-        row = lax.div(index, across) * self.tile.rows + lax.axis_index(_PAIR) * (WORKERS * ROWS)
+        row = lax.div(index, across) * self.tile.rows + lax.axis_index(_PAIR) * (CONSUMERS * ROWS)
         return row, lax.rem(index, across) * COLUMNS
 
     def _part(self, ref: Any, u: Array, worker: Array | int, piece: Array | int) -> Any:
@@ -231,36 +231,37 @@ class _Program:
         row, column = self._place(u)
         return ref.at[pl.ds(row + worker * ROWS, ROWS), pl.ds(column + piece * PIECE, PIECE)]
 
-    def load(self) -> None:
+    def produce(self) -> None:
         """x and w of every step. h is fetched to the cache: it is wanted a tile later."""
-        plgpu.set_max_registers(LOADS, action="decrease")
-        turns, steps, ring = self._turns(), self._steps, self.shared.steps
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        tiles, steps, pipeline = self._own_tiles(), self._steps, self.shared.steps
 
         def load_tile(u: Array, _: None) -> None:
             row, column = self._place(u)
             columns = pl.ds(column, COLUMNS)
             if self.h is not None:
-                for i in range(WORKERS):
+                for i in range(CONSUMERS):
                     plgpu.async_prefetch(self.h.at[pl.ds(row + i * ROWS, ROWS), columns])
 
             def load_step(k: Array, _: None) -> None:
                 depth = pl.ds(k * DEPTH, DEPTH)
                 of_x = [
-                    (self.x.at[pl.ds(row + i * ROWS, ROWS), depth], 0, (i,)) for i in range(WORKERS)
+                    (self.x.at[pl.ds(row + i * ROWS, ROWS), depth], 0, (i,))
+                    for i in range(CONSUMERS)
                 ]
                 of_w = self.w.at[depth, columns] if self.h is None else self.w.at[columns, depth]
-                ring.fill(u * steps + k, *of_x, to_all=[(of_w, 1, ())])
+                pipeline.producer_load(u * steps + k, *of_x, to_all=[(of_w, 1, ())])
 
             lax.fori_loop(0, steps, load_step, None)
 
-        lax.fori_loop(0, turns, load_tile, None)
-        ring.drain(turns * steps)
+        lax.fori_loop(0, tiles, load_tile, None)
+        pipeline.producer_tail(tiles * steps)
 
-    def multiply(self, me: Array) -> None:
+    def consume(self, me: Array) -> None:
         """The sums of 64 rows of every tile."""
-        plgpu.set_max_registers(MULTIPLIES, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
 
-        def multiply_tile(u: Array, _: None) -> None:
+        def consume_tile(u: Array, _: None) -> None:
             totals = (accumulator(ROWS, PRODUCT),) * (COLUMNS // PRODUCT)
             rounded = pl.run_scoped(partial(self._sums, u, me), *totals)
             pl.when(u > 0)(lambda: plgpu.barrier_wait(self.shared.taken.at[me]))
@@ -270,7 +271,7 @@ class _Program:
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.shared.there.at[me])
 
-        lax.fori_loop(0, self._turns(), multiply_tile, None)
+        lax.fori_loop(0, self._own_tiles(), consume_tile, None)
         plgpu.barrier_wait(self.shared.taken.at[me])
 
     def _sums(self, u: Array, me: Array, *totals: Any) -> list[Array]:
@@ -279,34 +280,34 @@ class _Program:
 
         def multiply_step(k: Array, _: None) -> None:
             n = u * self._steps + k
-            steps.wait(n)
+            steps.consumer_wait(n)
             x, w = steps.get(n, me, buffer=0), steps.get(n, buffer=1)
             for i, total in enumerate(totals):
                 some = pl.ds(i * PRODUCT, PRODUCT)
                 plgpu.wgmma(total, x, w.at[:, some] if self.h is None else w.at[some].T)
             plgpu.wgmma_wait(0)  # meanwhile the other warpgroup multiplies
-            steps.release(n)
+            steps.consumer_release(n)
 
         lax.fori_loop(0, self._steps, multiply_step, None)
         sums = (plgpu.wgmma_accumulator_load(total, wait_n=None) for total in totals)
         return [x.astype(self.x.dtype) for x in sums]
 
-    def finish(self, me: Array) -> None:
+    def epilogue(self, me: Array) -> None:
         """The arithmetic of the sums that the me-th warpgroup has multiplied, and the stores."""
-        plgpu.set_max_registers(FINISHES, action="decrease")
-        finish_piece = self._value if self.h is None else self._gradient
-        turns = self._turns()
+        plgpu.set_max_registers(EPILOGUE_REGISTERS, action="decrease")
+        of_piece = self._value if self.h is None else self._gradient
+        tiles = self._own_tiles()
         if self.h is not None:
             self._load_h(jnp.int32(0), me, 0)
 
-        def finish_tile(u: Array, _: None) -> None:
+        def epilogue_of_tile(u: Array, _: None) -> None:
             plgpu.barrier_wait(self.shared.there.at[me])
             for piece in range(PIECES):
-                finish_piece(u, me, piece)
+                of_piece(u, me, piece)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.shared.taken.at[me])
 
-        lax.fori_loop(0, turns, finish_tile, None)
+        lax.fori_loop(0, tiles, epilogue_of_tile, None)
         plgpu.wait_smem_to_gmem(0)
 
     def _value(self, u: Array, me: Array, piece: int) -> None:
@@ -332,7 +333,7 @@ class _Program:
         if piece + 1 < PIECES:
             self._load_h(u, me, piece + 1)
         else:
-            pl.when(u + 1 < self._turns())(lambda: self._load_h(u + 1, me, 0))
+            pl.when(u + 1 < self._own_tiles())(lambda: self._load_h(u + 1, me, 0))
         d_h = extended(d_y) * slope(extended(h), one_over=self._one_over)
         memory[...] = d_h.astype(self.x.dtype)
         plgpu.commit_smem()

@@ -31,41 +31,46 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     by_lane,
     constant,
 )
-from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
 
 def load_keys(
-    parts: Any, rings: tuple[Ring, Ring], problem: Problem, tile: Tile, end: Array, done: Array
+    parts: Any,
+    pipelines: tuple[Pipeline, Pipeline],
+    problem: Problem,
+    tile: Tile,
+    end: Array,
+    done: Array,
 ) -> Array:
     """Of one tile of queries, k twice and v once; the steps of the walk that are done then.
 
     Args:
       parts: gives the parts of k and v of a step of the walk.
-      rings: of k and v.
+      pipelines: of k and v.
       problem, tile: of the forward kernel.
       end: steps that the tile has.
       done: steps that the program has done before.
     """
-    of_k, of_v = rings
+    of_k, of_v = pipelines
 
     def load_long_step(i: Array, _: None) -> None:
-        first, last = problem.parts_of_long_step(i, tile.walk, end)
+        first, last = problem.parts_of_long_step(i, tile.step, end)
         n = 2 * (done + first)
 
         def load_k(t: Array, _: None) -> None:
-            of_k.fill(n + t - first, (parts(t)[0], 0, ()))
+            of_k.producer_load(n + t - first, (parts(t)[0], 0, ()))
 
         def load_both(t: Array, _: None) -> None:
             k, v = parts(t)
-            of_k.fill(n + (last - first) + t - first, (k, 0, ()))
-            of_v.fill(done + t, (v, 0, ()))
+            of_k.producer_load(n + (last - first) + t - first, (k, 0, ()))
+            of_v.producer_load(done + t, (v, 0, ()))
 
         lax.fori_loop(first, last, load_k, None)
         lax.fori_loop(first, last, load_both, None)
 
-    lax.fori_loop(*problem.long_steps(tile.walk, end), load_long_step, None)
+    lax.fori_loop(*problem.long_steps(tile.step, end), load_long_step, None)
     return done + end
 
 
@@ -74,7 +79,7 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
     problem, tile, shared = walk.problem, walk.tile, walk.shared
     memory = None if shared.probs is None else shared.probs.at[walk.me]
     pieces = 2 if tile.halved else 1
-    keys = tile.walk // pieces
+    keys = tile.step // pieces
     interpret = problem.sizes.interpret
 
     def rows_of(ref: Any, i: int) -> Any:
@@ -82,17 +87,17 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
         return ref.at[pl.ds(i * keys, keys)] if tile.halved else ref
 
     def scores(t: Array, n: Array) -> Iterator[Array]:
-        """S of a part, rounded, piece by piece, from the n-th filling of k's ring.
+        """S of a part, rounded, piece by piece, from the n-th filling of k's pipeline.
 
         All of them are begun at first: a piece is multiplied while the one before is looked at.
         """
-        shared.k.wait(n)
+        shared.k.consumer_wait(n)
         q, k = shared.q.get(walk.tiles, walk.me), shared.k.get(n)
         begun = [begin_product(q, rows_of(k, i), interpret=interpret) for i in range(pieces)]
         for i, s in enumerate(begun):
             plgpu.wgmma_wait(pieces - 1 - i)
             if i == pieces - 1:
-                shared.k.release(n)
+                shared.k.consumer_release(n)
             yield walk.masked(problem.rounded(s), t, i * keys)
 
     def before_next_piece(i: int, x: Array) -> None:
@@ -102,7 +107,7 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
 
     def long_step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, m, l = carry
-        first, last = problem.parts_of_long_step(i, tile.walk, walk.end)
+        first, last = problem.parts_of_long_step(i, tile.step, walk.end)
         n = 2 * (walk.steps + first) - first
 
         def largest(t: Array, r: Array) -> Array:
@@ -141,14 +146,14 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
                     l = l + by_lane(jnp.add, found[-1])
                 before_next_piece(i, l)
             of_v = walk.steps + t
-            shared.v.wait(of_v)
+            shared.v.consumer_wait(of_v)
             for i, probs in enumerate(found):
                 place = None if memory is None else memory.at[:, pl.ds(i * keys, keys)]
                 values = rows_of(shared.v.get(of_v), i)
                 plgpu.wgmma(pv, as_operand(probs.astype(problem.dtype), place), values)
             l = l + by_lane(jnp.add, found[-1])  # meanwhile
             plgpu.wgmma_wait(0)
-            shared.v.release(of_v)
+            shared.v.consumer_release(of_v)
             return l
 
         def values(pv: Any) -> tuple[Array, Array]:
@@ -159,7 +164,7 @@ def attend(walk: Any) -> tuple[Array, Array, Array]:
         l, pv = pl.run_scoped(values, accumulator(ROWS, problem.head_size))
         return along_rows(alpha, acc.shape) * acc + problem.rounded(pv), new, l
 
-    begin, end = problem.long_steps(tile.walk, walk.end)
+    begin, end = problem.long_steps(tile.step, walk.end)
     none = constant((ROWS, problem.head_size), 0, TILE), *walk.no_key_yet()
     acc, m, l = lax.fori_loop(begin, end, long_step, none)
     return acc, m, l

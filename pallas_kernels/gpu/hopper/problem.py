@@ -14,9 +14,9 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import WALKS, BlockSizes, Tile, is_wide, rounds_products
+from pallas_kernels.gpu.hopper.block_sizes import STEPS, BlockSizes, Tile, is_wide, rounds_products
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
-from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirst, Schedule
+from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, StaticScheduler
 
 LOG2E = math.log2(math.e)
 
@@ -86,7 +86,7 @@ class Problem:
         What is beyond the last row is that of a row of zeros: finite, where the next head's numbers
         would make P infinite, which no zero of dO takes back.
         """
-        return -(-self.rows // max(WALKS)) * max(WALKS)
+        return -(-self.rows // max(STEPS)) * max(STEPS)
 
     @property
     def normalizes_delta(self) -> bool:
@@ -113,24 +113,24 @@ class Problem:
         """x as it is rounded where `rounds_products`, float32; elsewhere x itself."""
         return extended(x.astype(self.dtype)) if self.rounds_products else x
 
-    def _parts(self, walk: int) -> int:
-        """Steps of a walk, of keys or queries, that are one of those that round."""
-        step = self.spec.numerics.kv_block
-        assert isinstance(step, int)  # `unsupported` declines any other
-        return step // walk
+    def _parts(self, step: int) -> int:
+        """Mainloop steps, of so many keys or queries, that are one of those that round."""
+        of_softmax = self.spec.numerics.kv_block
+        assert isinstance(of_softmax, int)  # `unsupported` declines any other
+        return of_softmax // step
 
     def long_steps(
-        self, walk: int, end: Array, begin: Array | None = None
+        self, step: int, end: Array, begin: Array | None = None
     ) -> tuple[Array | int, Array]:
-        """(first, last): those first ... last − 1 have the steps begin ... end − 1 of a walk."""
-        parts = jnp.int32(self._parts(walk))
+        """(first, last): those first ... last − 1 have the mainloop's begin ... end − 1."""
+        parts = jnp.int32(self._parts(step))
         return 0 if begin is None else lax.div(begin, parts), lax.div(end + (parts - 1), parts)
 
     def parts_of_long_step(
-        self, i: Array, walk: int, end: Array, begin: Array | None = None
+        self, i: Array, step: int, end: Array, begin: Array | None = None
     ) -> tuple[Array, Array]:
-        """(first, last): of a walk over begin ... end − 1 the i-th has first ... last − 1."""
-        parts = self._parts(walk)
+        """(first, last): of mainloop steps begin ... end − 1 the i-th has first ... last − 1."""
+        parts = self._parts(step)
         first = i * parts if begin is None else jnp.maximum(i * parts, begin)
         return first, jnp.minimum((i + 1) * parts, end)
 
@@ -162,23 +162,23 @@ class Problem:
 
         pl.when(row < self.vector_rows)(start)
 
-    def by_query(self, tile: Tile) -> Schedule | LongestFirst:
+    def by_query(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
         """Query tiles, all heads."""
-        tiles = -(-self.vector_rows // tile.own)
-        return self._schedule(tile, tiles, self.heads, self.keys / self.group, longest_last=True)
+        tiles = -(-self.vector_rows // tile.owned)
+        return self._scheduler(tile, tiles, self.heads, self.keys / self.group, longest_last=True)
 
-    def by_key(self, tile: Tile) -> Schedule | LongestFirst:
+    def by_key(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
         """Key tiles, all key heads."""
-        tiles = -(-self.keys // tile.own)
-        return self._schedule(tile, tiles, self.kv_heads, self.rows * self.group)
+        tiles = -(-self.keys // tile.owned)
+        return self._scheduler(tile, tiles, self.kv_heads, self.rows * self.group)
 
-    def _schedule(
+    def _scheduler(
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
-    ) -> Schedule | LongestFirst:
+    ) -> StaticScheduler | LongestFirstScheduler:
         """walked: rows, of two arrays, that a head's tiles walk over."""
         if tile.longest_first and self.spec.is_causal:
             size = 2 * walked * self.head_size * self.dtype.itemsize
-            return LongestFirst(
+            return LongestFirstScheduler(
                 tiles=tiles,
                 heads=heads,
                 batch=self.batch,
@@ -186,7 +186,7 @@ class Problem:
                 longest_last=longest_last,
                 programs=self.sizes.programs,
             )
-        return Schedule(
+        return StaticScheduler(
             tiles=tiles,
             heads=heads,
             batch=self.batch,
@@ -195,22 +195,22 @@ class Problem:
             programs=self.sizes.programs,
         )
 
-    def key_steps(self, first: Array, size: int, walk: int) -> tuple[Array, Array]:
+    def key_steps(self, first: Array, size: int, step: int) -> tuple[Array, Array]:
         """(full, end) for the rows first ... first + size − 1: they see the keys of steps before
         `end`, all of them before `full`."""
         # Not constants: Mosaic GPU's loops take none that JAX has made literals of.
-        full, end = (first * 0 + n for n in (self.keys // walk, -(-self.keys // walk)))
+        full, end = (first * 0 + n for n in (self.keys // step, -(-self.keys // step)))
         if self.spec.is_causal:
-            full = jnp.minimum(full, lax.div(first + 1, jnp.int32(walk)))
-            end = jnp.minimum(end, lax.div(first + (size + walk - 1), jnp.int32(walk)))
+            full = jnp.minimum(full, lax.div(first + 1, jnp.int32(step)))
+            end = jnp.minimum(end, lax.div(first + (size + step - 1), jnp.int32(step)))
         return full, end
 
-    def query_steps(self, first: Array, walk: int) -> tuple[Array, Array]:
+    def query_steps(self, first: Array, step: int) -> tuple[Array, Array]:
         """(begin, end): the keys from `first` on are seen by queries of these steps."""
-        end = first * 0 + (-(-self.rows // walk))
+        end = first * 0 + (-(-self.rows // step))
         if not self.spec.is_causal:
             return first * 0, end
-        return jnp.minimum(lax.div(first, jnp.int32(walk)), end), end
+        return jnp.minimum(lax.div(first, jnp.int32(step)), end), end
 
     def mask_keys(self, s: Array, row: Array, key: Array, masked: Array | float = MASKED) -> Array:
         """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see."""
@@ -228,6 +228,6 @@ class Problem:
             seen = seen & (keys < self.keys)
         return jnp.where(seen, s, masked)
 
-    def masks_steps(self, walk: int) -> bool:
+    def masks_steps(self, step: int) -> bool:
         """Whether some visited step of so many keys is not seen in full."""
-        return self.spec.is_causal or self.keys % walk != 0
+        return self.spec.is_causal or self.keys % step != 0

@@ -1,9 +1,10 @@
 """Which tiles a program works through, one after the other.
 
-There are as many programs as multiprocessors. Under causality tiles differ in length. `Schedule`
-deals out pieces of work, each program every so-manyth: a piece is then two tiles that are as long
-together as any other two, the first and the last of a head, the second and the last but one ...
-`LongestFirst` deals out single tiles by their length, of some heads after the other.
+There are as many programs as multiprocessors. Under causality tiles differ in length.
+`StaticScheduler` deals out pieces of work, each program every so-manyth: a piece is then two tiles
+that are as long together as any other two, the first and the last of a head, the second and the
+last but one ... `LongestFirstScheduler` deals out single tiles by their length, of some heads after
+the other (FlashAttention-3's LPT).
 """
 
 import dataclasses
@@ -14,17 +15,17 @@ from jax import lax
 from jaxtyping import Array
 
 
-class Turn(NamedTuple):
-    """A program's u-th tile: its number, head and batch element; whether there is one."""
+class WorkTile(NamedTuple):
+    """A program's u-th tile: its block, head and batch element; whether there is one."""
 
-    tile: Array
+    block: Array
     head: Array
     batch: Array
-    exists: Array
+    is_valid: Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class StaticScheduler:
     """Tiles × heads × batch, dealt out to programs.
 
     Attributes:
@@ -54,12 +55,12 @@ class Schedule:
         """The number of programs."""
         return min(self.programs, self._pieces)
 
-    def turns(self, program: Array) -> Array:
+    def count(self, program: Array) -> Array:
         """How many tiles a program has, those that do not exist included."""
         pieces = lax.div(self._pieces - program + (self.grid - 1), jnp.int32(self.grid))
         return pieces * 2 if self.in_pairs else pieces
 
-    def turn(self, program: Array, u: Array) -> Turn:
+    def work_tile(self, program: Array, u: Array) -> WorkTile:
         """The program's u-th tile. Heads that share their keys come one after the other."""
         piece, second = (u // 2, u % 2) if self.in_pairs else (u, jnp.int32(0))
         index = program + piece * self.grid
@@ -71,13 +72,15 @@ class Schedule:
         far = self.tiles - 1 - near
         long, short = (far, near) if self.longest_last else (near, far)
         if not self.in_pairs:
-            return Turn(long, head, batch, batch < self.batch)
+            return WorkTile(long, head, batch, batch < self.batch)
         # The middle one of an odd number of tiles is its own partner.
-        return Turn(jnp.where(second == 0, long, short), head, batch, (second == 0) | (near != far))
+        return WorkTile(
+            jnp.where(second == 0, long, short), head, batch, (second == 0) | (near != far)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongestFirst:
+class LongestFirstScheduler:
     """Tiles × heads × batch, dealt out the longest first, of some heads after those of others.
 
     Every round gives each program a tile, in the other direction than the round before: who got the
@@ -119,12 +122,12 @@ class LongestFirst:
         """The number of programs."""
         return min(self.programs, self.tiles * self._together)
 
-    def turns(self, program: Array) -> Array:
+    def count(self, program: Array) -> Array:
         """How many tiles a program has, those that do not exist included."""
         # Not a constant: Mosaic GPU's loops take none that JAX has made a literal of.
         return program * 0 + self._rounds * -(-self._all_heads // self._together)
 
-    def turn(self, program: Array, u: Array) -> Turn:
+    def work_tile(self, program: Array, u: Array) -> WorkTile:
         """The program's u-th tile. Heads that share their keys come one after the other."""
         rounds = jnp.int32(self._rounds)
         time, now = lax.div(u, rounds), lax.rem(u, rounds)
@@ -133,7 +136,7 @@ class LongestFirst:
         first = time * self._together
         heads = jnp.minimum(self._together, self._all_heads - first)
         head, near = first + lax.rem(index, heads), lax.div(index, heads)
-        exists, near = near < self.tiles, jnp.minimum(near, self.tiles - 1)
+        is_valid, near = near < self.tiles, jnp.minimum(near, self.tiles - 1)
         tile = self.tiles - 1 - near if self.longest_last else near
         head, batch = lax.rem(head, jnp.int32(self.heads)), lax.div(head, jnp.int32(self.heads))
-        return Turn(tile, head, batch, exists)
+        return WorkTile(tile, head, batch, is_valid)

@@ -32,21 +32,21 @@ from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, b
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.tile_scheduler import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 _PROBS, _DQ = range(2)  # the warpgroup that sums P k, and that which sums dQ
 
 
-def multiply(
+def consume(
     x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: Tile
 ) -> None:
     """All tiles of a program, by both warpgroups that multiply."""
-    set_registers(tile.warpgroups, loads=False, most=problem.is_wide)
+    set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
     me = lax.axis_index("warpgroup")
 
     def sum_keys() -> None:
         given = _each_tile(shared, problem, tile, lambda walk: walk.sum_keys(x))
-        shared.probs.drain(given)
+        shared.probs.producer_tail(given)
 
     def differentiate() -> None:
         _each_tile(shared, problem, tile, lambda walk: walk.differentiate(x, dq, dp_offset))
@@ -57,22 +57,22 @@ def multiply(
 
 
 def _each_tile(
-    shared: Shared, problem: Problem, tile: Tile, work: Callable[["_Walk"], None]
+    shared: Shared, problem: Problem, tile: Tile, consume: Callable[["_Walk"], None]
 ) -> Array:
     """Does one warpgroup's work for every tile; how many blocks are handed over meanwhile."""
-    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+    program, scheduler = lax.axis_index("program"), problem.by_query(tile)
 
-    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+    def consume_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, steps = done
-        turn = schedule.turn(program, u)
-        row = turn.tile * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.walk)
-        walk = _Walk(problem, tile, shared, tiles, steps, turn, row, full, end)
-        pl.when(turn.exists)(lambda: work(walk))
-        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, end, 0)
+        work = scheduler.work_tile(program, u)
+        row = work.block * ROWS
+        full, end = problem.key_steps(row, ROWS, tile.step)
+        walk = _Walk(problem, tile, shared, tiles, steps, work, row, full, end)
+        pl.when(work.is_valid)(lambda: consume(walk))
+        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, end, 0)
 
     done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, schedule.turns(program), multiply_tile, done)
+    tiles, steps = lax.fori_loop(0, scheduler.count(program), consume_tile, done)
     return steps + tiles * _pieces(problem)
 
 
@@ -92,20 +92,20 @@ class _Walk(NamedTuple):
     shared: Shared
     tiles: Array
     steps: Array
-    turn: Turn
+    work: WorkTile
     row: Array
     full: Array
     end: Array
 
     def sum_keys(self, x: Inputs) -> None:
         """Σ P k; gives every P away, and the sum."""
-        offset, rows = of_rows(x.offset, self.turn, self.row), self.shared.rows
-        rows.wait(self.tiles)
+        offset, rows = of_rows(x.offset, self.work, self.row), self.shared.rows
+        rows.consumer_wait(self.tiles)
         pk = pl.run_scoped(partial(self._walk_for_keys, offset), self._accumulator)
-        rows.release(self.tiles)
+        rows.consumer_release(self.tiles)
         for piece in range(_pieces(self.problem)):
             columns = pk[:, piece * ROWS : (piece + 1) * ROWS]
-            self.shared.probs.give(self._given + self.end + piece, columns)
+            self.shared.probs.produce(self._given + self.end + piece, columns)
 
     def _walk_for_keys(self, offset: Array, pk: Any) -> Array:
         lax.fori_loop(0, self.end, lambda t, _: self._add_keys(t, offset, pk), None)
@@ -113,22 +113,22 @@ class _Walk(NamedTuple):
 
     def _add_keys(self, t: Array, offset: Array, pk: Any) -> None:
         n, problem, k = self.steps + t, self.problem, self.shared.k
-        k.wait(n)
+        k.consumer_wait(n)
         s = self._product(Q, k.get(n))
         # Otherwise the place of every entry would be kept in registers, for the mask.
         row = self.row + opaque_zero(n, interpret=problem.sizes.interpret)
-        p = probs(s, offset, row, t, self.full, self.tile.walk, problem)
-        self.shared.probs.give(self._given + t, p)
+        p = probs(s, offset, row, t, self.full, self.tile.step, problem)
+        self.shared.probs.produce(self._given + t, p)
         plgpu.wgmma(pk, self._operand(_PROBS, p), k.get(n))
         plgpu.wgmma_wait(0)
-        k.release(n)
+        k.consumer_release(n)
 
     def differentiate(self, x: Inputs, dq: Any, dp_offset: Any) -> None:
         """dQ, and what dS adds to dP, of which the kernel of dK and dV makes use."""
-        problem, shared, turn, row = self.problem, self.shared, self.turn, self.row
-        dlse = of_rows(x.dlse, turn, row)
-        shared.rows.wait(self.tiles)
-        of_dp = -delta(x.o, shared.rows, self.tiles, 0, turn, row, problem)
+        problem, shared, work, row = self.problem, self.shared, self.work, self.row
+        dlse = of_rows(x.dlse, work, row)
+        shared.rows.consumer_wait(self.tiles)
+        of_dp = -delta(x.o, shared.rows, self.tiles, 0, work, row, problem)
         if not problem.scales_last:
             of_dp, dlse = (y * np.float32(problem.spec.scale) for y in (of_dp, dlse))
         total, r, s = pl.run_scoped(partial(self._walk_for_queries, of_dp), self._accumulator)
@@ -137,18 +137,18 @@ class _Walk(NamedTuple):
         shared.delta[0] = of_dp - lacks
         memory = shared.rows.get(self.tiles, 0, buffer=DO)  # which this warpgroup alone has read
         for piece in range(_pieces(problem)):
-            pk = shared.probs.take(self._given + self.end + piece)
+            pk = shared.probs.consume(self._given + self.end + piece)
             columns = total[:, piece * ROWS : (piece + 1) * ROWS]
             columns = columns - along_rows(lacks, pk.shape) * pk
             if problem.scales_last:
                 columns = columns * np.float32(problem.spec.scale)
             memory[:, pl.ds(piece * ROWS, ROWS)] = columns.astype(problem.dtype)
         plgpu.commit_smem()
-        offsets = dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
+        offsets = dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
         problem.store_rows(row, [(shared.delta.at[0], offsets)])
-        plgpu.copy_smem_to_gmem(memory, problem.part(dq, turn.batch, row, ROWS, turn.head))
+        plgpu.copy_smem_to_gmem(memory, problem.part(dq, work.batch, row, ROWS, work.head))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        shared.rows.release(self.tiles)
+        shared.rows.consumer_release(self.tiles)
 
     def _walk_for_queries(self, of_dp: Array, dq: Any) -> tuple[Array, Array, Array]:
         """Σ dS k; Σ dS and Σ P [64]."""
@@ -161,18 +161,18 @@ class _Walk(NamedTuple):
         self, t: Array, of_dp: Array, dq: Any, r: Array, s: Array
     ) -> tuple[Array, Array]:
         n, problem, k, v = self.steps + t, self.problem, self.shared.k, self.shared.v
-        v.wait(n)
+        v.consumer_wait(n)
         dp = self._product(DO, v.get(n))
-        v.release(n)
+        v.consumer_release(n)
         if not problem.scales_last:
             dp = dp * np.float32(problem.spec.scale)
-        p = self.shared.probs.take(self._given + t)
+        p = self.shared.probs.consume(self._given + t)
         ds = p * (dp + along_rows(of_dp, dp.shape))
         r, s = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, p)
-        k.wait(n)
+        k.consumer_wait(n)
         plgpu.wgmma(dq, self._operand(_DQ, ds), k.get(n))
         plgpu.wgmma_wait(0)
-        k.release(n)
+        k.consumer_release(n)
         return r, s
 
     @property

@@ -39,10 +39,10 @@ class _Shared(NamedTuple):
     read: Any
 
 
-class QuerySums(NamedTuple):
+class DqAccumulator(NamedTuple):
     """What the warpgroups of a program add to dQ.
 
-    A step of two blocks of dQ has one for each warpgroup. If it has but one, they take turns.
+    A step of two blocks of dQ has one for each warpgroup. If it has but one, they take ping_pong.
     Steps are counted from 0 in every key tile.
 
     Attributes:
@@ -65,24 +65,25 @@ class QuerySums(NamedTuple):
         Raises:
           ValueError: steps of more blocks of dQ than there are warpgroups.
         """
-        workers, rows = tile.warpgroups, tile.walk // ROWS
-        if rows * problem.head_size > workers * ROWS:
+        consumers, rows = tile.warpgroups, tile.step // ROWS
+        if rows * problem.head_size > consumers * ROWS:
             raise ValueError(
-                f"unordered dQ takes steps of {workers * ROWS * ROWS // problem.head_size} queries "
-                f"at head size {problem.head_size}, got walk={tile.walk}"
+                "unordered dQ takes steps of "
+                f"{consumers * ROWS * ROWS // problem.head_size} queries "
+                f"at head size {problem.head_size}, got step={tile.step}"
             )
-        barriers = (plgpu.Barrier(num_arrivals=workers, num_barriers=_AHEAD) for _ in range(2))
+        barriers = (plgpu.Barrier(num_arrivals=consumers, num_barriers=_AHEAD) for _ in range(2))
         return _Shared(
-            tiles_of((_AHEAD, workers, rows, ROWS, ROWS), problem.dtype),
-            tiles_of((workers, ROWS, ROWS), jnp.float32),
+            tiles_of((_AHEAD, consumers, rows, ROWS, ROWS), problem.dtype),
+            tiles_of((consumers, ROWS, ROWS), jnp.float32),
             *barriers,
         )
 
     def write(self, ds: Array, t: Array) -> None:
-        """Gives step t's dSᵀ of this warpgroup's keys, rounded, [64, walk], to all."""
+        """Gives step t's dSᵀ of this warpgroup's keys, rounded, [64, step], to all."""
         slot = self._slot(t)
         pl.when(t >= _AHEAD)(partial(plgpu.barrier_wait, self.refs.read.at[slot]))
-        for block in range(self.tile.walk // ROWS):
+        for block in range(self.tile.step // ROWS):
             columns = ds[:, block * ROWS : (block + 1) * ROWS]
             self.refs.ds[slot, self.me, block] = columns
         plgpu.commit_smem()
@@ -94,7 +95,7 @@ class QuerySums(NamedTuple):
 
     def is_mine(self, t: Array) -> Array:
         """Whether a block of step t is this warpgroup's."""
-        blocks = self.tile.walk * self.problem.head_size // ROWS**2
+        blocks = self.tile.step * self.problem.head_size // ROWS**2
         if blocks == self.tile.warpgroups:
             return t >= 0
         return lax.rem(t, jnp.int32(self.tile.warpgroups)) == self.me
@@ -147,7 +148,7 @@ class QuerySums(NamedTuple):
     def _block(self) -> tuple[Array, Array]:
         """Row and column of this warpgroup's block of a step."""
         zero = self.me * 0
-        if self.tile.walk > ROWS:
+        if self.tile.step > ROWS:
             return self.me, zero
         return zero, self.me if self.problem.head_size > ROWS else zero
 

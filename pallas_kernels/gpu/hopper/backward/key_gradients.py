@@ -19,18 +19,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
-from pallas_kernels.gpu.hopper.backward.dq_accumulator import QuerySums
+from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine.exchange import Handover
+from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant, tiles_of, vectors_of
-from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
-from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.tile_scheduler import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 def key_gradients(
@@ -44,23 +44,25 @@ def key_gradients(
       dq: the sums of `dq_accumulator`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
-    if (tile.ahead or tile.split) and problem.rounds_products:
-        raise ValueError(f"one sum for every long step takes neither ahead nor split, got {tile}")
-    workers, head = tile.warpgroups, problem.head_size
-    own = tile.own // ROWS
-    keys = tiles_of((tile.slots, own, ROWS, head), problem.dtype)
-    queries = tiles_of((tile.stages, tile.walk, head), problem.dtype)
-    offsets = vectors_of((tile.stages, tile.walk))
+    if (tile.overlap_steps or tile.cooperative) and problem.rounds_products:
+        raise ValueError(
+            f"one sum for every long step takes neither overlap_steps nor cooperative, got {tile}"
+        )
+    consumers, head = tile.warpgroups, problem.head_size
+    own = tile.owned // ROWS
+    keys = tiles_of((tile.owned_stages, own, ROWS, head), problem.dtype)
+    queries = tiles_of((tile.stages, tile.step, head), problem.dtype)
+    offsets = vectors_of((tile.stages, tile.step))
     operand = None
     if problem.sizes.from_memory:
-        operand = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+        operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     shared = Shared(
-        Ring.types(tile.slots, [keys, keys], copies=2 * own, readers=workers),
-        Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
-        Ring.types(tile.stages, [queries, offsets], copies=2, readers=workers),
+        Pipeline.types(tile.owned_stages, [keys, keys], copies=2 * own, consumers=consumers),
+        Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
+        Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
         operand,
-        None if dq is None else QuerySums.shared(problem, tile),
-        Handover.types() if tile.split else None,
+        None if dq is None else DqAccumulator.shared(problem, tile),
+        Exchange.types() if tile.cooperative else None,
     )
     shape = (problem.batch, problem.keys, problem.kv_heads, head)
     kernel = plgpu.kernel(
@@ -69,7 +71,7 @@ def key_gradients(
         scratch_types=[shared],
         grid=(problem.by_key(tile).grid,),
         grid_names=("program",),
-        num_threads=workers + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="attention_key_gradients",
@@ -83,53 +85,53 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(
-        keys=Ring(scratch.keys, tile.slots),
-        q=Ring(scratch.q, tile.stages),
-        do=Ring(scratch.do, tile.stages),
+        keys=Pipeline(scratch.keys, tile.owned_stages),
+        q=Pipeline(scratch.q, tile.stages),
+        do=Pipeline(scratch.do, tile.stages),
     )
-    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == loader)(lambda: key_operands.load(x, shared, problem, tile))
-    if tile.split:
-        shared = shared._replace(probs=Handover(scratch.probs))
-        pl.when(me < loader)(
-            lambda: cooperative_key_gradients.multiply(dk, dv, shared, problem, tile)
+    me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
+    pl.when(me == consumers)(lambda: key_operands.load(x, shared, problem, tile))
+    if tile.cooperative:
+        shared = shared._replace(probs=Exchange(scratch.probs))
+        pl.when(me < consumers)(
+            lambda: cooperative_key_gradients.consume(dk, dv, shared, problem, tile)
         )
         return
-    sums = None if dq is None else QuerySums(dq, scratch.dq, problem, tile, me)
-    pl.when(me < loader)(lambda: _multiply(dk, dv, sums, shared, problem, tile))
+    sums = None if dq is None else DqAccumulator(dq, scratch.dq, problem, tile, me)
+    pl.when(me < consumers)(lambda: _consume(dk, dv, sums, shared, problem, tile))
 
 
-def _multiply(
-    dk: Any, dv: Any, sums: QuerySums | None, shared: Shared, problem: Problem, tile: Tile
+def _consume(
+    dk: Any, dv: Any, sums: DqAccumulator | None, shared: Shared, problem: Problem, tile: Tile
 ) -> None:
-    set_registers(tile.warpgroups, loads=False, most=sums is not None)
+    set_registers(tile.warpgroups, producer=False, most=sums is not None)
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
-    turns = Turns(
-        tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory, held=tile.held
+    ping_pong = PingPong(
+        tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory, held=tile.held
     )
-    turns.start()
+    ping_pong.start()
 
-    def begin(turn: Turn, tiles: Array, start: Array, steps: Steps) -> Callable[[], None]:
+    def begin(work: WorkTile, tiles: Array, start: Array, steps: Steps) -> Callable[[], None]:
         key = start + me * ROWS
-        walk = _Walk(problem, tile, shared, turns, me, tiles, steps, key, turn, sums)
-        return partial(differentiate, walk, turn, tiles, key)
+        walk = _Walk(problem, tile, shared, ping_pong, me, tiles, steps, key, work, sums)
+        return partial(differentiate, walk, work, tiles, key)
 
-    def differentiate(walk: _Walk, turn: Turn, tiles: Array, key: Array) -> None:
-        shared.keys.wait(tiles)
+    def differentiate(walk: _Walk, work: WorkTile, tiles: Array, key: Array) -> None:
+        shared.keys.consumer_wait(tiles)
         copies = []
         for buffer, total in enumerate(walk.totals()):
             if buffer == 0 and problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.keys.get(tiles, me, buffer=buffer)
             memory[...] = total.astype(problem.dtype)
-            place = (turn.batch, key, ROWS, turn.head)
+            place = (work.batch, key, ROWS, work.head)
             copies.append((memory, problem.part((dk, dv)[buffer], *place, plane=1 + buffer)))
         key_operands.store(copies)
-        shared.keys.release(tiles)
+        shared.keys.consumer_release(tiles)
 
     key_operands.each_tile(program, problem, tile, begin)
-    turns.end()
+    ping_pong.end()
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -139,17 +141,17 @@ class _Walk(NamedTuple):
     problem: Problem
     tile: Tile
     shared: Shared
-    turns: Turns
+    ping_pong: PingPong
     me: Array
     tiles: Array
     steps: Steps
     key: Array
-    turn: Turn
-    sums: QuerySums | None
+    work: WorkTile
+    sums: DqAccumulator | None
 
     def totals(self) -> tuple[Array, ...]:
         """Σ dSᵀ q and Σ Pᵀ dO."""
-        problem, walk, steps = self.problem, self.tile.walk, self.steps
+        problem, walk, steps = self.problem, self.tile.step, self.steps
         sums = (accumulator(ROWS, problem.head_size),) * 2
         if not problem.rounds_products:
             return pl.run_scoped(self._run, *sums)
@@ -167,23 +169,23 @@ class _Walk(NamedTuple):
             found = pl.run_scoped(partial(product, done + first, done + end_of_step), *sums)
             return tuple(x + problem.rounded(y) for x, y in zip(totals, found, strict=True))
 
-        self.turns.enter()
+        self.ping_pong.enter()
         none = (constant((ROWS, problem.head_size), 0, TILE),) * 2
         totals = lax.fori_loop(0, (last - before) * problem.group, long_step, none)
-        self.turns.leave()
+        self.ping_pong.leave()
         return totals
 
     def _run(self, dk: Any, dv: Any) -> tuple[Array, ...]:
         """The same, in one sum each."""
         end = self._end
-        if self.tile.ahead:
+        if self.tile.overlap_steps:
             pl.when(end > 0)(lambda: self._run_ahead(dk, dv, end))
             return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
         if self.sums is not None:
             pl.when(end > 0)(lambda: self._wait_for_queries(jnp.int32(0)))
-        self.turns.enter()
+        self.ping_pong.enter()
         lax.fori_loop(0, end, lambda t, _: self._step(t, dk, dv), None)
-        self.turns.leave()
+        self.ping_pong.leave()
         if self.sums is not None:
             self._end_sums(self.sums, end)
         return tuple(plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dk, dv))
@@ -199,8 +201,8 @@ class _Walk(NamedTuple):
         With dQ, a step before they are needed, while products run: nothing but these is between the
         products that end a step and those that begin the next.
         """
-        for ring in (self.shared.q, self.shared.do):
-            ring.wait(self.steps.first + t)
+        for pipeline in (self.shared.q, self.shared.do):
+            pipeline.consumer_wait(self.steps.first + t)
 
     def _run_ahead(self, dk: Any, dv: Any, end: Array) -> None:
         """The same where the products that end a step start in the same turn as those of the
@@ -220,15 +222,15 @@ class _Walk(NamedTuple):
 
     def _step(self, t: Array, dk: Any, dv: Any) -> None:
         if self.sums is not None:
-            self.turns.wait_to_begin()
+            self.ping_pong.wait_to_begin()
         operands = self._operands(*self._factors_of_ds(t))
         multiply = partial(self._add, dk, dv, *operands, t)
         if self.sums is None:
-            self.turns.wait_to_end()
+            self.ping_pong.wait_to_end()
             multiply()
         else:
             self.sums.write(operands[1], t)
-            self.turns.wait_to_end()
+            self.ping_pong.wait_to_end()
             self._add_before(self.sums, t, multiply)
             pl.when(t + 1 < self._end)(lambda: self._wait_for_queries(t + 1))
         plgpu.wgmma_wait(0)
@@ -250,10 +252,10 @@ class _Walk(NamedTuple):
 
     def _release(self, t: Array) -> None:
         """q and dO of step t are needed no more."""
-        for ring in (self.shared.do, self.shared.q):
-            ring.release(self.steps.first + t)
+        for pipeline in (self.shared.do, self.shared.q):
+            pipeline.consumer_release(self.steps.first + t)
 
-    def _add_before(self, sums: QuerySums, t: Array, multiply: Callable[[], None]) -> None:
+    def _add_before(self, sums: DqAccumulator, t: Array, multiply: Callable[[], None]) -> None:
         """Adds what step t − 1 gives to dQ while the products that `multiply` starts run."""
         before = t - 1
 
@@ -276,7 +278,7 @@ class _Walk(NamedTuple):
         pl.when(t > 0)(lambda: sums.wait(before))
         lax.cond((t > 0) & sums.is_mine(before), add, pass_by)
 
-    def _end_sums(self, sums: QuerySums, end: Array) -> None:
+    def _end_sums(self, sums: DqAccumulator, end: Array) -> None:
         """Adds what the last step gives to dQ; nobody reads k for it any more."""
         last = end - 1
 
@@ -296,40 +298,40 @@ class _Walk(NamedTuple):
         sums.drain(end)
 
     def _place(self, t: Array) -> tuple[Array, ...]:
-        """See `QuerySums.add`."""
-        head, step = self.steps.of(t, self.turn.head, self.problem.group)
-        return self.turn.batch, step * self.tile.walk, head, self.turn.tile
+        """See `DqAccumulator.add`."""
+        head, step = self.steps.of(t, self.work.head, self.problem.group)
+        return self.work.batch, step * self.tile.step, head, self.work.block
 
     def _factors_of_ds(
         self, t: Array, end_step: Callable[[], None] | None = None
     ) -> tuple[Array, Array]:
         """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last.
 
-        end_step: starts the products of the step before, if `ahead`.
+        end_step: starts the products of the step before, if `overlap_steps`.
         """
         n, problem, q, do = self.steps.first + t, self.problem, self.shared.q, self.shared.do
         interpret = problem.sizes.interpret
-        _, step = self.steps.of(t, self.turn.head, problem.group)
-        row = step * self.tile.walk
+        _, step = self.steps.of(t, self.work.head, problem.group)
+        row = step * self.tile.step
         me, key = self.me, self.key
         if self.sums is not None:
             me, key = (x + unknown_zero(n) for x in (me, key))
         k, v = (self.shared.keys.get(self.tiles, me, buffer=b) for b in (0, 1))
         if self.sums is None:
-            q.wait(n)
-            if self.tile.ahead:  # in a turn, nothing is to come between products
-                do.wait(n)
-            self.turns.wait_to_begin()
+            q.consumer_wait(n)
+            if self.tile.overlap_steps:  # in a turn, nothing is to come between products
+                do.consumer_wait(n)
+            self.ping_pong.wait_to_begin()
         if end_step is not None:
             end_step()
         s = begin_product(k, q.get(n), interpret=interpret)
         if end_step is not None:  # dP takes the registers of what it multiplies
             plgpu.wgmma_wait(1)
             self._release(t - 1)
-        if self.sums is None and not self.tile.ahead:
-            do.wait(n)
+        if self.sums is None and not self.tile.overlap_steps:
+            do.consumer_wait(n)
         dp = begin_product(v, do.get(n), interpret=interpret)
-        self.turns.pass_on()
+        self.ping_pong.arrive()
         plgpu.wgmma_wait(1)
         probs = key_operands.probs(s, q.get(n, buffer=1), key, row, problem)
         plgpu.wgmma_wait(0)

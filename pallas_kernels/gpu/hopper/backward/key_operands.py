@@ -16,7 +16,7 @@ from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.tile_scheduler import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class Inputs(NamedTuple):
@@ -31,9 +31,9 @@ class Inputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of k and v, where dK and dV go later; rings of q and of dO with their
-    offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here; Pᵀ on its way
-    from one warpgroup to another."""
+    """Shared memory: a pipeline of k and v, where dK and dV go later; pipelines of q and of dO with
+    their offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here; Pᵀ on
+    its way from one warpgroup to another."""
 
     keys: Any
     q: Any
@@ -44,7 +44,7 @@ class Shared(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The walk of a key tile: query steps begin ... begin + length − 1, for every head of a group.
+    """Steps of a key tile: queries begin ... begin + length − 1, for every head of a group.
 
     `first` counts the steps that the program has done before.
     """
@@ -61,83 +61,84 @@ class Steps(NamedTuple):
 
 
 def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> Steps:
-    begin, end = problem.query_steps(key, tile.walk)
+    begin, end = problem.query_steps(key, tile.step)
     return Steps(first, begin, jnp.where(exists, end - begin, 0))
 
 
 def load(x: Inputs, shared: Shared, problem: Problem, tile: Tile) -> None:
     """All tiles of a program and the queries that see them, by the warpgroup that only loads."""
-    set_registers(tile.warpgroups, loads=True, most=shared.dq is not None)
-    program, schedule = lax.axis_index("program"), problem.by_key(tile)
+    set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
+    program, scheduler = lax.axis_index("program"), problem.by_key(tile)
 
     def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, first = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-        steps = _steps(problem, tile, start, turn.exists, first)
+        work = scheduler.work_tile(program, u)
+        start = work.block * tile.owned
+        steps = _steps(problem, tile, start, work.is_valid, first)
 
         def keys() -> None:
             copies = []
-            for w in range(tile.own // ROWS):
-                place = (turn.batch, start + w * ROWS, ROWS, turn.head)
+            for w in range(tile.owned // ROWS):
+                place = (work.batch, start + w * ROWS, ROWS, work.head)
                 for buffer, ref in enumerate((x.k, x.v)):
                     part = problem.part(ref, *place, plane=1 + buffer)
                     copies.append((part, buffer, (w,)))
-            shared.keys.fill(tiles, *copies)
+            shared.keys.producer_load(tiles, *copies)
 
         def queries(t: Array, n: Array) -> Array:
-            head, step = steps.of(t, turn.head, problem.group)
-            row = step * tile.walk
-            for ring, ref, offsets in ((shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)):
-                part = problem.part(ref, turn.batch, row, tile.walk, head)
-                vector = offsets.at[turn.batch, head, pl.ds(row, tile.walk)]
-                ring.fill(n, (part, 0, ()), (vector, 1, ()))
+            head, step = steps.of(t, work.head, problem.group)
+            row = step * tile.step
+            of_q, of_do = (shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)
+            for pipeline, ref, offsets in (of_q, of_do):
+                part = problem.part(ref, work.batch, row, tile.step, head)
+                vector = offsets.at[work.batch, head, pl.ds(row, tile.step)]
+                pipeline.producer_load(n, (part, 0, ()), (vector, 1, ()))
             return n + 1
 
-        pl.when(turn.exists)(keys)
+        pl.when(work.is_valid)(keys)
         first = lax.fori_loop(0, steps.length * problem.group, queries, first)
-        return tiles + turn.exists.astype(jnp.int32), first
+        return tiles + work.is_valid.astype(jnp.int32), first
 
     done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, schedule.turns(program), load_tile, done)
-    shared.keys.drain(tiles)
-    shared.q.drain(steps)
-    shared.do.drain(steps)
+    tiles, steps = lax.fori_loop(0, scheduler.count(program), load_tile, done)
+    shared.keys.producer_tail(tiles)
+    shared.q.producer_tail(steps)
+    shared.do.producer_tail(steps)
 
 
 def each_tile(
     program: Array,
     problem: Problem,
     tile: Tile,
-    begin: Callable[[Turn, Array, Array, Steps], Callable[[], None]],
+    begin: Callable[[WorkTile, Array, Array, Steps], Callable[[], None]],
 ) -> Array:
     """Does what `begin` returns for every tile of a program; how many steps they have.
 
     Args:
-      program: of the grid. Asked for by the caller, before turns start: what is asked for when
-        changes how the assembler allots registers.
+      program: of the grid. Asked for by the caller, before the ping-pong starts: what is asked
+        for when changes how the assembler allots registers.
       problem, tile: of the kernel.
-      begin: takes the tile, how many the program has done before, the first key, and the walk.
+      begin: takes the tile, how many the program has done before, the first key, and its steps.
     """
-    schedule = problem.by_key(tile)
+    scheduler = problem.by_key(tile)
 
-    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+    def consume_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, first = done
-        turn = schedule.turn(program, u)
-        key = turn.tile * tile.own
-        steps = _steps(problem, tile, key, turn.exists, first)
-        pl.when(turn.exists)(begin(turn, tiles, key, steps))
-        return tiles + turn.exists.astype(jnp.int32), first + steps.length * problem.group
+        work = scheduler.work_tile(program, u)
+        key = work.block * tile.owned
+        steps = _steps(problem, tile, key, work.is_valid, first)
+        pl.when(work.is_valid)(begin(work, tiles, key, steps))
+        return tiles + work.is_valid.astype(jnp.int32), first + steps.length * problem.group
 
     done = (jnp.int32(0), jnp.int32(0))
-    _, steps = lax.fori_loop(0, schedule.turns(program), multiply_tile, done)
+    _, steps = lax.fori_loop(0, scheduler.count(program), consume_tile, done)
     return steps
 
 
 def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Array:
-    """Pᵀ, not rounded, of k qᵀ [64, walk] of the keys and rows from `key` and `row` on.
+    """Pᵀ, not rounded, of k qᵀ [64, step] of the keys and rows from `key` and `row` on.
 
-    offset: a reference to what the exponent adds, [walk].
+    offset: a reference to what the exponent adds, [step].
     """
     of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
     log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
@@ -148,7 +149,7 @@ def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Ar
 
 
 def shifted_dp(dp: Array, offset: Any, problem: Problem) -> Array:
-    """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [walk]."""
+    """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [step]."""
     dp = problem.rounded(dp)
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)

@@ -33,7 +33,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     probs,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
-from pallas_kernels.gpu.hopper.machine.exchange import Handover
+from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
@@ -44,8 +44,8 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     tiles_of,
     vectors_of,
 )
-from pallas_kernels.gpu.hopper.machine.ping_pong import Turns
-from pallas_kernels.gpu.hopper.machine.pipeline import Ring
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -58,38 +58,40 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
 
     Raises:
-      ValueError: tiles that split what has but one sum, or are ahead with two.
+      ValueError: tiles that share what has but one sum, or overlap steps with two.
     """
     tile = problem.sizes.query_gradients
-    if tile.ahead and problem.normalizes_delta:
-        raise ValueError(f"ahead=True is of one sum, not of delta='normalized', got {tile}")
-    if tile.ahead and problem.rounds_products:
-        raise ValueError(f"one sum for every long step takes no ahead, got {tile}")
-    if tile.split and not problem.normalizes_delta:
-        raise ValueError(f"split=True is of delta='normalized' alone, got {tile}")
-    workers, head = tile.warpgroups, problem.head_size
-    own = tile.own // ROWS
-    rows = (tile.slots, own, ROWS, head)
+    if tile.overlap_steps and problem.normalizes_delta:
+        raise ValueError(f"overlap_steps=True is of one sum, not of delta='normalized', got {tile}")
+    if tile.overlap_steps and problem.rounds_products:
+        raise ValueError(f"one sum for every long step takes no overlap_steps, got {tile}")
+    if tile.cooperative and not problem.normalizes_delta:
+        raise ValueError(f"cooperative=True is of delta='normalized' alone, got {tile}")
+    consumers, head = tile.warpgroups, problem.head_size
+    own = tile.owned // ROWS
+    rows = (tile.owned_stages, own, ROWS, head)
     loaded = [problem.dtype, problem.dtype] + ([] if problem.is_wide else [x.o.dtype])
     k, v = (
-        tiles_of((stages, tile.walk, head), problem.dtype)
-        for stages in (tile.stages, tile.stages_of_values)
+        tiles_of((stages, tile.step, head), problem.dtype)
+        for stages in (tile.stages, tile.stages_of_v)
     )
     operand = None
     if problem.sizes.from_memory:
-        operand = tiles_of((workers, ROWS, tile.walk), problem.dtype)
+        operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     shared = Shared(
-        Ring.types(
-            tile.slots,
+        Pipeline.types(
+            tile.owned_stages,
             [tiles_of(rows, dtype) for dtype in loaded],
             copies=len(loaded) * own,
-            readers=workers,
+            consumers=consumers,
         ),
-        Ring.types(tile.stages, [k], copies=1, readers=workers),
-        Ring.types(tile.stages_of_values, [v], copies=1, readers=1 if tile.split else workers),
+        Pipeline.types(tile.stages, [k], copies=1, consumers=consumers),
+        Pipeline.types(
+            tile.stages_of_v, [v], copies=1, consumers=1 if tile.cooperative else consumers
+        ),
         vectors_of((own, ROWS)),
         operand,
-        Handover.types() if tile.split else None,
+        Exchange.types() if tile.cooperative else None,
     )
     kernel = plgpu.kernel(
         partial(_kernel, problem=problem, tile=tile),
@@ -100,7 +102,7 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
         grid_names=("program",),
-        num_threads=workers + 1,
+        num_threads=consumers + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER,
         kernel_name="attention_query_gradients",
@@ -113,50 +115,52 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
 def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
     x, (dq, dp_offset, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
     shared = scratch._replace(
-        rows=Ring(scratch.rows, tile.slots),
-        k=Ring(scratch.k, tile.stages),
-        v=Ring(scratch.v, tile.stages_of_values),
+        rows=Pipeline(scratch.rows, tile.owned_stages),
+        k=Pipeline(scratch.k, tile.stages),
+        v=Pipeline(scratch.v, tile.stages_of_v),
     )
-    me, loader = lax.axis_index("warpgroup"), tile.warpgroups
-    rows, rings = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
+    me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
+    rows, pipelines = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
     if problem.is_wide:
         rows = rows[:O]
-    most = problem.is_wide
-    pl.when(me == loader)(lambda: producer.load(rows, x.k, x.v, rings, problem, tile, most=most))
-    if tile.split:
-        shared = shared._replace(probs=Handover(scratch.probs))
-    multiply = cooperative_query_gradients.multiply if tile.split else _multiply
-    pl.when(me < loader)(lambda: multiply(x, dq, dp_offset, shared, problem, tile))
+    load = partial(producer.load, most=problem.is_wide)
+    pl.when(me == consumers)(lambda: load(rows, x.k, x.v, pipelines, problem, tile))
+    if tile.cooperative:
+        shared = shared._replace(probs=Exchange(scratch.probs))
+    consume = cooperative_query_gradients.consume if tile.cooperative else _consume
+    pl.when(me < consumers)(lambda: consume(x, dq, dp_offset, shared, problem, tile))
 
 
-def _multiply(
+def _consume(
     x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: Tile
 ) -> None:
-    set_registers(tile.warpgroups, loads=False, most=problem.is_wide)
-    program, schedule = lax.axis_index("program"), problem.by_query(tile)
+    set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
+    program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
-    turns = Turns(
-        tile.warpgroups, me, on=tile.turns and not problem.sizes.from_memory, held=tile.held
+    ping_pong = PingPong(
+        tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory, held=tile.held
     )
-    turns.start()
+    ping_pong.start()
 
-    def multiply_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+    def consume_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, steps = done
-        turn = schedule.turn(program, u)
-        start = turn.tile * tile.own
-        _, last = problem.key_steps(start, tile.own, tile.walk)
+        work = scheduler.work_tile(program, u)
+        start = work.block * tile.owned
+        _, last = problem.key_steps(start, tile.owned, tile.step)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.walk)
+        full, end = problem.key_steps(row, ROWS, tile.step)
 
         def differentiate() -> None:
-            offset, dlse = (of_rows(vectors, turn, row) for vectors in (x.offset, x.dlse))
-            shared.rows.wait(tiles)
-            of_dp = -delta(x.o, shared.rows, tiles, me, turn, row, problem)
+            offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
+            shared.rows.consumer_wait(tiles)
+            of_dp = -delta(x.o, shared.rows, tiles, me, work, row, problem)
             if not problem.scales_last:
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
             if not problem.normalizes_delta:
                 of_dp = of_dp + dlse
-            walk = _Walk(problem, tile, shared, turns, me, tiles, steps, row, full, offset, of_dp)
+            walk = _Walk(
+                problem, tile, shared, ping_pong, me, tiles, steps, row, full, offset, of_dp
+            )
             total, *others = walk.totals(end)
             if problem.normalizes_delta:
                 pk, r, s = others
@@ -165,24 +169,24 @@ def _multiply(
                 of_dp = of_dp - lacks
                 total = total - along_rows(lacks, total.shape) * pk
             shared.delta[me] = of_dp
-            producer.skip((shared.k, shared.v), turns, tile, steps, end, last)
+            producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
             if problem.scales_last:
                 total = total * np.float32(problem.spec.scale)
             memory = shared.rows.get(tiles, me, buffer=Q)
             memory[...] = total.astype(problem.dtype)
             plgpu.commit_smem()
-            offsets = dp_offset.at[turn.batch, turn.head, pl.ds(row, ROWS)]
+            offsets = dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
             problem.store_rows(row, [(shared.delta.at[me], offsets)])
-            part = problem.part(dq, turn.batch, row, ROWS, turn.head)
+            part = problem.part(dq, work.batch, row, ROWS, work.head)
             plgpu.copy_smem_to_gmem(memory, part)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            shared.rows.release(tiles)
+            shared.rows.consumer_release(tiles)
 
-        pl.when(turn.exists)(differentiate)
-        return tiles + turn.exists.astype(jnp.int32), steps + jnp.where(turn.exists, last, 0)
+        pl.when(work.is_valid)(differentiate)
+        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, last, 0)
 
-    lax.fori_loop(0, schedule.turns(program), multiply_tile, (jnp.int32(0), jnp.int32(0)))
-    turns.end()
+    lax.fori_loop(0, scheduler.count(program), consume_tile, (jnp.int32(0), jnp.int32(0)))
+    ping_pong.end()
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -196,7 +200,7 @@ class _Walk(NamedTuple):
     problem: Problem
     tile: Tile
     shared: Shared
-    turns: Turns
+    ping_pong: PingPong
     me: Array
     tiles: Array
     steps: Array
@@ -211,7 +215,7 @@ class _Walk(NamedTuple):
         if not self.problem.rounds_products:
             return pl.run_scoped(partial(self._run, end=end), *sums)
 
-        problem, walk = self.problem, self.tile.walk
+        problem, walk = self.problem, self.tile.step
 
         def product(first: Array, last: Array, dq: Any) -> Array:
             lax.fori_loop(first, last, lambda t, none: self._step(t, dq, None, none), ())
@@ -221,21 +225,21 @@ class _Walk(NamedTuple):
             steps = problem.parts_of_long_step(i, walk, end)
             return total + problem.rounded(pl.run_scoped(partial(product, *steps), *sums))
 
-        self.turns.enter()
+        self.ping_pong.enter()
         none = constant((ROWS, problem.head_size), 0, TILE)
         total = lax.fori_loop(*problem.long_steps(walk, end), long_step, none)
-        self.turns.leave()
+        self.ping_pong.leave()
         return (total,)
 
     def _run(self, dq: Any, pk: Any = None, *, end: Array) -> tuple[Array, ...]:
         """Σ dS k over the steps before `end`; if asked for Σ P k too, that, Σ dS and Σ P [64]."""
-        if self.tile.ahead:
+        if self.tile.overlap_steps:
             self._run_ahead(dq, end)
             return (plgpu.wgmma_accumulator_load(dq, wait_n=None),)
         none = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
-        self.turns.enter()
+        self.ping_pong.enter()
         sums = lax.fori_loop(0, end, lambda t, sums: self._step(t, dq, pk, sums), none)
-        self.turns.leave()
+        self.ping_pong.leave()
         products = (plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dq, pk) if x is not None)
         return *products, *(x.sum(axis=1) for x in sums)
 
@@ -250,10 +254,10 @@ class _Walk(NamedTuple):
         if pk is not None:
             r, s = sums
             sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
-        self.turns.wait_to_end()
+        self.ping_pong.wait_to_end()
         self._add(dq, ds.astype(dtype), n)
         plgpu.wgmma_wait(0)
-        self.shared.k.release(n)
+        self.shared.k.consumer_release(n)
         return sums
 
     def _run_ahead(self, dq: Any, end: Array) -> None:
@@ -269,7 +273,7 @@ class _Walk(NamedTuple):
         ds = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
         add(end - 1, ds)
         plgpu.wgmma_wait(0)
-        self.shared.k.release(self.steps + end - 1)
+        self.shared.k.consumer_release(self.steps + end - 1)
 
     def _add(self, total: Any, left: Array, n: Array) -> None:
         """Starts left k of the n-th step of the program."""
@@ -285,24 +289,27 @@ class _Walk(NamedTuple):
     def _probs_and_dp(
         self, t: Array, end_step: Callable[[], None] | None = None
     ) -> tuple[Array, Array]:
-        """P and dP of step t, not rounded; end_step: starts dS k of the step before, if `ahead`."""
+        """P and dP of step t, not rounded.
+
+        end_step: starts dS k of the step before, if `overlap_steps`.
+        """
         n, me, row, interpret = self.steps + t, self.me, self.row, self.problem.sizes.interpret
         if self.problem.is_wide:  # no registers are left for what a step can compute anew
             zero = opaque_zero(n, interpret=interpret)
             me, row = me + zero, row + zero
         q, do = (self.shared.rows.get(self.tiles, me, buffer=buffer) for buffer in (Q, DO))
-        self.shared.k.wait(n)
-        self.turns.wait_to_begin()
+        self.shared.k.consumer_wait(n)
+        self.ping_pong.wait_to_begin()
         if end_step is not None:
             end_step()
         s = begin_product(q, self.shared.k.get(n), interpret=interpret)
-        self.shared.v.wait(n)
+        self.shared.v.consumer_wait(n)
         dp = begin_product(do, self.shared.v.get(n), interpret=interpret)
-        self.turns.pass_on()
+        self.ping_pong.arrive()
         plgpu.wgmma_wait(1)
         if end_step is not None:
-            self.shared.k.release(n - 1)
-        p = probs(s, self.offset, row, t, self.full, self.tile.walk, self.problem)
+            self.shared.k.consumer_release(n - 1)
+        p = probs(s, self.offset, row, t, self.full, self.tile.step, self.problem)
         plgpu.wgmma_wait(0)
-        self.shared.v.release(n)
+        self.shared.v.consumer_release(n)
         return p, self.problem.rounded(dp)

@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     load,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
-from pallas_kernels.gpu.hopper.tile_scheduler import Turn
+from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class Inputs(NamedTuple):
@@ -40,8 +40,8 @@ class Inputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: a ring of q, dO and (unless `is_wide`) O; rings of k and v; δ; P and dS where
-    they are kept there; P on its way from one warpgroup to another."""
+    """Shared memory: a pipeline of q, dO and (unless `is_wide`) O; pipelines of k and v; δ; P and
+    dS where they are kept there; P on its way from one warpgroup to another."""
 
     rows: Any
     k: Any
@@ -51,22 +51,22 @@ class Shared(NamedTuple):
     probs: Any
 
 
-Q, DO, O = range(3)  # buffers of the ring of rows, in which they are loaded
+Q, DO, O = range(3)  # buffers of the pipeline of rows, in which they are loaded
 
 
-def of_rows(vectors: Any, turn: Turn, row: Array) -> Array:
+def of_rows(vectors: Any, work: WorkTile, row: Array) -> Array:
     """The numbers [64] of the rows from `row` on; beyond the last row those of the last ones."""
     inside = pl.ds(jnp.minimum(row, vectors.shape[-1] - ROWS), ROWS)
-    return load(vectors.at[turn.batch, turn.head, inside], PER_ROW, straight=False)
+    return load(vectors.at[work.batch, work.head, inside], PER_ROW, straight=False)
 
 
 def delta(
-    o: Any, rows: Any, tiles: Array, me: Array | int, turn: Turn, row: Array, problem: Problem
+    o: Any, rows: Any, tiles: Array, me: Array | int, work: WorkTile, row: Array, problem: Problem
 ) -> Array:
-    """δ [64] of rows that have come as filling `tiles` of their ring, at the place `me`."""
+    """δ [64] of rows that have come as filling `tiles` of their pipeline, at the place `me`."""
     if problem.is_wide:
         first = jnp.minimum(row, problem.rows - ROWS)
-        part = problem.part(o, turn.batch, first, ROWS, turn.head)
+        part = problem.part(o, work.batch, first, ROWS, work.head)
         return _delta_of_pieces(part, rows.get(tiles, me, buffer=DO))
     of_o, of_do = (
         load(rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32) for buffer in (O, DO)
@@ -85,14 +85,14 @@ def _delta_of_pieces(o: Any, do: Any) -> Array:
 
 
 def probs(
-    s: Array, offset: Array, row: Array, step: Array, full: Array, walk: int, problem: Problem
+    s: Array, offset: Array, row: Array, t: Array, full: Array, step: int, problem: Problem
 ) -> Array:
-    """P, not rounded, of q kᵀ [64, walk] of a step; those before `full` take no mask.
+    """P, not rounded, of q kᵀ [64, step] of step t; those before `full` take no mask.
 
     offset: what the exponent adds [64].
     """
     log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
-    if problem.masks_steps(walk):
-        mask = partial(problem.mask_keys, log2_p, row, step * walk)
-        log2_p = lax.cond(step >= full, mask, lambda: log2_p)
+    if problem.masks_steps(step):
+        mask = partial(problem.mask_keys, log2_p, row, t * step)
+        log2_p = lax.cond(t >= full, mask, lambda: log2_p)
     return jnp.exp2(log2_p)

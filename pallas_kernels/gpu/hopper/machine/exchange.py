@@ -1,4 +1,4 @@
-"""What one warpgroup hands to another, a block of 64 by 64 float32 numbers at a time."""
+"""A pipeline from one consumer warpgroup to another, of blocks of 64 by 64 float32 numbers."""
 
 from functools import partial
 from typing import Any
@@ -12,44 +12,44 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 
-_AHEAD = 2  # blocks that the giver may be ahead of the taker
+_STAGES = 2  # blocks on their way at once
 
 
-class Handover:
-    """Blocks in shared memory, which one warpgroup gives and another takes, in order.
+class Exchange:
+    """A pipeline between two consumer warpgroups: one produces blocks, the other takes them.
 
-    Both count from 0; the giver drains when it has given the last.
+    Both count from 0; the one that produces ends with `producer_tail`.
     """
 
     def __init__(self, refs: Any) -> None:
-        self._blocks, self._given, self._taken = refs
+        self._blocks, self._full, self._empty = refs
 
     @staticmethod
     def types() -> Any:
         """The scratch types."""
-        barriers = (plgpu.Barrier(num_arrivals=1, num_barriers=_AHEAD) for _ in range(2))
-        return (tiles_of((_AHEAD, ROWS, ROWS), jnp.float32), *barriers)
+        barriers = (plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES) for _ in range(2))
+        return (tiles_of((_STAGES, ROWS, ROWS), jnp.float32), *barriers)
 
-    def give(self, n: Array, block: Array) -> None:
-        """The n-th block. Waits until the one in its place has been taken."""
-        slot = self._slot(n)
-        pl.when(n >= _AHEAD)(partial(plgpu.barrier_wait, self._taken.at[slot]))
-        self._blocks[slot] = block
-        plgpu.barrier_arrive(self._given.at[slot])
+    def produce(self, n: Array, block: Array) -> None:
+        """The n-th block. Waits until the one in its place has been consumed."""
+        stage = self._stage(n)
+        pl.when(n >= _STAGES)(partial(plgpu.barrier_wait, self._empty.at[stage]))
+        self._blocks[stage] = block
+        plgpu.barrier_arrive(self._full.at[stage])
 
-    def take(self, n: Array) -> Array:
+    def consume(self, n: Array) -> Array:
         """The n-th block, when it is there."""
-        slot = self._slot(n)
-        plgpu.barrier_wait(self._given.at[slot])
-        block = load(self._blocks.at[slot], TILE)
-        plgpu.barrier_arrive(self._taken.at[slot])
+        stage = self._stage(n)
+        plgpu.barrier_wait(self._full.at[stage])
+        block = load(self._blocks.at[stage], TILE)
+        plgpu.barrier_arrive(self._empty.at[stage])
         return block
 
-    def drain(self, n: Array) -> None:
-        """After n blocks, the last: until all have been taken."""
-        for back in range(1, _AHEAD + 1):
-            slot = self._slot(n - back)
-            pl.when(n >= back)(partial(plgpu.barrier_wait, self._taken.at[slot]))
+    def producer_tail(self, n: Array) -> None:
+        """After n blocks, the last: until all have been consumed."""
+        for back in range(1, _STAGES + 1):
+            stage = self._stage(n - back)
+            pl.when(n >= back)(partial(plgpu.barrier_wait, self._empty.at[stage]))
 
-    def _slot(self, n: Array) -> Array:
-        return lax.rem(n, jnp.int32(_AHEAD))
+    def _stage(self, n: Array) -> Array:
+        return lax.rem(n, jnp.int32(_STAGES))

@@ -12,40 +12,40 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
 
 
-class Turns:
-    """Warpgroups that multiply by turns, so that one does its softmax while another multiplies.
+class PingPong:
+    """Warpgroups take turns at the tensor cores: one does its softmax while another multiplies.
 
-    Named barriers of the machine, one per warpgroup: `wait` for one's turn, `pass_on` gives it to
-    the next. FlashAttention-3 (arXiv 2407.08608, section 3.1) calls it pingpong.
+    Named barriers of the machine, one per warpgroup: `wait` for one's turn, `arrive` gives it to
+    the next. FlashAttention-3, arXiv 2407.08608, section 3.1.
 
     Where they are `held`, a turn has the products that end a step and those that begin the next,
-    with nobody's in between: `enter` a walk, `wait_to_end` a step, `pass_on` within the next one,
-    `leave` the walk. Otherwise it has those that begin a step.
+    with nobody's in between: `enter` a mainloop, `wait_to_end` a step, `arrive` within the next
+    one, `leave` the mainloop. Otherwise it has those that begin a step.
     """
 
     _FIRST = 8  # Mosaic GPU takes named barriers from 0 upwards
 
-    def __init__(self, workers: int, me: Array, *, on: bool, held: bool = False) -> None:
-        self._workers, self._me, self._on = workers, me, on and workers > 1
+    def __init__(self, consumers: int, me: Array, *, on: bool, held: bool = False) -> None:
+        self._consumers, self._me, self._on = consumers, me, on and consumers > 1
         self._held = held
 
     def start(self) -> None:
         """Before the first `wait`: warpgroup 0 begins."""
         if self._on:
-            pl.when(self._me == self._workers - 1)(lambda: self._named("arrive", jnp.int32(0)))
+            pl.when(self._me == self._consumers - 1)(lambda: self._named("arrive", jnp.int32(0)))
 
     def wait(self) -> None:
         """Until it is this warpgroup's turn."""
         if self._on:
             self._named("sync", self._me)
 
-    def pass_on(self) -> None:
+    def arrive(self) -> None:
         """The next warpgroup's turn."""
         if self._on:
-            self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._workers)))
+            self._named("arrive", lax.rem(self._me + 1, jnp.int32(self._consumers)))
 
     def enter(self) -> None:
-        """Before a walk's first step."""
+        """Before a mainloop's first step."""
         if self._held:
             self.wait()
 
@@ -60,12 +60,12 @@ class Turns:
             self.wait()
 
     def leave(self) -> None:
-        """After a walk's last step."""
+        """After a mainloop's last step."""
         if self._held:
-            self.pass_on()
+            self.arrive()
 
     def end(self) -> None:
-        """After the last `pass_on`: nobody waits for a turn any more."""
+        """After the last `arrive`: nobody waits for a turn any more."""
         if self._on:
             pl.when(self._me == 0)(lambda: self._named("sync", jnp.int32(0)))
 

@@ -20,13 +20,13 @@ COMPILER = plgpu.CompilerParams(
 )
 
 
-def set_registers(workers: int, *, loads: bool, most: bool = False) -> None:
-    """Moves registers from the warpgroup that loads to the `workers` that multiply.
+def set_registers(consumers: int, *, producer: bool, most: bool = False) -> None:
+    """Moves registers from the warpgroup that loads to the `consumers` that multiply.
 
     most: two that multiply get all that one would.
     """
-    few, many = _REGISTERS[1 if most else workers]
-    if loads:
+    few, many = _REGISTERS[1 if most else consumers]
+    if producer:
         plgpu.set_max_registers(few, action="decrease")
     else:
         plgpu.set_max_registers(many, action="increase")
