@@ -75,7 +75,8 @@ def _arguments() -> argparse.Namespace:
             parser.error(f"--unordered times a kernel that sees no preset, got {args.presets}")
         args.kernels, args.presets, args.rules = ["key_gradients"], ["flash"], ["standard"]
     module = IMPLEMENTATIONS[args.implementation]
-    fields = [field.name for field in dataclasses.fields(module.Tile)]
+    kinds = dict.fromkeys(module.TILES[name] for name in args.kernels)
+    fields = list(dict.fromkeys(x.name for kind in kinds for x in dataclasses.fields(kind)))
     if unknown := set(args.vary or ()).difference(fields):
         parser.error(f"--vary takes {', '.join(fields)}, got {', '.join(sorted(unknown))}")
     args.presets = args.presets or module.PRESETS
@@ -121,7 +122,7 @@ def _calls(args: argparse.Namespace) -> Iterator[Call]:
 
 def table(records: Sequence[Record], shown: int) -> str:
     """The fastest tiles of one kernel, and the one that `block_sizes` has."""
-    tile = IMPLEMENTATIONS[records[0]["implementation"]].Tile
+    tile = IMPLEMENTATIONS[records[0]["implementation"]].TILES[records[0]["kernel"]]
     fields = [field.name for field in dataclasses.fields(tile)]
     named = ("shape", "preset", "row_max", "kernel")
     rows = [(*named, *fields, "µs", "")]

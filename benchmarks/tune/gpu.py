@@ -26,6 +26,7 @@ from pallas_kernels.scalars import Scalars
 PRESETS = ("flash",)
 RULES = ("standard",)
 STAGES = (1, 2, 3, 4)
+TILES = dict.fromkeys(("forward", "query_gradients", "key_gradients"), Tile)
 
 # With fewer scores per thread a tile is too small for its warps, with more it does not fit into
 # the registers.

@@ -1,8 +1,10 @@
 """The Hopper kernels as `sweep` times them: their tiles, inputs and functions."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -17,7 +19,10 @@ from pallas_kernels.gpu.hopper.backward.query_gradients import Inputs as QueryIn
 from pallas_kernels.gpu.hopper.backward.query_gradients import query_gradients
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
+    STEPS,
+    BackwardTile,
     BlockSizes,
+    ForwardTile,
     Tile,
     block_sizes,
     is_wide,
@@ -29,6 +34,11 @@ from pallas_kernels.gpu.hopper.problem import Problem
 PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
 RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
+TILES: dict[str, type[Tile]] = {
+    "forward": ForwardTile,
+    "query_gradients": BackwardTile,
+    "key_gradients": BackwardTile,
+}
 
 # None, those that begin a step, those held from the end of a step on, and products of two steps.
 _PING_PONGS: tuple[dict[str, bool], ...] = (
@@ -57,78 +67,104 @@ def table(q: Array, spec: Spec) -> BlockSizes:
 
 def tiles(kernel: str, head_size: int, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
     """All tiles of two or three warpgroups whose sums fit in registers, and buffers in memory."""
-    ping_pongs = _PING_PONGS[:2] if kernel == "forward" else _PING_PONGS
-    waits = (False, True) if kernel == "forward" else (False,)
-    counts = kernel == "forward" and isinstance(spec.row_max, DynamicMax)
-    tests = (True, False) if counts else (True,)
-    if rounds_products(spec.numerics):  # forward there are no ping_pongs, waits or tests
-        ping_pongs, waits, tests = _PING_PONGS[: 1 if kernel == "forward" else 3], (False,), (True,)
-    if cooperative := _sums(kernel, spec) > 1 and is_wide(head_size):
-        ping_pongs = _PING_PONGS[:1]
-    elif sums_queries(kernel, spec) or (kernel == "query_gradients" and _sums(kernel, spec) > 1):
-        ping_pongs = _PING_PONGS[:3]
-    for (
-        warpgroups,
-        step,
-        n,
-        owned_stages,
-        ping_pong,
-        longest_first,
-        early_wait,
-        tests_ties,
-    ) in itertools.product(
-        _REGISTERS, (64, 128), stages, (1, 2), ping_pongs, (False, True), waits, tests
-    ):
-        if cooperative and (warpgroups, step) != (2, ROWS):
+    for tile in _candidates(kernel, spec, stages):
+        if _registers(kernel, tile, head_size, spec) > _REGISTERS[tile.warpgroups]:
             continue
-        if n < 2 and ("overlap_steps" in ping_pong or "held" in ping_pong):
-            continue
-        if kernel == "forward" and rounds_products(spec.numerics) and step % (warpgroups * ROWS):
-            continue
-        tile = Tile(
-            warpgroups=warpgroups,
-            step=step,
-            stages=n,
-            owned_stages=owned_stages,
-            **ping_pong,
-            longest_first=longest_first,
-            early_wait=early_wait,
-            tests_ties=tests_ties,
-            cooperative=cooperative,
-        )
-        if _registers(kernel, tile, head_size, spec) > _REGISTERS[warpgroups]:
-            continue
-        if sums_queries(kernel, spec) and tile.owned * ROWS < tile.step * head_size:
-            continue  # a warpgroup has a block of dQ
-        if sums_queries(kernel, spec) and warpgroups != 2:
-            continue
-        for fits in (*_with_fewer_stages(kernel, tile, head_size), *_forward(kernel, tile, spec)):
-            if _shared_bytes(kernel, fits, head_size, spec) <= _SHARED_BYTES:
-                yield fits
+        for found in _with_fewer_stages(kernel, tile, head_size):
+            try:
+                _check(kernel, found, head_size, spec)
+            except ValueError:
+                continue
+            if _shared_bytes(kernel, found, head_size, spec) <= _SHARED_BYTES:
+                yield found
+
+
+def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile]:
+    """Every tile that can be made of the sizes and switches to try."""
+    sizes: list[dict[str, Any]] = [
+        {"warpgroups": warpgroups, "step": step, "stages": n, "owned_stages": owned}
+        for warpgroups, step, n, owned in itertools.product(_REGISTERS, STEPS, stages, (1, 2))
+    ]
+    in_long_steps = rounds_products(spec.numerics)
+    if kernel == "forward":
+        counts = isinstance(spec.row_max, DynamicMax) and not in_long_steps
+        if in_long_steps:  # without ping-pong, an earlier wait, tests for ties
+            switches = _all(longest_first=(False, True), halved=(False, True))
+        else:
+            switches = _all(
+                ping_pong=(False, True),
+                longest_first=(False, True),
+                early_wait=(False, True),
+                overlap_tiles=(False, True),
+                tests_ties=(True, False) if counts else (True,),
+            )
+        of: type[Tile] = ForwardTile
+    else:
+        # Beside two sums, or dQ's, products of two steps take more registers than there are.
+        two_sums = kernel == "query_gradients" and _sums(kernel, spec) > 1
+        most = 3 if in_long_steps or two_sums or sums_queries(kernel, spec) else 4
+        switches = [
+            {**ping_pong, "longest_first": first, "cooperative": cooperative}
+            for ping_pong in _PING_PONGS[:most]
+            for first in (False, True)
+            for cooperative in (False, True)
+        ]
+        of = BackwardTile
+    for size, switch in itertools.product(sizes, switches):
+        with contextlib.suppress(ValueError):  # what no call takes, see `check`
+            yield of(**size, **switch)
+
+
+def _all(**choices: Sequence[bool]) -> list[dict[str, bool]]:
+    """Every combination of the choices of each switch."""
+    found = itertools.product(*choices.values())
+    return [dict(zip(choices, values, strict=True)) for values in found]
+
+
+def _check(kernel: str, tile: Tile, head_size: int, spec: Spec) -> None:
+    """Raises ValueError for a tile that the kernel does not take in this call."""
+    if isinstance(tile, ForwardTile):
+        tile.check(spec.numerics)
+        return
+    assert kernel != "forward"
+    unordered = sums_queries(kernel, spec)
+    if tile.cooperative != (_sums(kernel, spec) > 1 and is_wide(head_size)):
+        raise ValueError("warpgroups share rows where one has no registers for two sums, only")
+    if kernel == "query_gradients":
+        tile.check("query_gradients", spec.numerics)
+    else:
+        tile.check("key_gradients", spec.numerics, unordered=unordered, head_size=head_size)
 
 
 def _with_fewer_stages(kernel: str, tile: Tile, head_size: int) -> Iterator[Tile]:
     """The tile, and that with fewer stages of v, where memory has no room for as many as of k."""
     yield tile
-    if (
-        kernel == "query_gradients"
-        and (is_wide(head_size) or tile.overlap_steps)
-        and not tile.cooperative
-    ):
+    if kernel != "query_gradients" or isinstance(tile, ForwardTile):
+        return
+    if (is_wide(head_size) or tile.overlap_steps) and not tile.cooperative:
         for stages in range(1, tile.stages):
             yield dataclasses.replace(tile, v_stages=stages)
 
 
-def _forward(kernel: str, tile: Tile, spec: Spec) -> Iterator[Tile]:
-    """The tile as the forward kernel alone may have it: overlapped, or halved in long steps."""
-    if kernel != "forward":
-        return
-    if rounds_products(spec.numerics):
-        yield dataclasses.replace(tile, halved=True)
-        return
-    alike = tile.owned_stages > 1 and tile.step % tile.owned == 0
-    if alike and spec.numerics.saved_output != "auxiliary":
-        yield dataclasses.replace(tile, overlap_tiles=True)
+# Fields of a tile as records of earlier versions name them.
+_FORMER_NAMES = {
+    "walk": "step",
+    "slots": "owned_stages",
+    "value_stages": "v_stages",
+    "turns": "ping_pong",
+    "soon": "early_wait",
+    "joined": "overlap_tiles",
+    "ahead": "overlap_steps",
+    "split": "cooperative",
+}
+
+
+def tile_of(record: Mapping[str, Any]) -> Tile:
+    """The tile of a record of `benchmarks.tune`, also of one with names of earlier versions."""
+    of = TILES[record["kernel"]]
+    named = {_FORMER_NAMES.get(name, name): value for name, value in record.items()}
+    fields = {field.name for field in dataclasses.fields(of)}
+    return of(**{name: value for name, value in named.items() if name in fields})
 
 
 def sums_queries(kernel: str, spec: Spec) -> bool:
@@ -139,9 +175,11 @@ def sums_queries(kernel: str, spec: Spec) -> bool:
 
 def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     """Of a thread, for the sums of the mainloop and the products of a step."""
-    sums = 1 if tile.cooperative else _sums(kernel, spec)
+    sums = _sums(kernel, spec)
+    if isinstance(tile, BackwardTile) and tile.cooperative:
+        sums = 1
     products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
-    if kernel == "query_gradients" and tile.overlap_steps:
+    if kernel == "query_gradients" and isinstance(tile, BackwardTile) and tile.overlap_steps:
         products += 0.5  # dS of the step before
     return ROWS * (sums * head_size + products * tile.step) / _THREADS
 
@@ -169,12 +207,13 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     own = tile.owned_stages * loaded[kernel]
     if kernel == "forward" and saved and not is_wide(head_size):
         own += saved.itemsize
-    if tile.overlap_tiles:
-        own += entry  # O
-    stages = tile.stages + tile.stages_of_v
-    loads = head_size * (own * tile.owned + entry * stages * tile.step)
-    if tile.cooperative:
-        loads += 2 * 4 * ROWS * tile.step  # P on its way
+    stages, exchanged = 2 * tile.stages, 0
+    if isinstance(tile, ForwardTile):
+        own += entry * tile.overlap_tiles  # O
+    else:
+        stages = tile.stages + tile.stages_of_v
+        exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P on its way
+    loads = head_size * (own * tile.owned + entry * stages * tile.step) + exchanged
     if not sums_queries(kernel, spec):
         return loads
     vectors = max(2 * 4 * tile.stages * tile.step - 1024, 0)  # offsets, beyond half of those 2 KiB

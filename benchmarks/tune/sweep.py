@@ -3,6 +3,7 @@
 What an implementation adds is a module with constants and functions:
 
   PRESETS, RULES, STAGES                       tried where the command names none
+  TILES                                        the class of each kernel's tiles
   table(q, spec) -> sizes                      the tiles of a call, a field for each kernel
   tiles(kernel, head_size, spec, stages)       the tiles to try
   sees(kernel, spec)                           what a kernel sees of the arithmetic: one of equals

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +16,16 @@ import pytest
 from gpu_targets import H200, lowered, mesh_of
 from harness import Case
 
+from benchmarks.attention.records import read
 from benchmarks.attention.timing import Results
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.tune import __main__ as command
 from benchmarks.tune import hopper
 from benchmarks.tune.sweep import IMPLEMENTATIONS, KERNELS, Call, differing, sweep
 from lowprec_attn.errors import RunError
+from pallas_kernels.gpu.hopper import tuning
 from pallas_kernels.gpu.hopper.attention import is_available
-from pallas_kernels.gpu.hopper.block_sizes import BlockSizes, Tile
+from pallas_kernels.gpu.hopper.block_sizes import BackwardTile, BlockSizes, ForwardTile, Tile
 
 needs_mosaic = pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
 
@@ -36,9 +39,12 @@ SQUARE = Case(
     dtype="bfloat16",
     is_causal=True,
 )
-NARROW = Tile(warpgroups=1, step=64, stages=1, owned_stages=1)
+NARROW = BackwardTile(warpgroups=1, step=64, stages=1, owned_stages=1)
 HOPPER_TILES = BlockSizes(
-    forward=NARROW, query_gradients=NARROW, key_gradients=NARROW, interpret=True
+    forward=ForwardTile(warpgroups=1, step=64, stages=1, owned_stages=1),
+    query_gradients=NARROW,
+    key_gradients=NARROW,
+    interpret=True,
 )
 
 
@@ -113,6 +119,30 @@ def test_tiles_of_long_steps(row_max: str) -> None:
         assert not any(tile.overlap_steps or tile.early_wait for tile in found)
         assert kernel != "forward" or all(tile.step % tile.owned == 0 for tile in found)
         assert hopper.sees(kernel, of.spec) != hopper.sees(kernel, call().spec)
+
+
+RECORDS = Path(__file__).parents[2] / "results" / "hopper"
+ROWS = [
+    pytest.param(kernel, row, id=f"{kernel} {row['when']}")
+    for kernel, rows in tuning.table().items()
+    for row in rows
+    if "record" in row
+]
+
+
+@pytest.mark.parametrize(("kernel", "row"), ROWS)
+def test_tiles_of_the_table_were_timed_where_it_says(kernel: str, row: dict[str, Any]) -> None:
+    """Also under the names that the fields of a tile had then."""
+    tile, head_size = hopper.TILES[kernel](**row["tile"]), row["when"]["head_size"]
+    timed = [
+        record
+        for record in read(RECORDS / row["record"])
+        if record.get("kernel") == kernel and SHAPES[record["shape"]].head_size == head_size
+    ]
+    if row["record"].endswith(".ndjson"):  # of a script that is not kept, without fields
+        assert timed
+        return
+    assert any(hopper.tile_of(x) == tile and "seconds" in x for x in timed)
 
 
 def test_one_stage_is_tried_without_what_takes_two() -> None:
@@ -244,7 +274,7 @@ def _function(kernel: str, spec: Any, sizes: _Sizes) -> Callable[..., Results]:
 
 
 FAKE = SimpleNamespace(
-    Tile=_Tile,
+    TILES={"forward": _Tile},
     table=lambda q, spec: _Sizes(),
     tiles=lambda *_: (_Tile(1, "compiler"), _Tile(1, "result"), _Tile(1), _Tile(100)),
     inputs=lambda q, k, v, do, spec, sizes: (jnp.eye(32),),

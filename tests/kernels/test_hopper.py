@@ -49,8 +49,9 @@ from lowprec_attn.numerics import (
 )
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.gpu.hopper.block_sizes import (
+    BackwardTile,
     BlockSizes,
-    Tile,
+    ForwardTile,
     block_sizes,
     default_block_sizes,
     rounds_products,
@@ -109,6 +110,15 @@ def call(case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, **opt
 )
 def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> None:
     check_accuracy(case, call(case, chosen, rule))
+
+
+def with_tiles(sizes: BlockSizes, **changes: Any) -> BlockSizes:
+    """The same with other fields of all three tiles."""
+    tiles = {
+        name: dataclasses.replace(getattr(sizes, name), **changes)
+        for name in ("forward", "query_gradients", "key_gradients")
+    }
+    return dataclasses.replace(sizes, **tiles)
 
 
 def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> BlockSizes:
@@ -227,15 +237,19 @@ def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
         run(FEW, published(FEW, sizes=SIZES))
     whole = of_table(FEW, PUBLISHED, StandardMax(), long=False)
     for kernel, tile, named in (
-        ("query_gradients", Tile(ping_pong=True, overlap_steps=True), "takes no overlap_steps"),
+        (
+            "query_gradients",
+            BackwardTile(ping_pong=True, overlap_steps=True),
+            "takes no overlap_steps",
+        ),
         (
             "key_gradients",
-            Tile(ping_pong=True, overlap_steps=True),
+            BackwardTile(ping_pong=True, overlap_steps=True),
             "takes neither overlap_steps nor cooperative",
         ),
         (
             "key_gradients",
-            Tile(step=64, cooperative=True),
+            BackwardTile(step=64, cooperative=True),
             "takes neither overlap_steps nor cooperative",
         ),
     ):
@@ -338,7 +352,7 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
 def test_two_warpgroups_of_64_rows_change_no_bit(
     case: Case, chosen: Numerics, programs: int
 ) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, owned_stages=1)
+    tile = dataclasses.replace(harness.HOPPER_BACKWARD, owned_stages=1)
     split = dataclasses.replace(tile, cooperative=True)
     whole = dataclasses.replace(SIZES, query_gradients=tile, key_gradients=tile, programs=programs)
     halves = dataclasses.replace(
@@ -360,7 +374,7 @@ def test_two_warpgroups_of_64_rows_change_no_bit(
     ],
 )
 def test_fewer_stages_of_values_change_no_bit(case: Case) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, owned_stages=1, stages=3, v_stages=1)
+    tile = dataclasses.replace(harness.HOPPER_BACKWARD, owned_stages=1, stages=3, v_stages=1)
     sizes = dataclasses.replace(SIZES, query_gradients=tile)
     result, expected = (run(case, call(case, sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -390,8 +404,8 @@ def test_no_vector_ends_within_a_step(warpgroups: int, monkeypatch: pytest.Monke
     watch("copy_gmem_to_smem", 0)
     watch("copy_smem_to_gmem", 1)
     # Of two warpgroups the second has no rows. Other sizes than elsewhere: no trace is shared.
-    tile = dataclasses.replace(harness.HOPPER_TILE, step=128)
-    forward = dataclasses.replace(harness.HOPPER_TILE, warpgroups=warpgroups)
+    tile = dataclasses.replace(harness.HOPPER_BACKWARD, step=128)
+    forward = dataclasses.replace(harness.HOPPER_FORWARD, warpgroups=warpgroups)
     sizes = dataclasses.replace(SIZES, forward=forward, programs=1, key_gradients=tile)
     run(FEW, call(FEW, sizes=sizes))
     # Two vectors of a query step, for two key tiles; three of rows, from two warpgroups, of three
@@ -460,7 +474,7 @@ def test_a_tie_shifts_the_maximum() -> None:
 @needs_mosaic
 @pytest.mark.parametrize("case", [TIES, GROUPED], ids=["ties", "hardly any, and masks"])
 def test_testing_for_ties_changes_no_bit(case: Case) -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, tests_ties=False)
+    tile = dataclasses.replace(harness.HOPPER_FORWARD, tests_ties=False)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(case, call(case, FLASH, DynamicMax(), sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -488,8 +502,8 @@ def test_auxiliary_output_is_exact_but_for_its_storage() -> None:
 @pytest.mark.parametrize("longest_first", [False, True])
 def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> None:
     case = dataclasses.replace(GROUPED, rows=192, keys=192, heads=1)
-    tall = Tile(warpgroups=3, step=64, stages=1, owned_stages=1, longest_first=longest_first)
-    sizes = dataclasses.replace(SIZES, forward=tall, query_gradients=tall, key_gradients=tall)
+    tall: dict[str, Any] = {"warpgroups": 3, "step": 64, "stages": 1, "owned_stages": 1}
+    sizes = with_tiles(SIZES, **tall, longest_first=longest_first)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
@@ -498,10 +512,8 @@ def test_three_warpgroups_of_which_two_see_fewer_steps(longest_first: bool) -> N
 @needs_mosaic
 def test_many_tiles_of_one_program_in_one_buffer() -> None:
     """Otherwise q would wait for memory that is freed after q has come."""
-    narrow = dataclasses.replace(harness.HOPPER_TILE, warpgroups=1, stages=1, owned_stages=1)
-    sizes = dataclasses.replace(
-        SIZES, forward=narrow, query_gradients=narrow, key_gradients=narrow, programs=1
-    )
+    sizes = with_tiles(SIZES, warpgroups=1, stages=1, owned_stages=1)
+    sizes = dataclasses.replace(sizes, programs=1)
     case = dataclasses.replace(GROUPED, rows=192, keys=192)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():
@@ -554,7 +566,7 @@ def test_packed_arrays_give_the_same_bits(head_size: int, make: Callable[..., An
 )
 def test_dq_without_an_order(case: Case, chosen: Numerics, step: int) -> None:
     """dV is the same; δ and dQ are summed in another order, which tips a rounding now and then."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, step=step, owned_stages=1)
+    tile = dataclasses.replace(harness.HOPPER_BACKWARD, step=step, owned_stages=1)
     sizes = dataclasses.replace(SIZES, key_gradients=tile, programs=2)
     unordered = call(case, chosen, sizes=dataclasses.replace(sizes, unordered=True))
     result, expected = run(case, unordered), run(case, call(case, chosen, sizes=sizes))
@@ -654,7 +666,7 @@ def test_the_longest_first_end_together(
 )
 def test_heads_of_a_time_fit_in_the_cache(shape: str, heads: int) -> None:
     """32 MiB of what is walked over: K and V, or Q and dO."""
-    of, tile = SHAPES[shape], Tile(longest_first=True)
+    of, tile = SHAPES[shape], ForwardTile(longest_first=True)
     x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
     problem = Problem.of(x, x, call(GROUPED).spec, default_block_sizes(of.head_size))
     for scheduler in (problem.by_query(tile), problem.by_key(tile)):
@@ -674,7 +686,7 @@ def test_every_row_belongs_to_one_warpgroup(rows: int, is_causal: bool) -> None:
     problem = Problem.of(x, x, spec, sizes)
     scheduler = problem.by_query(sizes.forward)
     assert isinstance(scheduler, LongestFirstScheduler if is_causal else StaticScheduler)
-    assert is_causal or scheduler == problem.by_query(Tile(warpgroups=3))
+    assert is_causal or scheduler == problem.by_query(ForwardTile(warpgroups=3))
     starts = collections.Counter(
         (t.batch, t.head, t.block * 192 + warpgroup * 64)
         for own in dealt(scheduler)
@@ -711,26 +723,26 @@ def test_who_takes_the_tiles_of_long_calls(shape: tuple[int, ...]) -> None:
 
 
 def test_who_overlaps_tiles() -> None:
-    def joins(shape: tuple[int, ...] = (1, 1024, 2, 64), **changes: Any) -> bool:
+    def overlaps(shape: tuple[int, ...] = (1, 1024, 2, 64), **changes: Any) -> bool:
         spec = dataclasses.replace(call(GROUPED).spec, block_sizes=None, numerics=FLASH)
         spec = dataclasses.replace(spec, row_max=DynamicMax())
         return block_sizes(shape, dataclasses.replace(spec, **changes)).forward.overlap_tiles
 
-    assert joins()
-    assert joins(numerics=FLOAT32_OUTPUT)
-    assert not joins(row_max=StandardMax())
-    assert not joins(numerics=AUXILIARY_OUTPUT)
-    assert not joins(numerics=FLASH.replace(kv_block=64))
-    assert not joins(numerics=PUBLISHED)
-    assert not joins((1, 4096, 2, 64))
-    assert not joins((1, 1024, 2, 128))
+    assert overlaps()
+    assert overlaps(numerics=FLOAT32_OUTPUT)
+    assert not overlaps(row_max=StandardMax())
+    assert not overlaps(numerics=AUXILIARY_OUTPUT)
+    assert not overlaps(numerics=FLASH.replace(kv_block=64))
+    assert not overlaps(numerics=PUBLISHED)
+    assert not overlaps((1, 4096, 2, 64))
+    assert not overlaps((1, 1024, 2, 128))
 
 
 @needs_mosaic
 @pytest.mark.parametrize("chosen", [FLASH, AUXILIARY_OUTPUT], ids=str)
 def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
     """Here, where products are waited for, it is all that is left of an earlier wait."""
-    tile = dataclasses.replace(harness.HOPPER_TILE, early_wait=True)
+    tile = dataclasses.replace(harness.HOPPER_FORWARD, early_wait=True)
     sizes = dataclasses.replace(SIZES, forward=tile)
     result, expected = (run(WIDE, call(WIDE, chosen, sizes=x)) for x in (sizes, SIZES))
     for name, x in expected.items():
@@ -740,10 +752,7 @@ def test_rounding_later_changes_no_bit(chosen: Numerics) -> None:
 @needs_mosaic
 def test_the_order_of_tiles_changes_no_bit() -> None:
     case = dataclasses.replace(GROUPED, batch=2)
-    tile = dataclasses.replace(harness.HOPPER_TILE, longest_first=True)
-    sizes = dataclasses.replace(
-        SIZES, forward=tile, query_gradients=tile, key_gradients=tile, programs=3
-    )
+    sizes = dataclasses.replace(with_tiles(SIZES, longest_first=True), programs=3)
     result, expected = run(case, call(case, sizes=sizes)), run(case, call(case))
     for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
@@ -916,21 +925,17 @@ def test_older_jax_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_impossible_tiles_are_refused(options: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Tile(**options)
-
-
-def test_ping_pong_is_not_held_forward() -> None:
-    held = Tile(ping_pong=True, held=True)
-    with pytest.raises(ValueError, match="held in the backward kernels alone"):
-        BlockSizes(forward=held, query_gradients=held, key_gradients=held)
-
-
-@pytest.mark.parametrize("field", ["early_wait", "overlap_tiles", "halved"])
-@pytest.mark.parametrize("kernel", ["query_gradients", "key_gradients"])
-def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{kernel}: {field}=True is of the forward kernel"):
-        dataclasses.replace(SIZES, **{kernel: Tile(**{field: True})})
+    """Of the kernels that have these fields."""
+    fields = ({x.name for x in dataclasses.fields(of)} for of in (ForwardTile, BackwardTile))
+    found = [
+        of
+        for of, own in zip((ForwardTile, BackwardTile), fields, strict=True)
+        if own >= set(options)
+    ]
+    assert found
+    for of in found:
+        with pytest.raises(ValueError, match=named):
+            of(**options)
 
 
 @needs_mosaic
@@ -944,36 +949,28 @@ def test_what_hides_a_softmax_is_of_the_forward_kernel_alone(kernel: str, field:
 )
 def test_sums_of_other_numerics_are_named(chosen: Numerics, field: str, named: str) -> None:
     sizes = of_table(FEW, chosen, StandardMax(), long=False)
-    sizes = dataclasses.replace(sizes, forward=Tile(**{field: True}))
+    sizes = dataclasses.replace(sizes, forward=ForwardTile(**{field: True}))
     with pytest.raises(ValueError, match=named):
         run(FEW, call(FEW, chosen, sizes=sizes, kv_block=128))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "tile", "named"),
-    [
-        ("forward", Tile(v_stages=1), "v_stages are of query_gradients alone, got 1"),
-        ("key_gradients", Tile(v_stages=1), "v_stages are of query_gradients alone, got 1"),
-        ("forward", Tile(step=64, cooperative=True), "it has one sum, got cooperative=True"),
-        ("forward", Tile(overlap_steps=True), "S is always ahead of P̄V, got overlap_steps=True"),
-    ],
-)
-def test_fields_of_one_kernel_are_refused_of_others(kernel: str, tile: Tile, named: str) -> None:
-    with pytest.raises(ValueError, match=f"{kernel}: {named}"):
-        dataclasses.replace(SIZES, **{kernel: tile})
+def test_stages_of_v_are_those_of_dqs_kernel() -> None:
+    dataclasses.replace(SIZES, query_gradients=BackwardTile(v_stages=1))
+    with pytest.raises(ValueError, match="v_stages are of query_gradients alone, got 1"):
+        dataclasses.replace(SIZES, key_gradients=BackwardTile(v_stages=1))
 
 
 @needs_mosaic
-def test_a_single_sum_is_not_split() -> None:
-    sizes = dataclasses.replace(SIZES, query_gradients=Tile(step=64, cooperative=True))
+def test_a_single_sum_is_not_shared() -> None:
+    sizes = dataclasses.replace(SIZES, query_gradients=BackwardTile(step=64, cooperative=True))
     with pytest.raises(ValueError, match="cooperative=True is of delta='normalized' alone"):
         run(FEW, call(FEW, sizes=sizes))
 
 
 @pytest.mark.parametrize(
-    "tile", [Tile(step=64, cooperative=True), Tile(overlap_steps=True)], ids=str
+    "tile", [BackwardTile(step=64, cooperative=True), BackwardTile(overlap_steps=True)], ids=str
 )
-def test_unordered_dq_takes_no_split_and_nothing_ahead(tile: Tile) -> None:
+def test_unordered_dq_is_neither_cooperative_nor_overlapped(tile: BackwardTile) -> None:
     with pytest.raises(
         ValueError, match="unordered dQ takes neither cooperative nor overlap_steps"
     ):
@@ -981,8 +978,8 @@ def test_unordered_dq_takes_no_split_and_nothing_ahead(tile: Tile) -> None:
 
 
 @needs_mosaic
-def test_a_normalized_delta_takes_nothing_ahead() -> None:
-    sizes = dataclasses.replace(SIZES, query_gradients=Tile(step=64, overlap_steps=True))
+def test_a_normalized_delta_overlaps_no_steps() -> None:
+    sizes = dataclasses.replace(SIZES, query_gradients=BackwardTile(step=64, overlap_steps=True))
     with pytest.raises(
         ValueError, match="overlap_steps=True is of one sum, not of delta='normalized'"
     ):
@@ -1002,15 +999,17 @@ def test_what_does_not_fit_head_size_256_is_named(options: dict[str, Any], named
         default_block_sizes(256, **options)
 
 
-@pytest.mark.parametrize("tile", [Tile(warpgroups=3, step=64), Tile(step=64, stages=1)])
-def test_unordered_dq_takes_two_warpgroups_and_two_stages(tile: Tile) -> None:
+@pytest.mark.parametrize(
+    "tile", [BackwardTile(warpgroups=3, step=64), BackwardTile(step=64, stages=1)]
+)
+def test_unordered_dq_takes_two_warpgroups_and_two_stages(tile: BackwardTile) -> None:
     with pytest.raises(ValueError, match="unordered dQ takes two warpgroups, two stages or more"):
         dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
 
 
 @needs_mosaic
 def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
-    tile = dataclasses.replace(harness.HOPPER_TILE, step=128)
+    tile = dataclasses.replace(harness.HOPPER_BACKWARD, step=128)
     sizes = dataclasses.replace(SIZES, key_gradients=tile, unordered=True)
     with pytest.raises(ValueError, match=r"steps of 64 queries at head size 128, got step=128"):
         run(WIDE, call(WIDE, sizes=sizes))

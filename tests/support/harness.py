@@ -68,11 +68,12 @@ GPU_TALL = gpu.BlockSizes(
     query_gradients=gpu.Tile(query=16, kv=32, stages=1),
     interpret=True,
 )
-HOPPER_TILE = hopper.Tile(step=64)
+HOPPER_FORWARD = hopper.ForwardTile(step=64)
+HOPPER_BACKWARD = hopper.BackwardTile(step=64)
 HOPPER_TILES = hopper.BlockSizes(
-    forward=HOPPER_TILE,
-    query_gradients=HOPPER_TILE,
-    key_gradients=HOPPER_TILE,
+    forward=HOPPER_FORWARD,
+    query_gradients=HOPPER_BACKWARD,
+    key_gradients=HOPPER_BACKWARD,
     programs=2,
     interpret=True,
 )

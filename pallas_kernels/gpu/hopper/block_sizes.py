@@ -2,15 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, Numerics
+from pallas_kernels.gpu.hopper.tuning import tuned
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 STEPS = (64, 128)
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
+
+BackwardKernel = Literal["query_gradients", "key_gradients"]
 
 
 def is_wide(head_size: int) -> bool:
@@ -27,48 +31,32 @@ def rounds_products(numerics: Numerics) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One kernel's tiles and how deep it loads ahead.
+class ForwardTile:
+    """Tiles of the forward kernel, and how deep it loads ahead.
 
-    A program owns `warpgroups` tiles of 64 rows (queries, or keys for dK and dV), or one if they
-    share it (`cooperative`), and steps over the other side.
+    A program owns `warpgroups` tiles of 64 queries and steps over the keys.
 
     Attributes:
       warpgroups: consumers, which multiply, 1 to 3; a producer beside them loads.
-      step: keys (for dK and dV: queries) of a mainloop step, 64 or 128.
-      stages: steps whose operands are in shared memory at once, at least 1.
-      owned_stages: tiles whose own operands are, 1 or 2.
-      ping_pong: consumer warpgroups start their products one after the other.
-      held: of dQ's kernel and that of dK and dV: a turn has the products that end a step and those
-        that begin the next, instead of the latter alone.
-      overlap_steps: of dQ's kernel and that of dK and dV: the products that end a step start
-        in the same turn as those that begin the next, and before them. Without
-        `delta='normalized'`.
+      step: keys of a mainloop step, 64 or 128.
+      stages: steps whose k and v are in shared memory at once, at least 1.
+      owned_stages: tiles whose q is, 1 or 2.
+      ping_pong: consumers start their products one after the other.
       longest_first: tiles are dealt out by their length, of as many heads at a time as the L2 cache
         has room for, instead of in pairs. Without causality they are equally long, and it says
         nothing.
-      early_wait: of the forward kernel: P̄V is waited for after few of a step's exponentials,
-        instead of after all of its softmax.
-      overlap_tiles: of the forward kernel: the last P̄V of a tile is multiplied during the first
-        softmax of the program's next, instead of before it. O takes shared memory of its own then.
-        In steps that all warpgroups have alike, with two stages of q, without `published`'s or O′'s
-        products.
-      halved: of the forward kernel in long steps (`rounds_products`): S of a part is multiplied in
-        two halves, the second while the first is looked at.
-      tests_ties: of the forward kernel, `row_max=DynamicMax(tolerance=0)`: repeated maxima are
-        counted only in steps of which a test says that there may be some, instead of in every
-        step. Where nothing is counted, and in other kernels, it says nothing.
-      v_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed
-        for dP alone, early in a step.
-      cooperative: of the backward kernels: two warpgroups share 64 rows, and each has one of two
-        sums: dV and dK, or P k and dQ (`delta='normalized'`). They take no ping-pong, for one has
-        to wait for the other anyway.
+      early_wait: P̄V is waited for after few of a step's exponentials, instead of after all of its
+        softmax.
+      overlap_tiles: the last P̄V of a tile is multiplied during the first softmax of the program's
+        next, instead of before it. O takes shared memory of its own then.
+      halved: in long steps (`rounds_products`) S of a part is multiplied in two halves, the second
+        while the first is looked at.
+      tests_ties: with `row_max=DynamicMax(tolerance=0)` repeated maxima are counted only in steps
+        of which a test says that there may be some, instead of in every step. Where nothing is
+        counted it says nothing.
 
     Raises:
-      ValueError: a size out of range; `held` without `ping_pong` or in one stage; `overlap_steps`
-        with `held`, in one stage or `cooperative`; `overlap_tiles` in one stage of q or in steps
-        that are no multiple of own rows; `halved` in steps of 64; `cooperative` among other than
-        two warpgroups, in steps of other than 64 rows, or with `ping_pong`.
+      ValueError: see `check`.
     """
 
     warpgroups: int = 2
@@ -76,21 +64,127 @@ class Tile:
     stages: int = 2
     owned_stages: int = 2
     ping_pong: bool = False
-    held: bool = False
-    overlap_steps: bool = False
     longest_first: bool = False
     early_wait: bool = False
     overlap_tiles: bool = False
     halved: bool = False
     tests_ties: bool = True
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def owned(self) -> int:
+        """Query rows of a program."""
+        return ROWS * self.warpgroups
+
+    def check(self, numerics: Numerics | None = None) -> None:
+        """Refuses what the kernel cannot be, alone or, if given, for a call's numerics.
+
+        Raises:
+          ValueError: a size out of range; `overlap_tiles` in one stage of q, in steps that not all
+            warpgroups have alike, with the products of `published` or of O′; `halved` in steps of
+            64 or in others than long steps; long steps that not all warpgroups have alike.
+        """
+        _check_sizes(self)
+        alike = self.step % self.owned == 0
+        if self.overlap_tiles and (self.owned_stages < 2 or not alike):
+            raise ValueError(
+                f"overlap_tiles=True takes owned_stages=2, steps of own rows, got {self}"
+            )
+        if self.halved and self.step != max(STEPS):  # halves of P̄ have 64 columns
+            raise ValueError(f"halved=True takes step={max(STEPS)}, got step={self.step}")
+        if numerics is None:
+            return
+        n, in_long_steps = numerics, rounds_products(numerics)
+        if in_long_steps and not alike:
+            raise ValueError(
+                f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {self}"
+            )
+        if self.halved and not in_long_steps:
+            raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
+        if self.overlap_tiles and (in_long_steps or keeps_auxiliary(n)):
+            what = "tile_grads" if in_long_steps else "saved_output"
+            raise ValueError(f"overlap_tiles=True takes no {what}={getattr(n, what)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTile:
+    """Tiles of dQ's kernel or of that of dK and dV, and how deep it loads ahead.
+
+    A program owns `warpgroups` tiles of 64 rows (dQ: queries; dK and dV: keys), or one that they
+    share (`cooperative`), and steps over the other side.
+
+    Attributes:
+      warpgroups: consumers, which multiply, 1 to 3; a producer beside them loads.
+      step: keys (dK and dV: queries) of a mainloop step, 64 or 128.
+      stages: steps whose operands are in shared memory at once, at least 1.
+      v_stages: of dQ's kernel: stages of v, where they are fewer than those of k. v is needed for
+        dP alone, early in a step.
+      owned_stages: tiles whose own operands are in shared memory, 1 or 2.
+      ping_pong: consumers start their products one after the other.
+      held: a turn of the ping-pong has the products that end a step and those that begin the next,
+        instead of the latter alone.
+      overlap_steps: the products that end a step start in the same turn as those that begin the
+        next, and before them.
+      longest_first: as of `ForwardTile`.
+      cooperative: two warpgroups share 64 rows, and each has one of two sums: dV and dK, or P k and
+        dQ (`delta='normalized'`). They take no ping-pong, for one has to wait for the other anyway.
+
+    Raises:
+      ValueError: see `check`.
+    """
+
+    warpgroups: int = 2
+    step: int = 128
+    stages: int = 2
     v_stages: int | None = None
+    owned_stages: int = 2
+    ping_pong: bool = False
+    held: bool = False
+    overlap_steps: bool = False
+    longest_first: bool = False
     cooperative: bool = False
 
     def __post_init__(self) -> None:
-        ranges = {"warpgroups": (1, 2, 3), "step": STEPS, "owned_stages": (1, 2)}
-        for name, sizes in ranges.items():
-            if (value := getattr(self, name)) not in sizes:
-                raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
+        self.check()
+
+    @property
+    def owned(self) -> int:
+        """Rows of a program's own side."""
+        return ROWS if self.cooperative else ROWS * self.warpgroups
+
+    @property
+    def stages_of_v(self) -> int:
+        """Stages of v, of dQ's kernel."""
+        return self.v_stages or self.stages
+
+    def check(
+        self,
+        kernel: BackwardKernel | None = None,
+        numerics: Numerics | None = None,
+        *,
+        unordered: bool = False,
+        head_size: int | None = None,
+    ) -> None:
+        """Refuses what no kernel can be, or, if given, a kernel, or that kernel in a call.
+
+        Args:
+          kernel: whose tile this is.
+          numerics, head_size: of a call.
+          unordered: the kernel of dK and dV sums up dQ, too.
+
+        Raises:
+          ValueError: a size out of range; `held` without `ping_pong` or in one stage;
+            `overlap_steps` with `held`, in one stage, or beside two sums or those of `published`;
+            `cooperative` among other than two warpgroups, in steps of other than 64 rows, with
+            `ping_pong`, with one sum or those of `published`; `v_stages` of dK's and dV's kernel;
+            with `unordered` other than two warpgroups, one stage, `overlap_steps`, `cooperative`,
+            or steps of more blocks of dQ than there are warpgroups.
+        """
+        _check_sizes(self)
+        if self.v_stages is not None and self.v_stages < 1:
+            raise ValueError(f"v_stages must be at least 1, got {self.v_stages}")
         if self.held and not self.ping_pong:
             raise ValueError("held=True needs ping_pong=True: there is no turn to hold")
         if self.held and self.stages < 2:
@@ -101,29 +195,63 @@ class Tile:
             raise ValueError(
                 f"overlap_steps=True takes two stages, neither held nor cooperative, got {self}"
             )
-        if self.overlap_tiles and (self.owned_stages < 2 or self.step % self.owned):
-            raise ValueError(
-                f"overlap_tiles=True takes owned_stages=2, steps of own rows, got {self}"
-            )
-        if self.halved and self.step != max(STEPS):  # halves of P̄ have 64 columns
-            raise ValueError(f"halved=True takes step={max(STEPS)}, got step={self.step}")
-        for name in ("stages", "v_stages"):
-            if (stages := getattr(self, name)) is not None and stages < 1:
-                raise ValueError(f"{name} must be at least 1, got {stages}")
         if self.cooperative and (self.warpgroups != 2 or self.step != ROWS or self.ping_pong):
             raise ValueError(
                 f"cooperative=True takes two warpgroups, step={ROWS}, no ping_pong, got {self}"
             )
+        if kernel == "query_gradients" and numerics is not None:
+            self._check_query_gradients(numerics)
+        if kernel == "key_gradients":
+            self._check_key_gradients(numerics, unordered, head_size)
 
-    @property
-    def owned(self) -> int:
-        """Rows of a program's own side."""
-        return ROWS if self.cooperative else ROWS * self.warpgroups
+    def _check_query_gradients(self, n: Numerics) -> None:
+        if self.overlap_steps and n.delta == "normalized":
+            raise ValueError(
+                f"overlap_steps=True is of one sum, not of delta='normalized', got {self}"
+            )
+        if self.overlap_steps and rounds_products(n):
+            raise ValueError(f"one sum for every long step takes no overlap_steps, got {self}")
+        if self.cooperative and n.delta != "normalized":
+            raise ValueError(f"cooperative=True is of delta='normalized' alone, got {self}")
 
-    @property
-    def stages_of_v(self) -> int:
-        """Stages of v, of the kernels whose programs own queries."""
-        return self.v_stages or self.stages
+    def _check_key_gradients(
+        self, n: Numerics | None, unordered: bool, head_size: int | None
+    ) -> None:
+        if self.v_stages:
+            raise ValueError(
+                f"key_gradients: v_stages are of query_gradients alone, got {self.v_stages}"
+            )
+        if (self.overlap_steps or self.cooperative) and n is not None and rounds_products(n):
+            raise ValueError(
+                f"one sum for every long step takes neither overlap_steps nor cooperative, "
+                f"got {self}"
+            )
+        if not unordered:
+            return
+        if self.cooperative or self.overlap_steps:
+            raise ValueError(
+                f"unordered dQ takes neither cooperative nor overlap_steps, got {self}"
+            )
+        if self.warpgroups != 2 or self.stages < 2:
+            raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {self}")
+        if head_size is not None and self.step * head_size > self.owned * ROWS:
+            # A warpgroup has registers for one block of dQ, 64 by 64.
+            raise ValueError(
+                f"unordered dQ takes steps of {self.owned * ROWS // head_size} queries "
+                f"at head size {head_size}, got step={self.step}"
+            )
+
+
+Tile = ForwardTile | BackwardTile
+
+
+def _check_sizes(tile: Tile) -> None:
+    ranges = {"warpgroups": (1, 2, 3), "step": STEPS, "owned_stages": (1, 2)}
+    for name, sizes in ranges.items():
+        if (value := getattr(tile, name)) not in sizes:
+            raise ValueError(f"tile size {name} must be one of {sizes}, got {value}")
+    if tile.stages < 1:
+        raise ValueError(f"stages must be at least 1, got {tile.stages}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,21 +265,19 @@ class BlockSizes:
       unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
         an order that differs from run to run, as the last bits of dQ then do; those of dK and dV do
         not. `query_gradients` has no kernel then. Not for `delta='normalized'`, which is known only
-        when rows have been walked.
+        when all keys of a row have been seen.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without ping-pong: for tests. The bits are the same.
       interpret: run the kernels in Pallas' interpreter, on any platform, `from_memory`: for tests.
 
     Raises:
-      ValueError: `held`, `overlap_steps` or `cooperative` forward; `early_wait`, `overlap_tiles` or
-        `halved` backward; `v_stages` in others than dQ's; an unordered dQ of other than two
-        warpgroups, of one stage, with `overlap_steps` or `cooperative`.
+      ValueError: see the tiles' `check`.
     """
 
-    forward: Tile
-    query_gradients: Tile
-    key_gradients: Tile
+    forward: ForwardTile
+    query_gradients: BackwardTile
+    key_gradients: BackwardTile
     unordered: bool = False
     programs: int = 132
     from_memory: bool = False
@@ -160,26 +286,21 @@ class BlockSizes:
     def __post_init__(self) -> None:
         if self.interpret:
             object.__setattr__(self, "from_memory", True)
-        if self.forward.overlap_steps:
-            raise ValueError("forward: S is always ahead of P̄V, got overlap_steps=True")
-        if self.forward.held:
-            raise ValueError("forward: turns are held in the backward kernels alone, got held=True")
-        for name in ("query_gradients", "key_gradients"):
-            for field in ("early_wait", "overlap_tiles", "halved"):
-                if getattr(getattr(self, name), field):
-                    raise ValueError(f"{name}: {field}=True is of the forward kernel alone")
-        if self.forward.cooperative:
-            raise ValueError("forward: it has one sum, got cooperative=True")
-        for name in ("forward", "key_gradients"):
-            if stages := getattr(self, name).v_stages:
-                raise ValueError(f"{name}: v_stages are of query_gradients alone, got {stages}")
-        tile = self.key_gradients
-        if self.unordered and (tile.cooperative or tile.overlap_steps):
-            raise ValueError(
-                f"unordered dQ takes neither cooperative nor overlap_steps, got {tile}"
-            )
-        if self.unordered and (tile.warpgroups != 2 or tile.stages < 2):
-            raise ValueError(f"unordered dQ takes two warpgroups, two stages or more, got {tile}")
+        self.key_gradients.check("key_gradients", unordered=self.unordered)
+
+    def check(self, numerics: Numerics, head_size: int) -> None:
+        """Raises ValueError for tiles that a call's kernels do not take."""
+        self.forward.check(numerics)
+        if not self.unordered:
+            self.query_gradients.check("query_gradients", numerics)
+        self.key_gradients.check(
+            "key_gradients", numerics, unordered=self.unordered, head_size=head_size
+        )
+
+
+def keeps_auxiliary(numerics: Numerics) -> bool:
+    """Whether δ sees O′, from unrounded P̄, which a second sum beside Ō gives."""
+    return numerics.saved_dtype == jnp.bfloat16
 
 
 # Query rows from which on a causal call is long. Measured at head size 64: the tiles of long calls
@@ -205,7 +326,7 @@ def default_block_sizes(
     rounds_products: bool = False,
     counts_ties: bool = False,
 ) -> BlockSizes:
-    """The tiles of a head size, tuned on one NVIDIA H200.
+    """The tiles of a head size, of the table `tuning.toml`, tuned on one NVIDIA H200.
 
     Args:
       head_size: 64, 128 or 256.
@@ -215,82 +336,41 @@ def default_block_sizes(
         registers.
       sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
         registers.
-      long: whether `is_long`. Steps of 64 keys and Ō′ were not measured so, and change nothing.
+      long: whether `is_long`.
       unordered: of `BlockSizes`.
-      rounds_products: whether a step of `kv_block` keys is walked over in parts, for its products
-        are rounded, as by `published`.
-      counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does. At
-        head size 64 short tiles then overlap, for it has more to hide.
+      rounds_products: whether a step of `kv_block` keys is made of parts, for its products are
+        rounded, as by `published`.
+      counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
         another head size than 64.
     """
-    if rounds_products:
-        if head_size != ROWS:
-            raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
-        return BlockSizes(
-            forward=Tile(longest_first=True, halved=True),
-            query_gradients=Tile(step=64, stages=3, ping_pong=True, held=True, longest_first=True),
-            key_gradients=Tile(step=64, stages=3, ping_pong=True, held=True, longest_first=True),
-        )
+    if rounds_products and head_size != ROWS:
+        raise ValueError(f"rounds_products takes head size {ROWS}, got {head_size}")
     if is_wide(head_size):
         asked = (kv_block == 128, keeps_auxiliary, unordered)
         names = ("kv_block=128", "keeps_auxiliary", "unordered")
         if any(asked):
             raise ValueError(f"{names[asked.index(True)]} does not fit head size {head_size}")
-        return BlockSizes(
-            forward=Tile(step=64, owned_stages=1, ping_pong=long, longest_first=long),
-            query_gradients=Tile(step=64, owned_stages=1, longest_first=long, cooperative=True)
-            if sums_keys
-            else Tile(step=64, owned_stages=1, v_stages=1, ping_pong=True, longest_first=long),
-            key_gradients=Tile(step=64, owned_stages=1, cooperative=True, longest_first=True),
-        )
-    step = kv_block or (64 if keeps_auxiliary and head_size > 64 else 128)
-    long = long and step == 128 and not keeps_auxiliary
-    if head_size <= 64:
-        return BlockSizes(
-            forward=Tile(
-                warpgroups=3 if long else 2,
-                step=step,
-                ping_pong=True,
-                longest_first=long,
-                early_wait=step == 128 and not keeps_auxiliary,
-                overlap_tiles=counts_ties and step == 128 and not long and not keeps_auxiliary,
-            ),
-            query_gradients=Tile(step=64, stages=3, longest_first=long)
-            if sums_keys
-            else Tile(ping_pong=True, held=True, longest_first=long),
-            key_gradients=Tile(ping_pong=True, held=True, longest_first=long or not unordered),
-            unordered=unordered,
-        )
+    elif kv_block == 64 or keeps_auxiliary:
+        long = False  # not measured so
+    call = {
+        "head_size": head_size,
+        "kv_block": kv_block,
+        "saves_float32": saves_float32,
+        "keeps_auxiliary": keeps_auxiliary,
+        "sums_keys": sums_keys,
+        "long": long,
+        "unordered": unordered,
+        "rounds_products": rounds_products,
+        "counts_ties": counts_ties,
+    }
     return BlockSizes(
-        forward=Tile(
-            step=step,
-            owned_stages=1 if saves_float32 else 2,
-            ping_pong=long,
-            longest_first=long,
-            early_wait=long,
-        ),
-        query_gradients=Tile(
-            step=64,
-            stages=3,
-            v_stages=2 if saves_float32 else None,
-            owned_stages=1,
-            ping_pong=True,
-            overlap_steps=not sums_keys,
-            longest_first=long,
-        ),
-        key_gradients=Tile(
-            step=64,
-            stages=2 if unordered else 3,
-            owned_stages=1,
-            ping_pong=True,
-            held=unordered,
-            overlap_steps=not unordered,
-            longest_first=long or not unordered,
-        ),
-        unordered=unordered,
+        forward=ForwardTile(**tuned("forward", call)),
+        query_gradients=BackwardTile(**tuned("query_gradients", call)),
+        key_gradients=BackwardTile(**tuned("key_gradients", call)),
+        unordered=unordered and not rounds_products,
     )
 
 
@@ -306,7 +386,7 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             shape[-1],
             kv_block=kv_block,
             saves_float32=spec.numerics.saved_dtype == jnp.float32,
-            keeps_auxiliary=spec.numerics.saved_dtype == jnp.bfloat16,
+            keeps_auxiliary=keeps_auxiliary(spec.numerics),
             sums_keys=spec.numerics.delta == "normalized",
             long=is_long(shape[1], is_causal=spec.is_causal),
             rounds_products=rounds_products(spec.numerics),

@@ -6,9 +6,9 @@ rounded: Ō, m and l stay in float32 registers. Two pipelines of FlashAttention-
 hide the softmax: warpgroups ping-pong (section 3.1), and S of step t is multiplied before
 P̄V of step t − 1, which then runs during the softmax of step t (Algorithm 2). From its kernel's code
 are three more: S adds to nothing, P̄V may be waited for among the exponentials
-(`Tile.early_wait`), and the longest tiles may come first (`Tile.longest_first`). Repeated maxima,
+(`ForwardTile.early_wait`), and the longest tiles may come first (`longest_first`). Repeated maxima,
 which `dynamic_max` looks for, are counted in every step or where a test says that there may be some
-(`Tile.tests_ties`).
+(`tests_ties`).
 
 O′ takes P̄ unrounded (`saved_output='auxiliary'`): three bfloat16 terms whose sum it is exactly. The
 first is P̄ rounded, so that Ō′ is Ō and a second sum, of the products of the other two.
@@ -27,7 +27,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import long_steps, producer
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import (
     after,
     finish_before_waiting,
@@ -91,7 +91,7 @@ class _Rows(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """A tile without its last P̄V, which is due, as O is then; `Tile.overlap_tiles`."""
+    """A tile without its last P̄V, which is due, as O is then; `ForwardTile.overlap_tiles`."""
 
     acc: Array
     rows: _Rows
@@ -103,13 +103,6 @@ class _Due(NamedTuple):
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     """Runs the kernel; q, k and v may be one packed array."""
     tile, n = problem.sizes.forward, problem.spec.numerics
-    if problem.rounds_products and tile.step % tile.owned:
-        raise ValueError(f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {tile}")
-    if tile.halved and not problem.rounds_products:
-        raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
-    if tile.overlap_tiles and (problem.rounds_products or problem.keeps_auxiliary):
-        what = "tile_grads" if problem.rounds_products else "saved_output"
-        raise ValueError(f"overlap_tiles=True takes no {what}={getattr(n, what)}")
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     consumers, head = tile.warpgroups, problem.head_size
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -152,7 +145,9 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     return Outputs(*kernel(q, k, v))
 
 
-def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: Tile) -> None:
+def _kernel(
+    q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile: ForwardTile
+) -> None:
     *out, refs = out_and_shared
     shared = refs._replace(
         q=Pipeline(refs.q, tile.owned_stages),
@@ -166,7 +161,7 @@ def _kernel(q: Any, k: Any, v: Any, *out_and_shared: Any, problem: Problem, tile
     pl.when(me < consumers)(lambda: _consume(Outputs(*out), shared, problem, tile))
 
 
-def _consume(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> None:
+def _consume(out: Outputs, shared: _Shared, problem: Problem, tile: ForwardTile) -> None:
     set_registers(tile.warpgroups, producer=False)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     me = lax.axis_index("warpgroup")
@@ -211,7 +206,7 @@ def _consume(out: Outputs, shared: _Shared, problem: Problem, tile: Tile) -> Non
         shared.q.consumer_release(tiles - 1)
 
 
-def _nothing_due(problem: Problem, tile: Tile) -> _Due:
+def _nothing_due(problem: Problem, tile: ForwardTile) -> _Due:
     """Before a program's first tile."""
     m, l = _Walk.no_key_yet()
     acc = constant((ROWS, problem.head_size), 0, TILE)
@@ -227,7 +222,7 @@ class _Walk(NamedTuple):
     """
 
     problem: Problem
-    tile: Tile
+    tile: ForwardTile
     shared: _Shared
     ping_pong: PingPong
     me: Array
@@ -443,7 +438,7 @@ class _Walk(NamedTuple):
         return _Rows(new, l, probs, alpha)
 
     def _begin_softmax(self, s: Array, m: Array, l: Array) -> _Rows:
-        """What of it comes before P̄V is waited for, `Tile.early_wait`; S for P̄, and l without it.
+        """What of it comes before an early wait for P̄V; S for P̄, and l without it.
 
         These exponentials are of every so-manyth 8 columns: those whose sum l takes anyway.
         """

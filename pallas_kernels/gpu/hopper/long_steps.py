@@ -1,7 +1,8 @@
 """Steps of more keys than a warpgroup has registers for: the 512 of `published`.
 
 There a step is what rounds: S, dP, P̄V of a step, the last l, and what a tile of as many queries by
-as many keys adds to a gradient. Kernels walk over a long step in parts, the steps of their `Tile`.
+as many keys adds to a gradient. Kernels take a long step in parts, the mainloop steps of their
+tiles.
 
 Forward, the maximum of a row has to be known before the first P̄, and S of 64 rows by 512 keys has
 256 registers in a thread. So it is multiplied twice, part by part: for the maximum, and for P̄. That

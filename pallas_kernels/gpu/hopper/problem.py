@@ -14,7 +14,14 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
-from pallas_kernels.gpu.hopper.block_sizes import STEPS, BlockSizes, Tile, is_wide, rounds_products
+from pallas_kernels.gpu.hopper.block_sizes import (
+    STEPS,
+    BlockSizes,
+    Tile,
+    is_wide,
+    keeps_auxiliary,
+    rounds_products,
+)
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, StaticScheduler
 
@@ -50,7 +57,12 @@ class Problem:
 
     @classmethod
     def of(cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes) -> "Problem":
-        """The problem of a call with these arrays; q and k may be the packed one."""
+        """The problem of a call with these arrays; q and k may be the packed one.
+
+        Raises:
+          ValueError: tiles that the call does not take, see their `check`.
+        """
+        sizes.check(spec.numerics, q.shape[-1])
         return cls(
             spec=spec,
             batch=q.shape[0],
@@ -101,7 +113,7 @@ class Problem:
     @property
     def keeps_auxiliary(self) -> bool:
         """Whether δ sees O′, from unrounded P̄."""
-        return self.spec.numerics.saved_dtype == jnp.bfloat16
+        return keeps_auxiliary(self.spec.numerics)
 
     @property
     def rounds_products(self) -> bool:

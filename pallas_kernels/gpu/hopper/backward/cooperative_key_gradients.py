@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import key_operands
 from pallas_kernels.gpu.hopper.backward.key_operands import Shared, Steps
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 _VALUES, _KEYS = range(2)  # the warpgroup that sums dV, and that which sums dK
 
 
-def consume(dk: Any, dv: Any, shared: Shared, problem: Problem, tile: Tile) -> None:
+def consume(dk: Any, dv: Any, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
     """All tiles of a program, by both warpgroups that multiply."""
     set_registers(tile.warpgroups, producer=False)
     me = lax.axis_index("warpgroup")
@@ -50,7 +50,7 @@ def _sum(
     out: Any,
     shared: Shared,
     problem: Problem,
-    tile: Tile,
+    tile: BackwardTile,
 ) -> Array:
     """All tiles of one of the two, each step of which is `add`; how many steps that were."""
 
@@ -77,7 +77,7 @@ class _Walk(NamedTuple):
     """64 keys of a program, which walk over query steps; `tiles`: what was done before."""
 
     problem: Problem
-    tile: Tile
+    tile: BackwardTile
     shared: Shared
     tiles: Array
     steps: Steps

@@ -26,7 +26,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     of_rows,
     probs,
 )
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
@@ -38,7 +38,7 @@ _PROBS, _DQ = range(2)  # the warpgroup that sums P k, and that which sums dQ
 
 
 def consume(
-    x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: Tile
+    x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: BackwardTile
 ) -> None:
     """All tiles of a program, by both warpgroups that multiply."""
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
@@ -57,7 +57,7 @@ def consume(
 
 
 def _each_tile(
-    shared: Shared, problem: Problem, tile: Tile, consume: Callable[["_Walk"], None]
+    shared: Shared, problem: Problem, tile: BackwardTile, consume: Callable[["_Walk"], None]
 ) -> Array:
     """Does one warpgroup's work for every tile; how many blocks are handed over meanwhile."""
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
@@ -88,7 +88,7 @@ class _Walk(NamedTuple):
     """
 
     problem: Problem
-    tile: Tile
+    tile: BackwardTile
     shared: Shared
     tiles: Array
     steps: Array

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -55,23 +55,13 @@ class DqAccumulator(NamedTuple):
     dq: Any
     refs: _Shared
     problem: Problem
-    tile: Tile
+    tile: BackwardTile
     me: Array
 
     @staticmethod
-    def shared(problem: Problem, tile: Tile) -> Any:
-        """The scratch types.
-
-        Raises:
-          ValueError: steps of more blocks of dQ than there are warpgroups.
-        """
+    def shared(problem: Problem, tile: BackwardTile) -> Any:
+        """The scratch types."""
         consumers, rows = tile.warpgroups, tile.step // ROWS
-        if rows * problem.head_size > consumers * ROWS:
-            raise ValueError(
-                "unordered dQ takes steps of "
-                f"{consumers * ROWS * ROWS // problem.head_size} queries "
-                f"at head size {problem.head_size}, got step={tile.step}"
-            )
         barriers = (plgpu.Barrier(num_arrivals=consumers, num_barriers=_AHEAD) for _ in range(2))
         return _Shared(
             tiles_of((_AHEAD, consumers, rows, ROWS, ROWS), problem.dtype),

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, Steps
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant, tiles_of, vectors_of
@@ -44,10 +44,6 @@ def key_gradients(
       dq: the sums of `dq_accumulator`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
-    if (tile.overlap_steps or tile.cooperative) and problem.rounds_products:
-        raise ValueError(
-            f"one sum for every long step takes neither overlap_steps nor cooperative, got {tile}"
-        )
     consumers, head = tile.warpgroups, problem.head_size
     own = tile.owned // ROWS
     keys = tiles_of((tile.owned_stages, own, ROWS, head), problem.dtype)
@@ -80,7 +76,7 @@ def key_gradients(
     return kernel(*x, *(ref for ref in (dq, gradients) if ref is not None))
 
 
-def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
+def _kernel(*refs: Any, problem: Problem, tile: BackwardTile) -> None:
     x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
@@ -102,7 +98,12 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
 
 
 def _consume(
-    dk: Any, dv: Any, sums: DqAccumulator | None, shared: Shared, problem: Problem, tile: Tile
+    dk: Any,
+    dv: Any,
+    sums: DqAccumulator | None,
+    shared: Shared,
+    problem: Problem,
+    tile: BackwardTile,
 ) -> None:
     set_registers(tile.warpgroups, producer=False, most=sums is not None)
     program = lax.axis_index("program")
@@ -139,7 +140,7 @@ class _Walk(NamedTuple):
     """64 keys of a warpgroup, which walk over query steps; `tiles`: what was done before."""
 
     problem: Problem
-    tile: Tile
+    tile: BackwardTile
     shared: Shared
     ping_pong: PingPong
     me: Array

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
@@ -60,12 +60,12 @@ class Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-def _steps(problem: Problem, tile: Tile, key: Array, exists: Array, first: Array) -> Steps:
+def _steps(problem: Problem, tile: BackwardTile, key: Array, exists: Array, first: Array) -> Steps:
     begin, end = problem.query_steps(key, tile.step)
     return Steps(first, begin, jnp.where(exists, end - begin, 0))
 
 
-def load(x: Inputs, shared: Shared, problem: Problem, tile: Tile) -> None:
+def load(x: Inputs, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
     """All tiles of a program and the queries that see them, by the warpgroup that only loads."""
     set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
     program, scheduler = lax.axis_index("program"), problem.by_key(tile)
@@ -109,7 +109,7 @@ def load(x: Inputs, shared: Shared, problem: Problem, tile: Tile) -> None:
 def each_tile(
     program: Array,
     problem: Problem,
-    tile: Tile,
+    tile: BackwardTile,
     begin: Callable[[WorkTile, Array, Array, Steps], Callable[[], None]],
 ) -> Array:
     """Does what `begin` returns for every tile of a program; how many steps they have.

@@ -32,7 +32,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import (
     of_rows,
     probs,
 )
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import (
@@ -56,17 +56,8 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     `scales_last`.
 
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
-
-    Raises:
-      ValueError: tiles that share what has but one sum, or overlap steps with two.
     """
     tile = problem.sizes.query_gradients
-    if tile.overlap_steps and problem.normalizes_delta:
-        raise ValueError(f"overlap_steps=True is of one sum, not of delta='normalized', got {tile}")
-    if tile.overlap_steps and problem.rounds_products:
-        raise ValueError(f"one sum for every long step takes no overlap_steps, got {tile}")
-    if tile.cooperative and not problem.normalizes_delta:
-        raise ValueError(f"cooperative=True is of delta='normalized' alone, got {tile}")
     consumers, head = tile.warpgroups, problem.head_size
     own = tile.owned // ROWS
     rows = (tile.owned_stages, own, ROWS, head)
@@ -112,7 +103,7 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     return dq, dp_offset
 
 
-def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
+def _kernel(*refs: Any, problem: Problem, tile: BackwardTile) -> None:
     x, (dq, dp_offset, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
     shared = scratch._replace(
         rows=Pipeline(scratch.rows, tile.owned_stages),
@@ -132,7 +123,7 @@ def _kernel(*refs: Any, problem: Problem, tile: Tile) -> None:
 
 
 def _consume(
-    x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: Tile
+    x: Inputs, dq: Any, dp_offset: Any, shared: Shared, problem: Problem, tile: BackwardTile
 ) -> None:
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
@@ -198,7 +189,7 @@ class _Walk(NamedTuple):
     """
 
     problem: Problem
-    tile: Tile
+    tile: BackwardTile
     shared: Shared
     ping_pong: PingPong
     me: Array
