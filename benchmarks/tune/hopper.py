@@ -28,7 +28,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     is_wide,
     rounds_products,
 )
-from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 
 PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")

@@ -56,7 +56,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     default_block_sizes,
     rounds_products,
 )
-from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 from pallas_kernels.gpu.hopper.machine.warpgroups import interpreter
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator

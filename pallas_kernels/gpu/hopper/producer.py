@@ -1,24 +1,30 @@
-"""What kernels share whose programs own query rows: what is loaded, which steps are skipped."""
+"""The producer warpgroup of every attention kernel: it loads, and does nothing else.
 
-from typing import Any
+It goes through the tiles of its program in the consumers' order and fills the pipelines, by the
+copy engine (TMA), as far ahead as they have stages.
+"""
+
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper import long_steps
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, Tile
+from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, steps_of
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile, Tile
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-def load(
-    rows: tuple[Any, ...],
-    k: Any,
-    v: Any,
+def load_query_tiles(
+    rows: tuple[Ref, ...],
+    k: Ref,
+    v: Ref,
     pipelines: tuple[Pipeline, Pipeline, Pipeline],
     problem: Problem,
     tile: Tile,
@@ -26,7 +32,7 @@ def load(
     most: bool = False,
     keys_twice: bool = False,
 ) -> None:
-    """All tiles of a program and the keys they see, by the warpgroup that does nothing else.
+    """All tiles of a program that owns queries, and the keys that they see.
 
     Args:
       rows: arrays whose rows belong to the queries, q first; one buffer of their pipeline each.
@@ -34,7 +40,7 @@ def load(
       pipelines: of the rows, of k and of v.
       problem, tile: of the kernel.
       most: see `set_registers`.
-      keys_twice: k comes twice in each of `long_steps`.
+      keys_twice: k comes twice in each of `forward.long_steps`.
     """
     set_registers(tile.warpgroups, producer=True, most=most)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
@@ -58,7 +64,7 @@ def load(
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
 
-        def parts(t: Array) -> list[Any]:
+        def parts(t: Array) -> list[Ref]:
             place = (work.batch, t * tile.step, tile.step, kv_head)
             return [problem.part(ref, *place, plane=plane) for ref, plane in ((k, 1), (v, 2))]
 
@@ -67,8 +73,25 @@ def load(
                 pipeline.producer_load(n, (part, 0, ()))
             return n + 1
 
+        def load_long_step(i: Array, _: None) -> None:
+            """k of all parts, for their maximum, then k and v of all parts."""
+            first, last = problem.parts_of_long_step(i, tile.step, end)
+            n = 2 * (steps + first)
+
+            def load_k(t: Array, _: None) -> None:
+                of_k.producer_load(n + t - first, (parts(t)[0], 0, ()))
+
+            def load_both(t: Array, _: None) -> None:
+                k, v = parts(t)
+                of_k.producer_load(n + (last - first) + t - first, (k, 0, ()))
+                of_v.producer_load(steps + t, (v, 0, ()))
+
+            lax.fori_loop(first, last, load_k, None)
+            lax.fori_loop(first, last, load_both, None)
+
         if keys_twice:
-            steps = long_steps.load_keys(parts, (of_k, of_v), problem, tile, end, steps)
+            lax.fori_loop(*problem.long_steps(tile.step, end), load_long_step, None)
+            steps = steps + end
         else:
             steps = lax.fori_loop(0, end, load_keys, steps)
         return tiles + work.is_valid.astype(jnp.int32), steps
@@ -80,6 +103,46 @@ def load(
     of_v.producer_tail(steps)
 
 
+def load_key_tiles(x: Inputs, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
+    """All tiles of a program that owns keys, and the queries that see them."""
+    set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
+    program, scheduler = lax.axis_index("program"), problem.by_key(tile)
+
+    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        tiles, first = done
+        work = scheduler.work_tile(program, u)
+        start = work.block * tile.owned
+        steps = steps_of(problem, tile, start, work.is_valid, first)
+        pl.when(work.is_valid)(partial(load_keys, tiles, start, work))
+
+        def load_queries(t: Array, n: Array) -> Array:
+            head, step = steps.of(t, work.head, problem.group)
+            row = step * tile.step
+            of_q, of_do = (shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)
+            for pipeline, ref, offsets in (of_q, of_do):
+                part = problem.part(ref, work.batch, row, tile.step, head)
+                vector = offsets.at[work.batch, head, pl.ds(row, tile.step)]
+                pipeline.producer_load(n, (part, 0, ()), (vector, 1, ()))
+            return n + 1
+
+        first = lax.fori_loop(0, steps.length * problem.group, load_queries, first)
+        return tiles + work.is_valid.astype(jnp.int32), first
+
+    def load_keys(tiles: Array, start: Array, work: WorkTile) -> None:
+        copies = []
+        for w in range(tile.owned // ROWS):
+            place = (work.batch, start + w * ROWS, ROWS, work.head)
+            for buffer, ref in enumerate((x.k, x.v)):
+                copies.append((problem.part(ref, *place, plane=1 + buffer), buffer, (w,)))
+        shared.keys.producer_load(tiles, *copies)
+
+    done = (jnp.int32(0), jnp.int32(0))
+    tiles, steps = lax.fori_loop(0, scheduler.count(program), load_tile, done)
+    shared.keys.producer_tail(tiles)
+    shared.q.producer_tail(steps)
+    shared.do.producer_tail(steps)
+
+
 def skip(
     pipelines: tuple[Pipeline, Pipeline],
     ping_pong: PingPong,
@@ -88,7 +151,7 @@ def skip(
     begin: Array,
     end: Array,
 ) -> None:
-    """Goes past the steps that only other warpgroups of the program see.
+    """A consumer goes past the steps that only others of its program see.
 
     Args:
       pipelines: of k and v.
@@ -100,6 +163,7 @@ def skip(
         return  # all warpgroups end with the same step
 
     def step(t: Array, _: None) -> None:
+        # Who releases nothing keeps the producer waiting, who passes no turn the other consumers.
         for pipeline in pipelines:
             pipeline.consumer_wait(first + t)
             pipeline.consumer_release(first + t)

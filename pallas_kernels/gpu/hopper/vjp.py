@@ -13,7 +13,7 @@ from pallas_kernels.gpu.hopper.backward import dq_accumulator, query_gradients
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.backward.key_operands import Inputs as KeyInputs
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
-from pallas_kernels.gpu.hopper.forward import forward
+from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # q, k and v, or one packed array of them.

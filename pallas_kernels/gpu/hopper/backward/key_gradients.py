@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, Steps
@@ -86,7 +87,7 @@ def _kernel(*refs: Any, problem: Problem, tile: BackwardTile) -> None:
         do=Pipeline(scratch.do, tile.stages),
     )
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
-    pl.when(me == consumers)(lambda: key_operands.load(x, shared, problem, tile))
+    pl.when(me == consumers)(lambda: producer.load_key_tiles(x, shared, problem, tile))
     if tile.cooperative:
         shared = shared._replace(probs=Exchange(scratch.probs))
         pl.when(me < consumers)(

@@ -1,4 +1,4 @@
-"""What the kernels of dK and dV share: a program owns keys, and loads the queries that see them."""
+"""What the kernels of dK and dV share: their arrays, their memory, the numbers of 64 keys."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,6 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
-from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
@@ -60,50 +59,12 @@ class Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-def _steps(problem: Problem, tile: BackwardTile, key: Array, exists: Array, first: Array) -> Steps:
+def steps_of(
+    problem: Problem, tile: BackwardTile, key: Array, is_valid: Array, first: Array
+) -> Steps:
+    """The steps of the tile that begins with a key, none if there is no tile."""
     begin, end = problem.query_steps(key, tile.step)
-    return Steps(first, begin, jnp.where(exists, end - begin, 0))
-
-
-def load(x: Inputs, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
-    """All tiles of a program and the queries that see them, by the warpgroup that only loads."""
-    set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
-    program, scheduler = lax.axis_index("program"), problem.by_key(tile)
-
-    def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        tiles, first = done
-        work = scheduler.work_tile(program, u)
-        start = work.block * tile.owned
-        steps = _steps(problem, tile, start, work.is_valid, first)
-
-        def keys() -> None:
-            copies = []
-            for w in range(tile.owned // ROWS):
-                place = (work.batch, start + w * ROWS, ROWS, work.head)
-                for buffer, ref in enumerate((x.k, x.v)):
-                    part = problem.part(ref, *place, plane=1 + buffer)
-                    copies.append((part, buffer, (w,)))
-            shared.keys.producer_load(tiles, *copies)
-
-        def queries(t: Array, n: Array) -> Array:
-            head, step = steps.of(t, work.head, problem.group)
-            row = step * tile.step
-            of_q, of_do = (shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)
-            for pipeline, ref, offsets in (of_q, of_do):
-                part = problem.part(ref, work.batch, row, tile.step, head)
-                vector = offsets.at[work.batch, head, pl.ds(row, tile.step)]
-                pipeline.producer_load(n, (part, 0, ()), (vector, 1, ()))
-            return n + 1
-
-        pl.when(work.is_valid)(keys)
-        first = lax.fori_loop(0, steps.length * problem.group, queries, first)
-        return tiles + work.is_valid.astype(jnp.int32), first
-
-    done = (jnp.int32(0), jnp.int32(0))
-    tiles, steps = lax.fori_loop(0, scheduler.count(program), load_tile, done)
-    shared.keys.producer_tail(tiles)
-    shared.q.producer_tail(steps)
-    shared.do.producer_tail(steps)
+    return Steps(first, begin, jnp.where(is_valid, end - begin, 0))
 
 
 def each_tile(
@@ -126,7 +87,7 @@ def each_tile(
         tiles, first = done
         work = scheduler.work_tile(program, u)
         key = work.block * tile.owned
-        steps = _steps(problem, tile, key, work.is_valid, first)
+        steps = steps_of(problem, tile, key, work.is_valid, first)
         pl.when(work.is_valid)(begin(work, tiles, key, steps))
         return tiles + work.is_valid.astype(jnp.int32), first + steps.length * problem.group
 

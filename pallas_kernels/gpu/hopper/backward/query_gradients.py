@@ -114,7 +114,7 @@ def _kernel(*refs: Any, problem: Problem, tile: BackwardTile) -> None:
     rows, pipelines = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
     if problem.is_wide:
         rows = rows[:O]
-    load = partial(producer.load, most=problem.is_wide)
+    load = partial(producer.load_query_tiles, most=problem.is_wide)
     pl.when(me == consumers)(lambda: load(rows, x.k, x.v, pipelines, problem, tile))
     if tile.cooperative:
         shared = shared._replace(probs=Exchange(scratch.probs))

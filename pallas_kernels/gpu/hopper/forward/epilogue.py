@@ -1,0 +1,94 @@
+"""The epilogue of the forward kernel: Ō / l and lse, and their way to global memory."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper.block_sizes import ROWS
+from pallas_kernels.gpu.hopper.forward.operands import Outputs, QueryRows, Softmax
+from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, along_rows, constant
+from pallas_kernels.gpu.hopper.machine.types import Ref
+
+
+def epilogue(
+    out: Outputs,
+    rows: QueryRows,
+    softmax: Softmax,
+    acc: Array,
+    auxiliary: Array | None,
+    batch: Array,
+    head: Array,
+) -> None:
+    """Divides by l, rounds O and starts the copies of O and lse.
+
+    A row whose scores are all −inf has O = 0, lse = −inf and, backward, P = 0, as one that sees
+    no key.
+
+    Args:
+      out: the arrays.
+      rows, softmax: of a tile after its last step.
+      acc: Ō [64, H].
+      auxiliary: Ō′ − Ō, where it is kept.
+      batch, head: of the rows.
+    """
+    problem, shared, me = rows.problem, rows.shared, rows.me
+    empty = softmax.m <= np.float32(MASKED)
+    infinity = constant((ROWS,), np.inf, PER_ROW)
+    # The one reduction of l across the threads of a row: until here each thread has its part.
+    l = problem.rounded(softmax.l.sum(axis=1))
+    l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
+    o = acc / along_rows(l, acc.shape)
+    if shared.o is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before's have long left
+        memory = shared.o.at[me]
+    else:
+        # Nobody reads q any more. FlashAttention-3 gives O the memory of V.
+        memory = shared.q.get(rows.tiles, me)
+    memory[...] = o.astype(problem.dtype)
+    place = (batch, rows.row, ROWS, head)
+    copies = [(memory, problem.part(out.o, *place))]
+    if out.saved is not None:
+        o = o if auxiliary is None else (acc + auxiliary) / along_rows(l, acc.shape)
+        o, part = o.astype(out.saved.dtype), problem.part(out.saved, *place)
+        if shared.saved is None:
+            _store_from_registers(o, part, rows)
+        else:
+            shared.saved.at[me][...] = o
+            copies.append((shared.saved.at[me], part))
+    # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
+    # round either, and other code around it would change the bits.
+    unit, to_log2 = problem.spec.scale, problem.log2_unit
+    lse = softmax.m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
+    vectors = []
+    for i, (ref, factor) in enumerate(((out.lse, unit), (out.offset, -to_log2))):
+        vector = shared.statistics.at[i, me]
+        vector[...] = jnp.where(empty, -infinity, lse * np.float32(factor))
+        vectors.append((vector, ref.at[batch, head, pl.ds(rows.row, ROWS)]))
+    plgpu.commit_smem()  # the copy engine is to see what threads have written
+    for source, target in copies:
+        plgpu.copy_smem_to_gmem(source, target)
+    problem.store_rows(rows.row, vectors)
+
+
+def _store_from_registers(o: Array, part: Ref, rows: QueryRows) -> None:
+    """Where shared memory has no room; rows beyond the end, which no copy would store, are left
+    out."""
+
+    def store() -> None:
+        part[...] = o
+
+    pl.when(rows.row < rows.problem.rows)(store)
+
+
+def free_last_output(rows: QueryRows) -> None:
+    """Waits until the O of the tile before has left the memory that the next q takes."""
+
+    def release() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        rows.shared.q.consumer_release(rows.tiles - 1)
+
+    pl.when(rows.tiles > 0)(release)

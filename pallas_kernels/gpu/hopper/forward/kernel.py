@@ -1,0 +1,153 @@
+"""The forward kernel: O, lse, and the O that δ sees where it is another.
+
+A consumer warpgroup owns 64 query rows and steps over the keys that they see (FlashAttention-2,
+arXiv 2307.08691, Algorithm 1). The arithmetic is that of `lowprec_attn.arithmetic.softmax` with P̄
+and O rounded: Ō, m and l stay in float32 registers. Two overlaps of FlashAttention-3 (arXiv
+2407.08608) hide the softmax: consumers ping-pong (section 3.1), and P̄V of a step runs during the
+softmax of the next (`mainloop`). From its kernel's code are three more: S adds to nothing, P̄V may
+be waited for among the exponentials (`ForwardTile.early_wait`), and the longest tiles may come
+first (`longest_first`).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper import producer
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
+from pallas_kernels.gpu.hopper.forward.epilogue import epilogue
+from pallas_kernels.gpu.hopper.forward.mainloop import (
+    end_last_tile,
+    mainloop,
+    nothing_due,
+    overlapped_mainloop,
+)
+from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Shared
+from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
+from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
+from pallas_kernels.gpu.hopper.problem import Problem
+
+# What is carried from tile to tile: tiles and steps that are done, and what is due of the last one.
+_Carry = tuple[Array, Array, Due | None]
+
+
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
+    """Runs the kernel; q, k and v may be one packed array."""
+    tile, n = problem.sizes.forward, problem.spec.numerics
+    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    vectors = (problem.batch, problem.heads, problem.vector_rows)
+    statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
+    out = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
+    if n.saved_dtype is not None:
+        out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
+    shared: Scratch = _shared_memory(problem, tile)
+    kernel = plgpu.kernel(
+        partial(_kernel, problem=problem, tile=tile),
+        out_type=out,
+        scratch_types=[shared],
+        grid=(problem.by_query(tile).grid,),
+        grid_names=("program",),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=COMPILER,
+        kernel_name="attention_forward",
+        **interpreter(on=problem.sizes.interpret),
+    )
+    return Outputs(*kernel(q, k, v))
+
+
+def _shared_memory(problem: Problem, tile: ForwardTile) -> Shared:
+    """The scratch types."""
+    consumers, head, saved_dtype = (
+        tile.warpgroups,
+        problem.head_size,
+        problem.spec.numerics.saved_dtype,
+    )
+    owned = tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)
+    steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
+    of_consumers = partial(tiles_of, (consumers, ROWS, head))
+    probs = saved = None
+    if problem.sizes.from_memory:
+        probs = tiles_of((consumers, ROWS, tile.step), problem.dtype)
+    if saved_dtype is not None and not problem.is_wide:
+        saved = of_consumers(saved_dtype)
+    return Shared(
+        q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
+        k=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        statistics=vectors_of((2, consumers, ROWS)),
+        probs=probs,
+        saved=saved,
+        o=of_consumers(problem.dtype) if tile.overlap_tiles else None,
+    )
+
+
+def _kernel(
+    q: Ref, k: Ref, v: Ref, *out_and_shared: Ref, problem: Problem, tile: ForwardTile
+) -> None:
+    *out, refs = out_and_shared
+    shared = refs._replace(
+        q=Pipeline(refs.q, tile.owned_stages),
+        k=Pipeline(refs.k, tile.stages),
+        v=Pipeline(refs.v, tile.stages),
+    )
+    me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
+    pipelines = shared.q, shared.k, shared.v
+    load = partial(producer.load_query_tiles, keys_twice=problem.rounds_products)
+    pl.when(me == consumers)(lambda: load((q,), k, v, pipelines, problem, tile))
+    pl.when(me < consumers)(lambda: _consume(Outputs(*out), shared, problem, tile))
+
+
+def _consume(out: Outputs, shared: Shared, problem: Problem, tile: ForwardTile) -> None:
+    """All tiles of a program, by one of its consumers."""
+    set_registers(tile.warpgroups, producer=False)
+    program, scheduler = lax.axis_index("program"), problem.by_query(tile)
+    me = lax.axis_index("warpgroup")
+    ping_pong = PingPong(tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory)
+    ping_pong.start()
+
+    overlaps = tile.overlap_tiles and not problem.sizes.from_memory
+
+    def consume_tile(u: Array, carry: _Carry) -> _Carry:
+        tiles, steps, due = carry
+        work = scheduler.work_tile(program, u)
+        start = work.block * tile.owned
+        _, last = problem.key_steps(start, tile.owned, tile.step)
+        row = start + me * ROWS
+        full, end = problem.key_steps(row, ROWS, tile.step)
+        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, row, full, end)
+
+        def attend(due: Due | None) -> Due | None:
+            if overlaps:
+                assert due is not None
+                softmax, acc = overlapped_mainloop(due, out, rows)
+                return Due(acc, softmax, row, work.batch, work.head)
+            softmax, acc, auxiliary = mainloop(rows)
+            if not problem.rounds_products:  # there all end together
+                producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+            epilogue(out, rows, softmax, acc, auxiliary, work.batch, work.head)
+            return None
+
+        due = lax.cond(work.is_valid, attend, lambda due: due, due)
+        tiles = tiles + work.is_valid.astype(jnp.int32)
+        steps = steps + jnp.where(work.is_valid, last, 0)
+        return tiles, steps, due
+
+    zero = jnp.int32(0)
+    none = zero, zero, nothing_due(problem, tile) if overlaps else None
+    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, none)
+    ping_pong.end()
+    if overlaps:
+        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, zero, zero)
+        end_last_tile(due, out, rows)
+    plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
+    if not tile.overlap_tiles:
+        shared.q.consumer_release(tiles - 1)  # the producer waits for it in its tail

@@ -1,0 +1,87 @@
+"""What the parts of the forward kernel hand to each other."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.block_sizes import ForwardTile
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Ref
+from pallas_kernels.gpu.hopper.problem import Problem
+
+
+class Outputs(NamedTuple):
+    """O [B, T, N, H]; lse and −lse·log2(e) [B, N, T]; the O that δ sees, where it is another."""
+
+    o: Ref
+    lse: Ref
+    offset: Ref
+    saved: Ref = None
+
+
+class Shared(NamedTuple):
+    """Shared memory.
+
+    Attributes:
+      q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages.
+      statistics: lse and offset on their way out, a vector of each for every consumer.
+      probs: P̄ of every consumer, where products take it from memory (`from_memory`).
+      saved: a float32 or auxiliary O on its way out, where it does not leave from registers.
+      o: O on its way out, if tiles overlap; otherwise O takes the place of its q.
+    """
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    statistics: Ref
+    probs: Ref | None
+    saved: Ref | None
+    o: Ref | None
+
+
+class QueryRows(NamedTuple):
+    """64 query rows of a consumer warpgroup, which sees the key steps 0 ... end − 1.
+
+    Attributes:
+      problem, tile, shared: of the kernel.
+      ping_pong: with the other consumers.
+      me: the consumer.
+      tiles, steps: what the program has done before, which counts the fillings of its pipelines.
+      row: the first row.
+      full: steps before it take no mask.
+      end: how many steps there are.
+    """
+
+    problem: Problem
+    tile: ForwardTile
+    shared: Shared
+    ping_pong: PingPong
+    me: Array
+    tiles: Array
+    steps: Array
+    row: Array
+    full: Array
+    end: Array
+
+
+class Softmax(NamedTuple):
+    """Running m [64] and l [64, LANES], in parts; a step's P̄ [64, keys] and α [64].
+
+    P̄ is rounded, but see `softmax.rounds_later`.
+    """
+
+    m: Array
+    l: Array
+    probs: Array
+    alpha: Array
+
+
+class Due(NamedTuple):
+    """A tile without its last P̄V, which is due, as its epilogue is; see `overlap_tiles`."""
+
+    acc: Array
+    softmax: Softmax
+    row: Array
+    batch: Array
+    head: Array

@@ -1,0 +1,160 @@
+"""One step of online softmax: the mask, the new maximum, the exponentials.
+
+S and m count in units of `scale`. Repeated maxima, which `dynamic_max` looks for, are counted in
+every step or where a test says that there may be some (`ForwardTile.tests_ties`).
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
+from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Softmax
+from pallas_kernels.gpu.hopper.machine.instruction_order import after, finish_before_waiting, mixed
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
+from pallas_kernels.gpu.hopper.machine.layouts import (
+    LANES,
+    PER_ROW,
+    TILE,
+    along_rows,
+    by_lane,
+    constant,
+    extended,
+)
+from pallas_kernels.gpu.hopper.machine.maxima import masks, maxima
+from pallas_kernels.gpu.hopper.problem import Problem
+
+# Keys of a step whose exponentials come before an early wait for P̄V: as many as FlashAttention-3's
+# machine code has there.
+_EARLY_KEYS = 16
+
+
+def no_key_yet() -> tuple[Array, Array]:
+    """m and l of rows that have seen none."""
+    return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
+
+
+def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
+    """The scores of step t, from its `first` key on, MASKED where a row does not see."""
+    problem, step = rows.problem, rows.tile.step
+    if not problem.masks_steps(step):
+        return s
+
+    def mask() -> Array:
+        # Masked scores would tie with each other: each gets a number of its own.
+        apart = _tests_ties(problem, rows.tile)
+        masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
+        return problem.mask_keys(s, rows.row, t * step + first, masked)
+
+    # A branch, so that steps below the diagonal do not pay. FlashAttention-3 has a loop of its own
+    # for masked steps; here that was no faster.
+    return lax.cond(t >= rows.full, mask, lambda: s)
+
+
+def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile) -> Softmax:
+    """One step of online softmax, from m and l on."""
+    new, alpha = _maxima(s, m, problem, tile)
+    probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
+    l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
+    # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
+    # assembler would then let none run beside other instructions (its remark C7513).
+    if not rounds_later(problem, tile):
+        probs = probs.astype(problem.dtype)
+    return Softmax(new, l, probs, alpha)
+
+
+def begin_softmax_step(
+    s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile
+) -> Softmax:
+    """What of it comes before an early wait for P̄V; S for P̄, and l without it."""
+    new, alpha = _maxima(s, m, problem, tile)
+    l = along_rows(alpha, l.shape) * l
+    probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
+    # Of every so-manyth 8 columns, whose sum l takes anyway: the compiler drops the others.
+    sums = by_lane(jnp.add, probs, LANES * _one_of(tile))
+    finish_before_waiting(sums[:, :LANES], l)
+    return Softmax(new, l, s, alpha)
+
+
+def end_softmax_step(
+    softmax: Softmax, done: Array, zero: Array, problem: Problem, tile: ForwardTile
+) -> Softmax:
+    """The rest of it, that is not to come before `done`; zero: see `after`."""
+    sooner, s = offset(softmax.m, problem), softmax.probs
+    # Without it the assembler moves these exponentials, too, to before the wait for P̄V, and keeps
+    # them all in registers beside S.
+    later = after(sooner, done, zero)
+    offsets = (along_rows(x, s.shape) for x in (sooner, later))
+    probs = exponentials(s, mixed(*offsets, every=_one_of(tile)), problem)
+    return softmax._replace(l=softmax.l + by_lane(jnp.add, probs), probs=probs)
+
+
+def _one_of(tile: ForwardTile) -> int:
+    """One of so many exponentials comes before the wait for P̄V."""
+    return tile.step // _EARLY_KEYS
+
+
+def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
+    """Whether P̄ is rounded when P̄V of the step before has been waited for.
+
+    If instructions write what the next product reads, the assembler lets none run beside other
+    instructions (its remark C7513), unless there is a branch before, such as that for masks.
+    """
+    return problem.keeps_auxiliary or tile.early_wait
+
+
+def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:
+    """The new m [64], and α."""
+    interpret = problem.sizes.interpret
+    rule, unit = problem.spec.row_max, problem.spec.scale
+
+    def is_repeated(s: Array, tolerance: float) -> Array:
+        least = along_rows(r_m, s.shape) - np.float32(tolerance)
+        near = at_least(s, least, interpret=interpret)
+        return by_lane(jnp.add, near).sum(axis=1) != ONE
+
+    def new_by(rule: RowMax) -> Array:
+        # The rule looks at S − r_m only to count ties, which S itself shows as well.
+        return rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
+
+    if _tests_ties(problem, tile):
+        # Where no maximum of a warp's rows is repeated, the rule is the standard one.
+        r_m, repeats = maxima(s, interpret=interpret)
+        new = lax.cond(repeats != 0, partial(new_by, rule), partial(new_by, StandardMax()))
+    else:
+        # By halves: Mosaic GPU's own reduction is a chain of dependent maxima.
+        r_m = by_lane(jnp.maximum, s).max(axis=1)
+        new = new_by(rule)
+    return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
+
+
+def _tests_ties(problem: Problem, tile: ForwardTile) -> bool:
+    """Whether repeated maxima are looked for, and counted only where a test says so."""
+    rule = problem.spec.row_max
+    # Scores that are near each other need not meet in the tree of maxima.
+    return tile.tests_ties and isinstance(rule, DynamicMax) and rule.tolerance == 0
+
+
+def offset(m: Array, problem: Problem) -> Array:
+    """What the exponent of P̄ takes away [64]."""
+    return m * np.float32(problem.log2_unit)
+
+
+def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
+    """P̄, not rounded, of the offset of every entry."""
+    # One multiply-add per entry, as FlashAttention-2 and -3 have it. Its error is that of
+    # m·log2(e), the same for a whole row: it cancels in Ō / l.
+    return jnp.exp2(s * np.float32(problem.log2_unit) - offset)
+
+
+def terms(probs: Array, problem: Problem) -> list[Array]:
+    """P̄ as three bfloat16 numbers of 8 bits each, the largest first: exactly, of 24 bits."""
+    found = []
+    for _ in range(3):
+        found.append(probs.astype(problem.dtype))
+        probs = probs - extended(found[-1])
+    return found
