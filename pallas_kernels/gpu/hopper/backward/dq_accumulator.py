@@ -126,7 +126,7 @@ class DqAccumulator(NamedTuple):
         ]
         plgpu.copy_smem_to_gmem(leaving, target, reduction_op=None if interpret else "add")
 
-    def drain(self, steps: Array) -> None:
+    def producer_tail(self, steps: Array) -> None:
         """After the last of a key tile's steps: until nobody reads dSᵀ or k for them any more."""
         for back in range(1, _AHEAD + 1):
             slot = self._slot(steps - back)

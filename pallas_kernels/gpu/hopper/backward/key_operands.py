@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,34 +12,46 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class Inputs(NamedTuple):
-    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`]."""
+    """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`].
 
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    offset: Any
-    dp_offset: Any
+    Arrays outside of the kernel, references inside.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    do: Ref
+    offset: Ref
+    dp_offset: Ref
 
 
 class Shared(NamedTuple):
-    """Shared memory: a pipeline of k and v, where dK and dV go later; pipelines of q and of dO with
-    their offsets; Pᵀ and dSᵀ where they are kept there; what dQ takes if it is summed here; Pᵀ on
-    its way from one warpgroup to another."""
+    """Shared memory.
 
-    keys: Any
-    q: Any
-    do: Any
-    operand: Any
-    dq: Any
-    probs: Any
+    Attributes:
+      keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
+      q, do: pipelines of q and of dO, each with its offsets as a second buffer.
+      operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
+      dq: of a `DqAccumulator`, if dQ is summed here.
+      probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
+    """
+
+    keys: Pipeline
+    q: Pipeline
+    do: Pipeline
+    operand: Ref | None
+    dq: Scratch | None
+    probs: Exchange
 
 
 class Steps(NamedTuple):
@@ -96,7 +108,7 @@ def each_tile(
     return steps
 
 
-def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Array:
+def probs(s: Array, offset: Ref, key: Array, row: Array, problem: Problem) -> Array:
     """Pᵀ, not rounded, of k qᵀ [64, step] of the keys and rows from `key` and `row` on.
 
     offset: a reference to what the exponent adds, [step].
@@ -109,7 +121,7 @@ def probs(s: Array, offset: Any, key: Array, row: Array, problem: Problem) -> Ar
     return jnp.exp2(log2_p)
 
 
-def shifted_dp(dp: Array, offset: Any, problem: Problem) -> Array:
+def shifted_dp(dp: Array, offset: Ref, problem: Problem) -> Array:
     """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [step]."""
     dp = problem.rounded(dp)
     if not problem.scales_last:
@@ -117,7 +129,7 @@ def shifted_dp(dp: Array, offset: Any, problem: Problem) -> Array:
     return dp + along_columns(load_values(offset, PER_COLUMN, straight=False), dp.shape)
 
 
-def store(copies: list[tuple[Any, Any]]) -> None:
+def epilogue(copies: list[tuple[Ref, Ref]]) -> None:
     """What has been written to memory goes to parts of arrays: (memory, part) each.
 
     Memory may be filled anew afterwards.
