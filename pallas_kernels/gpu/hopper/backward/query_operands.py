@@ -1,7 +1,7 @@
 """What the kernels of dQ share: their arrays, their memory, and the numbers of 64 rows."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
+from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -19,6 +20,8 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     constant,
     load,
 )
+from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
@@ -30,38 +33,58 @@ class Inputs(NamedTuple):
     of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    do: Any
-    o: Any
-    offset: Any
-    dlse: Any
+    q: Ref
+    k: Ref
+    v: Ref
+    do: Ref
+    o: Ref
+    offset: Ref
+    dlse: Ref
+
+
+class Gradients(NamedTuple):
+    """dQ [B, T, N, H], or the packed array's gradient; what dS adds to dP [B, N, `vector_rows`]."""
+
+    dq: Ref
+    dp_offset: Ref
 
 
 class Shared(NamedTuple):
-    """Shared memory: a pipeline of q, dO and (unless `is_wide`) O; pipelines of k and v; δ; P and
-    dS where they are kept there; P on its way from one warpgroup to another."""
+    """Shared memory.
 
-    rows: Any
-    k: Any
-    v: Any
-    delta: Any
-    operand: Any
-    probs: Any
+    Attributes:
+      rows: the pipeline of q, through which dQ leaves, dO and (unless `is_wide`) O: its buffers.
+      k, v: pipelines, which may differ in their stages.
+      delta: what dS adds to dP, on its way out, for every consumer.
+      operand: P and dS of every consumer, where products take them from memory (`from_memory`).
+      probs: P on its way from one consumer to the other, if they are `cooperative`.
+    """
+
+    rows: Pipeline
+    k: Pipeline
+    v: Pipeline
+    delta: Ref
+    operand: Ref | None
+    probs: Exchange
 
 
 Q, DO, O = range(3)  # buffers of the pipeline of rows, in which they are loaded
 
 
-def of_rows(vectors: Any, work: WorkTile, row: Array) -> Array:
+def of_rows(vectors: Ref, work: WorkTile, row: Array) -> Array:
     """The numbers [64] of the rows from `row` on; beyond the last row those of the last ones."""
     inside = pl.ds(jnp.minimum(row, vectors.shape[-1] - ROWS), ROWS)
     return load(vectors.at[work.batch, work.head, inside], PER_ROW, straight=False)
 
 
 def delta(
-    o: Any, rows: Any, tiles: Array, me: Array | int, work: WorkTile, row: Array, problem: Problem
+    o: Ref,
+    rows: Pipeline,
+    tiles: Array,
+    me: Array | int,
+    work: WorkTile,
+    row: Array,
+    problem: Problem,
 ) -> Array:
     """δ [64] of rows that have come as filling `tiles` of their pipeline, at the place `me`."""
     if problem.is_wide:
@@ -74,7 +97,7 @@ def delta(
     return by_lane(jnp.add, of_o * of_do).sum(axis=1)
 
 
-def _delta_of_pieces(o: Any, do: Any) -> Array:
+def _delta_of_pieces(o: Ref, do: Ref) -> Array:
     """δ [64] of O in global and dO in shared memory, of which registers have no room for all."""
     total = constant((ROWS, LANES), 0, TILE)
     for column in range(0, do.shape[1], ROWS):

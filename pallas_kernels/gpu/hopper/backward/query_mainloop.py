@@ -1,0 +1,171 @@
+"""The mainloop of dQ: 64 query rows of a consumer, over the keys that they see."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, Shared, probs
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
+from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
+from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
+from pallas_kernels.gpu.hopper.machine.types import Accumulator
+from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
+from pallas_kernels.gpu.hopper.problem import Problem
+
+
+class Rows(NamedTuple):
+    """64 query rows of a consumer warpgroup.
+
+    Attributes:
+      problem, tile, shared: of the kernel.
+      ping_pong: with the other consumers.
+      me: the consumer.
+      tiles, steps: what the program has done before.
+      row: the first row.
+      full: steps before it take no mask.
+      offset, of_dp: [64], what the exponent of P and dS add.
+    """
+
+    problem: Problem
+    tile: BackwardTile
+    shared: Shared
+    ping_pong: PingPong
+    me: Array
+    tiles: Array
+    steps: Array
+    row: Array
+    full: Array
+    offset: Array
+    of_dp: Array
+
+
+# Σ dS and Σ P of a row, in parts, where they are summed; otherwise nothing.
+_Sums = tuple[Array, ...]
+
+
+def mainloop(end: Array, rows: Rows) -> tuple[Array, ...]:
+    """Σ dS k over the steps before `end`; for `delta='normalized'` Σ P k too, Σ dS and Σ P [64]."""
+    problem = rows.problem
+    sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
+    if problem.rounds_products:
+        return (_long_steps(end, sums, rows),)
+    run = _run_overlapped if rows.tile.overlap_steps else _run
+    return pl.run_scoped(partial(run, end=end, rows=rows), *sums)
+
+
+def _run(
+    dq: Accumulator, pk: Accumulator | None = None, *, end: Array, rows: Rows
+) -> tuple[Array, ...]:
+    none: _Sums = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
+    rows.ping_pong.enter()
+    sums = lax.fori_loop(0, end, lambda t, sums: _step(t, dq, pk, sums, rows), none)
+    rows.ping_pong.leave()
+    products = (plgpu.wgmma_accumulator_load(x, wait_n=None) for x in (dq, pk) if x is not None)
+    return *products, *(x.sum(axis=1) for x in sums)
+
+
+def _run_overlapped(dq: Accumulator, *, end: Array, rows: Rows) -> tuple[Array, ...]:
+    """dS k of a step starts in the same turn of the ping-pong as S and dP of the next."""
+
+    def step(t: Array, before: Array | None) -> Array:
+        end_step = None if before is None else partial(add, t - 1, before)
+        return _ds(*_probs_and_dp(t, rows, end_step), rows).astype(rows.problem.dtype)
+
+    def add(t: Array, ds: Array) -> None:
+        _begin_sum(dq, ds, rows.steps + t, rows)
+
+    ds = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
+    add(end - 1, ds)
+    plgpu.wgmma_wait(0)
+    rows.shared.k.consumer_release(rows.steps + end - 1)
+    return (plgpu.wgmma_accumulator_load(dq, wait_n=None),)
+
+
+def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: Rows) -> Array:
+    """The same where what a long step adds is rounded (`published`): a sum of its own for each."""
+    problem, step = rows.problem, rows.tile.step
+
+    def product(first: Array, last: Array, dq: Accumulator) -> Array:
+        lax.fori_loop(first, last, lambda t, none: _step(t, dq, None, none, rows), ())
+        return plgpu.wgmma_accumulator_load(dq, wait_n=None)
+
+    def long_step(i: Array, total: Array) -> Array:
+        steps = problem.parts_of_long_step(i, step, end)
+        return total + problem.rounded(pl.run_scoped(partial(product, *steps), *sums))
+
+    rows.ping_pong.enter()
+    none = constant((ROWS, problem.head_size), 0, TILE)
+    total: Array = lax.fori_loop(*problem.long_steps(step, end), long_step, none)
+    rows.ping_pong.leave()
+    return total
+
+
+def _step(t: Array, dq: Accumulator, pk: Accumulator | None, sums: _Sums, rows: Rows) -> _Sums:
+    n, dtype = rows.steps + t, rows.problem.dtype
+    probs, dp = _probs_and_dp(t, rows)
+    if pk is not None:
+        _begin_sum(pk, probs.astype(dtype), n, rows)
+        if rows.shared.operand is not None:
+            plgpu.wgmma_wait(0)  # P is read before dS takes its place
+    ds = _ds(probs, dp, rows)
+    if pk is not None:
+        r, s = sums
+        sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
+    rows.ping_pong.wait_to_end()
+    _begin_sum(dq, ds.astype(dtype), n, rows)
+    plgpu.wgmma_wait(0)
+    rows.shared.k.consumer_release(n)
+    return sums
+
+
+def _probs_and_dp(
+    t: Array, rows: Rows, end_step: Callable[[], None] | None = None
+) -> tuple[Array, Array]:
+    """P and dP of step t, not rounded.
+
+    end_step: starts dS k of the step before, if `overlap_steps`.
+    """
+    problem, shared = rows.problem, rows.shared
+    n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
+    if problem.is_wide:
+        # No registers are left for what a step can compute anew: kept, descriptors and the places
+        # of scores spilled 616 bytes.
+        zero = opaque_zero(n, interpret=interpret)
+        me, row = me + zero, row + zero
+    q, do = (shared.rows.get(rows.tiles, me, buffer=buffer) for buffer in (Q, DO))
+    shared.k.consumer_wait(n)
+    rows.ping_pong.wait_to_begin()
+    if end_step is not None:
+        end_step()
+    s = begin_product(q, shared.k.get(n), interpret=interpret)
+    shared.v.consumer_wait(n)
+    dp = begin_product(do, shared.v.get(n), interpret=interpret)
+    rows.ping_pong.arrive()
+    plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
+    if end_step is not None:
+        shared.k.consumer_release(n - 1)
+    p = probs(s, rows.offset, row, t, rows.full, rows.tile.step, problem)
+    plgpu.wgmma_wait(0)
+    shared.v.consumer_release(n)  # sooner than k, so that v may have fewer stages
+    return p, problem.rounded(dp)
+
+
+def _ds(probs: Array, dp: Array, rows: Rows) -> Array:
+    """dS, not rounded."""
+    if not rows.problem.scales_last:
+        dp = dp * np.float32(rows.problem.spec.scale)
+    return probs * (dp + along_rows(rows.of_dp, dp.shape))
+
+
+def _begin_sum(total: Accumulator, left: Array, n: Array, rows: Rows) -> None:
+    """Starts left k of the n-th step of the program."""
+    memory = None if rows.shared.operand is None else rows.shared.operand.at[rows.me]
+    plgpu.wgmma(total, as_operand(left, memory), rows.shared.k.get(n))
