@@ -11,19 +11,25 @@ takes 0.90 to 1.00 ms, where `pallas_kernels.gpu.cross_entropy` takes 1.13 to 1.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float32, Int
 
 from pallas_kernels.gpu.hopper.machine.layouts import extended, load
+from pallas_kernels.gpu.hopper.machine.types import Layout, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
 from pallas_kernels.gpu.problem import LOG2E
+
+# The maxima or sums of a row: in the shapes of a step, and of the rest.
+State = tuple[Array, Array]
+Combine = Callable[[Array, Array], Array]
 
 LANES = 128  # columns of a row of the matrix that a row of logits is taken for
 _STEP = 16  # rows of that matrix that a pass works on at once
@@ -102,12 +108,12 @@ def _split(width: int) -> tuple[int, int, int]:
 
 
 def _kernel(
-    logits: Any,
-    targets: Any,
-    losses: Any,
-    gradient: Any,
-    row: Any,
-    there: Any,
+    logits: Ref,
+    targets: Ref,
+    losses: Ref,
+    gradient: Ref,
+    row: Ref,
+    there: Ref,
     *,
     together: int,
     pieces: int,
@@ -118,7 +124,7 @@ def _kernel(
     count = together * _STEP  # rows of the matrix in a piece
     main = pieces * count
 
-    def part(piece: Array | int) -> Any:
+    def part(piece: Array | int) -> slice | pl.Slice:
         return pl.ds(piece * count, count)
 
     last = pl.ds(main, rest)
@@ -130,13 +136,13 @@ def _kernel(
         if rest:
             plgpu.copy_gmem_to_smem(logits.at[i, last], row.at[last], there.at[pieces])
 
-    def at(piece: Array | int, step: Array | int) -> Any:
+    def at(piece: Array | int, step: Array | int) -> Ref:
         return row.at[pl.ds(piece * count + step * _STEP, _STEP)]
 
-    def over(combine: Any, state: Any, *, wait: bool = False) -> tuple[Any, Any]:
+    def over(combine: Combine, state: State, *, wait: bool = False) -> State:
         """Combines all of the row, in the shapes of a step and of the rest."""
 
-        def add(piece: Array, state: Any) -> Any:
+        def add(piece: Array, state: State) -> State:
             if wait:
                 plgpu.barrier_wait(there.at[piece])
             return lax.fori_loop(
@@ -150,7 +156,7 @@ def _kernel(
             rest_state = combine(rest_state, _load(row.at[last], rest))
         return main_state, rest_state
 
-    def states(value: float, dtype: Any) -> tuple[Array, Array]:
+    def states(value: float, dtype: DTypeLike) -> tuple[Array, Array]:
         return tuple(
             plgpu.layout_cast(jnp.full((size, LANES), value, dtype), _layout(size))
             for size in (_STEP, max(rest, 1))
@@ -178,7 +184,7 @@ def _kernel(
             p = jnp.exp2((x - lse) * jnp.float32(LOG2E))
             return p * factor if z_loss else p
 
-        def leave(first: Array | int, count: int, window: Any) -> None:
+        def leave(first: Array | int, count: int, window: slice | pl.Slice) -> None:
             """Stores a part of the row whose softmax is written."""
             plgpu.commit_smem()
 
@@ -221,10 +227,10 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _layout(rows: int) -> Any:
+def _layout(rows: int) -> Layout:
     """Neighbouring columns in a thread, as many as are loaded at once."""
     return plgpu.Layout.WG_STRIDED((rows, LANES), vec_size=math.gcd(rows, 8))
 
 
-def _load(ref: Any, rows: int) -> Array:
+def _load(ref: Ref, rows: int) -> Array:
     return load(ref, _layout(rows))

@@ -18,7 +18,7 @@ that is gone, for it gained nothing). What was tried is in docs/hopper_versions.
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from pallas_kernels.gpu.gelu import slope, value
 from pallas_kernels.gpu.hopper.machine.instructions import reciprocal
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended, load, tiles_of
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator
 
@@ -123,11 +124,11 @@ class _Shared(NamedTuple):
       of_h: a piece of h of each warpgroup, and barriers: it is there. None if it is not given.
     """
 
-    steps: Any
-    sums: Any
-    there: Any
-    taken: Any
-    of_h: Any
+    steps: Pipeline
+    sums: Ref
+    there: Ref
+    taken: Ref
+    of_h: tuple[Ref, Ref] | None
 
 
 def _call(
@@ -139,7 +140,7 @@ def _call(
     *,
     name: str,
     interpret: bool,
-) -> Any:
+) -> list[Array]:
     depth, columns = x.shape[1], out[0].shape[1]
     if reason := unsupported(x.shape[0], depth, columns):
         raise ValueError(f"{name} does not support {reason}")
@@ -147,7 +148,7 @@ def _call(
     of_h = None
     if h is not None:
         of_h = tiles_of((CONSUMERS, ROWS, PIECE), h.dtype), plgpu.Barrier(num_barriers=CONSUMERS)
-    shared = _Shared(
+    shared: Scratch = _Shared(
         steps=Pipeline.types(
             tile.stages,
             [
@@ -183,7 +184,7 @@ def _call(
 
 
 def _kernel(
-    results: int, *refs: Any, tile: Tile, tiles: int, clusters: int, interpret: bool
+    results: int, *refs: Ref, tile: Tile, tiles: int, clusters: int, interpret: bool
 ) -> None:
     (x, w, *given), out, scratch = refs[: -results - 1], refs[-results - 1 : -1], refs[-1]
     h = given[0] if given else None
@@ -199,10 +200,10 @@ def _kernel(
 class _Program:
     """What a program does, in each of its roles. `h` is given where its gradient is asked for."""
 
-    x: Any
-    w: Any
-    h: Any
-    out: tuple[Any, ...]
+    x: Ref
+    w: Ref
+    h: Ref | None
+    out: tuple[Ref, ...]
     shared: _Shared
     tile: Tile
     tiles: int
@@ -226,7 +227,7 @@ class _Program:
         row = lax.div(index, across) * self.tile.rows + lax.axis_index(_PAIR) * (CONSUMERS * ROWS)
         return row, lax.rem(index, across) * COLUMNS
 
-    def _part(self, ref: Any, u: Array, worker: Array | int, piece: Array | int) -> Any:
+    def _part(self, ref: Ref, u: Array, worker: Array | int, piece: Array | int) -> Ref:
         """A piece of the u-th tile of h or of a result."""
         row, column = self._place(u)
         return ref.at[pl.ds(row + worker * ROWS, ROWS), pl.ds(column + piece * PIECE, PIECE)]
@@ -274,7 +275,7 @@ class _Program:
         lax.fori_loop(0, self._own_tiles(), consume_tile, None)
         plgpu.barrier_wait(self.shared.taken.at[me])
 
-    def _sums(self, u: Array, me: Array, *totals: Any) -> list[Array]:
+    def _sums(self, u: Array, me: Array, *totals: Accumulator) -> list[Array]:
         """Of the u-th tile, rounded."""
         steps = self.shared.steps
 
@@ -322,10 +323,12 @@ class _Program:
         plgpu.copy_smem_to_gmem(memory, self._part(y, u, me, piece))
 
     def _load_h(self, u: Array, me: Array, piece: int) -> None:
+        assert self.shared.of_h is not None
         memory, there = self.shared.of_h
         plgpu.copy_gmem_to_smem(self._part(self.h, u, me, piece), memory.at[me], there.at[me])
 
     def _gradient(self, u: Array, me: Array, piece: int) -> None:
+        assert self.shared.of_h is not None
         memory, (of_h, there) = self.shared.sums.at[me, piece], self.shared.of_h
         plgpu.barrier_wait(there.at[me])
         d_y, h = load(memory, TILE), load(of_h.at[me], TILE)

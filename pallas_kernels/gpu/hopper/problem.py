@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     rounds_products,
 )
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
+from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, StaticScheduler
 
 LOG2E = math.log2(math.e)
@@ -153,15 +153,15 @@ class Problem:
         return is_wide(self.head_size)
 
     def part(
-        self, ref: Any, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
-    ) -> Any:
+        self, ref: Ref, batch: Array, start: Array, size: int, head: Array, *, plane: int = 0
+    ) -> Ref:
         """`size` rows of one head of q (plane 0), k (1), v (2), or of an array like one of them."""
         rows = pl.ds(start, size)
         if len(ref.shape) == 5:
             return ref.at[batch, rows, plane, head]
         return ref.at[batch, rows, head]
 
-    def store_rows(self, row: Array, copies: Sequence[tuple[Any, Any]]) -> None:
+    def store_rows(self, row: Array, copies: Sequence[tuple[Ref, Ref]]) -> None:
         """Starts copies of vectors, of the query rows from `row` on, to global memory.
 
         A warpgroup beyond `vector_rows` stores none: unlike a copy of matrices, that of a vector

@@ -11,7 +11,7 @@ product is a step behind, where nobody waits for the dSᵀ of the other.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of
+from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref, Scratch
 from pallas_kernels.gpu.hopper.problem import Problem
 
 _AHEAD = 2  # steps whose dSᵀ is in shared memory
@@ -33,10 +34,10 @@ class _Shared(NamedTuple):
     Barriers of a step: all warpgroups have written its dSᵀ, all have read it.
     """
 
-    ds: Any
-    leaving: Any
-    written: Any
-    read: Any
+    ds: Ref
+    leaving: Ref
+    written: Ref
+    read: Ref
 
 
 class DqAccumulator(NamedTuple):
@@ -52,14 +53,14 @@ class DqAccumulator(NamedTuple):
       me: the warpgroup.
     """
 
-    dq: Any
+    dq: Ref
     refs: _Shared
     problem: Problem
     tile: BackwardTile
     me: Array
 
     @staticmethod
-    def shared(problem: Problem, tile: BackwardTile) -> Any:
+    def shared(problem: Problem, tile: BackwardTile) -> Scratch:
         """The scratch types."""
         consumers, rows = tile.warpgroups, tile.step // ROWS
         barriers = (plgpu.Barrier(num_arrivals=consumers, num_barriers=_AHEAD) for _ in range(2))
@@ -90,7 +91,9 @@ class DqAccumulator(NamedTuple):
             return t >= 0
         return lax.rem(t, jnp.int32(self.tile.warpgroups)) == self.me
 
-    def multiply(self, total: Any, t: Array, keys: Callable[[Any], Any], zero: Array) -> None:
+    def multiply(
+        self, total: Accumulator, t: Array, keys: Callable[[Array], Ref], zero: Array
+    ) -> None:
         """Starts the products of step t: a block of dS k, as many products as warpgroups.
 
         Args:
@@ -143,7 +146,7 @@ class DqAccumulator(NamedTuple):
         return zero, self.me if self.problem.head_size > ROWS else zero
 
 
-def sums(problem: Problem) -> Any:
+def sums(problem: Problem) -> Ref:
     """dQ to be added to, 0, as a mutable array [parts, B, T, N, H].
 
     There is one part, or, for the interpreter, which knows no sum in memory, one for every key
@@ -154,7 +157,7 @@ def sums(problem: Problem) -> Any:
     return jax.new_ref(jnp.zeros(shape, jnp.float32))
 
 
-def rounded(dq: Any, problem: Problem) -> Array:
+def rounded(dq: Ref, problem: Problem) -> Array:
     """dQ [B, T, N, H] of the array that was added to."""
     total = dq[...].sum(axis=0)
     if problem.scales_last:

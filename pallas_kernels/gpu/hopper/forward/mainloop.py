@@ -6,7 +6,6 @@ the last P̄V of a tile runs during the first softmax of the program's next.
 """
 
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -32,11 +31,14 @@ from pallas_kernels.gpu.hopper.machine.instruction_order import (
     unknown_zero,
 )
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, along_rows, constant
+from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
 # Ō, Ō′ − Ō where it is kept, and the softmax after a step.
 _Carry = tuple[Array, Array | None, Softmax]
+# Ō, Ō′ − Ō, m and l.
+_InOrder = tuple[Array, Array | None, Array, Array]
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
@@ -109,9 +111,7 @@ def _run_in_order(
     return Softmax(m, l, m, m), acc, auxiliary
 
 
-def _step_in_order(
-    t: Array, carry: tuple[Any, ...], *, no_score: Array, rows: QueryRows
-) -> tuple[Any, ...]:
+def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRows) -> _InOrder:
     acc, auxiliary, m, l = carry
     shared, interpret = rows.shared, rows.problem.sizes.interpret
     assert shared.probs is not None
@@ -170,7 +170,7 @@ def _advance(
     problem, tile, shared = rows.problem, rows.tile, rows.shared
     before = rows.steps + t - 1
 
-    def products(refs: Any) -> None:
+    def products(refs: tuple[Accumulator, Softmax]) -> None:
         acc_ref, new = refs
         # S first, so that it is done when the softmax begins; P̄V then runs beside the latter.
         s = _begin_scores(t, rows)

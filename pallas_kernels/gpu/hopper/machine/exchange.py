@@ -1,7 +1,6 @@
 """A pipeline from one consumer warpgroup to another, of blocks of 64 by 64 float32 numbers."""
 
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +10,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
+from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 
 _STAGES = 2  # blocks on their way at once
 
@@ -21,11 +21,11 @@ class Exchange:
     Both count from 0; the one that produces ends with `producer_tail`.
     """
 
-    def __init__(self, refs: Any) -> None:
+    def __init__(self, refs: tuple[Ref, Ref, Ref]) -> None:
         self._blocks, self._full, self._empty = refs
 
     @staticmethod
-    def types() -> Any:
+    def types() -> Scratch:
         """The scratch types."""
         barriers = (plgpu.Barrier(num_arrivals=1, num_barriers=_STAGES) for _ in range(2))
         return (tiles_of((_STAGES, ROWS, ROWS), jnp.float32), *barriers)

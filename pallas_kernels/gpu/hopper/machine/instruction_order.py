@@ -1,7 +1,5 @@
 """What keeps the compiler and the assembler from moving instructions across a wait."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
@@ -11,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, TILE
+from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
 
 _NEVER = 15  # a named barrier that nobody comes to
@@ -26,7 +25,7 @@ def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE,) * (1 if unknown is None else 2))
-    def emit(_: Any, x: Any, *unknown: Any) -> None:
+    def emit(_: Context, x: Registers, *unknown: Registers) -> None:
         word = ir.IntegerType.get_signless(32)
         entries = [
             llvm.extractelement(pair, literal(i, word)) for pair in x.registers.flat for i in (0, 1)
@@ -57,17 +56,17 @@ def after(x: Array, done: Array, zero: Array) -> Array:
         arg_types=(PER_ROW, TILE, plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=PER_ROW),
     )
-    def emit(_: Any, x: Any, done: Any, zero: Any) -> Any:
+    def emit(_: Context, x: Registers, done: Registers, zero: Registers) -> Registers:
         word = ir.IntegerType.get_signless(32)
         entry = llvm.extractelement(done.registers.flat[0], literal(0, word))
 
-        def shifted(register: Any) -> Any:
+        def shifted(register: MlirValue) -> MlirValue:
             """Of the one entry in it: x ^ (done & 0)."""
             number = llvm.extractelement(register, literal(0, word))
-            entries = [number, entry, zero.registers[()]]
+            entries: list[MlirValue] = [number, entry, zero.registers[()]]
             text = """{ .reg .b32 x, done; mov.b32 x, $1; mov.b32 done, $2;
                 lop3.b32 x, x, done, $3, 0x78; mov.b32 $0, x; }"""
-            found: Any = llvm.inline_asm(ir.F32Type.get(), entries, text, "=f,f,f,r")
+            found: MlirValue = llvm.inline_asm(ir.F32Type.get(), entries, text, "=f,f,f,r")
             empty = llvm.mlir_undef(register.type)
             return llvm.insertelement(empty, found, literal(0, word))
 
@@ -83,7 +82,7 @@ def mixed(some: Array, others: Array, *, every: int) -> Array:
         arg_types=(TILE, TILE),
         return_type=plgpu.ShapeDtypeStruct(some.shape, some.dtype, layout=TILE),
     )
-    def emit(_: Any, some: Any, others: Any) -> Any:
+    def emit(_: Context, some: Registers, others: Registers) -> Registers:
         registers = others.registers.copy()
         registers[:, ::every] = some.registers[:, ::every]
         return fragmented_array.FragmentedArray(
@@ -111,9 +110,10 @@ def opaque_zero(n: Array, *, interpret: bool) -> Array:
         arg_types=(plgpu.Layout.WG_SPLAT,),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
     )
-    def emit(_: Any, n: Any) -> Any:
+    def emit(_: Context, n: Registers) -> Registers:
         word = ir.IntegerType.get_signless(32)
-        zero: Any = llvm.inline_asm(word, [n.registers[()]], "shr.u32 $0, $1, 30;", "=r,r")
+        number: MlirValue = n.registers[()]
+        zero: MlirValue = llvm.inline_asm(word, [number], "shr.u32 $0, $1, 30;", "=r,r")
         return fragmented_array.FragmentedArray.splat(zero, (), is_signed=True)
 
     return emit(n)

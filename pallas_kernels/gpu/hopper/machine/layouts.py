@@ -1,12 +1,14 @@
 """How registers and shared memory hold tiles, and vectors along their rows and columns."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.machine.types import Layout, Ref, Scratch
 
 # How a warpgroup's registers hold the result of a product, and a vector along its rows or columns.
 TILE = plgpu.Layout.WGMMA
@@ -22,24 +24,26 @@ PER_COLUMN = TILE.reduce(0)
 LANES = 8
 
 
-def tiles_of(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiles_of(shape: tuple[int, ...], dtype: DTypeLike) -> Scratch:
     """Shared memory for matrices [..., rows, columns], laid out for WGMMA and TMA."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
 
 
-def transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
+def transforms(
+    columns: int, dtype: DTypeLike
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Tiling and swizzle of matrices with so many columns, as WGMMA and TMA take them."""
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def vectors_of(shape: tuple[int, ...]) -> Any:
+def vectors_of(shape: tuple[int, ...]) -> Scratch:
     """Shared memory for float32 vectors [..., length]."""
     return plgpu.SMEM(shape, jnp.float32)
 
 
-def load(ref: Any, layout: Any, *, straight: bool = True) -> Array:
+def load(ref: Ref, layout: Layout, *, straight: bool = True) -> Array:
     """The values of a reference in registers; straight: without conflicts of shared memory."""
     return plgpu.load(ref, layout=layout, optimized=straight)  # type: ignore[call-arg]  # JAX 0.10
 
@@ -50,7 +54,7 @@ def rows_and_columns(shape: tuple[int, ...], row: Array, column: Array) -> tuple
     return row + down, column + across
 
 
-def constant(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+def constant(shape: tuple[int, ...], value: float, layout: Layout) -> Array:
     """A register array of one value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 

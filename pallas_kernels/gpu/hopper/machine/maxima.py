@@ -6,8 +6,6 @@ tree of maxima has a node whose two inputs are equal: one test per node, where t
 hand, says of nearly all steps that there is nothing to count.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,6 +17,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, PER_ROW, TILE
+from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 
 # Of float32; the more is added, the farther it is from 0.
 _MASKED_BITS = np.float32(MASKED).view(np.int32)
@@ -37,7 +36,7 @@ def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
         return lax.bitcast_convert_type(bits, jnp.float32)
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
-    def emit(_: Any) -> Any:
+    def emit(_: Context) -> Registers:
         word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
         layout = TILE.to_mgpu()
         found = np.empty(layout.registers_shape(shape), dtype=object)
@@ -73,7 +72,7 @@ def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
             plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
         ),
     )
-    def emit(_: Any, x: Any) -> Any:
+    def emit(_: Context, x: Registers) -> tuple[Registers, Registers]:
         word, layout = ir.IntegerType.get_signless(32), PER_ROW.to_mgpu()
         nodes = _Nodes()
         # A thread has two rows, and of each two neighbours in a register of Mosaic GPU's.
@@ -107,9 +106,9 @@ class _Nodes:
     `equal`: a bit, whether the two inputs of any of them were.
     """
 
-    equal: Any = None
+    equal: MlirValue = None
 
-    def larger(self, a: Any, b: Any) -> Any:
+    def larger(self, a: MlirValue, b: MlirValue) -> MlirValue:
         """The larger of two numbers, which are tested."""
         equal = arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
         self.equal = equal if self.equal is None else arith.ori(self.equal, equal)

@@ -1,7 +1,5 @@
 """Ping-pong: consumer warpgroups multiply one after the other."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -9,6 +7,7 @@ from jax.experimental.mosaic.gpu.utils import ir, llvm
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 from pallas_kernels.gpu.hopper.machine.warpgroups import THREADS
 
 
@@ -71,9 +70,10 @@ class PingPong:
 
     def _named(self, operation: str, index: Array) -> None:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-        def emit(_: Any, barrier: Any) -> None:
+        def emit(_: Context, barrier: Registers) -> None:
             void = ir.Type.parse("!llvm.void")
             text = f"bar.{operation} $0, {2 * THREADS};"
-            llvm.inline_asm(void, [barrier.registers[()]], text, "r", has_side_effects=True)
+            number: MlirValue = barrier.registers[()]
+            llvm.inline_asm(void, [number], text, "r", has_side_effects=True)
 
         emit(index + self._FIRST)

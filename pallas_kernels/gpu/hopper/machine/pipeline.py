@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
+
+from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
+
+# What is copied, to which buffer of a stage, and where in it.
+Copy = tuple[Ref, int, tuple[int, ...]]
 
 
 class Pipeline:
@@ -21,24 +25,26 @@ class Pipeline:
     is the name of its axis.
     """
 
-    def __init__(self, refs: Any, stages: int, *, cluster: str | None = None) -> None:
+    def __init__(
+        self, refs: tuple[Sequence[Ref], Ref, Ref], stages: int, *, cluster: str | None = None
+    ) -> None:
         self._buffers, self._full, self._empty = refs
         self._stages, self._cluster = stages, cluster
 
     @staticmethod
     def types(
         stages: int,
-        buffers: Sequence[Any],
+        buffers: Sequence[Scratch],
         *,
         copies: int,
         consumers: int,
         cluster: str | None = None,
-    ) -> Any:
+    ) -> Scratch:
         """The scratch types of a pipeline: buffers [stages, ...], filled by `copies` at a time.
 
         consumers: of one program; in a cluster those of all programs release a buffer.
         """
-        empty: Any = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
+        empty: Scratch = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
         if cluster is not None:
             empty = plgpu.ClusterBarrier(
                 collective_axes=(cluster,), num_arrivals=consumers, num_barriers=stages
@@ -52,8 +58,8 @@ class Pipeline:
     def producer_load(
         self,
         n: Array,
-        *copies: tuple[Any, int, tuple[int, ...]],
-        to_all: Sequence[tuple[Any, int, tuple[int, ...]]] = (),
+        *copies: Copy,
+        to_all: Sequence[Copy] = (),
     ) -> None:
         """The n-th filling, from copies (source, which buffer, where in it).
 
@@ -80,6 +86,6 @@ class Pipeline:
         """This consumer needs the n-th filling no more."""
         plgpu.barrier_arrive(self._empty.at[self._stage(n)])
 
-    def get(self, n: Array | int, *place: Any, buffer: int = 0) -> Any:
+    def get(self, n: Array | int, *place: Array | int, buffer: int = 0) -> Ref:
         """A reference to the n-th filling."""
         return self._buffers[buffer].at[(self._stage(n), *place)]

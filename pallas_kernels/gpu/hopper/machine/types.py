@@ -1,9 +1,11 @@
-"""Names for what Pallas and Mosaic GPU give no type of its own."""
+"""Names for what kernels are written with, most of which Pallas gives no type."""
 
 from typing import Any, TypeAlias
 
+from jax.experimental.mosaic.gpu import fragmented_array, launch_context
+
 Ref: TypeAlias = Any
-"""A reference to global or shared memory, or to a part of it, inside of a kernel."""
+"""A reference to global or shared memory, to a part of it, or to barriers, inside of a kernel."""
 
 Scratch: TypeAlias = Any
 """What describes the shared memory, registers and barriers of a kernel to `plgpu.kernel`."""
@@ -16,3 +18,9 @@ Layout: TypeAlias = Any
 
 MlirValue: TypeAlias = Any
 """A value of the compiler's IR, where instructions are written one by one."""
+
+Registers: TypeAlias = fragmented_array.FragmentedArray
+"""An array in the registers of a warpgroup, where instructions are written one by one."""
+
+Context: TypeAlias = launch_context.LaunchContext
+"""What Mosaic GPU hands to such code first."""

@@ -1,7 +1,6 @@
 """Matrix products of a warpgroup (WGMMA)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, transforms
+from pallas_kernels.gpu.hopper.machine.types import (
+    Accumulator,
+    Context,
+    MlirValue,
+    Ref,
+    Registers,
+    Scratch,
+)
 
 _SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 columns
 
@@ -19,12 +26,12 @@ _SWIZZLE = 128  # bytes of the rows of a bfloat16 operand that lie together: 64 
 _SLICE = 16  # columns of bfloat16 operands that an instruction multiplies
 
 
-def accumulator(rows: int, columns: int) -> Any:
+def accumulator(rows: int, columns: int) -> Scratch:
     """Registers that a product adds to."""
     return plgpu.ACC((rows, columns), jnp.float32)
 
 
-def as_operand(x: Array, memory: Any | None) -> Any:
+def as_operand(x: Array, memory: Ref | None) -> Array | Ref:
     """A left operand: the registers themselves, or `memory` that they are written to."""
     if memory is None:
         return x
@@ -33,10 +40,10 @@ def as_operand(x: Array, memory: Any | None) -> Any:
     return memory
 
 
-def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Array:
+def add_product(total: Array, left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
     """total + left right, waited for."""
 
-    def product(out: Any) -> Array:
+    def product(out: Accumulator) -> Array:
         plgpu.wgmma(out, left, right)
         return out[...]
 
@@ -45,7 +52,7 @@ def add_product(total: Array, left: Any, right: Any, *, interpret: bool) -> Arra
     return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
 
 
-def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
+def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
     """left rightᵀ [64, columns] of bfloat16 rows [64, H] and [columns, H] in shared memory.
 
     It is under way, and there when it has been waited for. Unlike `plgpu.wgmma` it adds to nothing,
@@ -54,7 +61,7 @@ def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
     (rows, depth), columns = left.shape, right.shape[0]
     if interpret:  # which knows no such product
 
-        def product(out: Any) -> Array:
+        def product(out: Accumulator) -> Array:
             plgpu.wgmma(out, left, right.T)
             return out[...]
 
@@ -65,7 +72,7 @@ def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
         arg_types=(matrix, matrix),
         return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
     )
-    def emit(_: Any, left: Any, right: Any) -> Any:
+    def emit(_: Context, left: MlirValue, right: MlirValue) -> Registers:
         together = _SWIZZLE // 2
         (a, _), (_, stride), _ = mma_utils.create_descriptor(
             left, _SWIZZLE, (rows, together), logical_k_major=False
@@ -83,7 +90,9 @@ def begin_product(left: Any, right: Any, *, interpret: bool) -> Array:
     return emit(left, right)
 
 
-def _multiply_afresh(a: Any, b: Any, offsets: Sequence[Sequence[int]], columns: int) -> list[Any]:
+def _multiply_afresh(
+    a: MlirValue, b: MlirValue, offsets: Sequence[Sequence[int]], columns: int
+) -> list[MlirValue]:
     """Starts the sum of products of slices, and gives its registers.
 
     Args:
@@ -108,11 +117,11 @@ def _multiply_afresh(a: Any, b: Any, offsets: Sequence[Sequence[int]], columns: 
     register = ir.VectorType.get((1,), ir.F32Type.get())
     constraints = ",".join(["=f"] * count + ["l", "l"])
     struct = llvm.StructType.get_literal([register] * count)
-    found: Any = llvm.inline_asm(struct, [a, b], text, constraints, has_side_effects=True)
+    found: MlirValue = llvm.inline_asm(struct, [a, b], text, constraints, has_side_effects=True)
     return [llvm.extractvalue(register, found, [i]) for i in range(count)]
 
 
-def _of_registers(registers: Sequence[Any], shape: tuple[int, int]) -> Any:
+def _of_registers(registers: Sequence[MlirValue], shape: tuple[int, int]) -> Registers:
     """A product's result, in `TILE`."""
     layout = fragmented_array.WGMMA_LAYOUT_ACC_32BIT
     found = np.array(registers, dtype=object).reshape(layout.registers_shape(shape))
