@@ -264,11 +264,13 @@ class _Program:
 
         def consume_tile(u: Array, _: None) -> None:
             totals = (accumulator(ROWS, PRODUCT),) * (COLUMNS // PRODUCT)
+            # Meanwhile the epilogue of the tile before runs: its memory is waited for below.
             rounded = pl.run_scoped(partial(self._sums, u, me), *totals)
             pl.when(u > 0)(lambda: plgpu.barrier_wait(self.shared.taken.at[me]))
             for piece in range(PIECES):
                 part, first = divmod(piece * PIECE, PRODUCT)
                 self.shared.sums[me, piece] = rounded[part][:, first : first + PIECE]
+            # h leaves as it lies, by the copy engine, which is to see what threads have written.
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.shared.there.at[me])
 

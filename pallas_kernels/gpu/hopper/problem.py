@@ -188,6 +188,8 @@ class Problem:
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
     ) -> StaticScheduler | LongestFirstScheduler:
         """walked: rows, of two arrays, that a head's tiles walk over."""
+        # As FlashAttention-3's LPT scheduler: not all heads at once, or their keys would drive each
+        # other out of the L2 cache.
         if tile.longest_first and self.spec.is_causal:
             size = 2 * walked * self.head_size * self.dtype.itemsize
             return LongestFirstScheduler(
@@ -222,10 +224,12 @@ class Problem:
         end = first * 0 + (-(-self.rows // step))
         if not self.spec.is_causal:
             return first * 0, end
+        # Queries before the first key see none of them.
         return jnp.minimum(lax.div(first, jnp.int32(step)), end), end
 
     def mask_keys(self, s: Array, row: Array, key: Array, masked: Array | float = MASKED) -> Array:
         """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see."""
+        # By global indices, not by the diagonal of a tile: tiles need not be square.
         rows, keys = rows_and_columns(s.shape, row, key)
         return self._masked(s, rows, keys, masked)
 
@@ -235,6 +239,8 @@ class Problem:
         return self._masked(s, rows, keys, MASKED)
 
     def _masked(self, s: Array, rows: Array, keys: Array, masked: Array | float) -> Array:
+        # Without causality only what pads the last keys is masked: k's rows of zeros score 0, not
+        # −inf.
         seen = rows >= keys if self.spec.is_causal else keys < self.keys
         if self.spec.is_causal and self.keys < self.rows:
             seen = seen & (keys < self.keys)

@@ -46,6 +46,7 @@ def load_query_tiles(
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
     of_rows, of_k, of_v = pipelines
 
+    # No loop waits for the consumers but in `producer_load`, when all stages are full.
     def load_tile(u: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         tiles, steps = done
         work = scheduler.work_tile(program, u)
@@ -59,7 +60,10 @@ def load_query_tiles(
                     copies.append((problem.part(ref, *place), buffer, (w,)))
             of_rows.producer_load(tiles, *copies)
 
+        # The q of the next tile comes while this one's steps are still multiplied, if there is a
+        # second stage of it.
         pl.when(work.is_valid)(load_rows)
+        # Up to the last step that any consumer's rows see.
         _, end = problem.key_steps(start, tile.owned, tile.step)
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
@@ -125,6 +129,8 @@ def load_key_tiles(x: Inputs, shared: Shared, problem: Problem, tile: BackwardTi
                 pipeline.producer_load(n, (part, 0, ()), (vector, 1, ()))
             return n + 1
 
+        # The heads that share the keys one after the other: dK and dV are summed over them, where
+        # FlashAttention-3 sums float32 gradients of all heads in memory.
         first = lax.fori_loop(0, steps.length * problem.group, load_queries, first)
         return tiles + work.is_valid.astype(jnp.int32), first
 

@@ -64,6 +64,7 @@ class StaticScheduler:
         """The program's u-th tile. Heads that share their keys come one after the other."""
         piece, second = (u // 2, u % 2) if self.in_pairs else (u, jnp.int32(0))
         index = program + piece * self.grid
+        # Heads vary fastest: programs that run at the same time share keys in the L2 cache.
         head, index = lax.rem(index, jnp.int32(self.heads)), lax.div(index, jnp.int32(self.heads))
         near, batch = (
             lax.rem(index, jnp.int32(self._per_head)),
@@ -130,8 +131,11 @@ class LongestFirstScheduler:
     def work_tile(self, program: Array, u: Array) -> WorkTile:
         """The program's u-th tile. Heads that share their keys come one after the other."""
         rounds = jnp.int32(self._rounds)
+        # FlashAttention-3 draws the next tile from a counter in memory. Here nobody waits for one,
+        # and the order is the same on every run.
         time, now = lax.div(u, rounds), lax.rem(u, rounds)
         turned = lax.rem(time + now, jnp.int32(2)) == 1
+        # Back and forth: who got the longest tile of a round gets the shortest of the next.
         index = now * self.grid + jnp.where(turned, self.grid - 1 - program, program)
         first = time * self._together
         heads = jnp.minimum(self._together, self._all_heads - first)

@@ -51,6 +51,7 @@ _Step = Callable[[Array, Accumulator, _Keys], None]
 
 def consume(dk: Ref, dv: Ref, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
     """All tiles of a program, by both consumers."""
+    # A sum of 64 rows and 256 features has 128 registers in a thread: two do not fit into 232.
     set_registers(tile.warpgroups, producer=False)
     me = lax.axis_index("warpgroup")
 
@@ -112,6 +113,7 @@ def _add_to_dv(t: Array, dv: Accumulator, keys: _Keys) -> None:
     key = keys.key + opaque_zero(n, interpret=problem.sizes.interpret)
     probs = key_operands.probs(s, q.get(n, buffer=1), key, step * keys.tile.step, problem)
     q.consumer_release(n)
+    # Given away before dV is multiplied: the other waits for it.
     shared.probs.produce(n, probs)
     do.consumer_wait(n)
     plgpu.wgmma(dv, _operand(_VALUES, probs, keys), do.get(n))
@@ -124,6 +126,7 @@ def _add_to_dk(t: Array, dk: Accumulator, keys: _Keys) -> None:
     n, problem, shared = keys.steps.first + t, keys.problem, keys.shared
     q, do = shared.q, shared.do
     do.consumer_wait(n)
+    # dP first, which needs nothing of the other: its P comes meanwhile.
     dp = _product(shared.keys.get(keys.tiles, 0, buffer=1), do.get(n), problem)
     shifted = key_operands.shifted_dp(dp, do.get(n, buffer=1), problem)
     do.consumer_release(n)

@@ -117,6 +117,7 @@ def _sum_keys(x: Inputs, rows: _Rows) -> None:
 
     pk = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
     shared.rows.consumer_release(rows.tiles)
+    # Through the same two blocks as P, 64 columns at a time: there is no memory for all of it.
     for piece in range(_pieces(problem)):
         columns = pk[:, piece * ROWS : (piece + 1) * ROWS]
         shared.probs.produce(rows.exchanged + rows.end + piece, columns)
@@ -130,6 +131,7 @@ def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _Rows) -> None:
     # Otherwise the place of every entry would be kept in registers, for the mask.
     row = rows.row + opaque_zero(n, interpret=problem.sizes.interpret)
     p = probs(s, offset, row, t, rows.full, rows.tile.step, problem)
+    # Given away before P k is multiplied: the other waits for it.
     shared.probs.produce(rows.exchanged + t, p)
     plgpu.wgmma(pk, _operand(_PROBS, p, rows), shared.k.get(n))
     plgpu.wgmma_wait(0)
@@ -183,6 +185,7 @@ def _add_to_dq(
     """dS k of step t, with the P of the other; Σ dS and Σ P with those of the step."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
     shared.v.consumer_wait(n)
+    # dP first, which needs nothing of the other: its P comes meanwhile.
     dp = _product(DO, shared.v.get(n), rows)
     shared.v.consumer_release(n)
     if not problem.scales_last:

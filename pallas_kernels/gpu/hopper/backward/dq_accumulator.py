@@ -105,6 +105,7 @@ class DqAccumulator(NamedTuple):
         row, column = self._block()
         for w in range(self.tile.warpgroups):
             ds = self.refs.ds.at[self._slot(t), w, row]
+            # dS from dSᵀ: the descriptor transposes bfloat16 operands.
             plgpu.wgmma(total, ds.T, keys(w + zero).at[:, pl.ds(column * ROWS, ROWS)])
 
     def release(self, t: Array) -> None:
@@ -115,10 +116,13 @@ class DqAccumulator(NamedTuple):
         """Adds a block to dQ. place: batch element, the step's first row, query head; key tile."""
         leaving = self.refs.leaving.at[self.me]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the block before has left
+        # The copy engine adds (cp.reduce.async.bulk): no thread waits for memory, as with atomics.
+        # FlashAttention-3 does the same, through a warp of its own.
         leaving[...] = total
         plgpu.commit_smem()
         batch, start, head, tile = place
         row, column = self._block()
+        # The interpreter has no sum in memory: there each key tile has a part of its own.
         interpret = self.problem.sizes.interpret
         target = self.dq.at[
             tile if interpret else 0,

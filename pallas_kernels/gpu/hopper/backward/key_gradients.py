@@ -63,6 +63,8 @@ def key_gradients(
 def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> Shared:
     """The scratch types."""
     consumers, head, own = tile.warpgroups, problem.head_size, tile.owned // ROWS
+    # k and v are two buffers of one pipeline, for they come and go together; q and dO have one
+    # each, for S needs q sooner than dP needs dO.
     keys = tiles_of((tile.owned_stages, own, ROWS, head), problem.dtype)
     queries = tiles_of((tile.stages, tile.step, head), problem.dtype)
     offsets = vectors_of((tile.stages, tile.step))
@@ -109,9 +111,11 @@ def _consume(
     tile: BackwardTile,
 ) -> None:
     """All tiles of a program, by one of its consumers."""
+    # With dQ a third sum and its addresses: 240 registers a thread instead of 232.
     set_registers(tile.warpgroups, producer=False, most=dq is not None)
     program = lax.axis_index("program")
     me = lax.axis_index("warpgroup")
+    # Operands from memory are waited for between products: turns would only wait for each other.
     on = tile.ping_pong and not problem.sizes.from_memory
     ping_pong = PingPong(tile.warpgroups, me, on=on, held=tile.held)
     ping_pong.start()

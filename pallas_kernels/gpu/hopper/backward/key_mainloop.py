@@ -74,6 +74,8 @@ def _run(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Array, ...]:
     end = keys.end
     if keys.dq is not None:
         pl.when(end > 0)(lambda: _wait_for_queries(jnp.int32(0), keys))
+    # A held turn begins before the first step: whoever has it starts the products that end a step
+    # and those that begin the next with nobody's in between.
     keys.ping_pong.enter()
     lax.fori_loop(0, end, lambda t, _: _step(t, dk, dv, keys), None)
     keys.ping_pong.leave()
@@ -93,6 +95,7 @@ def _run_overlapped(dk: Accumulator, dv: Accumulator, *, keys: Keys) -> tuple[Ar
     def add(t: Array, probs: Array, ds: Array) -> None:
         _begin_sums(dk, dv, probs, ds, t, keys)
 
+    # dSᵀ and Pᵀ of a step are carried to the next, rounded: half the registers of float32.
     def run() -> None:
         operands = lax.fori_loop(1, end, step, step(jnp.int32(0), None))
         add(end - 1, *operands)
@@ -113,6 +116,7 @@ def _long_steps(sums: tuple[Accumulator, ...], keys: Keys) -> tuple[Array, ...]:
     begin, end = steps.begin, steps.begin + steps.length
     before, last = problem.long_steps(step, end, begin)
 
+    # Parts of long steps are counted head by head.
     def product(first: Array, last: Array, dk: Accumulator, dv: Accumulator) -> tuple[Array, ...]:
         lax.fori_loop(first, last, lambda t, _: _step(t, dk, dv, keys), None)
         return _loaded(dk, dv)
@@ -141,6 +145,7 @@ def _step(t: Array, dk: Accumulator, dv: Accumulator, keys: Keys) -> None:
         ping_pong.wait_to_end()
         begin_sums()
     else:
+        # Through shared memory: the other consumer multiplies these dSᵀ with its part of k, too.
         dq.write(ds, t)
         ping_pong.wait_to_end()
         _add_to_dq(dq, t, begin_sums, keys)
@@ -180,6 +185,7 @@ def _factors_of_ds(
     if keys.dq is None and not tile.overlap_steps:
         do.consumer_wait(n)
     dp = begin_product(v, do.get(n), interpret=interpret)
+    # Passed on when products are started: passed on when done, it was slower forward.
     ping_pong.arrive()
     plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
     probs = key_operands.probs(s, q.get(n, buffer=1), key, row, problem)
@@ -199,6 +205,8 @@ def _begin_sums(
     """Starts Pᵀ dO and dSᵀ q of step t."""
     n, shared = keys.steps.first + t, keys.shared
     memory = None if shared.operand is None else shared.operand.at[keys.me]
+    # Pᵀ and dSᵀ are left operands as they come from Sᵀ and dPᵀ, in registers; q and dO are read
+    # untransposed by one product and transposed by another, which descriptors do for nothing.
     plgpu.wgmma(dv, as_operand(probs, memory), shared.do.get(n))
     if memory is not None:
         plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place

@@ -114,6 +114,8 @@ def probs(s: Array, offset: Ref, key: Array, row: Array, problem: Problem) -> Ar
     offset: a reference to what the exponent adds, [step].
     """
     of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
+    # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
+    # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
     log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
     if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
         mask = partial(problem.mask_queries, log2_p, key, row)
@@ -124,6 +126,7 @@ def probs(s: Array, offset: Ref, key: Array, row: Array, problem: Problem) -> Ar
 def shifted_dp(dp: Array, offset: Ref, problem: Problem) -> Array:
     """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [step]."""
     dp = problem.rounded(dp)
+    # A power of two commutes with the rounding of dS: then dK is scaled once, as a sum.
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)
     return dp + along_columns(load_values(offset, PER_COLUMN, straight=False), dp.shape)
@@ -134,6 +137,7 @@ def epilogue(copies: list[tuple[Ref, Ref]]) -> None:
 
     Memory may be filled anew afterwards.
     """
+    # Waited for here: the pipeline's memory is released to the next k and v.
     plgpu.commit_smem()
     for memory, part in copies:
         plgpu.copy_smem_to_gmem(memory, part)

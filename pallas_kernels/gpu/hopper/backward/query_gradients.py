@@ -72,6 +72,8 @@ def _shared_memory(x: Inputs, problem: Problem, tile: BackwardTile) -> Shared:
     """The scratch types."""
     consumers, own = tile.warpgroups, tile.owned // ROWS
     rows = (tile.owned_stages, own, ROWS, problem.head_size)
+    # O comes with q and dO, for δ: FlashAttention-3 has a kernel of its own before, for δ alone. At
+    # head size 256 it has no place, and goes from memory to registers.
     loaded = [problem.dtype, problem.dtype] + ([] if problem.is_wide else [x.o.dtype])
     k, v = (
         tiles_of((stages, tile.step, problem.head_size), problem.dtype)
@@ -89,6 +91,7 @@ def _shared_memory(x: Inputs, problem: Problem, tile: BackwardTile) -> Shared:
             consumers=consumers,
         ),
         k=Pipeline.types(tile.stages, [k], copies=1, consumers=consumers),
+        # Of two cooperative consumers one alone reads v.
         v=Pipeline.types(
             tile.stages_of_v, [v], copies=1, consumers=1 if tile.cooperative else consumers
         ),
@@ -140,6 +143,7 @@ def _consume(
         def differentiate() -> None:
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
             shared.rows.consumer_wait(tiles)
+            # Before the mainloop, once a row: in the loop it would be read anew in every step.
             of_dp = -delta(x.o, shared.rows, tiles, me, work, row, problem)
             if not problem.scales_last:
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
@@ -155,6 +159,7 @@ def _consume(
                 lacks = row_shift(r, s) - dlse
                 rows = rows._replace(of_dp=of_dp - lacks)
                 total = total - along_rows(lacks, total.shape) * pk
+            # The kernel of dK and dV reads it, so that kernels run one after the other.
             shared.delta[me] = rows.of_dp
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
             _epilogue(out, total, work, rows)

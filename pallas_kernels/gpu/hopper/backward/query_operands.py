@@ -91,6 +91,7 @@ def delta(
         first = jnp.minimum(row, problem.rows - ROWS)
         part = problem.part(o, work.batch, first, ROWS, work.head)
         return _delta_of_pieces(part, rows.get(tiles, me, buffer=DO))
+    # Products of float32, as `lowprec_attn.arithmetic.backward` has them.
     of_o, of_do = (
         load(rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32) for buffer in (O, DO)
     )
@@ -99,6 +100,7 @@ def delta(
 
 def _delta_of_pieces(o: Ref, do: Ref) -> Array:
     """δ [64] of O in global and dO in shared memory, of which registers have no room for all."""
+    # O straight from global memory, where the four threads of a row read 32 bytes together.
     total = constant((ROWS, LANES), 0, TILE)
     for column in range(0, do.shape[1], ROWS):
         piece = (slice(None), pl.ds(column, ROWS))
@@ -114,6 +116,7 @@ def probs(
 
     offset: what the exponent adds [64].
     """
+    # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
     log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     if problem.masks_steps(step):
         mask = partial(problem.mask_keys, log2_p, row, t * step)

@@ -71,6 +71,7 @@ def epilogue(
     plgpu.commit_smem()  # the copy engine is to see what threads have written
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
+    # Not waited for: O is on its way while the next tile begins (`free_last_output`).
     problem.store_rows(rows.row, vectors)
 
 
@@ -88,6 +89,7 @@ def free_last_output(rows: QueryRows) -> None:
     """Waits until the O of the tile before has left the memory that the next q takes."""
 
     def release() -> None:
+        # Until memory has been read, not until O has arrived.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         rows.shared.q.consumer_release(rows.tiles - 1)
 

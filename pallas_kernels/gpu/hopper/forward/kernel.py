@@ -71,6 +71,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> Shared:
         problem.head_size,
         problem.spec.numerics.saved_dtype,
     )
+    # Consumers own 64 rows each of q: one buffer, filled by as many copies.
     owned = tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)
     steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
     of_consumers = partial(tiles_of, (consumers, ROWS, head))
@@ -99,6 +100,7 @@ def _kernel(
         k=Pipeline(refs.k, tile.stages),
         v=Pipeline(refs.v, tile.stages),
     )
+    # The producer comes last, so that consumers count from 0. FlashAttention-3's comes first.
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
     pipelines = shared.q, shared.k, shared.v
     load = partial(producer.load_query_tiles, keys_twice=problem.rounds_products)
@@ -114,11 +116,14 @@ def _consume(out: Outputs, shared: Shared, problem: Problem, tile: ForwardTile) 
     ping_pong = PingPong(tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory)
     ping_pong.start()
 
+    # P̄ that is due stays in registers; in memory (`from_memory`) the next would take its place.
     overlaps = tile.overlap_tiles and not problem.sizes.from_memory
 
     def consume_tile(u: Array, carry: _Carry) -> _Carry:
         tiles, steps, due = carry
         work = scheduler.work_tile(program, u)
+        # Steps are counted for the whole program: all consumers go through all of `last`, though
+        # the rows of one may see fewer (`end`).
         start = work.block * tile.owned
         _, last = problem.key_steps(start, tile.owned, tile.step)
         row = start + me * ROWS
@@ -131,11 +136,14 @@ def _consume(out: Outputs, shared: Shared, problem: Problem, tile: ForwardTile) 
                 softmax, acc = overlapped_mainloop(due, out, rows)
                 return Due(acc, softmax, row, work.batch, work.head)
             softmax, acc, auxiliary = mainloop(rows)
-            if not problem.rounds_products:  # there all end together
+            # JAX's own kernel has such a loop behind its mainloop, too. In long steps all consumers
+            # end together.
+            if not problem.rounds_products:
                 producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
             epilogue(out, rows, softmax, acc, auxiliary, work.batch, work.head)
             return None
 
+        # A program's last tile need not exist: tiles do not divide by programs.
         due = lax.cond(work.is_valid, attend, lambda due: due, due)
         tiles = tiles + work.is_valid.astype(jnp.int32)
         steps = steps + jnp.where(work.is_valid, last, 0)

@@ -74,6 +74,7 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
         total = lax.fori_loop(first, last, add_part, total)
         return total, plgpu.wgmma_accumulator_load(pv, wait_n=None)
 
+    # A sum of its own for each long step: it is rounded before it is added to Ō.
     l, pv = pl.run_scoped(values, accumulator(ROWS, problem.head_size))
     return along_rows(alpha, acc.shape) * acc + problem.rounded(pv), new, l
 
@@ -120,7 +121,7 @@ def _add_part(pv: Accumulator, t: Array, l: Array, m: Array, of_k: Array, rows: 
     found = []
     for i, s in enumerate(_scores(t, of_k, rows)):
         found.append(exponentials(s, along_rows(offset(m, problem), s.shape), problem))
-        if i < pieces - 1:
+        if i < pieces - 1:  # the last piece's sum hides its P̄V, below
             l = l + by_lane(jnp.add, found[-1])
         _before_next_piece(i, l, rows)
     of_v = rows.steps + t

@@ -46,6 +46,7 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
     problem, tile = rows.problem, rows.tile
     acc = constant((ROWS, problem.head_size), 0, TILE)
     auxiliary = acc if problem.keeps_auxiliary else None
+    # The interpreter knows no product that is under way, nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
     if (in_order or tile.owned_stages == 1) and not tile.overlap_tiles:
         free_last_output(rows)  # with one stage, q has no other place to come to
@@ -55,7 +56,7 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         return Softmax(m, l, m, m), acc, None
     run = _run_in_order if in_order else _run_overlapped
     found = run(acc, auxiliary, rows)
-    if tile.overlap_tiles:
+    if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
     return found
 
@@ -72,6 +73,8 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     def prologue(_: Due) -> Softmax:
         return _rounded(_prologue(rows), rows.problem)
 
+    # One turn of the ping-pong for the first S of this tile and the last P̄V of the one before: the
+    # softmax of the former hides the latter. FlashAttention-3 ends a tile before the next begins.
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
     acc = constant((ROWS, rows.problem.head_size), 0, TILE)
@@ -145,7 +148,7 @@ def _prologue(rows: QueryRows) -> Softmax:
     """The first step's softmax, which has no P̄V beside it."""
     first = jnp.int32(0)
     s = _begin_scores(first, rows)
-    rows.ping_pong.arrive()
+    rows.ping_pong.arrive()  # as soon as the product is started, not when it is done
     s = _finish_scores(s, first, rows, later=0)
     return softmax_step(s, *no_key_yet(), rows.problem, rows.tile)
 
@@ -157,6 +160,7 @@ def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: Quer
         acc, auxiliary, softmax = carry
         acc, softmax = _advance(t, acc, softmax, softmax.m, softmax.l, rows)
         auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps + t, rows)
+        # Ō is scaled when P̄V has been added, by the new α: FlashAttention-3's rescale_o.
         return along_rows(softmax.alpha, acc.shape) * acc, auxiliary, softmax
 
     result: _Carry = lax.fori_loop(1, rows.end, step, (acc, auxiliary, softmax))
@@ -175,6 +179,7 @@ def _advance(
         # S first, so that it is done when the softmax begins; P̄V then runs beside the latter.
         s = _begin_scores(t, rows)
         _wait_for_v(before, rows)
+        # P̄ from registers ("RS"), as FlashAttention-3 has it: no way through shared memory.
         plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
         rows.ping_pong.arrive()
         s = _finish_scores(s, t, rows, later=1)
@@ -182,15 +187,18 @@ def _advance(
             result = begin_softmax_step(s, m, l, problem, tile)
         else:
             result = softmax_step(s, m, l, problem, tile)
-            finish_before_waiting(result.l)  # for P̄V, which runs meanwhile
+            # The wait for P̄V stands behind; without this the assembler puts it before the softmax,
+            # and nothing runs beside the product.
+            finish_before_waiting(result.l)
         for ref, x in zip(new, result, strict=True):
             ref[...] = x
 
+    # P̄ that is not rounded yet is float32: the state of `run_state` needs its type.
     no_score = constant((ROWS, tile.step), 0, TILE)
     new = softmax._replace(probs=no_score) if rounds_later(problem, tile) else softmax
     # `run_state` ends with the wait for P̄V.
     acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
-    shared.v.consumer_release(before)
+    shared.v.consumer_release(before)  # sooner than the rest of an early wait's softmax
     if tile.early_wait:
         new = end_softmax_step(new, acc, unknown_zero(rows.steps + t), problem, tile)
     return acc, new
@@ -240,6 +248,7 @@ def _rounded(softmax: Softmax, problem: Problem) -> Softmax:
 
 def _begin_scores(t: Array, rows: QueryRows) -> Array:
     """Starts q kᵀ of step t, in this warpgroup's turn of the ping-pong."""
+    # k first: who waits for it in its own turn keeps the others from the tensor cores.
     rows.shared.k.consumer_wait(rows.steps + t)
     rows.ping_pong.wait()
     q, k = rows.shared.q.get(rows.tiles, rows.me), rows.shared.k.get(rows.steps + t)
@@ -248,6 +257,6 @@ def _begin_scores(t: Array, rows: QueryRows) -> Array:
 
 def _finish_scores(s: Array, t: Array, rows: QueryRows, *, later: int) -> Array:
     """Waits for them, while so many products that were started later run; takes the mask."""
-    plgpu.wgmma_wait(later)
+    plgpu.wgmma_wait(later)  # products end in the order in which they were started
     rows.shared.k.consumer_release(rows.steps + t)
     return masked(s, rows, t)

@@ -72,7 +72,7 @@ class Softmax(NamedTuple):
     """
 
     m: Array
-    l: Array
+    l: Array  # in parts: it is summed across threads once, in the epilogue, as FlashAttention-3's
     probs: Array
     alpha: Array
 

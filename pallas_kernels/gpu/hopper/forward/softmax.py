@@ -59,6 +59,7 @@ def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTi
     """One step of online softmax, from m and l on."""
     new, alpha = _maxima(s, m, problem, tile)
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
+    # P̄ is summed before it is rounded, as in FlashAttention-2 and -3.
     l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
     # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
     # assembler would then let none run beside other instructions (its remark C7513).

@@ -1,1 +1,1 @@
-"""The Hopper machine as the kernels use it: warpgroups, shared memory, barriers, layouts."""
+"""The Hopper machine as the kernels use it, with nothing of attention in it."""

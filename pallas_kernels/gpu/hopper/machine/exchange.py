@@ -12,7 +12,9 @@ from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, load, tiles_of
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 
-_STAGES = 2  # blocks on their way at once
+# Blocks on their way at once: the one that produces may be a step ahead, and does not wait for the
+# other's longer step.
+_STAGES = 2
 
 
 class Exchange:
@@ -34,6 +36,7 @@ class Exchange:
         """The n-th block. Waits until the one in its place has been consumed."""
         stage = self._stage(n)
         pl.when(n >= _STAGES)(partial(plgpu.barrier_wait, self._empty.at[stage]))
+        # No `commit_smem`: the other reads with loads, not through the copy engine or a product.
         self._blocks[stage] = block
         plgpu.barrier_arrive(self._full.at[stage])
 
@@ -41,6 +44,7 @@ class Exchange:
         """The n-th block, when it is there."""
         stage = self._stage(n)
         plgpu.barrier_wait(self._full.at[stage])
+        # In the layout that it was written in: each thread reads what its like has written.
         block = load(self._blocks.at[stage], TILE)
         plgpu.barrier_arrive(self._empty.at[stage])
         return block

@@ -30,12 +30,15 @@ def finish_before_waiting(x: Array, unknown: Array | None = None) -> None:
         entries = [
             llvm.extractelement(pair, literal(i, word)) for pair in x.registers.flat for i in (0, 1)
         ]
+        # One sum of all entries: the barrier depends on each of them, at an addition an entry.
         names = [f"${i}" for i in range(len(entries))]
         lines = [f"add.f32 sum, sum, {name};" for name in names[1:]]
+        # sum < 0 never holds, for x ≥ 0. The assembler must not know that.
         least = "mov.f32 least, 0f00000000;"
         for y in unknown:
             least = f"neg.f32 least, ${len(entries)};"
             entries.append(llvm.extractelement(y.registers.flat[0], literal(0, word)))
+        # Predicated off, never taken; but an instruction, so that it keeps its place.
         text = f"""{{ .reg .f32 sum, least; .reg .pred never; mov.f32 sum, $0; {" ".join(lines)}
             {least} setp.lt.f32 never, sum, least;
             @never bar.arrive {_NEVER}, {2 * THREADS}; }}"""
@@ -64,6 +67,8 @@ def after(x: Array, done: Array, zero: Array) -> Array:
             """Of the one entry in it: x ^ (done & 0)."""
             number = llvm.extractelement(register, literal(0, word))
             entries: list[MlirValue] = [number, entry, zero.registers[()]]
+            # x ^ (done & zero) in one instruction, 0x78 being its table: the same bits, and a
+            # dependence on what the product has written that the assembler cannot remove.
             text = """{ .reg .b32 x, done; mov.b32 x, $1; mov.b32 done, $2;
                 lop3.b32 x, x, done, $3, 0x78; mov.b32 $0, x; }"""
             found: MlirValue = llvm.inline_asm(ir.F32Type.get(), entries, text, "=f,f,f,r")
@@ -83,6 +88,7 @@ def mixed(some: Array, others: Array, *, every: int) -> Array:
         return_type=plgpu.ShapeDtypeStruct(some.shape, some.dtype, layout=TILE),
     )
     def emit(_: Context, some: Registers, others: Registers) -> Registers:
+        # No instruction: which register is taken is known when the kernel is compiled.
         registers = others.registers.copy()
         registers[:, ::every] = some.registers[:, ::every]
         return fragmented_array.FragmentedArray(
@@ -112,6 +118,7 @@ def opaque_zero(n: Array, *, interpret: bool) -> Array:
     )
     def emit(_: Context, n: Registers) -> Registers:
         word = ir.IntegerType.get_signless(32)
+        # The compiler sees through a shift where it knows the bound of n; not through PTX.
         number: MlirValue = n.registers[()]
         zero: MlirValue = llvm.inline_asm(word, [number], "shr.u32 $0, $1, 30;", "=r,r")
         return fragmented_array.FragmentedArray.splat(zero, (), is_signed=True)

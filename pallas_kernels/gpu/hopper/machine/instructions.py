@@ -33,6 +33,7 @@ def at_least(x: Array, least: Array, *, interpret: bool) -> Array:
     def compare(x: MlirValue, least: MlirValue) -> MlirValue:
         """Of the two entries that a register of Mosaic GPU's holds."""
         word = ir.IntegerType.get_signless(32)
+        # A register that holds a float is taken for an integer: the move is no instruction.
         text = "{ .reg .f32 one; set.ge.f32.f32 one, $1, $2; mov.b32 $0, one; }"
         result = llvm.mlir_undef(ir.VectorType.get((2,), word))
         for place in (literal(i, word) for i in range(2)):
@@ -58,6 +59,7 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
     def invert(register: MlirValue) -> MlirValue:
         result = llvm.mlir_undef(register.type)
         for place in (literal(i, ir.IntegerType.get_signless(32)) for i in range(2)):
+            # Not `1 / x`, which is a division even with `approx_math`: several instructions.
             entry = llvm.extractelement(register, place)
             inverse: MlirValue = llvm.inline_asm(
                 ir.F32Type.get(), [entry], "rcp.approx.ftz.f32 $0, $1;", "=f,f"

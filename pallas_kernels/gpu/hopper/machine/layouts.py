@@ -33,6 +33,8 @@ def transforms(
     columns: int, dtype: DTypeLike
 ) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Tiling and swizzle of matrices with so many columns, as WGMMA and TMA take them."""
+    # The widest swizzle, 128 bytes where rows have them: without it the 8 rows of a core matrix lie
+    # in the same banks of shared memory.
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
@@ -61,6 +63,7 @@ def constant(shape: tuple[int, ...], value: float, layout: Layout) -> Array:
 
 def along_rows(x: Array, shape: tuple[int, ...]) -> Array:
     """[rows] for every column."""
+    # Free: a thread has the numbers of its two rows already.
     return lax.broadcast_in_dim(x, shape, [0])
 
 
@@ -75,6 +78,7 @@ def by_lane(combine: Callable[[Array, Array], Array], x: Array, columns: int = L
     Halves are combined with halves: neither a chain of dependent instructions, as Mosaic's own
     reductions are, nor an exchange between threads.
     """
+    # Columns that are equal modulo 8 are a thread's own, so no step crosses threads until the end.
     while (width := x.shape[1]) > columns:
         x = combine(x[:, : width // 2], x[:, width // 2 :])
     return x

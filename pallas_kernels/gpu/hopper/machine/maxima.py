@@ -37,6 +37,7 @@ def masks(shape: tuple[int, ...], *, interpret: bool) -> Array:
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TILE))
     def emit(_: Context) -> Registers:
+        # Constants of the instruction stream: no register is kept for them.
         word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
         layout = TILE.to_mgpu()
         found = np.empty(layout.registers_shape(shape), dtype=object)
@@ -86,8 +87,10 @@ def maxima(x: Array, *, interpret: bool) -> tuple[Array, Array]:
                 chains[i % _CHAINS] = nodes.larger(chains[i % _CHAINS], row[i])
         while (half := len(found[0]) // 2) > 0:
             found = [[nodes.larger(r[i], r[half + i]) for i in range(half)] for r in found]
-        for lanes in (1, 2):  # threads of a row
+        # The four threads of a row are neighbours: two exchanges by butterfly.
+        for lanes in (1, 2):
             found = [[nodes.larger(x, shfl_bfly(x, lanes))] for (x,) in found]
+        # One vote a step, for the warp takes the branch together.
         equal = nvvm.vote_sync(literal(-1, word), nodes.equal, nvvm.VoteSyncKind.any)
         of_rows = np.empty(layout.registers_shape(x.shape[:1]), dtype=object)
         for place, (maximum,) in zip(np.ndindex(of_rows.shape), found, strict=True):
@@ -110,6 +113,8 @@ class _Nodes:
 
     def larger(self, a: MlirValue, b: MlirValue) -> MlirValue:
         """The larger of two numbers, which are tested."""
+        # One comparison a node, on the unit that takes maxima. Differences, on the faster unit of
+        # multiply-adds, were no faster (docs/hopper_versions.md).
         equal = arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
         self.equal = equal if self.equal is None else arith.ori(self.equal, equal)
         return arith.maximumf(a, b)

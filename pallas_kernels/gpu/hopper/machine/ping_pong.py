@@ -22,7 +22,8 @@ class PingPong:
     one, `leave` the mainloop. Otherwise it has those that begin a step.
     """
 
-    _FIRST = 8  # Mosaic GPU takes named barriers from 0 upwards
+    # Mosaic GPU takes named barriers from 0 upwards, of the 16 that there are.
+    _FIRST = 8
 
     def __init__(self, consumers: int, me: Array, *, on: bool, held: bool = False) -> None:
         self._consumers, self._me, self._on = consumers, me, on and consumers > 1
@@ -30,6 +31,7 @@ class PingPong:
 
     def start(self) -> None:
         """Before the first `wait`: warpgroup 0 begins."""
+        # On behalf of a consumer before the first: FlashAttention-3's mma_init.
         if self._on:
             pl.when(self._me == self._consumers - 1)(lambda: self._named("arrive", jnp.int32(0)))
 
@@ -65,6 +67,7 @@ class PingPong:
 
     def end(self) -> None:
         """After the last `arrive`: nobody waits for a turn any more."""
+        # The last arrival of all has nobody else to wait for it: no barrier is left half used.
         if self._on:
             pl.when(self._me == 0)(lambda: self._named("sync", jnp.int32(0)))
 
@@ -72,6 +75,8 @@ class PingPong:
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
         def emit(_: Context, barrier: Registers) -> None:
             void = ir.Type.parse("!llvm.void")
+            # Of two warpgroups: the one that arrives goes on, the other waits. JAX's own kernel has
+            # one mbarrier on which both arrive and wait, which keeps them in lockstep.
             text = f"bar.{operation} $0, {2 * THREADS};"
             number: MlirValue = barrier.registers[()]
             llvm.inline_asm(void, [number], text, "r", has_side_effects=True)

@@ -44,11 +44,14 @@ class Pipeline:
 
         consumers: of one program; in a cluster those of all programs release a buffer.
         """
+        # Pallas counts warpgroups; below, all of their threads arrive, for all of them have read.
         empty: Scratch = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
         if cluster is not None:
+            # Programs of a cluster fill each other's memory: all of them have to be done with it.
             empty = plgpu.ClusterBarrier(
                 collective_axes=(cluster,), num_arrivals=consumers, num_barriers=stages
             )
+        # One arrival a copy: it announces its bytes, and the barrier waits for those, too.
         full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         return tuple(buffers), full, empty
 
@@ -66,6 +69,8 @@ class Pipeline:
         to_all: those that all programs of the cluster name, of which each makes its part for all.
         """
         stage = self._stage(n)
+        # The first fillings find empty stages: nobody has arrived for those. CUTLASS starts its
+        # producer with the inverted phase instead.
         pl.when(n >= self._stages)(partial(plgpu.barrier_wait, self._empty.at[stage]))
         for axes, some in ((None, copies), (self._cluster, to_all)):
             for source, buffer, place in some:
@@ -74,6 +79,8 @@ class Pipeline:
 
     def producer_tail(self, n: Array) -> None:
         """After n fillings, the last: until every consumer has released them all."""
+        # Otherwise the program might end, and its memory go to another, while consumers arrive at
+        # its barriers: CUTLASS's producer_tail.
         for back in range(1, self._stages + 1):
             stage = self._stage(n - back)
             pl.when(n >= back)(partial(plgpu.barrier_wait, self._empty.at[stage]))

@@ -26,6 +26,8 @@ def set_registers(consumers: int, *, producer: bool, most: bool = False) -> None
     most: two that multiply get all that one would.
     """
     few, many = _REGISTERS[1 if most else consumers]
+    # All warpgroups begin with the same number (the assembler's, at most 65,536 divided by all
+    # threads): a consumer's request waits until the producer has given its own back.
     if producer:
         plgpu.set_max_registers(few, action="decrease")
     else:

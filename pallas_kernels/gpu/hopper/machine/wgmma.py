@@ -36,7 +36,7 @@ def as_operand(x: Array, memory: Ref | None) -> Array | Ref:
     if memory is None:
         return x
     memory[...] = x
-    plgpu.commit_smem()
+    plgpu.commit_smem()  # products read by the asynchronous proxy, which sees no plain stores
     return memory
 
 
@@ -49,6 +49,7 @@ def add_product(total: Array, left: Array | Ref, right: Ref, *, interpret: bool)
 
     if interpret:  # which knows no accumulator that begins with a value
         return total + pl.run_scoped(product, accumulator(*total.shape))
+    # `run_state` waits for the product before it gives the registers back.
     return pl.run_state(lambda out: plgpu.wgmma(out, left, right))(plgpu.ACC.init(total))
 
 
@@ -73,16 +74,19 @@ def begin_product(left: Array | Ref, right: Ref, *, interpret: bool) -> Array:
         return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=TILE),
     )
     def emit(_: Context, left: MlirValue, right: MlirValue) -> Registers:
+        # Both operands lie in columns of 64 features, as TMA writes swizzled tiles: descriptors of
+        # the first 16, to which an instruction each adds the place of its own.
         together = _SWIZZLE // 2
         (a, _), (_, stride), _ = mma_utils.create_descriptor(
             left, _SWIZZLE, (rows, together), logical_k_major=False
         )
         (b, _), (_, stride_b), _ = mma_utils.create_descriptor(
-            memref_transpose(right, (1, 0, 3, 2)),
+            memref_transpose(right, (1, 0, 3, 2)),  # keys are rows: kᵀ by its descriptor alone
             _SWIZZLE,
             (together, columns),
             logical_k_major=True,
         )
+        # Slices of 16 features lie 32 bytes apart within 64 features, and a tile apart beyond.
         places = [divmod(column, together) for column in range(0, depth, _SLICE)]
         offsets = [[n * s + 2 * i for s in (stride, stride_b)] for n, i in places]
         return _of_registers(_multiply_afresh(a, b, offsets, columns), (rows, columns))
@@ -106,6 +110,8 @@ def _multiply_afresh(
     for place, (of_a, of_b) in enumerate(offsets):
         for name, source, offset in (("a", count, of_a), ("b", count + 1, of_b)):
             lines.append(f"add.s64 {name}, ${source}, {mma_utils.encode_addr(offset)};")
+        # CUTLASS's ScaleOut::Zero, `zero_init` in FlashAttention-3: a predicate, not a register of
+        # zeros, says that the first slice adds to nothing.
         adds = "adds" if place else "begins"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{columns}k{_SLICE}.f32.bf16.bf16 "
@@ -114,6 +120,7 @@ def _multiply_afresh(
     text = f"""{{ .reg .pred begins, adds; .reg .b64 a, b;
         setp.ne.b32 begins, 0, 0; setp.ne.b32 adds, 1, 0;
         wgmma.fence.sync.aligned; {" ".join(lines)} wgmma.commit_group.sync.aligned; }}"""
+    # Outputs alone ("=f"): as "+f" they would have to be zeroed, by an instruction each.
     register = ir.VectorType.get((1,), ir.F32Type.get())
     constraints = ",".join(["=f"] * count + ["l", "l"])
     struct = llvm.StructType.get_literal([register] * count)
