@@ -14,9 +14,9 @@ from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax
 from pallas_kernels.gpu.hopper.backward import dq_accumulator
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
-from pallas_kernels.gpu.hopper.backward.key_operands import Inputs as KeyInputs
-from pallas_kernels.gpu.hopper.backward.query_gradients import Inputs as QueryInputs
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs
 from pallas_kernels.gpu.hopper.backward.query_gradients import query_gradients
+from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
     STEPS,

@@ -114,7 +114,7 @@ def gelu_gradient_of_product(
     return _call(d_y, w, h, out, tile, name="gelu_gradient_of_product", interpret=interpret)[0]
 
 
-class _Shared(NamedTuple):
+class _Memory(NamedTuple):
     """Shared memory.
 
     Attributes:
@@ -148,7 +148,7 @@ def _call(
     of_h = None
     if h is not None:
         of_h = tiles_of((CONSUMERS, ROWS, PIECE), h.dtype), plgpu.Barrier(num_barriers=CONSUMERS)
-    shared: Scratch = _Shared(
+    shared: Scratch = _Memory(
         steps=Pipeline.types(
             tile.stages,
             [
@@ -204,7 +204,7 @@ class _Program:
     w: Ref
     h: Ref | None
     out: tuple[Ref, ...]
-    shared: _Shared
+    shared: _Memory
     tile: Tile
     tiles: int
     clusters: int

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, steps_of
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs, KeyMemory, steps_of
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile, Tile
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
@@ -107,7 +107,7 @@ def load_query_tiles(
     of_v.producer_tail(steps)
 
 
-def load_key_tiles(x: Inputs, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
+def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: BackwardTile) -> None:
     """All tiles of a program that owns keys, and the queries that see them."""
     set_registers(tile.warpgroups, producer=True, most=shared.dq is not None)
     program, scheduler = lax.axis_index("program"), problem.by_key(tile)

@@ -9,9 +9,11 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
-from pallas_kernels.gpu.hopper.backward import dq_accumulator, query_gradients
+from pallas_kernels.gpu.hopper.backward import dq_accumulator
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
-from pallas_kernels.gpu.hopper.backward.key_operands import Inputs as KeyInputs
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs
+from pallas_kernels.gpu.hopper.backward.query_gradients import query_gradients
+from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -52,8 +54,8 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     problem = _problem(q, k, spec)
     if problem.sums_queries:
         return _unordered_backward(res, do, dlse, problem)
-    inputs = query_gradients.Inputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
-    dq, dp_offset = query_gradients.query_gradients(inputs, problem)
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
+    dq, dp_offset = query_gradients(inputs, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
     if not problem.packed:
         return ((dq, *key_gradients(keys, problem)),)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import key_operands
-from pallas_kernels.gpu.hopper.backward.key_operands import Shared, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
@@ -33,12 +33,12 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 _VALUES, _KEYS = range(2)  # the consumer that sums dV, and that which sums dK
 
 
-class _Keys(NamedTuple):
+class _SharedKeys(NamedTuple):
     """64 keys of a program; `tiles`: what was done before."""
 
     problem: Problem
     tile: BackwardTile
-    shared: Shared
+    shared: KeyMemory
     tiles: Array
     steps: Steps
     key: Array
@@ -46,10 +46,10 @@ class _Keys(NamedTuple):
 
 
 # Starts and ends the t-th step of one consumer: adds its product to the sum.
-_Step = Callable[[Array, Accumulator, _Keys], None]
+_Step = Callable[[Array, Accumulator, _SharedKeys], None]
 
 
-def consume(dk: Ref, dv: Ref, shared: Shared, problem: Problem, tile: BackwardTile) -> None:
+def consume(dk: Ref, dv: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile) -> None:
     """All tiles of a program, by both consumers."""
     # A sum of 64 rows and 256 features has 128 registers in a thread: two do not fit into 232.
     set_registers(tile.warpgroups, producer=False)
@@ -68,18 +68,18 @@ def consume(dk: Ref, dv: Ref, shared: Shared, problem: Problem, tile: BackwardTi
 
 
 def _consume(
-    me: int, add: _Step, out: Ref, shared: Shared, problem: Problem, tile: BackwardTile
+    me: int, add: _Step, out: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile
 ) -> Array:
     """All tiles of one of the two, each step of which is `add`; how many steps that were."""
 
     def begin(work: WorkTile, tiles: Array, key: Array, steps: Steps) -> Callable[[], None]:
-        keys = _Keys(problem, tile, shared, tiles, steps, key, work)
+        keys = _SharedKeys(problem, tile, shared, tiles, steps, key, work)
         return partial(_differentiate, me, add, out, keys)
 
     return key_operands.each_tile(lax.axis_index("program"), problem, tile, begin)
 
 
-def _differentiate(me: int, add: _Step, out: Ref, keys: _Keys) -> None:
+def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
     """One tile: mainloop and epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
     shared.keys.consumer_wait(keys.tiles)
@@ -95,14 +95,14 @@ def _differentiate(me: int, add: _Step, out: Ref, keys: _Keys) -> None:
     shared.keys.consumer_release(keys.tiles)
 
 
-def _mainloop(add: _Step, keys: _Keys, total: Accumulator) -> Array:
+def _mainloop(add: _Step, keys: _SharedKeys, total: Accumulator) -> Array:
     """The sum over all steps."""
     end = keys.steps.length * keys.problem.group
     lax.fori_loop(0, end, lambda t, _: add(t, total, keys), None)
     return plgpu.wgmma_accumulator_load(total, wait_n=None)
 
 
-def _add_to_dv(t: Array, dv: Accumulator, keys: _Keys) -> None:
+def _add_to_dv(t: Array, dv: Accumulator, keys: _SharedKeys) -> None:
     """Pᵀ dO of step t; gives Pᵀ away."""
     n, problem, shared = keys.steps.first + t, keys.problem, keys.shared
     q, do = shared.q, shared.do
@@ -121,7 +121,7 @@ def _add_to_dv(t: Array, dv: Accumulator, keys: _Keys) -> None:
     do.consumer_release(n)
 
 
-def _add_to_dk(t: Array, dk: Accumulator, keys: _Keys) -> None:
+def _add_to_dk(t: Array, dk: Accumulator, keys: _SharedKeys) -> None:
     """dSᵀ q of step t, with the Pᵀ of the other."""
     n, problem, shared = keys.steps.first + t, keys.problem, keys.shared
     q, do = shared.q, shared.do
@@ -144,7 +144,7 @@ def _product(keys: Ref, queries: Ref, problem: Problem) -> Array:
     return found
 
 
-def _operand(me: int, x: Array, keys: _Keys) -> Ref:
+def _operand(me: int, x: Array, keys: _SharedKeys) -> Ref:
     """x, rounded, as a left operand."""
     operand = keys.shared.operand
     memory = None if operand is None else operand.at[me]

@@ -20,9 +20,9 @@ from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper.backward.query_operands import (
     DO,
     Gradients,
-    Inputs,
     Q,
-    Shared,
+    QueryInputs,
+    QueryMemory,
     delta,
     of_rows,
     probs,
@@ -39,7 +39,7 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 _PROBS, _DQ = range(2)  # the consumer that sums P k, and that which sums dQ
 
 
-class _Rows(NamedTuple):
+class _SharedRows(NamedTuple):
     """64 query rows of a program, and the key steps 0 ... end − 1.
 
     `tiles` and `steps` count what the program has done before; steps before `full` take no mask.
@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
 
     problem: Problem
     tile: BackwardTile
-    shared: Shared
+    shared: QueryMemory
     tiles: Array
     steps: Array
     work: WorkTile
@@ -62,7 +62,7 @@ class _Rows(NamedTuple):
 
 
 def consume(
-    x: Inputs, out: Gradients, shared: Shared, problem: Problem, tile: BackwardTile
+    x: QueryInputs, out: Gradients, shared: QueryMemory, problem: Problem, tile: BackwardTile
 ) -> None:
     """All tiles of a program, by both consumers."""
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
@@ -81,7 +81,10 @@ def consume(
 
 
 def _each_tile(
-    shared: Shared, problem: Problem, tile: BackwardTile, consume: Callable[[_Rows], None]
+    shared: QueryMemory,
+    problem: Problem,
+    tile: BackwardTile,
+    consume: Callable[[_SharedRows], None],
 ) -> Array:
     """Does one consumer's work for every tile; how many blocks are exchanged meanwhile."""
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
@@ -91,7 +94,7 @@ def _each_tile(
         work = scheduler.work_tile(program, u)
         row = work.block * ROWS
         full, end = problem.key_steps(row, ROWS, tile.step)
-        rows = _Rows(problem, tile, shared, tiles, steps, work, row, full, end)
+        rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, full, end)
         pl.when(work.is_valid)(lambda: consume(rows))
         return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, end, 0)
 
@@ -105,7 +108,7 @@ def _pieces(problem: Problem) -> int:
     return problem.head_size // ROWS
 
 
-def _sum_keys(x: Inputs, rows: _Rows) -> None:
+def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
     """Σ P k; gives every P away, and the sum."""
     problem, shared = rows.problem, rows.shared
     offset = of_rows(x.offset, rows.work, rows.row)
@@ -123,7 +126,7 @@ def _sum_keys(x: Inputs, rows: _Rows) -> None:
         shared.probs.produce(rows.exchanged + rows.end + piece, columns)
 
 
-def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _Rows) -> None:
+def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _SharedRows) -> None:
     """P k of step t; gives P away."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
     shared.k.consumer_wait(n)
@@ -138,7 +141,7 @@ def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _Rows) -> None:
     shared.k.consumer_release(n)
 
 
-def _differentiate(x: Inputs, out: Gradients, rows: _Rows) -> None:
+def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
     """dQ, and what dS adds to dP, of which the kernel of dK and dV makes use."""
     problem, shared, work, row = rows.problem, rows.shared, rows.work, rows.row
     dlse = of_rows(x.dlse, work, row)
@@ -167,7 +170,7 @@ def _differentiate(x: Inputs, out: Gradients, rows: _Rows) -> None:
     shared.rows.consumer_release(rows.tiles)
 
 
-def _sum_queries(dq: Accumulator, *, of_dp: Array, rows: _Rows) -> tuple[Array, Array, Array]:
+def _sum_queries(dq: Accumulator, *, of_dp: Array, rows: _SharedRows) -> tuple[Array, Array, Array]:
     """Σ dS k; Σ dS and Σ P [64]."""
     none = (constant((ROWS, LANES), 0, TILE),) * 2
 
@@ -180,7 +183,7 @@ def _sum_queries(dq: Accumulator, *, of_dp: Array, rows: _Rows) -> tuple[Array, 
 
 
 def _add_to_dq(
-    t: Array, dq: Accumulator, sums: tuple[Array, Array], of_dp: Array, rows: _Rows
+    t: Array, dq: Accumulator, sums: tuple[Array, Array], of_dp: Array, rows: _SharedRows
 ) -> tuple[Array, Array]:
     """dS k of step t, with the P of the other; Σ dS and Σ P with those of the step."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
@@ -201,7 +204,7 @@ def _add_to_dq(
     return r, s
 
 
-def _product(buffer: int, keys: Ref, rows: _Rows) -> Array:
+def _product(buffer: int, keys: Ref, rows: _SharedRows) -> Array:
     """rows keysᵀ of a buffer of the rows, waited for."""
     left = rows.shared.rows.get(rows.tiles, 0, buffer=buffer)
     found = begin_product(left, keys, interpret=rows.problem.sizes.interpret)
@@ -209,7 +212,7 @@ def _product(buffer: int, keys: Ref, rows: _Rows) -> Array:
     return found
 
 
-def _operand(me: int, x: Array, rows: _Rows) -> Ref:
+def _operand(me: int, x: Array, rows: _SharedRows) -> Ref:
     """x, rounded, as a left operand."""
     operand = rows.shared.operand
     memory = None if operand is None else operand.at[me]

@@ -28,7 +28,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 _AHEAD = 2  # steps whose dSᵀ is in shared memory
 
 
-class _Shared(NamedTuple):
+class _DqMemory(NamedTuple):
     """Shared memory: dSᵀ of two steps, in blocks of 64 keys by 64 queries; the sums that leave.
 
     Barriers of a step: all warpgroups have written its dSᵀ, all have read it.
@@ -54,7 +54,7 @@ class DqAccumulator(NamedTuple):
     """
 
     dq: Ref
-    refs: _Shared
+    refs: _DqMemory
     problem: Problem
     tile: BackwardTile
     me: Array
@@ -64,7 +64,7 @@ class DqAccumulator(NamedTuple):
         """The scratch types."""
         consumers, rows = tile.warpgroups, tile.step // ROWS
         barriers = (plgpu.Barrier(num_arrivals=consumers, num_barriers=_AHEAD) for _ in range(2))
-        return _Shared(
+        return _DqMemory(
             tiles_of((_AHEAD, consumers, rows, ROWS, ROWS), problem.dtype),
             tiles_of((consumers, ROWS, ROWS), jnp.float32),
             *barriers,

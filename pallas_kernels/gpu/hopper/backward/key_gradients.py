@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_mainloop import Keys, mainloop
-from pallas_kernels.gpu.hopper.backward.key_operands import Inputs, Shared, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
@@ -33,7 +33,7 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 def key_gradients(
-    x: Inputs, problem: Problem, *, gradients: Ref | None = None, dq: Ref | None = None
+    x: KeyInputs, problem: Problem, *, gradients: Ref | None = None, dq: Ref | None = None
 ) -> tuple[Array, ...]:
     """dK and dV; nothing if they are written to `gradients`.
 
@@ -60,7 +60,7 @@ def key_gradients(
     return tuple(kernel(*x, *(ref for ref in (dq, gradients) if ref is not None)))
 
 
-def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> Shared:
+def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> KeyMemory:
     """The scratch types."""
     consumers, head, own = tile.warpgroups, problem.head_size, tile.owned // ROWS
     # k and v are two buffers of one pipeline, for they come and go together; q and dO have one
@@ -72,7 +72,7 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
-    return Shared(
+    return KeyMemory(
         keys=Pipeline.types(tile.owned_stages, [keys, keys], copies=2 * own, consumers=consumers),
         q=Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
         do=Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
@@ -83,7 +83,8 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
 
 
 def _kernel(*refs: Ref, problem: Problem, tile: BackwardTile) -> None:
-    x, (*out, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    count = len(KeyInputs._fields)
+    x, (*out, scratch) = KeyInputs(*refs[:count]), refs[count:]
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(
@@ -106,7 +107,7 @@ def _consume(
     dk: Ref,
     dv: Ref,
     dq: DqAccumulator | None,
-    shared: Shared,
+    shared: KeyMemory,
     problem: Problem,
     tile: BackwardTile,
 ) -> None:

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
-from pallas_kernels.gpu.hopper.backward.key_operands import Shared, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
     problem: Problem
     tile: BackwardTile
-    shared: Shared
+    shared: KeyMemory
     ping_pong: PingPong
     me: Array
     tiles: Array

@@ -21,7 +21,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-class Inputs(NamedTuple):
+class KeyInputs(NamedTuple):
     """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`].
 
     Arrays outside of the kernel, references inside.
@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
     dp_offset: Ref
 
 
-class Shared(NamedTuple):
+class KeyMemory(NamedTuple):
     """Shared memory.
 
     Attributes:

@@ -20,13 +20,13 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_query_gradients
-from pallas_kernels.gpu.hopper.backward.query_mainloop import Rows, mainloop
+from pallas_kernels.gpu.hopper.backward.query_mainloop import BackwardRows, mainloop
 from pallas_kernels.gpu.hopper.backward.query_operands import (
     Gradients,
-    Inputs,
     O,
     Q,
-    Shared,
+    QueryInputs,
+    QueryMemory,
     delta,
     of_rows,
 )
@@ -41,7 +41,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
+def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, Array]:
     """dQ, and what dS adds to dP, [B, N, T], of `vector_rows`: −δ + dlse, times scale unless
     `scales_last`.
 
@@ -68,7 +68,7 @@ def query_gradients(x: Inputs, problem: Problem) -> tuple[Array, Array]:
     return dq, dp_offset
 
 
-def _shared_memory(x: Inputs, problem: Problem, tile: BackwardTile) -> Shared:
+def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> QueryMemory:
     """The scratch types."""
     consumers, own = tile.warpgroups, tile.owned // ROWS
     rows = (tile.owned_stages, own, ROWS, problem.head_size)
@@ -83,7 +83,7 @@ def _shared_memory(x: Inputs, problem: Problem, tile: BackwardTile) -> Shared:
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
-    return Shared(
+    return QueryMemory(
         rows=Pipeline.types(
             tile.owned_stages,
             [tiles_of(rows, dtype) for dtype in loaded],
@@ -102,7 +102,8 @@ def _shared_memory(x: Inputs, problem: Problem, tile: BackwardTile) -> Shared:
 
 
 def _kernel(*refs: Ref, problem: Problem, tile: BackwardTile) -> None:
-    x, (dq, dp_offset, scratch) = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    *inputs, dq, dp_offset, scratch = refs
+    x = QueryInputs(*inputs)
     shared = scratch._replace(
         rows=Pipeline(scratch.rows, tile.owned_stages),
         k=Pipeline(scratch.k, tile.stages),
@@ -122,7 +123,7 @@ def _kernel(*refs: Ref, problem: Problem, tile: BackwardTile) -> None:
 
 
 def _consume(
-    x: Inputs, out: Gradients, shared: Shared, problem: Problem, tile: BackwardTile
+    x: QueryInputs, out: Gradients, shared: QueryMemory, problem: Problem, tile: BackwardTile
 ) -> None:
     """All tiles of a program, by one of its consumers."""
     set_registers(tile.warpgroups, producer=False, most=problem.is_wide)
@@ -149,7 +150,7 @@ def _consume(
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
             if not problem.normalizes_delta:
                 of_dp = of_dp + dlse
-            rows = Rows(
+            rows = BackwardRows(
                 problem, tile, shared, ping_pong, me, tiles, steps, row, full, offset, of_dp
             )
             total, *others = mainloop(end, rows)
@@ -174,7 +175,7 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
 
 
-def _epilogue(out: Gradients, total: Array, work: WorkTile, rows: Rows) -> None:
+def _epilogue(out: Gradients, total: Array, work: WorkTile, rows: BackwardRows) -> None:
     """Scales and rounds dQ, which leaves through the memory of its q; stores δ."""
     problem, shared, me, row = rows.problem, rows.shared, rows.me, rows.row
     if problem.scales_last:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, Shared, probs
+from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, QueryMemory, probs
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
@@ -21,7 +21,7 @@ from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, beg
 from pallas_kernels.gpu.hopper.problem import Problem
 
 
-class Rows(NamedTuple):
+class BackwardRows(NamedTuple):
     """64 query rows of a consumer warpgroup.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
     problem: Problem
     tile: BackwardTile
-    shared: Shared
+    shared: QueryMemory
     ping_pong: PingPong
     me: Array
     tiles: Array
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 _Sums = tuple[Array, ...]
 
 
-def mainloop(end: Array, rows: Rows) -> tuple[Array, ...]:
+def mainloop(end: Array, rows: BackwardRows) -> tuple[Array, ...]:
     """Σ dS k over the steps before `end`; for `delta='normalized'` Σ P k too, Σ dS and Σ P [64]."""
     problem = rows.problem
     sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
@@ -62,7 +62,7 @@ def mainloop(end: Array, rows: Rows) -> tuple[Array, ...]:
 
 
 def _run(
-    dq: Accumulator, pk: Accumulator | None = None, *, end: Array, rows: Rows
+    dq: Accumulator, pk: Accumulator | None = None, *, end: Array, rows: BackwardRows
 ) -> tuple[Array, ...]:
     none: _Sums = () if pk is None else (constant((ROWS, LANES), 0, TILE),) * 2
     rows.ping_pong.enter()
@@ -72,7 +72,7 @@ def _run(
     return *products, *(x.sum(axis=1) for x in sums)
 
 
-def _run_overlapped(dq: Accumulator, *, end: Array, rows: Rows) -> tuple[Array, ...]:
+def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple[Array, ...]:
     """dS k of a step starts in the same turn of the ping-pong as S and dP of the next."""
 
     # Nothing but addresses is between the products of two steps: 94 % of the product rate at head
@@ -91,7 +91,7 @@ def _run_overlapped(dq: Accumulator, *, end: Array, rows: Rows) -> tuple[Array, 
     return (plgpu.wgmma_accumulator_load(dq, wait_n=None),)
 
 
-def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: Rows) -> Array:
+def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: BackwardRows) -> Array:
     """The same where what a long step adds is rounded (`published`): a sum of its own for each."""
     problem, step = rows.problem, rows.tile.step
 
@@ -110,7 +110,9 @@ def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: Rows) -> Array:
     return total
 
 
-def _step(t: Array, dq: Accumulator, pk: Accumulator | None, sums: _Sums, rows: Rows) -> _Sums:
+def _step(
+    t: Array, dq: Accumulator, pk: Accumulator | None, sums: _Sums, rows: BackwardRows
+) -> _Sums:
     n, dtype = rows.steps + t, rows.problem.dtype
     probs, dp = _probs_and_dp(t, rows)
     if pk is not None:
@@ -130,7 +132,7 @@ def _step(t: Array, dq: Accumulator, pk: Accumulator | None, sums: _Sums, rows: 
 
 
 def _probs_and_dp(
-    t: Array, rows: Rows, end_step: Callable[[], None] | None = None
+    t: Array, rows: BackwardRows, end_step: Callable[[], None] | None = None
 ) -> tuple[Array, Array]:
     """P and dP of step t, not rounded.
 
@@ -161,7 +163,7 @@ def _probs_and_dp(
     return p, problem.rounded(dp)
 
 
-def _ds(probs: Array, dp: Array, rows: Rows) -> Array:
+def _ds(probs: Array, dp: Array, rows: BackwardRows) -> Array:
     """dS, not rounded."""
     # A power of two commutes with the rounding of dS: then dQ is scaled once, as a sum.
     if not rows.problem.scales_last:
@@ -169,7 +171,7 @@ def _ds(probs: Array, dp: Array, rows: Rows) -> Array:
     return probs * (dp + along_rows(rows.of_dp, dp.shape))
 
 
-def _begin_sum(total: Accumulator, left: Array, n: Array, rows: Rows) -> None:
+def _begin_sum(total: Accumulator, left: Array, n: Array, rows: BackwardRows) -> None:
     """Starts left k of the n-th step of the program."""
     memory = None if rows.shared.operand is None else rows.shared.operand.at[rows.me]
     plgpu.wgmma(total, as_operand(left, memory), rows.shared.k.get(n))

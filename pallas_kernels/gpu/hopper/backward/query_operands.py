@@ -26,7 +26,7 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-class Inputs(NamedTuple):
+class QueryInputs(NamedTuple):
     """q, k, v (or one packed array each), dO and the O that δ sees; two offsets [B, N, T].
 
     `offset`, of `vector_rows`, is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient
@@ -49,7 +49,7 @@ class Gradients(NamedTuple):
     dp_offset: Ref
 
 
-class Shared(NamedTuple):
+class QueryMemory(NamedTuple):
     """Shared memory.
 
     Attributes:

@@ -27,7 +27,7 @@ from pallas_kernels.gpu.hopper.forward.mainloop import (
     nothing_due,
     overlapped_mainloop,
 )
-from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Shared
+from pallas_kernels.gpu.hopper.forward.operands import Due, ForwardMemory, Outputs, QueryRows
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
@@ -64,7 +64,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     return Outputs(*kernel(q, k, v))
 
 
-def _shared_memory(problem: Problem, tile: ForwardTile) -> Shared:
+def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
     """The scratch types."""
     consumers, head, saved_dtype = (
         tile.warpgroups,
@@ -80,7 +80,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> Shared:
         probs = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     if saved_dtype is not None and not problem.is_wide:
         saved = of_consumers(saved_dtype)
-    return Shared(
+    return ForwardMemory(
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
         v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
@@ -108,7 +108,7 @@ def _kernel(
     pl.when(me < consumers)(lambda: _consume(Outputs(*out), shared, problem, tile))
 
 
-def _consume(out: Outputs, shared: Shared, problem: Problem, tile: ForwardTile) -> None:
+def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: ForwardTile) -> None:
     """All tiles of a program, by one of its consumers."""
     set_registers(tile.warpgroups, producer=False)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)

@@ -20,7 +20,7 @@ class Outputs(NamedTuple):
     saved: Ref = None
 
 
-class Shared(NamedTuple):
+class ForwardMemory(NamedTuple):
     """Shared memory.
 
     Attributes:
@@ -55,7 +55,7 @@ class QueryRows(NamedTuple):
 
     problem: Problem
     tile: ForwardTile
-    shared: Shared
+    shared: ForwardMemory
     ping_pong: PingPong
     me: Array
     tiles: Array
