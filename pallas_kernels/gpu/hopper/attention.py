@@ -125,6 +125,7 @@ def is_available() -> bool:
 def _unsupported_machine(request: Request) -> str | None:
     if not is_available():
         return f"JAX {jax.__version__} (it needs 0.11)"
+    # The interpreter needs no GPU.
     sizes = request.spec.block_sizes
     if isinstance(sizes, BlockSizes) and sizes.interpret:
         return None

@@ -59,6 +59,7 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
     if not problem.packed:
         return ((dq, *key_gradients(keys, problem)),)
+    # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
     gradients = jax.new_ref(dq)
     key_gradients(keys, problem, gradients=gradients)
     return ((gradients[...],),)

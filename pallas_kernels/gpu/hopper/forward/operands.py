@@ -35,7 +35,7 @@ class ForwardMemory(NamedTuple):
     k: Pipeline
     v: Pipeline
     statistics: Ref
-    probs: Ref | None
+    probs: Ref | None  # in registers otherwise
     saved: Ref | None
     o: Ref | None
 
