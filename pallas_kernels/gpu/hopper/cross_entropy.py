@@ -13,6 +13,7 @@ takes 0.90 to 1.00 ms, where `pallas_kernels.gpu.cross_entropy` takes 1.13 to 1.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,16 +77,16 @@ def cross_entropy_rows(
     if reason := unsupported(width):
         raise ValueError(f"cross_entropy_rows does not support {reason}")
     down = width // LANES
-    together, pieces, rest = _split(width)
+    cut = _split(width)
     kernel = plgpu.kernel(
-        partial(_kernel, together=together, pieces=pieces, rest=rest, z_loss=z_loss),
+        partial(_kernel, cut=cut, z_loss=z_loss),
         out_type=[
             jax.ShapeDtypeStruct((n,), jnp.float32),
             jax.ShapeDtypeStruct((n, down, LANES), logits.dtype),
         ],
         scratch_types=[
             plgpu.SMEM((down, LANES), logits.dtype),
-            plgpu.Barrier(num_barriers=pieces + (rest > 0)),
+            plgpu.Barrier(num_barriers=cut.pieces + (cut.rest > 0)),
         ],
         grid=(min(programs, n),),
         grid_names=("program",),
@@ -97,15 +98,68 @@ def cross_entropy_rows(
     return losses, gradient.reshape(n, width)
 
 
-def _split(width: int) -> tuple[int, int, int]:
-    """Steps of a piece, pieces, and rows beyond the last.
+class _Cut(NamedTuple):
+    """How a row of logits is cut: `pieces` of `together` steps, and `rest` rows of the matrix."""
 
-    A row has at least six pieces, all of them as long, if it has the steps.
-    """
+    together: int
+    pieces: int
+    rest: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix in a piece."""
+        return self.together * _STEP
+
+    @property
+    def last(self) -> slice | pl.Slice:
+        """What is beyond the last piece."""
+        return pl.ds(self.pieces * self.rows, self.rest)
+
+    def piece(self, piece: Array | int) -> slice | pl.Slice:
+        """A piece."""
+        return pl.ds(piece * self.rows, self.rows)
+
+    def step(self, piece: Array | int, step: Array | int) -> slice | pl.Slice:
+        """A step of a piece."""
+        return pl.ds(piece * self.rows + step * _STEP, _STEP)
+
+
+def _split(width: int) -> _Cut:
+    """A row has at least six pieces, all of them as long, if it has the steps."""
     steps, rest = divmod(width // LANES, _STEP)
     counts = [k for k in range(1, _MOST // _STEP + 1) if steps % k == 0 and 6 * k <= steps]
     together = max(counts, default=1)
-    return together, steps // together, rest
+    return _Cut(together, steps // together, rest)
+
+
+class _Memory(NamedTuple):
+    """A program's row in shared memory, and the arrays that it comes from and goes to.
+
+    Attributes:
+      logits, gradient: in global memory, [n, rows, LANES].
+      row: [rows, LANES]: logits, then their gradient.
+      there: a barrier for each piece: it has come.
+      cut: how the row is cut.
+    """
+
+    logits: Ref
+    gradient: Ref
+    row: Ref
+    there: Ref
+    cut: _Cut
+
+    def fetch(self, i: Array, piece: Array | int) -> None:
+        """Starts the copy of a piece of the i-th row."""
+        part = self.cut.piece(piece)
+        plgpu.copy_gmem_to_smem(self.logits.at[i, part], self.row.at[part], self.there.at[piece])
+
+    def fetch_rest(self, i: Array) -> None:
+        """The same of what is beyond the last piece."""
+        last, pieces = self.cut.last, self.cut.pieces
+        if self.cut.rest:
+            plgpu.copy_gmem_to_smem(
+                self.logits.at[i, last], self.row.at[last], self.there.at[pieces]
+            )
 
 
 def _kernel(
@@ -116,119 +170,133 @@ def _kernel(
     row: Ref,
     there: Ref,
     *,
-    together: int,
-    pieces: int,
-    rest: int,
+    cut: _Cut,
     z_loss: float,
 ) -> None:
     n, program, programs = logits.shape[0], lax.axis_index("program"), lax.axis_size("program")
-    count = together * _STEP  # rows of the matrix in a piece
-    main = pieces * count
-
-    def part(piece: Array | int) -> slice | pl.Slice:
-        return pl.ds(piece * count, count)
-
-    last = pl.ds(main, rest)
-
-    def fetch(i: Array, piece: Array | int) -> None:
-        plgpu.copy_gmem_to_smem(logits.at[i, part(piece)], row.at[part(piece)], there.at[piece])
-
-    def fetch_last(i: Array) -> None:
-        if rest:
-            plgpu.copy_gmem_to_smem(logits.at[i, last], row.at[last], there.at[pieces])
-
-    def at(piece: Array | int, step: Array | int) -> Ref:
-        return row.at[pl.ds(piece * count + step * _STEP, _STEP)]
-
-    def over(combine: Combine, state: State, *, wait: bool = False) -> State:
-        """Combines all of the row, in the shapes of a step and of the rest."""
-
-        def add(piece: Array, state: State) -> State:
-            if wait:
-                plgpu.barrier_wait(there.at[piece])
-            return lax.fori_loop(
-                0, together, lambda s, x: combine(x, _load(at(piece, s), _STEP)), state[0]
-            ), state[1]
-
-        main_state, rest_state = lax.fori_loop(0, pieces, add, state) if pieces else state
-        if rest:
-            if wait:
-                plgpu.barrier_wait(there.at[pieces])
-            rest_state = combine(rest_state, _load(row.at[last], rest))
-        return main_state, rest_state
-
-    def states(value: float, dtype: DTypeLike) -> tuple[Array, Array]:
-        return tuple(
-            plgpu.layout_cast(jnp.full((size, LANES), value, dtype), _layout(size))
-            for size in (_STEP, max(rest, 1))
-        )
+    memory = _Memory(logits, gradient, row, there, cut)
 
     def do_row(u: Array, _: None) -> None:
         i = program + u * programs
-        after = i + programs
-        # In bfloat16: a maximum rounds nothing, and takes half the registers.
-        maxima = over(jnp.maximum, states(-math.inf, logits.dtype), wait=True)
-        m = jnp.maximum(*(jnp.max(x).astype(jnp.float32) for x in maxima))
+        _do_row(i, i + programs, targets, losses, memory, z_loss)
 
-        def exponentials(x: Array, shift: Array) -> Array:
-            return jnp.exp2((extended(x) - shift) * jnp.float32(LOG2E))
-
-        target = targets[i]
-        down, across = lax.div(target, jnp.int32(LANES)), lax.rem(target, jnp.int32(LANES))
-        # Here: the sums below wait for all warps, one of which will write softmax in its place.
-        of_target = row[down, across].astype(jnp.float32)
-        sums = over(lambda total, x: total + exponentials(x, m), states(0, jnp.float32))
-        lse = m + jnp.log(sum(jnp.sum(x) for x in sums))
-        losses[i] = lse - of_target
-        factor = 1 + jnp.float32(2 * z_loss) * lse
-
-        def softmax(x: Array) -> Array:
-            p = jnp.exp2((x - lse) * jnp.float32(LOG2E))
-            return p * factor if z_loss else p
-
-        def leave(first: Array | int, count: int, window: slice | pl.Slice) -> None:
-            """Stores a part of the row whose softmax is written."""
-            plgpu.commit_smem()
-
-            def subtract() -> None:
-                row[down, across] = (softmax(of_target) - 1).astype(row.dtype)
-                plgpu.commit_smem()
-
-            # − onehot, in the one piece that has the target, before it leaves.
-            pl.when((down >= first) & (down < first + count))(subtract)
-            plgpu.copy_smem_to_gmem(row.at[window], gradient.at[i, window])
-
-        def write(piece: Array, _: None) -> None:
-            def step(s: Array, _: None) -> None:
-                where = at(piece, s)
-                where[...] = softmax(extended(_load(where, _STEP))).astype(row.dtype)
-
-            lax.fori_loop(0, together, step, None)
-            leave(piece * count, count, part(piece))
-            # All pieces but this one have left: the next row's takes the place of the one before.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when((piece > 0) & (after < n))(lambda: fetch(after, piece - 1))
-
-        if pieces:
-            lax.fori_loop(0, pieces, write, None)
-        if rest:
-            where = row.at[last]
-            where[...] = softmax(extended(_load(where, rest))).astype(row.dtype)
-            leave(main, rest, last)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def fetch_what_is_left() -> None:
-            if pieces:
-                fetch(after, pieces - 1)
-            fetch_last(after)
-
-        pl.when(after < n)(fetch_what_is_left)
-
-    if pieces:
-        lax.fori_loop(0, pieces, lambda piece, _: fetch(program, piece), None)
-    fetch_last(program)
+    if cut.pieces:
+        lax.fori_loop(0, cut.pieces, lambda piece, _: memory.fetch(program, piece), None)
+    memory.fetch_rest(program)
     lax.fori_loop(0, lax.div(n - program + (programs - 1), jnp.int32(programs)), do_row, None)
     plgpu.wait_smem_to_gmem(0)
+
+
+def _do_row(
+    i: Array, after: Array, targets: Ref, losses: Ref, memory: _Memory, z_loss: float
+) -> None:
+    """The i-th row; fetches the program's next, `after`."""
+    logits, row, cut = memory.logits, memory.row, memory.cut
+    # In bfloat16: a maximum rounds nothing, and takes half the registers.
+    maxima = _over(jnp.maximum, _states(-math.inf, logits.dtype, cut), memory, wait=True)
+    m = jnp.maximum(*(jnp.max(x).astype(jnp.float32) for x in maxima))
+    target = targets[i]
+    down, across = lax.div(target, jnp.int32(LANES)), lax.rem(target, jnp.int32(LANES))
+    # Here: the sums below wait for all warps, one of which will write softmax in its place.
+    of_target = row[down, across].astype(jnp.float32)
+
+    def add(total: Array, x: Array) -> Array:
+        return total + jnp.exp2((extended(x) - m) * jnp.float32(LOG2E))
+
+    sums = _over(add, _states(0, jnp.float32, cut), memory)
+    lse = m + jnp.log(sum(jnp.sum(x) for x in sums))
+    losses[i] = lse - of_target
+    factor = 1 + jnp.float32(2 * z_loss) * lse
+
+    def softmax(x: Array) -> Array:
+        p = jnp.exp2((x - lse) * jnp.float32(LOG2E))
+        return p * factor if z_loss else p
+
+    def leave(first: Array | int, count: int, window: slice | pl.Slice) -> None:
+        """Stores a part of the row whose softmax is written."""
+        plgpu.commit_smem()
+
+        def subtract() -> None:
+            row[down, across] = (softmax(of_target) - 1).astype(row.dtype)
+            plgpu.commit_smem()
+
+        # − onehot, in the one piece that has the target, before it leaves.
+        pl.when((down >= first) & (down < first + count))(subtract)
+        plgpu.copy_smem_to_gmem(row.at[window], memory.gradient.at[i, window])
+
+    _write(softmax, leave, after, memory)
+
+
+def _over(combine: Combine, state: State, memory: _Memory, *, wait: bool = False) -> State:
+    """Combines all of the row, in the shapes of a step and of the rest."""
+    row, there, cut = memory.row, memory.there, memory.cut
+
+    def add(piece: Array, state: State) -> State:
+        if wait:
+            plgpu.barrier_wait(there.at[piece])
+
+        def step(s: Array, x: Array) -> Array:
+            return combine(x, _load(row.at[cut.step(piece, s)], _STEP))
+
+        return lax.fori_loop(0, cut.together, step, state[0]), state[1]
+
+    main_state, rest_state = lax.fori_loop(0, cut.pieces, add, state) if cut.pieces else state
+    if cut.rest:
+        if wait:
+            plgpu.barrier_wait(there.at[cut.pieces])
+        rest_state = combine(rest_state, _load(row.at[cut.last], cut.rest))
+    return main_state, rest_state
+
+
+def _states(value: float, dtype: DTypeLike, cut: _Cut) -> State:
+    of_step, of_rest = (
+        plgpu.layout_cast(jnp.full((size, LANES), value, dtype), _layout(size))
+        for size in (_STEP, max(cut.rest, 1))
+    )
+    return of_step, of_rest
+
+
+def _write(
+    softmax: Callable[[Array], Array],
+    leave: Callable[[Array | int, int, slice | pl.Slice], None],
+    after: Array,
+    memory: _Memory,
+) -> None:
+    """Writes softmax in place, piece by piece, which leave; the row `after` comes in their place.
+
+    Args:
+      softmax: of some logits.
+      leave: stores a part of the row, from its first row on, so many.
+      after: the program's next row.
+      memory: of the row.
+    """
+    row, cut, n = memory.row, memory.cut, memory.logits.shape[0]
+
+    def write(piece: Array, _: None) -> None:
+        def step(s: Array, _: None) -> None:
+            where = row.at[cut.step(piece, s)]
+            where[...] = softmax(extended(_load(where, _STEP))).astype(row.dtype)
+
+        lax.fori_loop(0, cut.together, step, None)
+        leave(piece * cut.rows, cut.rows, cut.piece(piece))
+        # All pieces but this one have left: the next row's takes the place of the one before.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when((piece > 0) & (after < n))(lambda: memory.fetch(after, piece - 1))
+
+    if cut.pieces:
+        lax.fori_loop(0, cut.pieces, write, None)
+    if cut.rest:
+        where = row.at[cut.last]
+        where[...] = softmax(extended(_load(where, cut.rest))).astype(row.dtype)
+        leave(cut.pieces * cut.rows, cut.rest, cut.last)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def fetch_what_is_left() -> None:
+        if cut.pieces:
+            memory.fetch(after, cut.pieces - 1)
+        memory.fetch_rest(after)
+
+    pl.when(after < n)(fetch_what_is_left)
 
 
 def _layout(rows: int) -> Layout:
