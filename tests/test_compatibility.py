@@ -94,7 +94,13 @@ def test_a_config_with_the_fields_of_a_rollback_apart_means_the_same():
 
 def test_a_command_without_a_workdir_finds_the_run_it_had():
     config = load("gpt2_bf16:tiny")
-    assert _default_workdir(train_settings(config), config) == Path("runs/gpt2_bf16-tiny-bf0b7c78")
+    had = Path("runs/gpt2_bf16-tiny-bf0b7c78")
+    assert _default_workdir(train_settings(config), config) == had
+    # A point that 0.1.0 had not counts where it is set.
+    config["attention"]["points"]["statistics"] = "m_and_l"
+    without = _default_workdir(train_settings(config), config)
+    config["attention"]["points"]["recomputed_probs"] = "rounded"
+    assert len({had, without, _default_workdir(train_settings(config), config)}) == 3
 
 
 def test_a_run_is_reported(run, capsys):

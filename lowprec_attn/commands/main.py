@@ -105,9 +105,16 @@ def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(dropped)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors repeat words of the user, of which none may move the terminal's cursor."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
-    parser = argparse.ArgumentParser(prog="lowprec-attn", description=__doc__)
+    parser = _Parser(prog="lowprec-attn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--debug", action="store_true", help="show where an error comes from, with any command"
@@ -127,6 +134,9 @@ def _run(arguments: list[str], debug: bool) -> int:
                 return _fail(_not_installed(error))
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    for word in arguments:
+        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            parser.error(f"argument {word.removesuffix('=--')}: expected a value, got '--'")
     args, rest = parser.parse_known_args(arguments)
     if hasattr(args, "config_flags"):
         args.config_flags, rest = _config_flags(rest)

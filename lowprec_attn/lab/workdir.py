@@ -63,7 +63,7 @@ class ArmRun:
         """Arm and seed as they were defined when it was first run."""
         definition = self._definition()
         arm = Arm(
-            definition.get("arm", self.name), definition["overrides"], definition.get("control")
+            definition.get("arm") or self.name, definition["overrides"], definition.get("control")
         )
         return Trial(arm, definition.get("seed"))
 
@@ -145,7 +145,26 @@ class ArmRun:
             write_json(self.definition, wanted)
 
     def _definition(self) -> dict[str, Any]:
-        return read_record(self.definition, config=str, shared=dict, overrides=dict)
+        path = self.definition
+        definition = read_record(path, config=str, shared=dict, overrides=dict)
+        wrong = [n for n, kind in _MAY_HAVE.items() if not isinstance(definition.get(n), kind)]
+        wrong += [] if _is_rule(definition.get("runaway", {})) else ["runaway"]
+        for name in wrong:
+            raise WorkdirError(
+                f"{path} is no definition with a {name}: it has {definition[name]!r}; restore it "
+                "from a copy, or remove it and repeat `lowprec-attn lab run`"
+            )
+        return definition
+
+
+_MAY_HAVE = {"arm": str | None, "control": str | None, "seed": int | None}
+
+
+def _is_rule(value: Any) -> bool:
+    """Whether these are the fields of a `RunawayRule`, or some of them."""
+    if not isinstance(value, dict) or not value.keys() <= RunawayRule._field_defaults.keys():
+        return False
+    return all(isinstance(number, int | float) for number in value.values())
 
 
 def arm_runs(workdir: Path) -> list[ArmRun]:

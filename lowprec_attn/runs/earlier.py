@@ -29,11 +29,23 @@ def section_of(field: str) -> str:
     return "rollback" if field.partition(".")[0] in INSTEAD else field
 
 
+# Points that are younger than such a digest. They count where they are set.
+_YOUNGER = ("recomputed_probs", "divided_in_dv")
+
+
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The other way, for what is told by a digest of it: a config without rollbacks as it was."""
-    config = dict(config)
+    config = _without_younger(config)
     if "rollback" not in config:
         return config
     fields = config.pop("rollback")
     was = dict.fromkeys(INSTEAD) | {"rollback_points": fields["points"]}
     return {**config, **was, **({"rollback": fields} if fields["tries"] else {})}
+
+
+def _without_younger(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_younger(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not (name in _YOUNGER and value is None)
+    }

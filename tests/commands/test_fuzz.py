@@ -1,0 +1,69 @@
+"""Broken inputs of every command: one line and an exit code, and nothing that was there changes.
+
+`pytest tests/commands/test_fuzz.py --fuzz-seconds=600` goes on with further ones.
+"""
+
+import time
+
+import command_fuzz
+import numpy as np
+import pytest
+
+# What is served computes, which takes a second; 1,500 in all, in about a minute of a core.
+CASES = {
+    "arrays": 30,
+    "npz": 350,
+    "diagnose": 15,
+    "report": 30,
+    "run": 8,
+    "collect": 150,
+    "experiment": 250,
+    "lab": 150,
+    "train": 300,
+    "prepare": 250,
+}
+CHUNK = 50
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_printed(recwarn):
+    """As in a process of its own, where a doubtful layout of axes is served with a warning."""
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        pytest.param(name, first, id=f"{name}-{first}")
+        for name, count in CASES.items()
+        for first in range(0, count, CHUNK)
+    ],
+)
+def test_cases(command, first, tmp_path):
+    found = []
+    for number in range(first, min(first + CHUNK, CASES[command])):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        found.append(command_fuzz.check(command, number, directory))
+    assert "refused" in found
+
+
+def test_there_are_enough_of_them_and_some_are_served():
+    assert sum(CASES.values()) >= 1500
+    assert CASES.keys() == command_fuzz.COMMANDS.keys()
+
+
+@pytest.mark.filterwarnings("default")
+def test_further_cases(request, tmp_path):
+    seconds = request.config.getoption("--fuzz-seconds")
+    if not seconds:
+        pytest.skip("--fuzz-seconds=N goes on for N seconds")
+    end, rng = time.monotonic() + seconds, np.random.default_rng()
+    count = 0
+    while time.monotonic() < end:
+        command, number = str(rng.choice([*CASES])), int(rng.integers(1000, 2**31))
+        directory = tmp_path / f"{command}-{number}"
+        directory.mkdir()
+        command_fuzz.check(command, number, directory)
+        count += 1
+    print(f"{count} further cases")
