@@ -87,7 +87,7 @@ def backward_tile(
     p, apart = _where_seen(seen, p_bar), None
     if (inverse_l := statistics.inverse_l) is not None:
         apart = (p, inverse_l) if spec.numerics.divided_in_dv == "do" else None
-        p = p * inverse_l
+        p = _where_seen(seen, p * inverse_l)  # 1 / l of a row may not be finite
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen, apart)
