@@ -21,7 +21,8 @@ CONTROLS = ("--positive-control", "published_lse_bf16", "--negative-control", "e
 
 
 LAYER_0 = ("--layer", "0")
-OPTIONS = {"lse_rounding": CONTROLS, "laptop": LAYER_0, "laptop_causes": LAYER_0}
+OPTIONS = {"lse_rounding": CONTROLS}
+OPTIONS |= dict.fromkeys(["laptop", "laptop_causes", "laptop_matched"], LAYER_0)
 EXPERIMENTS = sorted(
     str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("table.md") if path.is_file()
 )
