@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 from types import ModuleType
 from typing import NamedTuple
@@ -69,10 +70,12 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
         platform: resolve(dataclasses.replace(request, platform=platform))
         for platform in _PLATFORMS
     }
-    told = {
-        platform: f"{name} ({IMPLEMENTATIONS[name].exponent_of(request)})"
-        for platform, name in names.items()
-    }
+    told = {}
+    for platform, name in names.items():
+        told[platform] = f"{name} ({IMPLEMENTATIONS[name].exponent_of(request)})"
+        if platform == "cuda":  # the one with two implementations of its own
+            declined = declined_by(dataclasses.replace(request, platform=platform), name)
+            told[platform] += f", since {'; '.join(declined)}," if declined else ""
     _log_choice(tuple(told.items()), request.spec.numerics)
     return names
 
@@ -83,6 +86,12 @@ def check_name(implementation: object) -> None:
         raise ValueError(
             f"unknown implementation {implementation!r}; there are {', '.join(IMPLEMENTATIONS)}"
         )
+
+
+def declined_by(request: Request, taken: str) -> list[str]:
+    """What the implementations that go before `taken` do not support, with their names."""
+    before = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
+    return [f"{n} does not support {IMPLEMENTATIONS[n].unsupported(request)}" for n in before]
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
@@ -136,7 +145,8 @@ def exponent_of(request: Request, implementation: str | None = None) -> str:
 def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
     """Once per answer: `attention: tiled for Numerics(...)`, or `gpu on cuda, tiled on default`.
 
-    Behind each name stands how it forms exponents, such as `tiled (shift_first)`.
+    Behind each name stands how it forms exponents, such as `tiled (shift_first)`, and what a faster
+    implementation of that platform declined.
     """
     if len({name for _, name in names}) == 1:
         choice = names[0][1]

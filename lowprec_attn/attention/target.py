@@ -1,7 +1,6 @@
 """The GPU that a program is compiled for, named on a host without one; who serves it, and why."""
 
 import contextlib
-import itertools
 import logging
 import re
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from lowprec_attn.arithmetic.request import Request
-from lowprec_attn.attention.dispatch import IMPLEMENTATIONS, resolve
+from lowprec_attn.attention.dispatch import declined_by, resolve
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +84,5 @@ def explanation(request: Request) -> str:
       UnsupportedError: no implementation serves it.
     """
     taken = resolve(request)
-    faster = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
-    reasons = [
-        f"{name} does not support {IMPLEMENTATIONS[name].unsupported(request)}" for name in faster
-    ]
+    reasons = declined_by(request, taken)
     return f"{taken}, since {'; '.join(reasons)}" if reasons else taken
