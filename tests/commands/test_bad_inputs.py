@@ -300,7 +300,7 @@ CASES = {
     ),
     "lists as signals": (
         lambda: ["report", recorded(metrics__jsonl='{"step": 0, "signals": {"layer_0": [3]}}')],
-        "holds metrics that are none of a run|records that are damaged",
+        "metrics.jsonl line 1: signals must be numbers by layer and name",
     ),
     # Names that a terminal would obey
     "a layer's name with escapes": (

@@ -3,7 +3,7 @@
 A case is a command that would succeed, with one thing broken: a byte, an array, a value of a JSON
 file, a word. It follows from its number alone, so a failure names how to run it again:
 
-    pytest tests/commands/test_fuzz.py -k "diagnose-17"
+    pytest tests/commands/test_command_fuzz.py -k "diagnose-17"
 """
 
 import contextlib

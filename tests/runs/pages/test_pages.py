@@ -265,7 +265,7 @@ def test_of_texts_that_differ_the_first_digits_are_told(runs, tmp_path):
         (["{good}", "{nothing}"], "is not a run directory: it has no metrics.jsonl"),
         (["{nothing}"], "is not a run directory: it has no metrics.jsonl"),
         (["{good}", "{bad}", "--html", "{nothing}/a.html"], "cannot write"),
-        (["{damaged}"], "holds metrics that are none of a run"),
+        (["{damaged}"], "signals must be numbers by layer and name"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_told_in_one_line(

@@ -1,6 +1,6 @@
 """Broken inputs of every command: one line and an exit code, and nothing that was there changes.
 
-`pytest tests/commands/test_fuzz.py --fuzz-seconds=600` goes on with further ones.
+`pytest tests/commands/test_command_fuzz.py --fuzz-seconds=600` goes on with further ones.
 """
 
 import time
