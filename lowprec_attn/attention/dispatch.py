@@ -19,6 +19,7 @@ from lowprec_attn.attention import dense, tiled
 from lowprec_attn.errors import UserError
 from lowprec_attn.numerics import Numerics
 from pallas_kernels.gpu import attention as gpu
+from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
 
@@ -73,7 +74,8 @@ def resolve_by_platform(request: Request, implementation: str | None) -> dict[st
     told = {}
     for platform, name in names.items():
         told[platform] = f"{name} ({IMPLEMENTATIONS[name].exponent_of(request)})"
-        if platform == "cuda":  # the one with two implementations of its own
+        # The platform with two implementations of its own; of an unknown GPU there is no reason.
+        if platform == "cuda" and device_kind() is not None:
             declined = declined_by(dataclasses.replace(request, platform=platform), name)
             told[platform] += f", since {'; '.join(declined)}," if declined else ""
     _log_choice(tuple(told.items()), request.spec.numerics)

@@ -145,8 +145,6 @@ def test_the_log_tells_it_once(caplog: pytest.LogCaptureFixture) -> None:
             dispatch.resolve_by_platform(asked(num, dtype=np.dtype("float32")), None)
     (message,) = [r.message for r in caplog.records]
     assert "(scale_first)" in message
-    # And why the fastest kernels do not serve it on their platform.
-    assert message.count("hopper does not support") == 1
 
 
 def test_a_rounded_shift_needs_the_difference() -> None:

@@ -1,6 +1,7 @@
 """Programs for a GPU that is named, on a host without one."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,14 @@ import pytest
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.attention import dispatch
 from pallas_kernels.gpu.hopper import attention as hopper
 
 SHAPE = (1, 256, 2, 64)
 
 
-def request(platform="cuda"):
-    spec = Spec(
-        numerics=numerics.FLASH, row_max=numerics.StandardMax(), scale=0.125, is_causal=True
-    )
+def request(chosen=numerics.FLASH, platform="cuda"):
+    spec = Spec(numerics=chosen, row_max=numerics.StandardMax(), scale=0.125, is_causal=True)
     bfloat16 = jnp.dtype("bfloat16")
     return Request(spec=spec, q_shape=SHAPE, kv_shape=SHAPE, dtype=bfloat16, platform=platform)
 
@@ -60,6 +60,18 @@ def test_a_named_device_gets_its_fastest_implementation(device, taken):
     assert attention.explanation(request()).startswith("gpu, since hopper does not support ")
 
 
+def test_the_log_says_why_of_a_device_that_is_known(caplog):
+    chosen = numerics.FLASH.replace(kv_block=176)  # asked for nowhere else
+    asked = request(chosen)
+    with caplog.at_level("INFO", logger="lowprec_attn"):
+        dispatch.resolve_by_platform(asked, None)
+        with attention.compiled_for("NVIDIA A100"):
+            dispatch.resolve_by_platform(asked, None)
+    of_none, of_ampere = (record.message for record in caplog.records)
+    assert "since" not in of_none
+    assert re.search(r"since hopper does not support .*, on cuda", of_ampere)
+
+
 @needs_hopper
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_an_exported_program_has_the_kernel_of_the_device_that_was_named():
@@ -78,7 +90,9 @@ def test_the_reason_is_told(monkeypatch):
         assert attention.explanation(request()) == reason
     reason = "gpu, since hopper does not support an unknown GPU (it needs a Hopper GPU)"
     assert attention.explanation(request()) == reason
-    assert attention.explanation(request("default")).startswith("tiled, since hopper does not")
+    assert attention.explanation(request(platform="default")).startswith(
+        "tiled, since hopper does not"
+    )
 
 
 def test_a_kind_that_is_new_is_served_with_a_warning(caplog):
