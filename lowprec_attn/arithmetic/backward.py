@@ -83,11 +83,13 @@ def backward_tile(
       place: the tile.
       seen: see `BackwardTile`.
     """
-    p_bar = undivided_probabilities(s, statistics, spec, extras, place)
-    p, apart = _where_seen(seen, p_bar), None
+    p = p_bar = undivided_probabilities(s, statistics, spec, extras, place)
+    apart = None
     if (inverse_l := statistics.inverse_l) is not None:
-        apart = (p, inverse_l) if spec.numerics.divided_in_dv == "do" else None
-        p = _where_seen(seen, p * inverse_l)  # 1 / l of a row may not be finite
+        p = p_bar * inverse_l
+        if spec.numerics.divided_in_dv == "do":
+            apart = _where_seen(seen, p_bar), inverse_l
+    p = _where_seen(seen, p)  # the last: 1 / l of a row may not be finite
     v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen, apart)

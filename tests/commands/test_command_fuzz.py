@@ -25,11 +25,7 @@ CASES = {
 CHUNK = 50
 
 
-@pytest.fixture(autouse=True)
-def warnings_are_printed(recwarn):
-    """As in a process of its own, where a doubtful layout of axes is served with a warning."""
-
-
+# Warnings are no errors, as in a process of its own: a doubtful layout of axes is served with one.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("command", "first"),
