@@ -303,14 +303,15 @@ def torch_sdpa() -> list[Kernel]:
     if importlib.util.find_spec("torch") is None:
         return []
 
-    def run(backend: str, problem: Problem) -> dict[str, np.ndarray]:
+    def run(backend: str, dtype: str, problem: Problem) -> dict[str, np.ndarray]:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
         def tensor(x: np.ndarray) -> Any:  # heads first
-            return torch.from_numpy(x.astype(np.float32)).to(device, torch.bfloat16).transpose(1, 2)
+            wide = torch.from_numpy(x.astype(np.float32))
+            return wide.to(device, getattr(torch, dtype)).transpose(1, 2)
 
         q, k, v = (tensor(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
         with sdpa_kernel(getattr(SDPBackend, backend)):
@@ -321,8 +322,13 @@ def torch_sdpa() -> list[Kernel]:
         found = zip(RESULTS, (o.detach(), q.grad, k.grad, v.grad), strict=True)
         return {name: x.transpose(1, 2).double().cpu().numpy() for name, x in found}
 
-    backends = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
-    return [Kernel(f"torch {n}", None, functools.partial(run, b)) for n, b in backends.items()]
+    backends = {
+        "flash": ("FLASH_ATTENTION", "bfloat16"),
+        "cudnn": ("CUDNN_ATTENTION", "bfloat16"),
+        "math": ("MATH", "bfloat16"),
+        "efficient float32": ("EFFICIENT_ATTENTION", "float32"),
+    }
+    return [Kernel(f"torch {n}", None, functools.partial(run, *b)) for n, b in backends.items()]
 
 
 def _largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:

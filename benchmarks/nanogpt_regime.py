@@ -9,7 +9,7 @@ seeds in their order, rate, batch, clipping, Adam. The arms differ in who comput
 
     flash     PyTorch's FlashAttention-2
     cudnn     cuDNN's, by PyTorch
-    float32   PyTorch's unfused attention on q, k and v in float32, without TF32: the control
+    float32   PyTorch's memory-efficient attention on q, k and v in float32: the control
 
 The queue is that of `lab run`, and run directories are as the trainer makes them. A run that was
 stopped cannot be continued: it takes minutes. Remove its directory to repeat it.
@@ -35,6 +35,7 @@ What differs from our trainer, as read in model.py and train.py of that commit:
     clipping          times 1 / (norm + 1e-6) where the norm is above 1; ours times 1 / norm
     Adam              PyTorch's fused AdamW; ours is Optax's
     rate              ours is set before each step; nanoGPT's own warm-up begins at peak / 2001
+    attention         float32 has float32 products from three of TF32; O is rounded to bfloat16
     order of sums     PyTorch's; ours is the same on every run
 """
 
