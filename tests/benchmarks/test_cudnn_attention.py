@@ -36,6 +36,7 @@ def registered(monkeypatch):
 def test_it_is_taken_where_it_is_named_and_never_else():
     assert dispatch.resolve(SERVED, "cudnn") == "cudnn"
     assert dispatch.resolve(SERVED) != "cudnn"
+    assert dispatch.exponent_of(SERVED, "cudnn") == SPEC.numerics.exponent
     assert [*runner.TRAIN][-2:] == ["benchmarks.cudnn_attention", "train"]
 
 
