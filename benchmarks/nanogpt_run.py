@@ -186,6 +186,8 @@ def _loop(
             if limit is not None and watch.excess_steps >= limit:
                 message = f"the loss exploded at step {watch.explosion}"
                 return _stop(run_dir, step, {"explosion": watch.explosion, "message": message})
+    if settings.diagnostics_every:
+        metrics.write(settings.steps, {"signals": signals(model, inputs[:1])})
     loss = _validation(settings, corpus, model, device)
     metrics.write(settings.steps, {"val_loss": loss})
     metrics.flush()

@@ -61,7 +61,9 @@ class Arm:
 
     @property
     def title(self) -> str:
-        """What it computes in few words, such as `probe, saved_output=float32`."""
+        """Its `name` where it sets one, else what it computes: `probe, saved_output=float32`."""
+        if "name" in self.overrides:
+            return self.overrides["name"]
         words = [
             value if name == "attention.numerics" else f"{name.rpartition('.')[2]}={value}"
             for name, value in self.overrides.items()

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.outcomes import ArmOutcome
-from lowprec_attn.lab.records import ArmRecord, tokens_read
+from lowprec_attn.lab.records import ArmRecord, largest_scores, tokens_read
 from lowprec_attn.runs.explosion import smoothed_losses
 from lowprec_attn.runs.pages.drawing import plain
 
@@ -78,11 +78,20 @@ def _broke(outcome: ArmOutcome) -> str:
 
 
 def _ran_away(outcome: ArmOutcome) -> str:
-    """Of the runs that went on to where that is judged; else that none broke."""
-    judged = [record.large_heads for record in outcome.records.values() if record.large_heads]
-    if not judged:
+    """Of the runs that went on to where that is judged; else how large their scores became."""
+    runs = outcome.records.values()
+    judged = [run.large_heads for run in runs if run.large_heads]
+    if judged:
+        return f"{sum(large.ran_away for large in judged)} of {len(judged)} ran away"
+    largest = [
+        max(map(max, scores.values())) for run in runs if (scores := largest_scores(run.signals))
+    ]
+    if not largest:
         return _broke(outcome)
-    return f"{sum(large.ran_away for large in judged)} of {len(judged)} ran away"
+    least, most = (
+        f"{score:.2g}" if score < 10 else f"{score:,.0f}" for score in (min(largest), max(largest))
+    )
+    return f"largest score {least}" if least == most else f"largest scores {least} to {most}"
 
 
 def _grid(panels: int) -> tuple[int, int]:

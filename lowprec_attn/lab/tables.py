@@ -61,7 +61,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
         rows = [[*row, _rollbacks(o, seeds)] for row, o in zip(rows, found, strict=True)]
     table = markdown(header, rows)
     reasons = undecided(found)
-    verdict = f"\nNothing is decided where a control fails: {'; '.join(reasons)}.\n"
+    verdict = f"\nOf explosions nothing is decided where a control fails: {'; '.join(reasons)}.\n"
     listed = f"Seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     order = ", in this order" if len(seeds) > 1 and not many else ""
     told = {word for outcome in found for word in outcome.words.values()}

@@ -125,7 +125,7 @@ def test_a_run_leaves_what_the_lab_collects(tmp_path, monkeypatch):
     assert arm_runs(workdir)[0].outcome().finished
     lines = [json.loads(line) for line in arm.run_dir.metrics.read_text().splitlines()]
     assert [r["step"] for r in lines if "loss" in r] == list(range(12))
-    assert [r["step"] for r in lines if "signals" in r] == [0, 5, 10]
+    assert [r["step"] for r in lines if "signals" in r] == [0, 5, 10, 12]
     assert [r["step"] for r in lines if "val_loss" in r] == [5, 10, 12]
     starts = arm.run_dir.data_order.read_text().splitlines()
     assert len(starts) == 12

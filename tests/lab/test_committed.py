@@ -93,6 +93,21 @@ def test_the_page_of_the_first_batch_in_true_bfloat16_has_what_the_records_have(
         assert said == [*columns], name
 
 
+def test_the_page_of_nanogpt_has_what_the_records_have():
+    directory = RESULTS / "true_bfloat16" / "nanogpt"
+    page = (directory / "README.md").read_text()
+    cells = {}
+    for run in records.read_all(directory):
+        scores = run.signals[2250][1]["score_maximum"] if 2250 in run.signals else None
+        largest, large = cells.setdefault(run.arm.name, ([], []))
+        largest.append("–" if scores is None else f"{max(scores):,.0f}")
+        large.append("–" if scores is None else str(sum(score > 512 for score in scores)))
+    assert set(cells) == {"flash", "cudnn", "float32"}
+    for name, columns in cells.items():
+        (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
+        assert [cell.strip().split(", ") for cell in line.split("|")[2:4]] == [*columns], name
+
+
 def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
     runs = records.read_all(RESULTS / "true_bfloat16" / "first")
     exploded = {(run.arm.name, run.seed) for run in runs if run.explosion is not None}
@@ -128,6 +143,7 @@ def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
 PICTURES = {
     "failure_cpu": ("failure/failure_cpu",),
     "laptop": ("laptop",),
+    "nanogpt": ("true_bfloat16/nanogpt",),
     "failure_delta": ("failure/delta_small",),
     "failure_edge": ("failure/edge_gpt2",),
     "failure_edge_long": ("failure/edge_long",),

@@ -93,6 +93,8 @@ def test_a_title_says_what_an_arm_computes():
     assert titles[0] == "probe"
     assert "probe, pv=float32, saved_output=float32" in titles
     assert experiment.Arm("base", {}).title == "base"
+    named = {"name": "nanogpt_flash", "attention.numerics": "flash"}
+    assert experiment.Arm("flash", named).title == "nanogpt_flash"
 
 
 @pytest.mark.parametrize(

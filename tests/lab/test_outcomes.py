@@ -220,7 +220,7 @@ def test_the_table_has_a_row_an_arm_with_an_entry_a_seed():
     assert found["x=bad (positive control)"][3:5] == ["1,000 / 1,000 / 1,000", "1,000"]
     assert found["x=good (negative control)"][-1] == "–"
     assert text.startswith("Seeds 1, 2, 3, in this order")
-    assert "Nothing is decided" not in text
+    assert "nothing is decided" not in text
 
 
 def test_the_table_says_whose_scores_ran_away():
@@ -299,7 +299,9 @@ def test_a_table_that_decides_nothing_says_so():
     text = tables.outcome_table(outcomes.outcomes([record("arm", 1, 900)]))
     assert text.startswith("Seed 1. ")
     last = text.splitlines()[-1]
-    assert last.startswith("Nothing is decided where a control fails: no arm is the positive")
+    assert last.startswith(
+        "Of explosions nothing is decided where a control fails: no arm is the positive"
+    )
     assert last.endswith("; no arm is the negative control.")
 
 
@@ -395,7 +397,7 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     text = text[text.index("Seeds 1, 2") :]
     assert rows(text)["act=finish (positive control)"][3] == "230 / 230"
     assert rows(text)["act=slow (negative control)"][3] == "healthy / healthy"
-    assert "Nothing is decided" not in text
+    assert "nothing is decided" not in text
     assert [found.words for found in drawn[0]] == [
         {1: "exploded", 2: "exploded"},
         {1: "healthy", 2: "healthy"},
@@ -588,6 +590,6 @@ def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):
     monkeypatch.setattr(records.ArmRecord, "large_heads", property(lambda run: large[run.arm.name]))
     figure = figures.loss_figure(found)
     titles = [panel.get_title().split("\n")[1] for panel in figure.axes if panel.get_title()]
-    assert titles == ["1 of 1 ran away", "0 of 1 exploded"]
+    assert titles == ["1 of 1 ran away", "largest score 2"]
     (legend,) = figure.legends
     assert "explosion" not in [text.get_text() for text in legend.get_texts()]

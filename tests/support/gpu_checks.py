@@ -290,25 +290,25 @@ class RoundTo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WholePowers:
-    """2^(x − n) is 2^-n times 2^x bit for bit, for all x that `arithmetic.powers` forms in [0, 1].
+    """2^(x − n) is 2^-n times 2^x bit for bit, for all x ≤ 0 that `arithmetic.powers` forms.
 
     The instruction is an approximation. `matched` has one P̄ in both passes if it errs alike for
-    every whole part of its operand.
+    every whole part of its operand, S₂ − M. Above 0, where no operand of P̄ is, it errs otherwise.
     """
 
     case: str = "powers"
 
     def outcome(self) -> Record:
-        part = np.arange(2**17 + 1, dtype=np.float32) * np.float32(2.0**-17)
+        part = np.arange(2**17 + 1, dtype=np.float32) * np.float32(2.0**-17) - 1
         power = in_kernel(lambda x: whole_exp2(x, interpret=False))
         of_part = np.asarray(power(part))
         wrong = {
-            n: int((np.asarray(power(part - n)) != of_part * np.exp2(-n)).sum())
-            for n in map(np.float32, range(1, 33))
+            n: int((np.ldexp(np.asarray(power(part - np.float32(n))), n) != of_part).sum())
+            for n in range(1, 32)
         }
         error = np.abs(of_part / np.exp2(part.astype(np.float64)) - 1).max()
         return {
-            "values": 33 * part.size,
+            "values": 32 * part.size,
             "wrong": sum(wrong.values()),
             "error": float(error),
             "passed": not any(wrong.values()) and error < 2.0**-21,
