@@ -141,6 +141,7 @@ def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
 
 
 PICTURES = {
+    "true_bfloat16": ("true_bfloat16/arithmetic",),
     "failure_cpu": ("failure/failure_cpu",),
     "laptop": ("laptop",),
     "nanogpt": ("true_bfloat16/nanogpt",),
