@@ -1,4 +1,4 @@
-"""The README's commands, as they stand there: each is one that its command line takes."""
+"""The commands of the README and of docs/train.md: each is one that its command line takes."""
 
 import re
 import shlex
@@ -11,8 +11,8 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.lab import experiment
 from lowprec_attn.training.config import train_settings
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/train.md"))
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 LINES = "\n".join(BLOCKS).replace("\\\n", " ").splitlines()
 COMMANDS = [
     shlex.split(part, comments=True) for line in LINES for part in re.split(r"&&|\|", line) if part
@@ -59,8 +59,9 @@ def test_every_experiment_is_one_that_can_start(parsed):
     for args in found:
         if args.action == "run":
             experiment.load(config.config_file(args.experiment, ".toml"))
-    run, collect, report = found
-    assert (collect.workdir, report.results) == (run.workdir, collect.results)
+    collect, report = found[-2:]
+    assert collect.workdir in {args.workdir for args in found if args.action == "run"}
+    assert report.results == collect.results
 
 
 def test_every_diagnosis_is_one_that_can_start(parsed):
@@ -73,7 +74,7 @@ def test_every_diagnosis_is_one_that_can_start(parsed):
 
 @pytest.mark.slow
 def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
-    """The README's commands about one text, in their order, on a small model."""
+    """The commands about one text, in their order, on a small model."""
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("a line of text\n" * 300)
@@ -81,7 +82,7 @@ def test_a_text_is_prepared_trained_on_and_resumed_from(tmp_path, monkeypatch):
         if words[0] == "prepare":
             texts = [str(path) for path in tmp_path.glob("*.txt")]
             assert main([w for word in words for w in (texts if word == "*.txt" else [word])]) == 0
-    # All sizes but the number of steps, which the README sets itself.
+    # All sizes but the number of steps, which the page sets itself.
     small = ["--config.devices=1"]
     small += [f"--config.{name}={value}" for name, value in TINY.items() if name != "steps"]
     about_it = [words for words in TRAIN if "--config.data.path=data/mine" in words]

@@ -1,0 +1,44 @@
+"""The README's first figure shows what the pages of its records say."""
+
+import sys
+
+import numpy as np
+import pytest
+from command import ROOT
+from PIL import Image
+
+from benchmarks import front_figure
+
+
+def ends(axis):
+    """By colour, the last value of every line but the grey one."""
+    found = {}
+    for line in axis.lines:
+        found.setdefault(line.get_color(), []).append(float(line.get_ydata()[-1]))
+    found.pop("gray", None)
+    return list(found.values())
+
+
+def test_lines_end_where_the_pages_say():
+    score, theirs, error = front_figure.figure().axes
+    assert [[round(x) for x in of] for of in ends(score)] == [
+        [5148, 1181, 6647],
+        [366, 12, 366],
+        [384, 140, 522],
+    ]
+    cudnn, flash, float32 = ends(theirs)
+    assert min(cudnn) > max(flash) > 2600 > 300 > max(float32)
+    flash, normalized, exact = ends(error)
+    assert min(flash) > 2 > 0.02 > max(normalized) > max(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["light", "dark"])
+def test_the_readme_shows_it(tmp_path, monkeypatch, style):
+    monkeypatch.setattr(sys, "argv", ["front_figure", str(tmp_path / "front")])
+    front_figure.main()
+    shown, drawn = (
+        np.asarray(Image.open(folder / f"front_{style}.png").convert("L"), np.int32)
+        for folder in (ROOT / "docs" / "images", tmp_path)
+    )
+    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
