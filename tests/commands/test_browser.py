@@ -18,8 +18,8 @@ from recorded_runs import layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
+from lowprec_attn.runs.instability.health import judge
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.run_dir import RunDir
 
