@@ -14,7 +14,7 @@ import runpy
 import numpy as np
 import pytest
 from command import ROOT, run_here
-from recorded_runs import layers, record_run
+from records.runs import layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
@@ -35,7 +35,7 @@ SCREEN = 900
 def browser():
     reason = "there is no browser: pip install -e '.[browser]'"
     pytest.importorskip("PySide6.QtWebEngineWidgets", reason=reason, exc_type=ModuleNotFoundError)
-    from browser import Browser
+    from processes.browser import Browser
 
     opened = Browser()
     yield opened

@@ -6,8 +6,8 @@ import math
 import shutil
 
 import pytest
-from arm_records import arm_record
-from older_records import write_older
+from records.arms import arm_record
+from records.older import write_older
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import archive, collection, records

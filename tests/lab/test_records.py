@@ -5,8 +5,8 @@ import lzma
 import shutil
 
 import pytest
-from older_records import write_older
-from stand_in import rewrite
+from processes.stand_in import rewrite
+from records.older import write_older
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import archive, collection, records

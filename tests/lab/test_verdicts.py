@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.records import RecordError

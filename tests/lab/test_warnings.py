@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 
 from lowprec_attn.diagnostics.rules import RULES, alarms, met
 from lowprec_attn.lab.experiment import Arm

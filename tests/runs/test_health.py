@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from recorded_runs import QUIET
+from records.runs import QUIET
 
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.instability.health import judge

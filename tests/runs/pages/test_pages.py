@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from recorded_runs import HEADS, layers, record_run
+from records.runs import HEADS, layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
