@@ -30,7 +30,7 @@ from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.files import sha256
 from lowprec_attn.runs import environment
-from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.instability.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings

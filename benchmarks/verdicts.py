@@ -32,9 +32,9 @@ from lowprec_attn.files import append_line
 from lowprec_attn.lab import records
 from lowprec_attn.lab.experiment import Trial
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.lab.verdicts import FILE, read
-from lowprec_attn.runs import rollbacks
-from lowprec_attn.runs.incidents import AT_ITS_BATCH
+from lowprec_attn.lab.report.verdicts import FILE, read
+from lowprec_attn.runs.instability import rollbacks
+from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH
 from lowprec_attn.runs.run_dir import RunDir
 
 BEFORE = (400, 200, 100, 50)

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Spec
-from lowprec_attn.numerics import DynamicMax, StandardMax
+from lowprec_attn.numerics import DynamicMax, Point, StandardMax
 from pallas_kernels.scalars import Scalars
 
 
@@ -170,7 +170,7 @@ class Problem:
         points = ("scores", "shift", "stats") if m_is_a_score else ("scores",)
         return self.spec.scale if self.counts_in_scale(*points) else 1.0
 
-    def counts_in_scale(self, *points: str) -> bool:
+    def counts_in_scale(self, *points: Point) -> bool:
         """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.
 
         They may where none of the points rounds. The points are those of S and of what it is

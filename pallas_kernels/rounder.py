@@ -21,6 +21,7 @@ from lowprec_attn.numerics import (
     SALTS,
     Format,
     Numerics,
+    Point,
     Rounding,
     counter_bits,
     get_rounding,
@@ -70,7 +71,7 @@ class Rounder:
     stream: Stream | None
     interpret: bool
 
-    def __call__(self, x: Array, point: str, place: Place) -> Array:
+    def __call__(self, x: Array, point: Point, place: Place) -> Array:
         """x rounded at a point of `POINTS`; float32 in, float32 out."""
         rounding = self.numerics.rounding_at(point, self.dtype)
         if rounding.is_identity:
@@ -97,7 +98,7 @@ class Rounder:
             return x
         return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
-    def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
+    def nearest_at(self, x: Array, point: Point, rounding: Rounding) -> Array:
         """`nearest`, by the instructions that suit a point."""
         return self.nearest(x, rounding)
 

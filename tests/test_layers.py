@@ -9,8 +9,8 @@ import tomllib
 
 import pytest
 from command import ROOT
-from forks import Fork, import_as_the_first
 from packaging.requirements import Requirement
+from processes.forks import Fork, import_as_the_first
 
 
 def modules_after(statement: str) -> set[str]:

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
-from lowprec_attn.numerics import SALTS, Numerics, counter_bits, get_format, round_to
+from lowprec_attn.numerics import SALTS, Numerics, Point, counter_bits, get_format, round_to
 
 _FLOAT32 = get_format("float32")
 
@@ -19,7 +19,7 @@ LEAST_SHIFT = -128.0
 class RoundPoint(Protocol):
     """x rounded at a point of `POINTS`: a `Rounder`, or that of a kernel's program."""
 
-    def __call__(self, x: Array, point: str, place: Place) -> Array:
+    def __call__(self, x: Array, point: Point, place: Place) -> Array:
         """float32 in, float32 out."""
 
 
@@ -35,7 +35,7 @@ class Rounder(NamedTuple):
         return cls(spec.numerics, extras.stream)
 
     def __call__(
-        self, x: Array, point: str, place: Place, dtype: np.dtype = _FLOAT32.dtype
+        self, x: Array, point: Point, place: Place, dtype: np.dtype = _FLOAT32.dtype
     ) -> Array:
         """x rounded at a point of `POINTS`, float32; random bits are a function of the place.
 
@@ -60,7 +60,7 @@ class Rounder(NamedTuple):
             return x
         return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
-    def _bits(self, x: Array, point: str, place: Place) -> Array:
+    def _bits(self, x: Array, point: Point, place: Place) -> Array:
         stream = self.stream
         if stream is None:
             rounding = getattr(self.numerics, point)

@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec, planes
 from lowprec_attn.attention import validation
-from lowprec_attn.attention.dispatch import (
-    Call,
-    Part,
-    compute,
-    resolve_by_platform,
-)
+from lowprec_attn.attention.dispatch import Call, Part, compute, resolve_by_platform
 from lowprec_attn.attention.tap import tapped
 from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 
@@ -125,22 +120,9 @@ def dot_product_attention(
       >>> dot_product_attention(q, k, v, is_causal=True).shape
       (1, 8, 2, 32)
     """
-    call, unbatched = prepare(
-        (query, key, value, bias, mask),
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        numerics=numerics,
-        row_max=row_max,
-        rng_key=rng_key,
-        implementation=implementation,
-        block_sizes=block_sizes,
-    )
+    given = locals()  # the arguments, as long as nothing else has a name
+    options = Options(*(given[name] for name in Options._fields))
+    call, unbatched = prepare((query, key, value, bias, mask), options)
     validation.unsharded(call.arrays, implementation)
     out, lse = compute(call)
     out = tapped(call, out)
@@ -149,77 +131,97 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def prepare(
-    arrays: tuple[Any, Any, Any, Any, Any],
-    *,
-    scale: Any = None,
-    is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
-    local_window_size: Any = None,
-    query_offset: Any = 0,
-    query_segment_ids: Any = None,
-    key_value_segment_ids: Any = None,
-    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
-    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
-    rng_key: Key[Array, ""] | None = None,
-    implementation: str | None = None,
-    block_sizes: Hashable = None,
-) -> tuple[Call, bool]:
+class Options(NamedTuple):
+    """The arguments of `dot_product_attention` that a call may leave out, as the caller gave them.
+
+    Its fields are named as they are, and have their defaults.
+    """
+
+    scale: Any = None
+    is_causal: bool = False
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    local_window_size: Any = None
+    query_offset: Any = 0
+    query_segment_ids: Any = None
+    key_value_segment_ids: Any = None
+    numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH
+    row_max: RowMax | str | Sequence[RowMax | str] = StandardMax()
+    rng_key: Key[Array, ""] | None = None
+    implementation: str | None = None
+    block_sizes: Hashable = None
+
+
+def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[Call, bool]:
     """Validates a call once and decides who computes which heads.
+
+    Args:
+      arrays: query, key, value, bias and mask.
+      options: the other arguments.
 
     Returns:
       The call, and whether its arrays came without a batch axis.
     """
     operands, unbatched = validation.batched(*arrays[:3])
-    bias, mask = arrays[3:]
-    if unbatched:
-        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in (bias, mask))
-        query_segment_ids, key_value_segment_ids = (
-            x if x is None or np.ndim(x) != 1 else (x if hasattr(x, "shape") else np.array(x))[None]
-            for x in (query_segment_ids, key_value_segment_ids)
-        )
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
     validation.check_inputs(q, k, v, names=("query", "key", "value"))
-    if numerics is FLASH and q.dtype == jnp.float32:
+    if options.numerics is FLASH and q.dtype == jnp.float32:
         _log_default_in_float32()
-    batch, _, heads, head_size = q.shape
+    extras, spec = _validated(arrays[3:], options, q, k, unbatched)
+    parts = []
+    for group in validation.head_groups(options.numerics, options.row_max, q.shape[2], k.shape[2]):
+        validation.check_shift(group.numerics, group.row_max)
+        validation.check_bits((group.numerics,), options.rng_key)
+        part = spec(numerics=group.numerics, row_max=group.row_max)
+        request = Request.of(q, k, extras, part)
+        implementations = resolve_by_platform(request, options.implementation)
+        parts.append(Part(group.heads, part, implementations))
+    return Call(operands, extras, tuple(parts)), unbatched
+
+
+def _validated(
+    pairs: tuple[Any, Any], options: Options, q: Array, k: Array, unbatched: bool
+) -> tuple[Extras, Callable[..., Spec]]:
+    """The optional arrays of a call, and its `Spec` but for the arithmetic.
+
+    pairs: bias and mask.
+    """
+    bias, mask = pairs
+    segments = [options.query_segment_ids, options.key_value_segment_ids]
+    if unbatched:
+        bias, mask = (x if x is None or jnp.ndim(x) != 3 else x[None] for x in pairs)
+        segments = [
+            x if x is None or np.ndim(x) != 1 else (x if hasattr(x, "shape") else np.array(x))[None]
+            for x in segments
+        ]
+    batch, rows, heads, head_size = q.shape
+    keys = k.shape[1]
     lengths = (
-        validation.lengths("query_seq_lengths", query_seq_lengths, batch, q.shape[1]),
-        validation.lengths("key_value_seq_lengths", key_value_seq_lengths, batch, k.shape[1]),
+        validation.lengths("query_seq_lengths", options.query_seq_lengths, batch, rows),
+        validation.lengths("key_value_seq_lengths", options.key_value_seq_lengths, batch, keys),
     )
-    is_causal = validation.causal(is_causal)
-    offset = validation.query_offset(query_offset, q, k, *lengths)
-    if not is_causal and local_window_size is None:
+    is_causal = validation.causal(options.is_causal)
+    offset = validation.query_offset(options.query_offset, q, k, *lengths)
+    if not is_causal and options.local_window_size is None:
         offset = None  # positions do not matter
     extras = Extras(
         validation.pairs("bias", bias, q, k),
         validation.pairs("mask", mask, q, k),
         *lengths,
-        None if rng_key is None else RandomStream.of(rng_key, batch, heads),
-        validation.traced_scale(scale),
-        *validation.segments(
-            query_segment_ids, key_value_segment_ids, q.shape[:2], (batch, k.shape[1])
-        ),
+        None if options.rng_key is None else RandomStream.of(options.rng_key, batch, heads),
+        validation.traced_scale(options.scale),
+        *validation.segments(segments[0], segments[1], (batch, rows), (batch, keys)),
         offset,
     )
+    window = options.local_window_size
     spec = functools.partial(
         Spec,
-        scale=1.0 if extras.scale is not None else validation.scale(scale, head_size),
+        scale=1.0 if extras.scale is not None else validation.scale(options.scale, head_size),
         is_causal=is_causal,
-        window=validation.window(
-            local_window_size, q.shape[1], k.shape[1], offset=offset is not None
-        ),
-        block_sizes=block_sizes,
+        window=validation.window(window, rows, keys, offset=offset is not None),
+        block_sizes=options.block_sizes,
     )
-    parts = []
-    for group in validation.head_groups(numerics, row_max, heads, k.shape[2]):
-        validation.check_shift(group.numerics, group.row_max)
-        validation.check_bits((group.numerics,), rng_key)
-        part = spec(numerics=group.numerics, row_max=group.row_max)
-        request = Request.of(q, k, extras, part)
-        parts.append(Part(group.heads, part, resolve_by_platform(request, implementation)))
-    return Call(operands, extras, tuple(parts)), unbatched
+    return extras, spec
 
 
 @functools.cache

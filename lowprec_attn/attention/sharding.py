@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, RandomStream, planes
 from lowprec_attn.attention.dispatch import Call, compute
-from lowprec_attn.attention.entry import prepare
+from lowprec_attn.attention.entry import Options, prepare
 from lowprec_attn.attention.tap import tapped
 
 
@@ -45,7 +45,7 @@ def sharded(
         **options: Any,
     ) -> Array | tuple[Array, Array]:
         return_residual = options.pop("return_residual", False)
-        call = _batched(*prepare((query, key, value, bias, mask), **options))
+        call = _batched(*prepare((query, key, value, bias, mask), Options(**options)))
         _check_divides(mesh, batch_axis, head_axis, call)
         heads = PartitionSpec(batch_axis, None, head_axis, None)
         packed = PartitionSpec(batch_axis, None, None, head_axis, None)
@@ -96,7 +96,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
         **options: Any,
     ) -> Array | tuple[Array, Array]:
         return_residual = options.pop("return_residual", False)
-        call = _batched(*prepare((query, key, value, bias, mask), **options))
+        call = _batched(*prepare((query, key, value, bias, mask), Options(**options)))
         stream = call.extras.stream
         if stream is not None:
             start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
@@ -141,31 +141,22 @@ def _check_divides(mesh: Mesh, batch_axis: str | None, head_axis: str | None, ca
 
 
 def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None) -> Extras:
-    def pairs(x: Array | None) -> PartitionSpec | None:
-        if x is None:
-            return None
-        batch = batch_axis if x.shape[0] > 1 else None
-        return PartitionSpec(batch, head_axis if x.shape[1] > 1 else None, None, None)
-
-    def by_batch(x: Array | None) -> PartitionSpec | None:
-        return None if x is None else PartitionSpec(batch_axis)
-
-    stream = None
+    specs: dict[str, Any] = {
+        name: None if x is None else PartitionSpec(batch_axis)
+        for name, x in extras._asdict().items()
+    }
+    for name, x in {"bias": extras.bias, "mask": extras.mask}.items():
+        if x is not None:
+            axes = (batch_axis if x.shape[0] > 1 else None, head_axis if x.shape[1] > 1 else None)
+            specs[name] = PartitionSpec(*axes, None, None)
+    if extras.scale is not None:
+        specs["scale"] = PartitionSpec()
     if extras.stream is not None:
         # The indices in the stream are global, so each shard draws the bits of its own elements.
-        stream = RandomStream(
-            PartitionSpec(),  # type: ignore[arg-type]
-            PartitionSpec(batch_axis),  # type: ignore[arg-type]
-            PartitionSpec(head_axis),  # type: ignore[arg-type]
-        )
-    return Extras(
-        pairs(extras.bias),  # type: ignore[arg-type]
-        pairs(extras.mask),  # type: ignore[arg-type]
-        by_batch(extras.query_lengths),  # type: ignore[arg-type]
-        by_batch(extras.key_lengths),  # type: ignore[arg-type]
-        stream,
-        None if extras.scale is None else PartitionSpec(),  # type: ignore[arg-type]
-        by_batch(extras.query_segments),  # type: ignore[arg-type]
-        by_batch(extras.key_segments),  # type: ignore[arg-type]
-        by_batch(extras.query_offset),  # type: ignore[arg-type]
-    )
+        stream: dict[str, Any] = {
+            "seed": PartitionSpec(),
+            "batch": PartitionSpec(batch_axis),
+            "head": PartitionSpec(head_axis),
+        }
+        specs["stream"] = RandomStream(**stream)
+    return Extras(**specs)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """
     os.environ.update(COMPILER_HOST)  # before JAX starts below
     from lowprec_attn.training.config import train_settings
-    from lowprec_attn.training.fit import compile_for
+    from lowprec_attn.training.resources.fit import compile_for
 
     settings = train_settings(config.load(args.config, args.config_flags))
     return compile_for(args.topology, settings)

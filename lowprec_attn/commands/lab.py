@@ -119,7 +119,7 @@ def _read_and_report(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     from lowprec_attn.lab import archive
-    from lowprec_attn.lab.summary import summary
+    from lowprec_attn.lab.report.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
     if args.figure is not None:  # before the records are read, which takes long
@@ -146,11 +146,12 @@ def _report(args: argparse.Namespace) -> None:
 
 def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "list[ArmRecord]":
     """Writes table and figure of one experiment; returns its records."""
-    from lowprec_attn.lab import figures, outcomes, records, tables
-    from lowprec_attn.lab.bias import bias_table
-    from lowprec_attn.lab.growth import growth_table
-    from lowprec_attn.lab.verdicts import verdict_table
-    from lowprec_attn.lab.warnings import warning_table
+    from lowprec_attn.lab import records
+    from lowprec_attn.lab.report import figures, outcomes, tables
+    from lowprec_attn.lab.report.bias import bias_table
+    from lowprec_attn.lab.report.growth import growth_table
+    from lowprec_attn.lab.report.verdicts import verdict_table
+    from lowprec_attn.lab.report.warnings import warning_table
     from lowprec_attn.runs.pages.drawing import write_figure
 
     arms = records.read_all(directory)

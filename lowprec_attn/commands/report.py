@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     from lowprec_attn.runs.pages.comparison import write_comparison
     from lowprec_attn.runs.pages.run import write_run_page
     from lowprec_attn.runs.run_dir import RunDir
-    from lowprec_attn.training.efficiency import efficiency
+    from lowprec_attn.training.resources.efficiency import efficiency
 
     run_dirs = [RunDir(path) for path in args.run_dirs]
     if args.html is not None:

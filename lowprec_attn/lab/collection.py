@@ -13,8 +13,9 @@ from lowprec_attn.files import read_record, sha256
 from lowprec_attn.lab import archive
 from lowprec_attn.lab.archive import Number, RecordError, StoredRun
 from lowprec_attn.lab.workdir import ArmRun
-from lowprec_attn.runs import metrics, rollbacks
-from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs import metrics
+from lowprec_attn.runs.instability import rollbacks
+from lowprec_attn.runs.instability.explosion import LossWatch
 
 SIGNALS = (
     "score_maximum",

@@ -6,8 +6,8 @@ from typing import Any
 
 from lowprec_attn.files import complete_lines
 from lowprec_attn.lab.workdir import ArmRun
-from lowprec_attn.runs import rollbacks
 from lowprec_attn.runs.earlier import section_of
+from lowprec_attn.runs.instability import rollbacks
 from lowprec_attn.runs.run_dir import RunDir
 
 _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
@@ -20,7 +20,7 @@ def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
     goes with `data.path`), and package versions, source commit and kind of device of every process
     that took part.
     Compared with the first arm of the same seed: the batches of the steps that both have taken, up
-    to where one went back (`runs.rollbacks`) and began to leave batches out.
+    to where one went back (`runs.instability.rollbacks`) and began to leave batches out.
     """
     found = []
     for first, run in itertools.product(runs[:1], runs[1:]):

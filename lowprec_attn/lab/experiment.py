@@ -14,7 +14,7 @@ Every arm runs once for each of `seeds`, and all arms of a seed are given the sa
 value of a field, `{seed}` stands for the seed, so that an arm can resume from a run of its seed.
 `positive_control` names the arm that must break and `negative_control` the one that must not:
 where either does otherwise, the experiment decides nothing. `[runaway]` says when its scores are
-judged and by which size (`runs.explosion.RunawayRule`).
+judged and by which size (`runs.instability.explosion.RunawayRule`).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from lowprec_attn.errors import RunError, unknown_field
 from lowprec_attn.files import flatten
-from lowprec_attn.runs.explosion import RUNAWAY_RULE, RunawayRule
+from lowprec_attn.runs.instability.explosion import RUNAWAY_RULE, RunawayRule
 from lowprec_attn.training.settings import SEEDS
 
 Fields = Mapping[str, str]

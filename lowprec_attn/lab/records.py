@@ -12,15 +12,15 @@ from lowprec_attn.lab import archive
 from lowprec_attn.lab.archive import RecordError, StoredRun
 from lowprec_attn.lab.collection import explosion, held_out
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.mechanism import mechanism
-from lowprec_attn.runs.explosion import (
+from lowprec_attn.lab.report.mechanism import mechanism
+from lowprec_attn.runs.instability.explosion import (
     LASTING_STEPS,
     RUNAWAY_RULE,
     LargeHeads,
     RunawayRule,
     large_heads,
 )
-from lowprec_attn.runs.rollbacks import Rollback
+from lowprec_attn.runs.instability.rollbacks import Rollback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ArmRecord:
 
     Attributes:
       arm: its name and overrides.
-      mechanism: that its arithmetic is open to; see `lab.mechanism`.
+      mechanism: that its arithmetic is open to; see `lab.report.mechanism`.
       seed: of the run.
       steps: that it took.
       step_tokens: that each of them took.
       text_tokens: of the whole training text, None where that is not known; see `text_lengths`.
-      explosion: the step at which the loss exploded, or None; see `runs.explosion`.
+      explosion: the step at which the loss exploded, or None; see `runs.instability.explosion`.
       runaway_rule: when its scores are judged, and by which size.
       losses: of training, by step; not all steps are kept.
       val_losses: by step.

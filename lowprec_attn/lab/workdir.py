@@ -16,7 +16,7 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
 from lowprec_attn.runs import metrics
-from lowprec_attn.runs.explosion import RunawayRule
+from lowprec_attn.runs.instability.explosion import RunawayRule
 from lowprec_attn.runs.run_dir import RunDir
 
 

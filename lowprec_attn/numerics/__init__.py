@@ -21,7 +21,7 @@ from lowprec_attn.numerics.presets import (
     STOCHASTIC_OUTPUT,
     get_preset,
 )
-from lowprec_attn.numerics.record import POINTS, SALTS, KvBlock, Numerics
+from lowprec_attn.numerics.record import POINTS, SALTS, KvBlock, Numerics, Point
 from lowprec_attn.numerics.rounding import (
     MODES,
     Rounding,
@@ -68,6 +68,7 @@ __all__ = [
     "Format",
     "KvBlock",
     "Numerics",
+    "Point",
     "PublishedMax",
     "Rounding",
     "RowMax",

@@ -9,10 +9,10 @@ m and l are saved apart: rows whose scores are all near ± 1e6 have Σ P = 1 too
 """
 
 FLASH = Numerics(
-    probs="bfloat16",  # type: ignore[arg-type]
-    output="bfloat16",  # type: ignore[arg-type]
-    probs_bwd="bfloat16",  # type: ignore[arg-type]
-    ds="bfloat16",  # type: ignore[arg-type]
+    probs="bfloat16",
+    output="bfloat16",
+    probs_bwd="bfloat16",
+    ds="bfloat16",
 )
 """FlashAttention-2 and -3, cuDNN: only operands of matrix products and O are rounded."""
 
@@ -88,13 +88,13 @@ STOCHASTIC_OUTPUT = FLASH.replace(output="bfloat16:stochastic")
 """`flash` with O rounded stochastically: no persistent sign."""
 
 STANDARD = Numerics(
-    scores="bfloat16",  # type: ignore[arg-type]
-    probs="bfloat16",  # type: ignore[arg-type]
-    output="bfloat16",  # type: ignore[arg-type]
+    scores="bfloat16",
+    probs="bfloat16",
+    output="bfloat16",
     delta="dp_p",
-    probs_bwd="bfloat16",  # type: ignore[arg-type]
-    dp="bfloat16",  # type: ignore[arg-type]
-    ds="bfloat16",  # type: ignore[arg-type]
+    probs_bwd="bfloat16",
+    dp="bfloat16",
+    ds="bfloat16",
     normalize_probs=True,
 )
 """Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""

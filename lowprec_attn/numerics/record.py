@@ -66,7 +66,7 @@ what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in e
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -86,31 +86,74 @@ Divisor = Literal["rounded", "first_unrounded"]
 
 KvBlock = int | Literal["all"]
 
-# Every point, in the order of the computation, and the number that salts its random bits: never
-# reused, so that a new point leaves the bits of the others as they are.
-SALTS: dict[str, int] = {
+Point = Literal[
+    "scores",
+    "shift",
+    "probs",
+    "value",
+    "pv",
+    "rescale",
+    "accumulator",
+    "stats",
+    "normalizer",
+    "lse",
+    "output",
+    "output_bwd",
+    "delta_value",
+    "probs_bwd",
+    "dp",
+    "ds",
+    "tile_grads",
+    "grads",
+]
+POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
+
+# The number that salts a point's random bits: never reused, so that a new point leaves the bits of
+# the others as they are.
+SALTS: dict[Point, int] = {
     "scores": 0,
-    "shift": 12,
     "probs": 1,
-    "value": 17,
     "pv": 2,
     "rescale": 3,
     "accumulator": 4,
     "stats": 5,
-    "normalizer": 13,
-    "lse": 11,
     "output": 6,
-    "output_bwd": 15,
-    "delta_value": 16,
     "probs_bwd": 7,
     "dp": 8,
     "ds": 9,
-    "tile_grads": 14,
     "grads": 10,
+    "lse": 11,
+    "shift": 12,
+    "normalizer": 13,
+    "tile_grads": 14,
+    "output_bwd": 15,
+    "delta_value": 16,
+    "value": 17,
 }
-POINTS: tuple[str, ...] = tuple(SALTS)
 
 _FLOAT32 = get_rounding("float32")
+
+_Held = TypeVar("_Held", bound=Rounding | None)
+
+
+class RoundingField(Generic[_Held]):
+    """A field of `Numerics` that is written as a rounding or its text, and read as a rounding."""
+
+    def __init__(self, default: _Held) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, record: "Numerics | None", owner: type) -> _Held:
+        """Of the class the default, which is how `dataclasses` learns it."""
+        held: _Held = self._default if record is None else vars(record)[self._name]
+        return held
+
+    def __set__(self, record: "Numerics", value: _Held | str) -> None:
+        given: Any = value
+        follows_input = given is None and self._default is None
+        vars(record)[self._name] = None if follows_input else get_rounding(given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,27 +223,27 @@ class Numerics:
       ValueError: unknown format, mode or choice; kv_block neither positive nor 'all'.
     """
 
-    scores: Rounding = _FLOAT32
-    shift: Rounding = _FLOAT32
-    probs: Rounding = _FLOAT32
-    value: Rounding = _FLOAT32
-    pv: Rounding = _FLOAT32
-    rescale: Rounding = _FLOAT32
-    accumulator: Rounding = _FLOAT32
-    stats: Rounding = _FLOAT32
-    normalizer: Rounding = _FLOAT32
+    scores: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    shift: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    probs: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    value: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    pv: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    rescale: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    accumulator: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    stats: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    normalizer: RoundingField[Rounding] = RoundingField(_FLOAT32)
     divisor: Divisor = "rounded"
-    lse: Rounding = _FLOAT32
-    output: Rounding | None = None
+    lse: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    output: RoundingField[Rounding | None] = RoundingField(None)
     saved_output: SavedOutput = "same"
-    output_bwd: Rounding = _FLOAT32
-    delta_value: Rounding = _FLOAT32
+    output_bwd: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    delta_value: RoundingField[Rounding] = RoundingField(_FLOAT32)
     delta: Delta = "do_o"
-    probs_bwd: Rounding = _FLOAT32
-    dp: Rounding = _FLOAT32
-    ds: Rounding = _FLOAT32
-    tile_grads: Rounding = _FLOAT32
-    grads: Rounding | None = None
+    probs_bwd: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    dp: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    ds: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    tile_grads: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    grads: RoundingField[Rounding | None] = RoundingField(None)
     exponent: Exponent | None = None
     statistics: Statistics = "lse"
     row_sum: RowSum = "unrounded"
@@ -211,11 +254,6 @@ class Numerics:
     kv_block: KvBlock | None = None
 
     def __post_init__(self) -> None:
-        for point in POINTS:
-            value = getattr(self, point)
-            if value is None and point in ("output", "grads"):
-                continue
-            object.__setattr__(self, point, get_rounding(value))
         _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
         _check_choice("delta", self.delta, get_args(Delta))
         _check_choice("row_sum", self.row_sum, get_args(RowSum))
@@ -326,8 +364,8 @@ class Numerics:
         block = self.kv_block or default
         return min(block, length) if isinstance(length, int) else block  # or symbolic
 
-    def rounding_at(self, point: str, dtype: np.dtype) -> Rounding:
-        """The rounding at a point of `POINTS`, for inputs of `dtype`.
+    def rounding_at(self, point: Point, dtype: np.dtype) -> Rounding:
+        """The rounding at a point, for inputs of `dtype`.
 
         `output` and `grads` follow the inputs where they are None.
         """

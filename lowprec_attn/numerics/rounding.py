@@ -6,7 +6,7 @@ a mask. The result stays float32; storing it in the format's own dtype is then e
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def get_rounding(spec: "str | Format | Rounding") -> Rounding:
     if not isinstance(spec, str):
         raise ValueError(f"a rounding is written 'format' or 'format:mode', got {spec!r}")
     name, _, mode = spec.partition(":")
-    return Rounding(get_format(name), mode or "nearest")  # type: ignore[arg-type]
+    return Rounding(get_format(name), cast(Mode, mode or "nearest"))
 
 
 def _check_mode(mode: str) -> None:
@@ -135,12 +135,12 @@ def round_in_kernel(
     return x if fmt.name == "float32" else _rounded(x, fmt, mode, bits)
 
 
-def _checked_format(x: Array, fmt: str | Format, mode: str, bits: Array | None) -> Format:
+def _checked_format(x: Array, fmt: str | Format, mode: Mode, bits: Array | None) -> Format:
     fmt = get_format(fmt)
     _check_mode(mode)
     if x.dtype != jnp.float32:
         raise ValueError(f"round_to takes float32, got {x.dtype}; convert with .astype first")
-    needs_bits = Rounding(fmt, mode).needs_bits  # type: ignore[arg-type]
+    needs_bits = Rounding(fmt, mode).needs_bits
     if needs_bits and bits is None:
         raise ValueError(f"rounding mode {mode!r} needs random bits; pass a PRNG key")
     return fmt

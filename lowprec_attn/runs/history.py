@@ -7,10 +7,11 @@ from typing import Any, Self
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record
-from lowprec_attn.runs import metrics, rollbacks
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.earlier import renamed
-from lowprec_attn.runs.incidents import Incident, incidents
-from lowprec_attn.runs.rollbacks import Rollback
+from lowprec_attn.runs.instability import rollbacks
+from lowprec_attn.runs.instability.incidents import Incident, incidents
+from lowprec_attn.runs.instability.rollbacks import Rollback
 from lowprec_attn.runs.run_dir import RunDir
 
 Layer = Mapping[str, Sequence[float]]

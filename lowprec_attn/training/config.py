@@ -18,7 +18,7 @@ from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, M
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
 from lowprec_attn.runs import trackers
 from lowprec_attn.runs.earlier import renamed
-from lowprec_attn.runs.explosion import LASTING_STEPS
+from lowprec_attn.runs.instability.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import (
     SEEDS,
     DataSettings,

@@ -27,25 +27,25 @@ from lowprec_attn.data.order import OrderRecord
 from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints
+from lowprec_attn.runs.instability.rollbacks import Reason
+from lowprec_attn.runs.instability.spikes import Level
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.pages.run import write_run_page
-from lowprec_attn.runs.rollbacks import Reason
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.spikes import Level
 from lowprec_attn.tables import columns
-from lowprec_attn.training import heap
 from lowprec_attn.training.across_steps import AcrossSteps
 from lowprec_attn.training.adam_signals import AdamValues, make_adam_signals
 from lowprec_attn.training.devices import Devices
-from lowprec_attn.training.efficiency import efficiency
-from lowprec_attn.training.nonfinite import Culprit, find_culprit
+from lowprec_attn.training.instability.nonfinite import Culprit, find_culprit
+from lowprec_attn.training.instability.rescue import Rescue
+from lowprec_attn.training.instability.watch import Watch
 from lowprec_attn.training.program import Program
 from lowprec_attn.training.progress import Progress
-from lowprec_attn.training.rescue import Rescue
+from lowprec_attn.training.resources import heap
+from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Directions, Signals, make_signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
-from lowprec_attn.training.watch import Watch
 
 EXIT_DONE = 0
 EXIT_BROKEN = 3  # a loss was not finite, or exploded and the config says to stop

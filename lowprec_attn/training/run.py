@@ -30,20 +30,20 @@ from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs import trackers
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
+from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
+from lowprec_attn.runs.instability.spikes import level_before
 from lowprec_attn.runs.metrics import MetricsWriter
-from lowprec_attn.runs.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.spikes import level_before
 from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
-from lowprec_attn.training import heap
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
 from lowprec_attn.training.devices import Devices, run_devices
+from lowprec_attn.training.instability.rescue import Rescue
 from lowprec_attn.training.loop import EXIT_DONE, Loop, Run
-from lowprec_attn.training.memory import explained_shortage, require_memory
 from lowprec_attn.training.program import make_program
-from lowprec_attn.training.rescue import Rescue
+from lowprec_attn.training.resources import heap
+from lowprec_attn.training.resources.memory import explained_shortage, require_memory
 from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import root_key
 

@@ -64,8 +64,8 @@ class RollbackSettings:
 
     Attributes:
       steps: how many steps before the onset the checkpoint has to be, ≥ 0.
-      after: steps in excess (`runs.explosion`) that are enough, ≥ 1. A loss, gradient or update
-        that is not finite is enough by itself.
+      after: steps in excess (`runs.instability.explosion`) that are enough, ≥ 1. A loss, gradient
+        or update that is not finite is enough by itself.
       tries: how many rollbacks there may be, ≥ 1; after the last the run stops as it would have.
       attention: the arithmetic after a rollback, None to keep it.
     """
@@ -88,7 +88,7 @@ class TrainSettings:
       diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       stop_exploded_after: end the run once its loss has been in excess for so many steps
-        (`runs.explosion` says what that is), None to go on.
+        (`runs.instability.explosion` says what that is), None to go on.
       rollback: what to do when the loss is in excess or not finite (`config.rollback`), None to go
         on, or stop.
       checkpoints_kept: how many of the newest checkpoints stay on disk, beside those that a

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.numerics import Format, Rounding
+from lowprec_attn.numerics import Format, Point, Rounding
 from pallas_kernels import rounder as common
 from pallas_kernels.gpu.instructions import as_bfloat16, round_to_bfloat16
 
@@ -23,7 +23,7 @@ _OPERANDS = ("probs", "probs_bwd", "ds", "output", "grads")
 class Rounder(common.Rounder):
     """Rounds and multiplies tiles of one program of a GPU kernel."""
 
-    def nearest_at(self, x: Array, point: str, rounding: Rounding) -> Array:
+    def nearest_at(self, x: Array, point: Point, rounding: Rounding) -> Array:
         """See `common.Rounder`."""
         if rounding.format.name != "bfloat16" or self.interpret:
             return self.nearest(x, rounding)

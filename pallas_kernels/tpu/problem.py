@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.visibility import by_position
+from lowprec_attn.numerics import Point
 from pallas_kernels import problem as common
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.scalars import Scalars
@@ -64,7 +65,7 @@ class Problem(common.Problem):
         """
         return self.spec.scale_is_power_of_two
 
-    def counts_in_scale(self, *points: str) -> bool:
+    def counts_in_scale(self, *points: Point) -> bool:
         """As in `common.Problem`, but not where S needs no factor: it is in q then."""
         return not self.scales_queries and super().counts_in_scale(*points)
 

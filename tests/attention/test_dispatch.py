@@ -5,7 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_targets import mesh_of
+from gpu.targets import mesh_of
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec

@@ -1,15 +1,15 @@
 """The record of the public code of arXiv 2510.04212 against a reading of its source in NumPy.
 
 What follows for the presets stands in docs/published_arithmetic.md; `test_published` holds the
-library against the same reading. When elements differ: `public_record`.
+library against the same reading. When elements differ: `public_code.record`.
 """
 
 import json
 
 import numpy as np
 import pytest
-from public_code import Rule
-from public_record import SHARE, Run, reading, record
+from public_code.reading import Rule
+from public_code.record import SHARE, Run, reading, record
 
 THREE = slice(3)  # heads
 

@@ -2,7 +2,7 @@
 
 Three things stand beside each other: what the code computed on a GPU, a reading of its source in
 NumPy (`test_public_code` compares these two), and the library. docs/published_arithmetic.md says
-what follows. When elements differ: `public_record`.
+what follows. When elements differ: `public_code.record`.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from compiling import slow_among
 from grid_inputs import Head
-from public_code import COMPILED, EAGER, Reading, Result, Rule, bf16
-from public_record import SHARE, Run, by_head, difference, reading
-from published_calls import PRESETS, RULES, Call, library
+from public_code.calls import PRESETS, RULES, Call, library
+from public_code.reading import COMPILED, EAGER, Reading, Result, Rule, bf16
+from public_code.record import SHARE, Run, by_head, difference, reading
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.points import Rounder

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_targets import H200, lowered, mesh_of
+from gpu.targets import H200, lowered, mesh_of
 from harness import Case
 
 from benchmarks.attention.records import read

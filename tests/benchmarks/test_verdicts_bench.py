@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 from tiny import tiny_config
 
 from benchmarks import bad_text, verdicts

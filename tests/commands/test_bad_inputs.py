@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import ROOT
-from recorded_runs import layers, record_run
+from records.runs import layers, record_run
 from safetensors.numpy import save_file
 
 from lowprec_attn import files

@@ -14,12 +14,12 @@ import runpy
 import numpy as np
 import pytest
 from command import ROOT, run_here
-from recorded_runs import layers, record_run
+from records.runs import layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
+from lowprec_attn.runs.instability.health import judge
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.run_dir import RunDir
 
@@ -35,7 +35,7 @@ SCREEN = 900
 def browser():
     reason = "there is no browser: pip install -e '.[browser]'"
     pytest.importorskip("PySide6.QtWebEngineWidgets", reason=reason, exc_type=ModuleNotFoundError)
-    from browser import Browser
+    from processes.browser import Browser
 
     opened = Browser()
     yield opened

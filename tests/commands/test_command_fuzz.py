@@ -5,9 +5,9 @@
 
 import time
 
-import command_fuzz
 import numpy as np
 import pytest
+from processes import command_fuzz
 
 # What is served computes, which takes a second; 1,500 in all, in about a minute of a core.
 CASES = {

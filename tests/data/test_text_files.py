@@ -11,12 +11,12 @@ import random
 import shutil
 
 import datasets
-import instants
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from processes import instants
 
 from lowprec_attn.data import documents, prepare, text_files, tokens
 from lowprec_attn.data.documents import Piece

@@ -4,9 +4,9 @@ export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false
 pytest -m gpu -n 8 --dist=load tests/kernels/test_gpu_device.py
 """
 
-import gpu_checks
 import jax.numpy as jnp
 import pytest
+from gpu import checks as gpu_checks
 
 from lowprec_attn import attention, numerics
 

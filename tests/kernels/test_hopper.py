@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_targets import mesh_of
+from gpu.product_races import check_products
+from gpu.targets import mesh_of
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,7 +29,6 @@ from kernel_calls import (
     run,
     run_plain,
 )
-from product_races import check_products
 
 from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Request, Spec

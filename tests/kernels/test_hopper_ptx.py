@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_targets import H200, lowered
+from gpu.targets import H200, lowered
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.shapes import SHAPES

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from gpu_targets import A100, B200, H200, mesh_of
-from product_races import check_products
+from gpu.product_races import check_products
+from gpu.targets import A100, B200, H200, mesh_of
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn.gpt2 import kernels

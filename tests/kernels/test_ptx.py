@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_targets import A100, B200, H200, L4, Target, devices_of, lowered
+from gpu.targets import A100, B200, H200, L4, Target, devices_of, lowered
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import tiny_settings

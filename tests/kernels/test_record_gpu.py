@@ -4,9 +4,9 @@ import itertools
 import sys
 from pathlib import Path
 
-import gpu_checks
 import pytest
 import record_gpu
+from gpu import checks as gpu_checks
 
 
 def test_every_check_is_run_once() -> None:

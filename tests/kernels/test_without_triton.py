@@ -19,7 +19,7 @@ sys.modules["jax._src.pallas.triton"] = None
 
 import jax
 import jax.numpy as jnp
-from gpu_targets import mesh_of
+from gpu.targets import mesh_of
 from tiny import tiny_settings
 
 from lowprec_attn import attention

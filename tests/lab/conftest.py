@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from command import ROOT
-from stand_in import STAND_IN
+from processes.stand_in import STAND_IN
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import runner

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 
-from lowprec_attn.lab.bias import bias_table
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.records import RecordError
+from lowprec_attn.lab.report.bias import bias_table
 
 
 def record(seed, scores):

@@ -13,7 +13,8 @@ from PIL import Image
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
-from lowprec_attn.lab import archive, figures, outcomes, records
+from lowprec_attn.lab import archive, records
+from lowprec_attn.lab.report import figures, outcomes
 
 RESULTS = ROOT / "results"
 FAILURE = RESULTS / "failure"

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from stand_in import rewrite
+from processes.stand_in import rewrite
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab.comparison import unwanted_differences

@@ -5,7 +5,7 @@ from command import ROOT
 
 from lowprec_attn.commands import config
 from lowprec_attn.lab import experiment
-from lowprec_attn.runs.explosion import RunawayRule
+from lowprec_attn.runs.instability.explosion import RunawayRule
 from lowprec_attn.training.config import train_settings
 
 FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"

@@ -10,7 +10,8 @@ import sys
 import pytest
 from command import ROOT
 
-from lowprec_attn.lab import outcomes, records
+from lowprec_attn.lab import records
+from lowprec_attn.lab.report import outcomes
 
 
 def collected(directory, experiment, *options):

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from arm_records import arm_record
+from records.arms import arm_record
 
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.growth import growth_table
+from lowprec_attn.lab.report.growth import growth_table
 
 EXACT, ROUNDED = Arm("exact", {}, "negative"), Arm("rounded", {}, "positive")
 

@@ -14,8 +14,8 @@ import sys
 import command
 import pytest
 from command import ROOT, TINY, environment, lab_without_reports
-from forks import Fork
-from stand_in import rewrite, wait_until
+from processes.forks import Fork
+from processes.stand_in import rewrite, wait_until
 
 from lowprec_attn.commands.main import EXIT_BAD_INPUT, main
 from lowprec_attn.errors import RunError

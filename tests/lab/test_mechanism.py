@@ -4,7 +4,7 @@ import pytest
 from command import ROOT
 
 from lowprec_attn.lab import archive
-from lowprec_attn.lab.mechanism import mechanism
+from lowprec_attn.lab.report.mechanism import mechanism
 
 MODEL = {
     **dict.fromkeys(("layers", "heads"), 2),

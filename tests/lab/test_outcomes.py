@@ -6,14 +6,15 @@ import math
 import shutil
 
 import pytest
-from arm_records import arm_record
-from older_records import write_older
+from records.arms import arm_record
+from records.older import write_older
 
 from lowprec_attn.commands.main import main
-from lowprec_attn.lab import archive, collection, figures, outcomes, records, summary, tables
+from lowprec_attn.lab import archive, collection, records
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.runs.explosion import LargeHeads, RunawayRule
-from lowprec_attn.runs.rollbacks import Rollback
+from lowprec_attn.lab.report import figures, outcomes, summary, tables
+from lowprec_attn.runs.instability.explosion import LargeHeads, RunawayRule
+from lowprec_attn.runs.instability.rollbacks import Rollback
 
 CONTROLS = {"bad": "positive", "good": "negative"}
 

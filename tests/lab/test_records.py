@@ -5,11 +5,12 @@ import lzma
 import shutil
 
 import pytest
-from older_records import write_older
-from stand_in import rewrite
+from processes.stand_in import rewrite
+from records.older import write_older
 
 from lowprec_attn.commands.main import main
-from lowprec_attn.lab import archive, collection, figures, records, tables
+from lowprec_attn.lab import archive, collection, records
+from lowprec_attn.lab.report import figures, tables
 
 LAYERS = 12
 STEPS = range(0, 101, 10)

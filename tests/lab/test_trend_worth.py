@@ -17,7 +17,7 @@ import pytest
 from lowprec_attn.diagnostics import trend
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.lab import records
-from lowprec_attn.lab.warnings import first_alarm
+from lowprec_attn.lab.report.warnings import first_alarm
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOSE = (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from command import ROOT
-from gpu_targets import mesh_of
+from gpu.targets import mesh_of
 
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec
 from lowprec_attn.commands import config

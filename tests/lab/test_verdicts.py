@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 
 from lowprec_attn.lab.experiment import Arm
-from lowprec_attn.lab.outcomes import outcomes, wilson
 from lowprec_attn.lab.records import RecordError
-from lowprec_attn.lab.verdicts import verdict_table
+from lowprec_attn.lab.report.outcomes import outcomes, wilson
+from lowprec_attn.lab.report.verdicts import verdict_table
 
 
 def record(arm, seed, mechanism="–", control=None, explosion=None, loss=2.0):

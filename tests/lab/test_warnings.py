@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from arm_records import arm_record
+from records.arms import arm_record
 
 from lowprec_attn.diagnostics.rules import RULES, alarms, met
-from lowprec_attn.lab import warnings
 from lowprec_attn.lab.experiment import Arm
+from lowprec_attn.lab.report import warnings
 
 SCORES = next(rule for rule in RULES if rule.name == "scores")
 DELTA = next(rule for rule in RULES if rule.name == "delta")

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forks import Fork
-from instants import Disk, snapshots_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from processes.forks import Fork
+from processes.instants import Disk, snapshots_of
 
 from lowprec_attn.runs import checkpoint_content
 from lowprec_attn.runs.checkpoint import CheckpointError, Checkpoints

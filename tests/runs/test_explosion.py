@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lowprec_attn.runs.explosion import LargeHeads, LossWatch, RunawayRule, large_heads
+from lowprec_attn.runs.instability.explosion import LargeHeads, LossWatch, RunawayRule, large_heads
 
 
 def risen(at, by, steps, until=math.inf):

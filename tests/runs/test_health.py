@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
-from recorded_runs import QUIET
+from records.runs import QUIET
 
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
-from lowprec_attn.runs.rollbacks import Rollback
+from lowprec_attn.runs.instability.health import judge
+from lowprec_attn.runs.instability.rollbacks import Rollback
 
 FALLING = [5.0 - 0.01 * step for step in range(200)]
 EXPLODED = [*FALLING, *[9.0] * 120]  # the mean of 50 steps needs 7 of them to rise by 0.7

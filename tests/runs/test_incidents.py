@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
-from lowprec_attn.runs.incidents import AT_ITS_BATCH, incidents
+from lowprec_attn.runs.instability.health import judge
+from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, incidents
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.run_dir import RunDir
 

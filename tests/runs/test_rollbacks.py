@@ -5,7 +5,7 @@ import pytest
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import Fingerprint
 from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.runs.rollbacks import Rollback, RollbackRecord, read, skipped, target
+from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, read, skipped, target
 from lowprec_attn.runs.run_dir import RunDir
 
 FIRST = Rollback(to=10, onset=18, detected=24, skipped=15, reason="excess")

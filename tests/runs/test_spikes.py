@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lowprec_attn.runs.spikes import (
+from lowprec_attn.runs.instability.spikes import (
     SLOW_STEPS,
     Divergence,
     Jump,

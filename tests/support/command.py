@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from forks import Fork
+from processes.forks import Fork
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.data import tokens

@@ -11,8 +11,8 @@ import itertools
 import grid_inputs
 import jax
 import ml_dtypes
-from public_record import ARRAYS, ROUNDINGS, Difference, Run, difference, reading
-from published_calls import PRESETS, RULES, Call, library
+from public_code.calls import PRESETS, RULES, Call, library
+from public_code.record import ARRAYS, ROUNDINGS, Difference, Run, difference, reading
 
 from lowprec_attn.tables import columns
 

@@ -2,7 +2,7 @@
 
     python tests/support/record_gpu.py --out results/gpu_conformance_h200.jsonl
 
-JSON lines: the environment, one line per check of `gpu_checks.CHECKS`, and one per run of
+JSON lines: the environment, one line per check of `gpu.checks.CHECKS`, and one per run of
 `compute-sanitizer` (memcheck, racecheck) on the kernels of attention, with every preset, and on
 those of the trainer. Exits with 1 if something did not pass.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from gpu_checks import CHECKS, Check, Record, record_of
+from gpu.checks import CHECKS, Check, Record, record_of
 from gpu_launches import OTHERS
 from kernel_calls import PRESETS
 

@@ -16,10 +16,16 @@ from lowprec_attn.commands import compile as compile_command
 from lowprec_attn.commands.compile import COMPILER_HOST
 from lowprec_attn.commands.main import main
 from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.training import fit
 from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.efficiency import GENERATIONS
-from lowprec_attn.training.fit import SliceError, _advice, collectives, footprint, slice_devices
+from lowprec_attn.training.resources import fit
+from lowprec_attn.training.resources.efficiency import GENERATIONS
+from lowprec_attn.training.resources.fit import (
+    SliceError,
+    _advice,
+    collectives,
+    footprint,
+    slice_devices,
+)
 
 PROGRAM = """
   %all-reduce.1 = (f32[128,4]{1,0:T(8,128)}, f32[]) all-reduce(%a, %b), replica_groups={}
@@ -152,7 +158,7 @@ import sys
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from lowprec_attn.training.fit import slice_devices
+from lowprec_attn.training.resources.fit import slice_devices
 
 for name in sys.argv[1:]:
     sharding = SingleDeviceSharding(slice_devices(name)[0])

@@ -9,7 +9,7 @@ from configs import gpt2_bf16
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.runs.history import History
 from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.efficiency import GENERATIONS, efficiency, step_flops
+from lowprec_attn.training.resources.efficiency import GENERATIONS, efficiency, step_flops
 
 GPT2 = train_settings(gpt2_bf16.get_config("full").to_dict()).model
 

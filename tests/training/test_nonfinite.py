@@ -8,7 +8,7 @@ from tiny import tiny_settings
 
 from lowprec_attn import attention
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.training.nonfinite import Culprit, find_culprit
+from lowprec_attn.training.instability.nonfinite import Culprit, find_culprit
 from lowprec_attn.training.step import make_steps, root_key
 
 

@@ -5,7 +5,7 @@ import hashlib
 import os
 
 import pytest
-from instants import Disk, as_synced, half_of_the_rest, snapshots_of, zeros_for_the_rest
+from processes.instants import Disk, as_synced, half_of_the_rest, snapshots_of, zeros_for_the_rest
 from tiny import tiny_config
 
 from lowprec_attn.training.config import train_settings

@@ -15,11 +15,11 @@ from lowprec_attn.diagnostics.examine import run_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
+from lowprec_attn.runs.instability.health import judge
+from lowprec_attn.runs.instability.rollbacks import RollbackRecord
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.run import write_run_page
-from lowprec_attn.runs.rollbacks import RollbackRecord
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training import loop
 from lowprec_attn.training.config import train_settings

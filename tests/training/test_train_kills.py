@@ -9,7 +9,7 @@ import time
 
 import pytest
 from command import finish, wait_for_steps
-from forks import Fork
+from processes.forks import Fork
 
 from lowprec_attn import hosts
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowprec_attn.runs.incidents import AT_ITS_BATCH
-from lowprec_attn.runs.spikes import Level
-from lowprec_attn.training.watch import Watch
+from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH
+from lowprec_attn.runs.instability.spikes import Level
+from lowprec_attn.training.instability.watch import Watch
 
 QUIET, LOUD = ({"layer_0": {"score_maximum": [3.0, value]}} for value in (4.0, 600.0))
 

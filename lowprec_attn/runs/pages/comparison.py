@@ -11,9 +11,9 @@ import numpy as np
 
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.files import flatten
-from lowprec_attn.runs.explosion import smoothed_losses
-from lowprec_attn.runs.health import Health, judge
 from lowprec_attn.runs.history import History, HistoryError
+from lowprec_attn.runs.instability.explosion import smoothed_losses
+from lowprec_attn.runs.instability.health import Health, judge
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.drawing import drawing
 from lowprec_attn.runs.pages.markup import Content, element, keys, table, write_page

@@ -13,9 +13,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from lowprec_attn.runs.explosion import smoothed_losses
-from lowprec_attn.runs.health import Health
 from lowprec_attn.runs.history import History, Layer
+from lowprec_attn.runs.instability.explosion import smoothed_losses
+from lowprec_attn.runs.instability.health import Health
 
 EXPLOSION, ALARM, THRESHOLD = "#d62728", "#e08214", "#8c8c8c"
 RAW, SMOOTHED, VALIDATION = "#8fb8de", "#1f77b4", "#2ca02c"

@@ -13,8 +13,8 @@ import numpy as np
 
 from lowprec_attn.diagnostics.rules import RULES, Rule
 from lowprec_attn.files import flatten
-from lowprec_attn.runs.health import Health, judge
 from lowprec_attn.runs.history import History, Layer
+from lowprec_attn.runs.instability.health import Health, judge
 from lowprec_attn.runs.pages import figures, layers
 from lowprec_attn.runs.pages.drawing import drawing
 from lowprec_attn.runs.pages.markup import element, folded, keys, table, write_page

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from recorded_runs import HEADS, layers, record_run
+from records.runs import HEADS, layers, record_run
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
-from lowprec_attn.runs.health import judge
 from lowprec_attn.runs.history import History
+from lowprec_attn.runs.instability.health import judge
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.markup import element, write_page
 from lowprec_attn.runs.pages.run import write_run_page

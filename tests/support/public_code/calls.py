@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compiling import optimized
-from public_code import COMPILED, EAGER, Rule
-from public_record import by_head
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import Numerics
+from public_code.reading import COMPILED, EAGER, Rule
+from public_code.record import by_head
 
 PRESETS = {
     "published": (numerics.PUBLISHED, COMPILED),

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.mechanism import NEITHER
-from lowprec_attn.lab.outcomes import (
+from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.lab.report.mechanism import NEITHER
+from lowprec_attn.lab.report.outcomes import (
     GROWING_FACTOR,
     GROWING_SCORE,
     HEALTHY_AFTER,
@@ -17,8 +18,7 @@ from lowprec_attn.lab.outcomes import (
     Word,
     undecided,
 )
-from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.runs.explosion import (
+from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
     RUNAWAY_HEADS,

@@ -3,10 +3,10 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from lowprec_attn.lab.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.records import ArmRecord, tokens_read
-from lowprec_attn.lab.warnings import loss_table, warning_table
-from lowprec_attn.runs.explosion import RUNAWAY_HEADS
+from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
+from lowprec_attn.lab.report.warnings import loss_table, warning_table
+from lowprec_attn.runs.instability.explosion import RUNAWAY_HEADS
 from lowprec_attn.tables import markdown
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import grid_inputs
 import ml_dtypes
 import numpy as np
-from public_code import COMPILED, EAGER, Reading, Result, Rule
 
-RECORD = Path(__file__).resolve().parents[2] / "results" / "public_code" / "h200.npz"
+from public_code.reading import COMPILED, EAGER, Reading, Result, Rule
+
+RECORD = Path(__file__).resolve().parents[3] / "results" / "public_code" / "h200.npz"
 KEPT = {1024: 56, 1536: 24}  # rows of the record, by T
 ARRAYS = ("out", "dq", "dk", "dv")
 ROUNDINGS = {"compiled": COMPILED, "eager": EAGER}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from lowprec_attn.diagnostics import rules
 from lowprec_attn.diagnostics.rules import Signals
-from lowprec_attn.runs.rollbacks import Rollback
-from lowprec_attn.runs.spikes import RESUMED_LOSSES
+from lowprec_attn.runs.instability.rollbacks import Rollback
+from lowprec_attn.runs.instability.spikes import RESUMED_LOSSES
 
 # Of a spike that recovers fast while no rule is met.
 AT_ITS_BATCH = "no rule was met, which points at its batch rather than at arithmetic"

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn.gpt2.settings import ModelSettings
-from lowprec_attn.numerics import Numerics
+from lowprec_attn.numerics import Numerics, Point
 from lowprec_attn.training.config import attention_settings
 
 NEITHER = "–"
 
-_STATISTICS = ("shift", "stats", "normalizer", "lse")
-_PRODUCTS = ("pv", "rescale", "accumulator")
+_STATISTICS: tuple[Point, ...] = ("shift", "stats", "normalizer", "lse")
+_PRODUCTS: tuple[Point, ...] = ("pv", "rescale", "accumulator")
 # Fields that configs of earlier versions lack; they are no part of attention.
 _LATER_FIELDS = {"logits_dtype": "float32", "qk_norm": False, "z_loss": 0.0}
 
@@ -67,5 +67,5 @@ def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
         yield "saved_output"  # O′ is kept in bfloat16
 
 
-def _rounded(numerics: Numerics, points: tuple[str, ...], dtype: np.dtype) -> Iterator[str]:
+def _rounded(numerics: Numerics, points: tuple[Point, ...], dtype: np.dtype) -> Iterator[str]:
     return (point for point in points if not numerics.rounding_at(point, dtype).is_identity)

@@ -2,7 +2,7 @@
 
 Of every run one word, the first that is true:
 
-  exploded    its loss did (`runs.explosion`)
+  exploded    its loss did (`runs.instability.explosion`)
   not finite  it ended at a step that was withheld, since a loss, gradient or update was not finite
   censored    nobody knows: it ended before 1.25 times the step at which the positive control of its
               seed broke (exploded, or was not finite), or that control held
@@ -25,7 +25,7 @@ from scipy.stats import binomtest
 
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.records import ArmRecord, largest_scores
-from lowprec_attn.runs.explosion import EXCESS_NATS
+from lowprec_attn.runs.instability.explosion import EXCESS_NATS
 
 HEALTHY_AFTER = 1.25
 GROWING_SCORE, GROWING_FACTOR = 100.0, 1.5

@@ -10,7 +10,7 @@ loss may also diverge without one. The numbers are choices of this project, none
   recovery    the median of the last 5 losses is within 3 spreads of the level before the spike.
               It is fast within 50 steps and slow within 500. Beyond, it counts as none, and the
               losses since then make a new level.
-  divergence  an excess (`runs.explosion`) that begins while no spike lasts.
+  divergence  an excess (`runs.instability.explosion`) that begins while no spike lasts.
   jump        the median of the first 10 losses after a resume is ≥ 3 spreads above the level
               before it. While a spike or an excess lasts there is no such level.
 
@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-from lowprec_attn.runs.explosion import LossWatch
+from lowprec_attn.runs.instability.explosion import LossWatch
 
 WINDOW = 100
 LEAST_LOSSES = 20
@@ -161,7 +161,7 @@ class Spikes:
     """Follows a training loss; `add` every recorded loss in the order of the steps.
 
     Attributes:
-      watch: what `runs.explosion` says of the same losses.
+      watch: what `runs.instability.explosion` says of the same losses.
     """
 
     def __init__(self) -> None:

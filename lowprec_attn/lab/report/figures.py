@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from lowprec_attn.lab.experiment import panel_titles
-from lowprec_attn.lab.outcomes import ArmOutcome
 from lowprec_attn.lab.records import ArmRecord, largest_scores, tokens_read
-from lowprec_attn.runs.explosion import smoothed_losses
+from lowprec_attn.lab.report.outcomes import ArmOutcome
+from lowprec_attn.runs.instability.explosion import smoothed_losses
 from lowprec_attn.runs.pages.drawing import plain
 
 _COLUMNS = 4

@@ -15,18 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from boundaries import NARROW, bits_of, boundaries, expected
-from gpu_problems import (
-    CROSSED,
-    LARGE,
-    LONG_STEPS,
-    PACKED,
-    PROBLEMS,
-    TIES,
-    describe,
-    device_call,
-    noise,
-    oracle,
-)
 from harness import Case
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -46,6 +34,18 @@ from kernel_calls import (
 )
 from points import ROUNDINGS, distances
 
+from gpu.problems import (
+    CROSSED,
+    LARGE,
+    LONG_STEPS,
+    PACKED,
+    PROBLEMS,
+    TIES,
+    describe,
+    device_call,
+    noise,
+    oracle,
+)
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.places import Place

@@ -17,14 +17,14 @@ from typing import Literal, NamedTuple
 
 from lowprec_attn.diagnostics import rules
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
-from lowprec_attn.runs.explosion import (
+from lowprec_attn.runs.history import History, Layer
+from lowprec_attn.runs.instability.explosion import (
     EXCESS_NATS,
     LASTING_STEPS,
     SMOOTHED_STEPS,
     LossWatch,
 )
-from lowprec_attn.runs.history import History, Layer
-from lowprec_attn.runs.rollbacks import Rollback
+from lowprec_attn.runs.instability.rollbacks import Rollback
 
 _LEAST_DIAGNOSTICS = 2
 

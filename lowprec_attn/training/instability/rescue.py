@@ -8,7 +8,7 @@ from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record
 from lowprec_attn.runs.checkpoint import Checkpoints
-from lowprec_attn.runs.rollbacks import Reason, Rollback, RollbackRecord, target
+from lowprec_attn.runs.instability.rollbacks import Reason, Rollback, RollbackRecord, target
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.settings import TrainSettings
 
@@ -65,7 +65,7 @@ class Rescue:
         return self._target(step if onset is None else onset) if self.possible else None
 
     def roll_back(self, onset: int, detected: int, reason: Reason) -> None:
-        """Records a rollback, with which it has happened; see `runs.rollbacks`.
+        """Records a rollback, with which it has happened; see `runs.instability.rollbacks`.
 
         Raises:
           RunError: there is no checkpoint to go back to.

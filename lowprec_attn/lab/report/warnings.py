@@ -1,4 +1,4 @@
-"""What warnings were worth: those of `diagnostics.rules`, and those of losses (`runs.spikes`)."""
+"""What warnings were worth: of `diagnostics.rules`, and of losses (`runs.instability.spikes`)."""
 
 import collections
 import statistics
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
 from lowprec_attn.lab.records import ArmRecord
-from lowprec_attn.runs.spikes import Divergence, Spike, Spikes
+from lowprec_attn.runs.instability.spikes import Divergence, Spike, Spikes
 from lowprec_attn.tables import markdown
 
 
@@ -161,7 +161,7 @@ class LossEvents(NamedTuple):
 
 
 def loss_events(record: ArmRecord) -> LossEvents:
-    """What `runs.spikes` says of the losses that a record keeps.
+    """What `runs.instability.spikes` says of the losses that a record keeps.
 
     It broke where the same losses exploded; where every tenth does not show it, where all did, or
     where a value was not finite.
@@ -184,10 +184,10 @@ def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     rows = [[name, *_loss_cells(records)] for name, records in experiments.items()]
     rows.append(["all", *_loss_cells([r for records in experiments.values() for r in records])])
     legend = (
-        "Spike and divergence are those of `lowprec_attn.runs.spikes`, of the losses that records "
-        "keep, every tenth. Before: at the step of the explosion, or of the value that was not "
-        "finite, or earlier. A run that ended in an update that was not finite, with a finite "
-        "loss, may have neither."
+        "Spike and divergence are those of `lowprec_attn.runs.instability.spikes`, of the losses "
+        "that records keep, every tenth. Before: at the step of the explosion, or of the value "
+        "that was not finite, or earlier. A run that ended in an update that was not finite, with "
+        "a finite loss, may have neither."
     )
     header = ["experiment", "exploded, spike before", "spike or divergence before"]
     header += ["not finite, spike before", "spike or divergence before"]

@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lowprec_attn.diagnostics import onset
-from lowprec_attn.runs.explosion import LossWatch
-from lowprec_attn.runs.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
-from lowprec_attn.runs.spikes import Event, Level, ResumeWatch, SpikeEnd, Spikes, level_before
+from lowprec_attn.runs.instability.explosion import LossWatch
+from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
+from lowprec_attn.runs.instability.spikes import (
+    Event,
+    Level,
+    ResumeWatch,
+    SpikeEnd,
+    Spikes,
+    level_before,
+)
 
 Write = Callable[[int, Mapping[str, Any]], None]
 Say = Callable[[str], None]

@@ -2,7 +2,7 @@
 
 A run is *lost* that broke (it exploded, or a value was not finite), or whose last losses lie as far
 above those of the negative control as an excess does. What it was lost to follows from its
-arithmetic: a mechanism that it is open to (`lab.mechanism`), and without one the learning rate.
+arithmetic: a mechanism that it is open to (`report.mechanism`), and without one the learning rate.
 """
 
 import collections
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from lowprec_attn.diagnostics.verdict import Kind
 from lowprec_attn.lab.archive import RecordError
 from lowprec_attn.lab.experiment import Trial
-from lowprec_attn.lab.mechanism import NEITHER
-from lowprec_attn.lab.outcomes import ArmOutcome, wilson
-from lowprec_attn.runs.explosion import EXCESS_NATS
+from lowprec_attn.lab.report.mechanism import NEITHER
+from lowprec_attn.lab.report.outcomes import ArmOutcome, wilson
+from lowprec_attn.runs.instability.explosion import EXCESS_NATS
 from lowprec_attn.tables import markdown
 
 FILE = "verdicts.ndjson"

@@ -1,0 +1,1 @@
+"""What an experiment says: outcomes of its arms, tables, figures, what warnings were worth."""

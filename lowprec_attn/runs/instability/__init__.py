@@ -1,0 +1,1 @@
+"""What the records of a run say of its health: spikes, explosions, rollbacks, incidents."""

@@ -1,0 +1,1 @@
+"""The compiled GPU kernels on a device, or for one: problems, checks, targets."""

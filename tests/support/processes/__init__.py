@@ -1,0 +1,1 @@
+"""Commands, processes and pages from the outside: broken inputs, kills, a browser."""
