@@ -310,7 +310,7 @@ def test_records_have_the_fastest_first_and_why_others_were_refused(
 def test_a_field_varies_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS, "fake", FAKE)
     of = call(implementation="fake")
-    (records,) = sweep(of, ["forward"], stages=(1,), rounds=1, vary=["work"])
+    (records,) = sweep(of, ["forward"], stages=(1,), rounds=3, vary=["work"])
     assert [(x["work"], x["fault"], x["table"]) for x in records] == [
         (1, "", False),
         (100, "", True),

@@ -1,0 +1,170 @@
+"""`lowprec_attn.torch`: PyTorch's call, our arithmetic, in eager mode and compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowprec_attn import attention as jax_attention
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from lowprec_attn import torch as ours  # noqa: E402 (only where there is torch)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def qkv(heads=4, kv_heads=None, length=48, size=32, dtype=torch.bfloat16, batch=(2,), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(*batch, n, length, size, generator=generator).to(dtype).requires_grad_()
+        for n in (heads, kv_heads or heads, kv_heads or heads)
+    ]
+
+
+def gradients(function, arrays, **options):
+    """O, dQ, dK, dV for a dO that is the same for all functions."""
+    out = function(*arrays, **options)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    return out, *torch.autograd.grad(out, arrays, do)
+
+
+def in_jax(arrays, numerics, **options):
+    """The same by our function of JAX, as tensors."""
+
+    def array(x):
+        return jnp.asarray(x.detach().float().numpy()).astype(str(x.dtype)[6:]).swapaxes(-3, -2)
+
+    attend = functools.partial(jax_attention.dot_product_attention, numerics=numerics, **options)
+    out, vjp = jax.vjp(attend, *map(array, arrays))
+    shape = tuple(np.swapaxes(np.empty(out.shape), -3, -2).shape)
+    do = torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(arrays[0].dtype)
+    return [
+        torch.from_numpy(np.array(x.swapaxes(-3, -2).astype(jnp.float32)))
+        for x in (out, *vjp(array(do).astype(out.dtype)))
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("numerics", ["normalized_delta", "matched", "exact"])
+def test_it_is_our_function_of_jax(dtype, causal, numerics):
+    """But for a bit here and there, where two programs fuse differently."""
+    if numerics == "matched" and dtype == "float16":
+        pytest.skip("matched is of bfloat16")
+    arrays = qkv(kv_heads=2, dtype=DTYPES[dtype])
+    attend = ours.attention_fn(numerics=numerics)
+    found = gradients(attend, arrays, is_causal=causal, enable_gqa=True)
+    for x, expected in zip(found, in_jax(arrays, numerics, is_causal=causal), strict=True):
+        assert x.dtype == DTYPES[dtype]
+        torch.testing.assert_close(x.float(), expected, rtol=2**-7, atol=1e-6)
+        assert (x.float() != expected).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_axes_before_the_heads_are_any(batch):
+    arrays = qkv(batch=batch)
+    found = gradients(ours.attention, arrays, is_causal=True, scale=0.2)
+    usual = torch.nn.functional.scaled_dot_product_attention
+    for x, expected in zip(found, gradients(usual, arrays, is_causal=True, scale=0.2), strict=True):
+        assert x.shape == expected.shape
+        torch.testing.assert_close(x, expected, rtol=0.05, atol=0.05)
+
+
+def test_compiled_in_one_graph_it_has_the_same_bits():
+    arrays = qkv()
+
+    def step(*arrays):
+        return ours.attention(*(x * 2 for x in arrays), is_causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for x, expected in zip(gradients(compiled, arrays), gradients(step, arrays), strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=0)
+
+
+def test_it_is_an_operator_as_pytorch_wants_them():
+    q, k, v = (x.transpose(1, 2).detach().contiguous().requires_grad_() for x in qkv(length=16))
+    torch.library.opcheck(ours._forward, (q, k, v, 0, True, 0.1))
+
+
+def test_autocast_sets_the_format():
+    arrays = qkv(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, dq, *_ = gradients(ours.attention, arrays, is_causal=True)
+    assert (out.dtype, dq.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_tensors_are_handed_over_without_a_copy():
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    array = ours._to_jax(x)
+    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    assert torch.from_dlpack(array).data_ptr() == x.data_ptr()
+
+
+def test_it_cures_what_flash_attention_does_to_dq():
+    """Keys with a common part, where δ's error moves q along their mean."""
+    arrays = qkv(heads=2, length=128, size=64)
+    with torch.no_grad():
+        arrays[1] += 6.0  # k
+        arrays[2] += 3.0  # v
+    usual = torch.nn.functional.scaled_dot_product_attention
+    exact = gradients(usual, [x.detach().double().requires_grad_() for x in arrays])[1]
+
+    def error(numerics):
+        found = gradients(ours.attention_fn(numerics=numerics), arrays)[1].double()
+        return float((found - exact).norm() / exact.norm())
+
+    assert error("normalized_delta") < error("flash") / 10
+
+
+def test_a_model_trains_with_it_in_place_of_pytorchs(monkeypatch):
+    """nanoGPT's way: one product for q, k, v, heads by a view and a transpose."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            parts = self.qkv(x).split(32, dim=2)
+            q, k, v = (y.view(*y.shape[:2], 4, 8).transpose(1, 2) for y in parts)
+            attend = torch.nn.functional.scaled_dot_product_attention
+            y = attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
+            return x + self.out(y.transpose(1, 2).contiguous().view(x.shape))
+
+    def losses():
+        torch.manual_seed(0)
+        model, x = torch.nn.Sequential(Block(), Block()), torch.randn(2, 24, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(5):
+            loss = (model(x)[:, 1:] - x[:, :-1]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    usual = [*losses()]
+    exact = ours.attention_fn(numerics="exact")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", exact)
+    np.testing.assert_allclose([*losses()], usual, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_mask": torch.ones(48, 48, dtype=torch.bool)}, "attn_mask and dropout_p"),
+        ({"dropout_p": 0.1}, "attn_mask and dropout_p"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused(change, message):
+    with pytest.raises(ours.TorchAttentionError, match=message):
+        ours.attention(*qkv(), **change)
+
+
+def test_other_dtypes_and_groups_that_are_not_asked_for_are_refused():
+    with pytest.raises(ours.TorchAttentionError, match="float32, got torch"):
+        ours.attention(*qkv(dtype=torch.float64))
+    with pytest.raises(ours.TorchAttentionError, match="query has 4 heads and key 2: pass enable"):
+        ours.attention(*qkv(kv_heads=2))
