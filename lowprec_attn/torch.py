@@ -26,6 +26,7 @@ from jax.extend.core import Literal
 from torch import Tensor
 
 from lowprec_attn import attention as _jax_attention
+from lowprec_attn import installation
 from lowprec_attn.errors import UserError
 from lowprec_attn.numerics import Numerics, RowMax
 
@@ -256,8 +257,8 @@ def _to_jax(x: Tensor) -> jax.Array:
         return jax.dlpack.from_dlpack(x.detach())
     except (RuntimeError, ValueError) as error:
         raise TorchAttentionError(
-            f"JAX cannot take a tensor on {x.device}: {error}; install JAX for this device: "
-            "pip install 'lowprec-attn[gpu]' for a GPU"
+            f"JAX cannot take a tensor on {x.device}: {error}; JAX for GPUs comes with "
+            f"{installation.command('gpu')}"
         ) from error
 
 
