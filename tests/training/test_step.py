@@ -14,7 +14,7 @@ from configs import gpt2_bf16
 from lowprec_attn import attention
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2 import loss as loss_module
-from lowprec_attn.gpt2.embedding import embed
+from lowprec_attn.gpt2.layers import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend, parameter_count
 from lowprec_attn.numerics import PRESETS
