@@ -17,7 +17,37 @@ import copy
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from lowprec_attn.numerics import Numerics
+# Fields of `lowprec_attn.numerics.Numerics` that a run may change by themselves, as
+# --config.attention.points.output=float32.
+_POINTS = [
+    "scores",
+    "shift",
+    "probs",
+    "value",
+    "pv",
+    "rescale",
+    "accumulator",
+    "stats",
+    "normalizer",
+    "divisor",
+    "lse",
+    "output",
+    "saved_output",
+    "output_bwd",
+    "delta_value",
+    "delta",
+    "probs_bwd",
+    "dp",
+    "ds",
+    "tile_grads",
+    "grads",
+    "exponent",
+    "statistics",
+    "row_sum",
+    "recomputed_probs",
+    "divided_in_dv",
+    "mean_key",
+]
 
 # Shapes of Radford et al. (2019); learning rates of models of these sizes in Brown et al.
 # (arXiv 2005.14165, table 2.1).
@@ -56,8 +86,7 @@ def get_config(variant: str = "") -> ConfigDict:
 
     config.attention = ConfigDict()
     config.attention.numerics = "published"
-    points = set(Numerics.__dataclass_fields__) - {"kv_block", "normalize_probs"}
-    config.attention.points = ConfigDict({point: placeholder(str) for point in sorted(points)})
+    config.attention.points = ConfigDict({point: placeholder(str) for point in sorted(_POINTS)})
     config.attention.points.normalize_probs = placeholder(bool)
     # Back to a checkpoint where the loss leaves, without the batches since.
     config.rollback = ConfigDict()

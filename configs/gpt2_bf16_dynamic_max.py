@@ -7,14 +7,17 @@ Result:    the same losses where the base is healthy. The paper reports that its
            with row statistics in bfloat16 is not stopped (results/lse_bfloat16).
 """
 
+import runpy
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from lowprec_attn.commands.config import module
+_BASE = runpy.run_path(str(Path(__file__).with_name("gpt2_bf16.py")))
 
 
 def get_config(variant: str = "") -> ConfigDict:
     """The base config with another row-max rule."""
-    config = module("gpt2_bf16").get_config(variant)
+    config = _BASE["get_config"](variant)
     config.name = "gpt2_bf16_dynamic_max"
     config.attention.row_max = "dynamic_max"
     return config

@@ -1,6 +1,6 @@
 """Flash attention as loops over tiles in plain JAX: every point, rule and `kv_block`, any backend.
 
-A query tile walks over blocks of keys, and the backward pass recomputes the scores from q, k and
+A query tile loops over blocks of keys, and the backward pass recomputes the scores from q, k and
 lse (FlashAttention-2, arXiv 2307.08691, Algorithms 1, 2). So memory is linear in the sequence
 length. Blocks of keys above the causal diagonal or outside the window are not visited.
 """
@@ -123,8 +123,8 @@ class _Sums(NamedTuple):
     dscale: Array | None
 
 
-class _Walk(NamedTuple):
-    """A query tile in the backward pass, which walks over the blocks of keys that it sees."""
+class _BackwardRows(NamedTuple):
+    """The rows of a query tile in the backward pass, over the blocks of keys that they see."""
 
     grid: Grid
     tiles: layout.Grouped
@@ -246,14 +246,14 @@ def _backward(
             lambda x: grid.query_rows(x, i),
             (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
         )
-        walk = _Walk(grid, tiles, i, q, do_tile, statistics, dlse_tile, of_q, spec)
-        delta = walk.delta(o_saved)
+        queries = _BackwardRows(grid, tiles, i, q, do_tile, statistics, dlse_tile, of_q, spec)
+        delta = queries.delta(o_saved)
         if spec.numerics.delta in backward.SUMS_ROWS:
-            dq, corrected = walk.corrected(delta)
-            return walk.gradients(sums, corrected, dq)
+            dq, corrected = queries.corrected(delta)
+            return queries.gradients(sums, corrected, dq)
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-        delta = delta - walk.dlse
-        return walk.gradients(sums, backward.Delta(delta, delta), None)
+        delta = delta - queries.dlse
+        return queries.gradients(sums, backward.Delta(delta, delta), None)
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
     dbias, dscale = (

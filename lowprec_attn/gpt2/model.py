@@ -17,9 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
-from lowprec_attn.gpt2.embedding import embed
-from lowprec_attn.gpt2.mlp import mlp
-from lowprec_attn.gpt2.norm import LayerNorm
+from lowprec_attn.gpt2.layers import LayerNorm, embed, mlp
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
 
 

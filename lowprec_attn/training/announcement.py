@@ -1,6 +1,7 @@
-"""The first lines of a run: what was chosen and why."""
+"""The first and last lines of a run: what was chosen and why, and how it ended."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 import jax
@@ -8,11 +9,15 @@ import jax.numpy as jnp
 
 from lowprec_attn import attention, hosts
 from lowprec_attn.arithmetic.request import Request, Spec
-from lowprec_attn.data.tokens import Corpus
+from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.numerics import PRESETS, Numerics, RowMax
+from lowprec_attn.runs.pages.run import write_run_page
+from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.instability.nonfinite import Culprit
+from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import TrainSettings
 
 # Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
@@ -134,3 +139,60 @@ def _implementation(
     name = attention.resolve(request, settings.attention.implementation)
     exponent = attention.exponent_of(request, settings.attention.implementation)
     return f"computed by `{name}`, exponents {exponent}"
+
+
+@hosts.first_only
+def report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
+    """A run that stops at a step whose update was withheld."""
+    failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
+    print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
+
+
+@hosts.first_only
+def report_validation(run_dir: RunDir, step: int, loss: float) -> None:
+    """A run whose last validation loss is not finite."""
+    message = (
+        f"the validation loss is {loss}, while the losses of training are finite: look at the "
+        "held-out text's batches, or at attention's arithmetic"
+    )
+    run_dir.end(run_dir.failure, {"step": step, "message": message}, lambda: _show(run_dir))
+    print(f"not finite at step {step}: {message}; the last state is in {run_dir.path}")
+
+
+@hosts.first_only
+def report_explosion(run_dir: RunDir, step: int, explosion: int | None) -> None:
+    """A run that stops because its loss has exploded."""
+    message = f"the loss exploded at step {explosion}; stopped after {step} steps"
+    failure = {"step": step, "explosion": explosion, "message": message}
+    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
+    print(f"{message}; the last state is in {run_dir.path}")
+
+
+@hosts.first_only
+def report_end(run_dir: RunDir, loss: float, corpus: Corpus) -> None:
+    """A run that has come to its last step."""
+    unigram = unigram_loss(corpus.train, corpus.val)
+    run_dir.failure.unlink(missing_ok=True)  # of an earlier start, which this one has overcome
+    summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
+    run_dir.end(run_dir.summary, summary, lambda: _show(run_dir))
+    print(outcome(loss, unigram))
+
+
+def outcome(val_loss: float, unigram_loss: float) -> str:
+    """The losses at the end of a run in words; both in nats per token."""
+    side = "below" if val_loss <= unigram_loss else "above"
+    return (
+        f"validation loss {val_loss:.3f} nats per token, "
+        f"{abs(unigram_loss - val_loss):.3f} {side} the unigram model's {unigram_loss:.3f}"
+    )
+
+
+def _show(run_dir: RunDir) -> None:
+    """Writes the page, and says how to look at them and at the curves."""
+    events = shlex.quote(str(run_dir.tensorboard))
+    lines = [
+        ("page", str(write_run_page(run_dir, efficiency))),
+        ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
+    ]
+    print(columns(lines, "<<"))

@@ -1,22 +1,25 @@
-"""The devices of a run: their mesh, the sharding of each array, and the attention over them."""
+"""The devices of a run, what lies on each of them, and the programs that are compiled for them."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from grain.sharding import ShardOptions
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Key
 
 from lowprec_attn import attention
 from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.step import Gathered, TrainState
+from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, root_key
 
 _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
@@ -207,4 +210,76 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
         attend_part=chosen(part),
         attend_whole=chosen(whole),
         shard_optimizer=settings.shard_optimizer,
+    )
+
+
+class Program(NamedTuple):
+    """The training step of a run, and the shapes of its arguments.
+
+    Attributes:
+      steps: the functions that the programs are made of.
+      init: (root) -> TrainState, jitted.
+      train: (state, inputs, targets [A, B/A, T], root) -> (state, StepMetrics), jitted; the state
+        is donated.
+      evaluate: (params, inputs, targets [A, B/A, T], root) -> mean loss, jitted.
+      state: shapes, dtypes and shardings of the state.
+      batch: the same of the inputs, and of the targets.
+      root: the same of the root key.
+    """
+
+    steps: Steps
+    init: Any
+    train: Any
+    evaluate: Any
+    state: TrainState
+    batch: jax.ShapeDtypeStruct
+    root: jax.ShapeDtypeStruct
+
+    def initial_state(self, root: Key[Array, ""]) -> TrainState:
+        """What `init` gives, compiled in seconds on a GPU as well."""
+        with random_bits_by_kernel():
+            state: TrainState = self.init(root)
+            return state
+
+
+@contextlib.contextmanager
+def random_bits_by_kernel() -> Iterator[None]:
+    """Threefry by JAX's own kernel wherever a program is compiled for a GPU; the same bits.
+
+    XLA would compile it anew for each of GPT-2's 74 random arrays, which takes half a minute.
+    """
+    option = "jax_threefry_gpu_kernel_lowering"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
+
+
+def make_program(settings: TrainSettings, devices: Devices) -> Program:
+    """The programs of a run; nothing is compiled yet, and the devices need not be there."""
+    steps = make_steps(settings, devices.attend_part, devices.over_devices)
+    root = jax.eval_shape(lambda: root_key(settings))
+    shapes = jax.eval_shape(steps.init, root)
+    placed = devices.shardings(shapes)
+    rows = settings.batch_size // settings.accumulation_steps
+    return Program(
+        steps=steps,
+        init=jax.jit(steps.init, out_shardings=placed),
+        train=devices.jit(
+            steps.train, donate_argnums=0, out_shardings=(placed, devices.replicated)
+        ),
+        evaluate=devices.jit(steps.evaluate),
+        state=jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            placed,
+        ),
+        batch=jax.ShapeDtypeStruct(
+            (settings.accumulation_steps, rows, settings.model.context),
+            jnp.int32,
+            sharding=devices.split,
+        ),
+        root=jax.ShapeDtypeStruct(root.shape, root.dtype, sharding=devices.replicated),
     )

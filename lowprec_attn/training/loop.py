@@ -10,7 +10,6 @@ the end, of the batch that the next step would have taken.
 """
 
 import math
-import shlex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,33 +17,25 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from lowprec_attn import hosts
-from lowprec_attn.data import tokens
 from lowprec_attn.data.batches import Batch, validation_batches
 from lowprec_attn.data.order import OrderRecord
-from lowprec_attn.files import read_record
-from lowprec_attn.runs import metrics as records
+from lowprec_attn.data.tokens import Corpus
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.instability.rollbacks import Reason
-from lowprec_attn.runs.instability.spikes import Level
 from lowprec_attn.runs.metrics import MetricsWriter
-from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.tables import columns
-from lowprec_attn.training.across_steps import AcrossSteps
-from lowprec_attn.training.adam_signals import AdamValues, make_adam_signals
-from lowprec_attn.training.devices import Devices
-from lowprec_attn.training.instability.nonfinite import Culprit, find_culprit
+from lowprec_attn.training import announcement
+from lowprec_attn.training.devices import Devices, Program
+from lowprec_attn.training.instability.nonfinite import find_culprit
 from lowprec_attn.training.instability.rescue import Rescue
-from lowprec_attn.training.instability.watch import Watch
-from lowprec_attn.training.program import Program
+from lowprec_attn.training.instability.watch import Watch, kept_records, origin_of
+from lowprec_attn.training.measurement import Measured, Measurement
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.resources import heap
-from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import TrainSettings
-from lowprec_attn.training.signals import Directions, Signals, make_signals
+from lowprec_attn.training.signals import Directions, Signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
 
 EXIT_DONE = 0
@@ -57,7 +48,7 @@ class Run(NamedTuple):
     settings: TrainSettings
     devices: Devices
     program: Program
-    corpus: tokens.Corpus
+    corpus: Corpus
     run_dir: RunDir
     checkpoints: Checkpoints
     metrics: MetricsWriter
@@ -72,8 +63,7 @@ class _Pending(NamedTuple):
     arrays: tuple[jax.Array, jax.Array]
     data_state: dict[str, Any]  # before the batch was drawn
     metrics: StepMetrics
-    signals: Signals | None
-    adam: AdamValues | None
+    measured: Measured | None
     directions: Directions | None  # of the measurement before this step
 
 
@@ -97,30 +87,18 @@ class Loop:
         directions: Directions | None,
     ) -> None:
         self.fixed, self.state, self.data = run, state, data
-        everywhere = run.devices.replicated
-        self.train_step = run.program.train
-        self.evaluate = run.devices.jit(run.program.steps.evaluate)
-        # The diagnostics look at one sequence, which cannot be split over devices.
-        self.first_sequence = run.devices.jit(_first_sequence, out_shardings=everywhere)
-        whole = make_steps(run.settings, run.devices.attend_whole)
-        signals = make_signals(run.settings, whole)
-        self.signals = run.devices.jit(signals, out_shardings=everywhere)
-        adam = make_adam_signals(
-            run.settings.optimizer, run.settings.steps, run.settings.model.layers
-        )
-        self.adam = run.devices.jit(adam, out_shardings=everywhere)
         self.root = root_key(run.settings)
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
         self.saved_step = saved_step
         self.progress: Progress | None = None
-        kept = _kept_records(run.run_dir, int(state.step))
+        kept = kept_records(run.run_dir, int(state.step))
         before = next((record["signals"] for record in kept if "signals" in record), None)
-        self.across = AcrossSteps(run.settings, run.devices, directions, before)
+        self.measurement = Measurement(run.settings, run.devices, directions, before)
         self.watch = Watch(
             kept,
             int(state.step),
-            _origin(run.run_dir),
+            origin_of(run.run_dir),
             run.rescue.excess_limit,
             run.metrics.write,
             self._say,
@@ -171,16 +149,14 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        directions, signals, adam = self.across.directions, None, None
+        directions, measured = self.measurement.directions, None
         if _due(self.fixed.settings.diagnostics_every, step):
-            signals = self._signals(step, *self.first_sequence(*arrays))
-            if step > 0:  # of the last update
-                adam = self.adam(self.state.params, self.state.opt_state)
-        self.state, metrics = self.train_step(self.state, *arrays, self.root)
+            measured = self.measurement.take(self.state, step, arrays)
+        self.state, metrics = self.fixed.program.train(self.state, *arrays, self.root)
         # Asked for later, the copies would queue behind the next step.
-        for array in jax.tree.leaves((metrics, signals, adam)):
+        for array in jax.tree.leaves((metrics, measured)):
             array.copy_to_host_async()
-        dispatched = _Pending(batch, arrays, data_state, metrics, signals, adam, directions)
+        dispatched = _Pending(batch, arrays, data_state, metrics, measured, directions)
         self._fetch()
         self.pending = dispatched
 
@@ -195,10 +171,10 @@ class Loop:
             return
         pending, self.pending = self.pending, None
         step = int(pending.batch["step"])
-        if pending.signals is not None:
-            self._write_signals(step, pending.signals)
-        if pending.adam is not None:
-            self.fixed.metrics.write(step, {"adam": jax.device_get(pending.adam)})
+        if pending.measured is not None:
+            self._write_signals(step, pending.measured.signals)
+            if pending.measured.adam is not None:
+                self.fixed.metrics.write(step, {"adam": jax.device_get(pending.measured.adam)})
         metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
         recorded = {name: getattr(metrics, name) for name in _RECORDED}
@@ -223,14 +199,8 @@ class Loop:
     def _say(self, text: str) -> None:
         (hosts.say if self.progress is None else self.progress.say)(text)
 
-    def _signals(self, step: int, inputs: Array, targets: Array) -> Signals:
-        """Diagnostics of every layer and head on one sequence [1, T]; not waited for."""
-        key = step_key(self.root, jnp.int32(step))
-        key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
-        return self.across.join(*self.signals(self.state.params, inputs, targets, key))
-
     def _write_signals(self, step: int, signals: Signals) -> None:
-        values = self.across.add_up(jax.device_get(signals))
+        values = self.measurement.values(signals)
         self.fixed.metrics.write(step, {"signals": values})
         self.watch.add_signals(step, values)
 
@@ -245,7 +215,7 @@ class Loop:
             parts=settings.accumulation_steps,
         )
         losses = [
-            self.evaluate(self.state.params, *run.devices.put(batch), self.root)
+            run.program.evaluate(self.state.params, *run.devices.put(batch), self.root)
             for batch in batches
         ]
         loss = float(np.mean(jax.device_get(losses), dtype=np.float64))
@@ -268,7 +238,7 @@ class Loop:
                     written[run.run_dir.rollbacks.name] = run.rescue.record.fingerprint
             keep_from = run.rescue.keep_from(step, self.watch.onset)
             run.checkpoints.save(
-                step, self.state, self.data_state, written, keep_from, self.across.directions
+                step, self.state, self.data_state, written, keep_from, self.measurement.directions
             )
             self.saved_step = step
 
@@ -299,7 +269,7 @@ class Loop:
         step = int(pending.batch["step"])
         self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
         self.data_state = pending.data_state
-        self.across.directions = pending.directions
+        self.measurement.directions = pending.directions
         self._save(step)
         culprit = find_culprit(
             self.fixed.settings,
@@ -309,10 +279,11 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        if pending.signals is None:  # else they are recorded
-            self._write_signals(step, self._signals(step, *self.first_sequence(*pending.arrays)))
+        if pending.measured is None:  # else they are recorded
+            signals = self.measurement.signals(self.state.params, step, pending.arrays)
+            self._write_signals(step, signals)
         self._settle()
-        _report_failure(self.fixed.run_dir, step, culprit)
+        announcement.report_failure(self.fixed.run_dir, step, culprit)
         return EXIT_BROKEN
 
     def _settle(self) -> None:
@@ -326,21 +297,22 @@ class Loop:
         self._save(step)
         self._write_validation(step)
         self._settle()
-        _report_explosion(self.fixed.run_dir, step, self.watch.explosion)
+        announcement.report_explosion(self.fixed.run_dir, step, self.watch.explosion)
         return EXIT_BROKEN
 
     def _finish(self) -> int:
         settings = self.fixed.settings
         loss = self._write_validation(settings.steps)
         if settings.diagnostics_every:
-            sequence = self.first_sequence(*self.fixed.devices.put(next(self.data)))
-            self._write_signals(settings.steps, self._signals(settings.steps, *sequence))
+            arrays = self.fixed.devices.put(next(self.data))
+            signals = self.measurement.signals(self.state.params, settings.steps, arrays)
+            self._write_signals(settings.steps, signals)
         self.fixed.checkpoints.prune()  # it waits for the last one
         self.fixed.metrics.flush()
         if not math.isfinite(loss):
-            _report_validation(self.fixed.run_dir, settings.steps, loss)
+            announcement.report_validation(self.fixed.run_dir, settings.steps, loss)
             return EXIT_BROKEN
-        _report_end(self.fixed.run_dir, loss, self.fixed.corpus)
+        announcement.report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE
 
 
@@ -365,86 +337,3 @@ class _NotFiniteError(Exception):
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
-    """[1, T] of a batch [A, B/A, T]."""
-    return inputs[0, :1], targets[0, :1]
-
-
-def _kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
-    """All losses, and the last signals, of the steps before this process's first."""
-
-    def read() -> list[dict[str, Any]]:
-        if not run_dir.metrics.exists():
-            return []
-        kept = [record for record in records.read(run_dir.metrics) if record["step"] < start]
-        losses = [{k: r[k] for k in ("step", "loss")} for r in kept if "loss" in r]
-        return losses + [r for r in kept if "signals" in r][-1:]
-
-    found: list[dict[str, Any]] = hosts.from_first(read)
-    return found
-
-
-def _origin(run_dir: RunDir) -> tuple[int, Level | None] | None:
-    """Where the run was resumed from another one; see `Watch`."""
-    origin = hosts.from_first(
-        lambda: read_record(run_dir.origin, step=int) if run_dir.origin.exists() else None
-    )
-    if origin is None:
-        return None
-    before = origin.get("loss_before")  # runs of earlier versions have none
-    return origin["step"], None if before is None else Level(**before)
-
-
-@hosts.first_only
-def _report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
-    failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
-    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
-    print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
-
-
-@hosts.first_only
-def _report_validation(run_dir: RunDir, step: int, loss: float) -> None:
-    message = (
-        f"the validation loss is {loss}, while the losses of training are finite: look at the "
-        "held-out text's batches, or at attention's arithmetic"
-    )
-    run_dir.end(run_dir.failure, {"step": step, "message": message}, lambda: _show(run_dir))
-    print(f"not finite at step {step}: {message}; the last state is in {run_dir.path}")
-
-
-@hosts.first_only
-def _report_explosion(run_dir: RunDir, step: int, explosion: int | None) -> None:
-    message = f"the loss exploded at step {explosion}; stopped after {step} steps"
-    failure = {"step": step, "explosion": explosion, "message": message}
-    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
-    print(f"{message}; the last state is in {run_dir.path}")
-
-
-@hosts.first_only
-def _report_end(run_dir: RunDir, loss: float, corpus: tokens.Corpus) -> None:
-    unigram = tokens.unigram_loss(corpus.train, corpus.val)
-    run_dir.failure.unlink(missing_ok=True)  # of an earlier start, which this one has overcome
-    summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
-    run_dir.end(run_dir.summary, summary, lambda: _show(run_dir))
-    print(outcome(loss, unigram))
-
-
-def outcome(val_loss: float, unigram_loss: float) -> str:
-    """The losses at the end of a run in words; both in nats per token."""
-    side = "below" if val_loss <= unigram_loss else "above"
-    return (
-        f"validation loss {val_loss:.3f} nats per token, "
-        f"{abs(unigram_loss - val_loss):.3f} {side} the unigram model's {unigram_loss:.3f}"
-    )
-
-
-def _show(run_dir: RunDir) -> None:
-    """Writes the page, and says how to look at them and at the curves."""
-    events = shlex.quote(str(run_dir.tensorboard))
-    lines = [
-        ("page", str(write_run_page(run_dir, efficiency))),
-        ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
-    ]
-    print(columns(lines, "<<"))

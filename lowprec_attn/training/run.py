@@ -38,10 +38,9 @@ from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
-from lowprec_attn.training.devices import Devices, run_devices
+from lowprec_attn.training.devices import Devices, make_program, run_devices
 from lowprec_attn.training.instability.rescue import Rescue
 from lowprec_attn.training.loop import EXIT_DONE, Loop, Run
-from lowprec_attn.training.program import make_program
 from lowprec_attn.training.resources import heap
 from lowprec_attn.training.resources.memory import explained_shortage, require_memory
 from lowprec_attn.training.settings import DataSettings, TrainSettings

@@ -10,8 +10,7 @@ from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError, train_settings
-from lowprec_attn.training.devices import Devices, run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.devices import Devices, make_program, run_devices
 from lowprec_attn.training.settings import TrainSettings
 
 

@@ -47,7 +47,7 @@ class Operands(NamedTuple):
     Where q, k and v are packed each of them is the whole array.
 
     `offset` is what the exponent of P adds to a row's scores, and `dp_offset` what dS adds to its
-    dP. They are computed once per row: a kernel that walks over rows would do it again for every
+    dP. They are computed once per row: a kernel that loops over rows would do it again for every
     tile, and for every thread that holds a row.
 
     In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
@@ -409,8 +409,8 @@ def _over_queries(
     return call(body, problem, problem.query_grid, specs, shapes)(x, scalars)
 
 
-class _Walk(NamedTuple):
-    """One query tile, which walks over the key tiles that it sees."""
+class _BackwardRows(NamedTuple):
+    """The query rows of a program of dQ, over the key tiles that they see."""
 
     program: Program
     ref: Operands
@@ -420,7 +420,7 @@ class _Walk(NamedTuple):
     exponents: Exponents
 
     @classmethod
-    def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_Walk":
+    def of(cls, ref: Operands, scalars: Scalars, problem: Problem) -> "_BackwardRows":
         i, head, batch = problem.query_tile(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
         start = i * problem.tile.query
         valid = problem.valid_rows(batch, scalars)
@@ -502,20 +502,20 @@ class _Walk(NamedTuple):
 
 def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
     n = problem.spec.numerics
-    walk = _Walk.of(ref, scalars, problem)
-    round_point = walk.program.round_point
+    queries = _BackwardRows.of(ref, scalars, problem)
+    round_point = queries.program.round_point
     normalized, after_cast = n.delta == "normalized", n.delta == "after_cast"
     sums_rows = normalized or after_cast
     if ref.dp_offset is None:
-        delta = _delta_from_output(walk)
-        of_dp = dp_offset(delta if sums_rows else delta - walk.statistic(ref.dlse), problem)
+        delta = _delta_from_output(queries)
+        of_dp = dp_offset(delta if sums_rows else delta - queries.statistic(ref.dlse), problem)
         if not normalized:
-            problem.store_statistics(out[1], of_dp[:, 0], walk.start)
+            problem.store_statistics(out[1], of_dp[:, 0], queries.start)
     else:
-        of_dp = walk.statistic(ref.dp_offset)
+        of_dp = queries.statistic(ref.dp_offset)
 
     def product(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
+        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
     def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
@@ -526,7 +526,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
 
     def with_rounded_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
         p_rounded = round_point(probs, "probs_bwd", place)
-        ds = _rounded_ds(walk.program, probs, dp, of_dp, place)
+        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
         dq, pk = (
             round_point.dot(x, k, rounding.result_format, format_of(k))
             for x, rounding in ((ds, n.ds), (p_rounded, n.probs_bwd))
@@ -537,57 +537,57 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     if sums_rows:
         lanes = jnp.zeros((problem.tile.query, LANES), jnp.float32)
         contribution = with_rounded_sums if after_cast else with_row_sums
-        dq, pk, *sums = walk.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
+        dq, pk, *sums = queries.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
         # Of a row that sees nothing, dlse may be anything.
-        dlse = jnp.where(s == 0, jnp.float32(0), walk.statistic(ref.dlse))
+        dlse = jnp.where(s == 0, jnp.float32(0), queries.statistic(ref.dlse))
         lacks = row_shift(r, s) + dp_offset(dlse, problem)
         if after_cast:
-            problem.store_statistics(out[2], lacks[:, 0], walk.start)
+            problem.store_statistics(out[2], lacks[:, 0], queries.start)
         else:
-            problem.store_statistics(out[1], (of_dp - lacks)[:, 0], walk.start)
+            problem.store_statistics(out[1], (of_dp - lacks)[:, 0], queries.start)
         dq = dq - lacks * pk
     elif problem.tiles_per_rounded_product[1] is None:
-        dq = walk.sum(product, zero)
+        dq = queries.sum(product, zero)
     else:
-        (dq,) = walk.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
+        (dq,) = queries.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
     if ref.mean is not None:
         # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
-        dq = dq - dp_offset(walk.statistic(ref.given), problem) * problem.load_one(ref.mean)
+        dq = dq - dp_offset(queries.statistic(ref.given), problem) * problem.load_one(ref.mean)
     dq = _scaled_sum(dq, problem)
-    dq = round_point(dq, "grads", problem.features(walk.start, problem.tile.query, 0))
-    problem.store(out[0], dq, walk.start, problem.rows)
+    dq = round_point(dq, "grads", problem.features(queries.start, problem.tile.query, 0))
+    problem.store(out[0], dq, queries.start, problem.rows)
 
 
-def _delta_from_output(walk: _Walk) -> Array:
+def _delta_from_output(queries: _BackwardRows) -> Array:
     """δ = rowsum(dO ∘ O), rounded, [query, 1]."""
-    problem, ref, columns = walk.program.problem, walk.ref, 0
+    problem, ref, columns = queries.program.problem, queries.ref, 0
     refs = (ref.do, ref.o) if ref.o_low is None else (ref.do, ref.o, ref.o_low)
-    valid = problem.valid_rows(walk.program.batch, walk.program.scalars)
-    parts = (problem.load_row_parts(r, walk.start, _DELTA_COLUMNS, valid=valid) for r in refs)
+    valid = problem.valid_rows(queries.program.batch, queries.program.scalars)
+    parts = (problem.load_row_parts(r, queries.start, _DELTA_COLUMNS, valid=valid) for r in refs)
     delta = jnp.zeros((problem.tile.query, 1), jnp.float32)
     for do, o, *low in zip(*parts, strict=True):
-        rows, features = span(walk.start, problem.tile.query), span(columns, o.shape[1])
+        rows, features = span(queries.start, problem.tile.query), span(columns, o.shape[1])
         place = Place(rows[:, None], features[None])
         o = sum((x.astype(jnp.float32) for x in low), start=o.astype(jnp.float32))
-        o = walk.program.round_point(o, "output_bwd", place)
+        o = queries.program.round_point(o, "output_bwd", place)
         delta = delta + delta_from_output(do, o, problem.spec.numerics, problem.dtype)
         columns += o.shape[1]
-    return _rounded_delta(walk, delta)
+    return _rounded_delta(queries, delta)
 
 
-def _rounded_delta(walk: _Walk, delta: Array) -> Array:
+def _rounded_delta(queries: _BackwardRows, delta: Array) -> Array:
     """δ [query, 1] as rounded at `delta_value`."""
-    place = Place(span(walk.start, delta.shape[0])[:, None], span(0, 1)[None])
-    return walk.program.round_point(delta, "delta_value", place)
+    place = Place(span(queries.start, delta.shape[0])[:, None], span(0, 1)[None])
+    return queries.program.round_point(delta, "delta_value", place)
 
 
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
-    walk = _Walk.of(ref, scalars, problem)
+    queries = _BackwardRows.of(ref, scalars, problem)
 
     def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
         return jnp.sum(dp * probs, axis=-1, keepdims=True)
 
-    delta = walk.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
-    problem.store_statistics(delta_ref, _rounded_delta(walk, delta)[:, 0], walk.start)
+    delta = queries.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
+    problem.store_statistics(delta_ref, _rounded_delta(queries, delta)[:, 0], queries.start)

@@ -48,8 +48,8 @@ class BlockSizes:
 
     Attributes:
       forward: O and lse.
-      key_gradients: dK and dV; a program owns `kv` keys and walks over the queries.
-      query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and walks over
+      key_gradients: dK and dV; a program owns `kv` keys and loops over the queries.
+      query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and loops over
         the keys.
       interpret: run the kernels in Pallas' interpreter, on any platform: for tests.
     """
@@ -80,7 +80,7 @@ class _Table(NamedTuple):
     splits: tuple[_Row, ...]
 
 
-# Tuned on one NVIDIA H200 at head sizes 64 and 128. A walk over 2048 keys and fewer keeps more,
+# Tuned on one NVIDIA H200 at head sizes 64 and 128. A mainloop over 2048 keys and fewer keeps more,
 # smaller programs busy; two tiles of 64 rows that share their keys pay beyond.
 _HOPPER = _Table(
     plain=(
@@ -158,7 +158,7 @@ def _with_second_sum(tile: Tile, head_size: int, length: int) -> Tile:
     """A tile of dQ's kernel that leaves registers for a second sum of dQ's size.
 
     Tuned on one NVIDIA H200: 64 rows by four warps; at head size 64 a third stage pays on long
-    walks.
+    loops.
     """
     query, kv = min(tile.query, 64), min(tile.kv, 64)
     stages = 3 if head_size <= 64 and length > 2048 else 2

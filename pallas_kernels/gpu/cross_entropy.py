@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits, and its gradient, in one kernel.
 
-A program owns a row. It keeps the first columns in registers, walks over the others with an online
-log-sum-exp, and walks back over them to write softmax − onehot: what it read last comes first,
+A program owns a row. It keeps the first columns in registers, loops over the others with an online
+log-sum-exp, and goes back over them to write softmax − onehot: what it read last comes first,
 because that is most likely still in the L2 cache. bfloat16 logits, and their gradient, are read and
 written as words of two columns.
 
@@ -31,7 +31,7 @@ from pallas_kernels.gpu.triton import plt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns:
-    """How a program walks over its row: speed alone, up to the order of float32 sums.
+    """How a program loops over its row: speed alone, up to the order of float32 sums.
 
     Attributes:
       held: words that stay in registers between the passes, 0 or a power of two; none of a
@@ -185,8 +185,8 @@ def _row(
     if held:
         store(kept, 0)
 
-    def walk_back(j: Array, _: None) -> None:
+    def go_back(j: Array, _: None) -> None:
         start = held + (tiles - 1 - j) * tile
         store(load(start, "evict_first"), start)
 
-    lax.fori_loop(0, tiles, walk_back, None)
+    lax.fori_loop(0, tiles, go_back, None)

@@ -1,6 +1,6 @@
 """The forward kernel: O, lse and the O that δ sees.
 
-A program owns a tile of query rows and walks over the key tiles that it may see. An online-softmax
+A program owns a tile of query rows and loops over the key tiles that it may see. An online-softmax
 step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several. Tiles above the
 causal diagonal are neither computed nor loaded. Only those tiles are masked that the diagonal, a
 length or the end of the keys cuts. The arithmetic is that of `lowprec_attn.arithmetic.softmax`,
@@ -30,13 +30,13 @@ from lowprec_attn.numerics import MASKED, get_rounding
 from pallas_kernels.gpu.instructions import anew
 from pallas_kernels.gpu.problem import Problem, call, whole
 from pallas_kernels.gpu.products import Rounder
+from pallas_kernels.gpu.query_rows import QueryRows
 from pallas_kernels.gpu.softmax import (
     initial_state,
     step_above_diagonal,
     step_of_one_tile,
     step_of_tiles,
 )
-from pallas_kernels.gpu.walk import Walk
 from pallas_kernels.scalars import Scalars
 
 _BFLOAT16 = get_rounding("bfloat16")
@@ -85,14 +85,14 @@ def _forward(
     start = i * problem.tile.query
     q = problem.load_rows(q_ref, start, problem.tile.query, valid=problem.rows)
     round_point = problem.rounder(scalars, batch, head)
-    walk = Walk(problem, scalars, batch, head, i, q, k_ref, v_ref, round_point)
+    queries = QueryRows(problem, scalars, batch, head, i, q, k_ref, v_ref, round_point)
     take_step = step_of_one_tile if problem.tiles_per_step == 1 else step_of_tiles
 
     def step(t: Array, state: SoftmaxState, *, masked: bool) -> SoftmaxState:
-        new = take_step(state, t, walk, masked=masked)
+        new = take_step(state, t, queries, masked=masked)
         if not masked or problem.masked_step_changes_nothing:
             return new
-        return keep_unvisited(new, state, walk.visits(t))
+        return keep_unvisited(new, state, queries.visits(t))
 
     begin, full, end = problem.key_range(i, batch, scalars, size=problem.step)
     state = initial_state(problem)
@@ -107,14 +107,14 @@ def _forward(
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
     if problem.visits_above_diagonal:
         every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)
-        state = lax.fori_loop(end, every.end, partial(step_above_diagonal, walk=walk), state)
+        state = lax.fori_loop(end, every.end, partial(step_above_diagonal, queries=queries), state)
     if several:
-        # Otherwise q's addresses, which are O's too, would stay in registers during the walk.
+        # Otherwise q's addresses, which are O's too, would stay in registers during the mainloop.
         start = anew(start, interpret=problem.interpret)
-    _finish(state, problem, round_point, start, Outputs(*out))
+    _epilogue(state, problem, round_point, start, Outputs(*out))
 
 
-def _finish(
+def _epilogue(
     state: SoftmaxState, problem: Problem, round_point: Rounder, start: Array, out: Outputs
 ) -> None:
     """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""

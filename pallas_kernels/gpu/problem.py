@@ -94,7 +94,7 @@ class Problem(common.Problem):
         return 1 << (self.head_size - 1).bit_length()
 
     def query_tile(self, program: Array) -> Array:
-        """The query tile of a program. Under causality the longest walks start first."""
+        """The query tile of a program. Under causality the longest mainloops start first."""
         return self.q_tiles - 1 - program if self.spec.is_causal else program
 
     @property

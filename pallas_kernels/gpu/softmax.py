@@ -34,7 +34,7 @@ from pallas_kernels.gpu.instructions import (
     whole_exp2,
 )
 from pallas_kernels.gpu.problem import LANES, LOG2E, THREADS, Problem, by_lane
-from pallas_kernels.gpu.walk import Walk
+from pallas_kernels.gpu.query_rows import QueryRows
 
 _FLOAT32 = get_format("float32")
 
@@ -48,39 +48,43 @@ def initial_state(problem: Problem) -> SoftmaxState:
     return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
 
 
-def step_of_one_tile(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) -> SoftmaxState:
+def step_of_one_tile(
+    state: SoftmaxState, t: Array, queries: QueryRows, *, masked: bool
+) -> SoftmaxState:
     """One online-softmax step over the keys of one tile."""
-    problem, n = walk.problem, walk.problem.spec.numerics
-    k, v = walk.keys(t), walk.values(t)
-    s, place = walk.scores(k, t, masked=masked)
+    problem, n = queries.problem, queries.problem.spec.numerics
+    k, v = queries.keys(t), queries.values(t)
+    s, place = queries.scores(k, t, masked=masked)
     # At least MASKED: −inf − (−inf) would be NaN.
     r_m = jnp.maximum(_over_row(jnp.max, s, problem), jnp.float32(MASKED))
     below = s - _per_column(r_m, problem.tile.kv)
     count = is_repeated_by_warp if problem.counts_ties_by_warp else is_repeated
-    step = _Step.of(state, r_m, below, partial(count, interpret=problem.interpret), t, walk)
+    step = _Step.of(state, r_m, below, partial(count, interpret=problem.interpret), t, queries)
     probs, alpha = step.probs(s, below, place), step.alpha
-    rounded = walk.round_point(probs, "probs", place)
+    rounded = queries.round_point(probs, "probs", place)
     row_sum = _row_sum(summed_probs(probs, rounded, n), problem)
-    pv = walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
-    aux_pv = _auxiliary_product(probs, v, walk)
+    pv = queries.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+    aux_pv = _auxiliary_product(probs, v, queries)
     return step.finish(alpha, row_sum, pv, aux_pv)
 
 
-def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) -> SoftmaxState:
+def step_of_tiles(
+    state: SoftmaxState, t: Array, queries: QueryRows, *, masked: bool
+) -> SoftmaxState:
     """One step over the keys of several tiles: first the row maximum, then the products.
 
     S is formed twice. Entry by entry, the two largest of all tiles are kept: they are enough to
     find the maximum, and whether it repeats.
     """
-    problem, n = walk.problem, walk.problem.spec.numerics
-    over_tiles = partial(walk.over_tiles, t, masked=masked)
+    problem, n = queries.problem, queries.problem.spec.numerics
+    over_tiles = partial(queries.over_tiles, t, masked=masked)
     counts_ties = not isinstance(problem.spec.row_max, StandardMax)
     lowest = jnp.full(
         (problem.tile.query, problem.tile.kv if counts_ties else LANES), -jnp.inf, jnp.float32
     )
 
     def look(j: Array, seen: tuple[Array, ...], *, masked: bool) -> tuple[Array, ...]:
-        s, _ = walk.scores(walk.keys(j), j, masked=masked)
+        s, _ = queries.scores(queries.keys(j), j, masked=masked)
         largest, *second = seen
         if not counts_ties:
             s = by_lane(jnp.max, s)
@@ -96,7 +100,7 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
         near = [_count_near(x, tolerance) for x in (below, *(x - r_m for x in second))]
         return sum(near[1:], start=near[0]) > 1
 
-    step = _Step.of(state, r_m, largest - r_m, repeats, t, walk)
+    step = _Step.of(state, r_m, largest - r_m, repeats, t, queries)
     # Where no point rounds between them, P̄V is added to the rescaled Ō tile by tile.
     alpha = step.alpha
     adds_up = n.pv.is_identity and n.rescale.is_identity and n.accumulator.is_identity
@@ -104,14 +108,14 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
 
     def add(j: Array, sums: tuple[Any, ...], *, masked: bool) -> tuple[Any, ...]:
         row_sum, pv, aux_pv = sums
-        k, v = walk.keys(j), walk.values(j)
-        s, place = walk.scores(k, j, masked=masked)
+        k, v = queries.keys(j), queries.values(j)
+        s, place = queries.scores(k, j, masked=masked)
         probs = step.probs(s, s - r_m, place)
-        rounded = walk.round_point(probs, "probs", place)
+        rounded = queries.round_point(probs, "probs", place)
         row_sum = row_sum + _row_sum(summed_probs(probs, rounded, n), problem)
-        pv = pv + walk.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+        pv = pv + queries.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
         if aux_pv is not None:
-            aux_pv = aux_pv + _auxiliary_product(probs, v, walk)
+            aux_pv = aux_pv + _auxiliary_product(probs, v, queries)
         return row_sum, pv, aux_pv
 
     start = (
@@ -123,20 +127,20 @@ def step_of_tiles(state: SoftmaxState, t: Array, walk: Walk, *, masked: bool) ->
     return step.finish(alpha, row_sum, pv, aux_pv, rescaled=adds_up)
 
 
-def step_above_diagonal(t: Array, state: SoftmaxState, *, walk: Walk) -> SoftmaxState:
+def step_above_diagonal(t: Array, state: SoftmaxState, *, queries: QueryRows) -> SoftmaxState:
     """A step whose keys are all masked: m, l and Ō as the rule and the roundings leave them."""
-    problem = walk.problem
+    problem = queries.problem
     masked = jnp.full_like(state.m, MASKED)
 
     def repeats(below: Array, tolerance: float) -> Array:
         return jnp.full(below.shape, problem.step > 1)
 
-    step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, walk)
+    step = _Step.of(state, masked, jnp.zeros_like(masked), repeats, t, queries)
     zero = jnp.zeros_like(state.acc)
     new = step.finish(
         step.alpha, jnp.zeros_like(state.l), zero, None if state.aux is None else zero
     )
-    return keep_unvisited(new, state, walk.visits(t))
+    return keep_unvisited(new, state, queries.visits(t))
 
 
 def _count_near(below: Array, tolerance: float) -> Array:
@@ -145,11 +149,11 @@ def _count_near(below: Array, tolerance: float) -> Array:
     return np.float32(below.shape[-1]) - far
 
 
-def _auxiliary_product(probs: Array, v: Array, walk: Walk) -> Array | None:
+def _auxiliary_product(probs: Array, v: Array, queries: QueryRows) -> Array | None:
     """P̄ v with unrounded P̄, where Ō′ is kept."""
-    if not walk.problem.keeps_auxiliary:
+    if not queries.problem.keeps_auxiliary:
         return None
-    return walk.round_point.dot(probs, v, _FLOAT32, format_of(v))
+    return queries.round_point.dot(probs, v, _FLOAT32, format_of(v))
 
 
 class _Step(NamedTuple):
@@ -160,7 +164,7 @@ class _Step(NamedTuple):
     m: Array
     subtracted: Array
     out: Place
-    walk: Walk
+    queries: QueryRows
 
     @classmethod
     def of(
@@ -170,36 +174,36 @@ class _Step(NamedTuple):
         below: Array,
         is_repeated: Callable[[Array, float], Array],
         t: Array,
-        walk: Walk,
+        queries: QueryRows,
     ) -> "_Step":
         """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
-        problem, round_point = walk.problem, walk.round_point
+        problem, round_point = queries.problem, queries.round_point
         rule = problem.spec.row_max
-        out = Place(problem.place(walk.i, t).rows, problem.feature_columns, t * problem.step)
+        out = Place(problem.place(queries.i, t).rows, problem.feature_columns, t * problem.step)
         m_old = jnp.full_like(state.m, MASKED) if problem.whole_max else state.m
         m = rule.running_max(r_m, below, m_old, unit=problem.score_unit, is_repeated=is_repeated)
         if problem.whole_max:
             whole = jnp.ceil(m * np.float32(problem.score_unit * LOG2E))
             m = jnp.maximum(state.m, jnp.where(m <= MASKED, m, whole))
         m = round_point(m, "stats", statistic(out, "m"))
-        return cls(state, r_m, m, subtracted_max(m), out, walk)
+        return cls(state, r_m, m, subtracted_max(m), out, queries)
 
     @property
     def alpha(self) -> Array:
         """exp(m_old − m)."""
-        problem = self.walk.problem
+        problem = self.queries.problem
         shift = self.state.m - self.subtracted
         if problem.whole_max:
             return power_of_two(shift)
-        shift = self.walk.round_point.shift(shift, statistic(self.out, "alpha"))
+        shift = self.queries.round_point.shift(shift, statistic(self.out, "alpha"))
         return exp2(shift * np.float32(problem.score_unit * LOG2E), interpret=problem.interpret)
 
     def probs(self, s: Array, below: Array, place: Place) -> Array:
         """P̄ = exp(S − m) of a tile's scores s, which are r_m + below."""
-        problem, columns = self.walk.problem, s.shape[1]
+        problem, columns = self.queries.problem, s.shape[1]
         to_log2 = np.float32(problem.score_unit * LOG2E)
         if not problem.spec.numerics.shift.is_identity:
-            shift = self.walk.round_point.shift(s - _per_column(self.subtracted, columns), place)
+            shift = self.queries.round_point.shift(s - _per_column(self.subtracted, columns), place)
             return exp2(shift * to_log2, interpret=problem.interpret)
         if problem.whole_max:
             offset = _per_column(powers.offset_of(self.subtracted), columns)
@@ -228,7 +232,7 @@ class _Step(NamedTuple):
         rescaled: bool = False,
     ) -> SoftmaxState:
         """The state after the step; rescaled: pv holds α Ō already."""
-        problem, round_point, state = self.walk.problem, self.walk.round_point, self.state
+        problem, round_point, state = self.queries.problem, self.queries.round_point, self.state
         alpha_of_l = _per_column(alpha, LANES) if problem.keeps_partial_sums else alpha
         rule = problem.spec.row_max
         l = next_sum(state.l, alpha_of_l, row_sum, rule, round_point, self.out)

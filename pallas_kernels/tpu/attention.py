@@ -39,9 +39,9 @@ from pallas_kernels.tpu.block_sizes import (
 )
 from pallas_kernels.tpu.forward import forward
 from pallas_kernels.tpu.key_gradients import key_gradients
+from pallas_kernels.tpu.mainloop import Inputs
 from pallas_kernels.tpu.problem import Problem
 from pallas_kernels.tpu.query_gradients import delta_from_probs, query_gradients
-from pallas_kernels.tpu.walk import Inputs
 
 FORMATS = ("float32", "bfloat16")
 MODES = ("nearest", "stochastic")

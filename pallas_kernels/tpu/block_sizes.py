@@ -59,8 +59,8 @@ class BlockSizes:
 
     Attributes:
       forward: O and lse.
-      key_gradients: dK and dV; a program owns `kv` keys and walks over the queries.
-      query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and walks over
+      key_gradients: dK and dV; a program owns `kv` keys and loops over the queries.
+      query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and loops over
         the keys.
       interpret: parameters of Pallas' TPU interpreter, to run the kernels in it on any platform
         (for tests); None to compile them.

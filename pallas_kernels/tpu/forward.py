@@ -2,9 +2,9 @@
 
 A program owns a tile of query rows. Its key tiles follow in order on the last axis of the grid,
 with the running state in scratch memory (FlashAttention-2, arXiv 2307.08691, Algorithm 1). A key
-tile holds one or more online-softmax steps. A step longer than a tile is walked over twice: for its
-row maximum, then for its products. Tiles above the causal diagonal are neither computed nor
-fetched. Only those tiles are masked that the diagonal or the end of the keys cuts.
+tile holds one or more online-softmax steps. A step longer than a tile takes two passes: for its row
+maximum, then for its products. Tiles above the causal diagonal are neither computed nor fetched.
+Only those tiles are masked that the diagonal or the end of the keys cuts.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +28,15 @@ from pallas_kernels.rounder import BFLOAT16
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu import softmax
 from pallas_kernels.tpu.block_sizes import LANES
+from pallas_kernels.tpu.mainloop import (
+    Inputs,
+    KeyTiles,
+    LongStep,
+    Program,
+    read,
+    take_part,
+    take_steps,
+)
 from pallas_kernels.tpu.problem import (
     Grid,
     Problem,
@@ -38,7 +47,6 @@ from pallas_kernels.tpu.problem import (
     to_row,
 )
 from pallas_kernels.tpu.products import Rounder
-from pallas_kernels.tpu.walk import Inputs, LongStep, Program, Walk, read, take_part, take_steps
 
 
 class Outputs(NamedTuple):
@@ -56,7 +64,7 @@ class Outputs(NamedTuple):
 def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     """Runs the kernel on q [B, N, T, H], k and v [B, K, S, H], padded to whole tiles."""
     size = problem.tile
-    walk = Walk.of(problem)
+    order = KeyTiles.of(problem)
 
     def key_tile(b: Array, h: Array, i: Array, tile: Array, scalars: Scalars) -> tuple[Any, ...]:
         visited = problem.key_range(i, b, scalars)
@@ -66,11 +74,11 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     rows = pl.BlockSpec(
         (None, None, size.query, problem.head_size), lambda b, h, i, j, _: (b, h, i, 0)
     )
-    keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile(j), x))
-    values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, walk.tile_of_v(j), x))
+    keys = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile(j), x))
+    values = pl.BlockSpec(block, lambda b, h, i, j, x: key_tile(b, h, i, order.tile_of_v(j), x))
 
     def tile(b: Array, h: Array, i: Array, j: Array, scalars: Scalars) -> tuple[Array, ...]:
-        return b, h, i, problem.key_range(i, b, scalars).clamp(walk.tile(j))
+        return b, h, i, problem.key_range(i, b, scalars).clamp(order.tile(j))
 
     pairs = pair_specs(x.pairs, problem, tile)
     statistics = pl.BlockSpec((None, None, 1, size.query), lambda b, h, i, j, _: (b, h, 0, i))
@@ -87,7 +95,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
     state = (per_row, per_row, accumulator) + (accumulator,) * problem.keeps_auxiliary
     grid = Grid(
-        sizes=(problem.batch, problem.heads, problem.q_tiles, walk.programs),
+        sizes=(problem.batch, problem.heads, problem.q_tiles, order.programs),
         parallel=3,
         in_specs=(Inputs(rows, keys, values, pairs),),
         out_specs=Outputs(
@@ -96,7 +104,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
             None if saved_dtype is None else rows,
             (statistics, statistics) if apart else None,
         ),
-        scratch=state + ((per_row,) * 2 + state) * walk.is_long,
+        scratch=state + ((per_row,) * 2 + state) * order.is_long,
     )
     return Outputs(*call(_forward, problem, grid, out)(scalars, x))
 
@@ -105,32 +113,32 @@ def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> 
     out, scratch = Outputs(*refs[:4]), refs[4:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i, head)
-    walk = Walk.of(problem)
+    order = KeyTiles.of(problem)
     size, missing = (4, ()) if problem.keeps_auxiliary else (3, (None,))
     state_ref = SoftmaxState(*scratch[:size], *missing)
 
     @pl.when(j == 0)
-    def initialise() -> None:
+    def prologue() -> None:
         state_ref.m[...] = jnp.full_like(state_ref.m, MASKED)
         for ref in state_ref[1:]:
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
 
-    if walk.is_long:
+    if order.is_long:
         first, second, m, *sums = scratch[size:]
         ref = LongStep(softmax.Largest(first, second), m, softmax.Sums(*sums, *missing))
         take_part(program, inputs, state_ref, ref, j)
     else:
         take_steps(program, inputs, state_ref, j)
 
-    @pl.when(j == walk.programs - 1)
-    def finish() -> None:
+    @pl.when(j == order.programs - 1)
+    def epilogue() -> None:
         state = read(state_ref)
         limit = None if scalars.query_lengths is None else scalars.query_lengths[batch]
-        _finish(state, problem, program.round_point, program.rows(), limit, out)
+        _epilogue(state, problem, program.round_point, program.rows(), limit, out)
 
 
-def _finish(
+def _epilogue(
     state: SoftmaxState,
     problem: Problem,
     round_point: Rounder,

@@ -1,4 +1,4 @@
-"""The kernel of dK and dV: a program owns a key tile and walks over the query tiles."""
+"""The kernel of dK and dV: a program owns a key tile and loops over the query tiles."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def _key_gradients(
     dv_total = GradientSum(program, dv_sum, dv_part, problem.tile.query, problem.row_step, 2)
 
     @pl.when((g == 0) & (i == 0))
-    def initialise() -> None:
+    def prologue() -> None:
         dk_total.begin()
         dv_total.begin()
 
@@ -142,7 +142,7 @@ def _key_gradients(
         )
 
     @pl.when((g == problem.group - 1) & (i == problem.q_tiles - 1))
-    def finish() -> None:
+    def epilogue() -> None:
         # A gradient summed over a group is told apart by the group's first head.
         round_point = problem.rounder(scalars, batch, kv_head * problem.group)
         # q comes with the scale where that is exact, and dK = dSᵀ q has it from there.

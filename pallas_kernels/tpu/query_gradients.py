@@ -136,8 +136,8 @@ def _over_queries(
     return call(body, problem, grid, shape)(scalars, x)
 
 
-class _Walk(NamedTuple):
-    """A query tile's walk over the key tiles that it sees, at its key tile j."""
+class _BackwardRows(NamedTuple):
+    """The query rows of a program of dQ, at its key tile j."""
 
     program: Program
     ref: Operands
@@ -146,7 +146,9 @@ class _Walk(NamedTuple):
     j: Array
 
     @classmethod
-    def of(cls, scalars: Scalars, ref: Operands, exponents: Exponents, problem: Problem) -> "_Walk":
+    def of(
+        cls, scalars: Scalars, ref: Operands, exponents: Exponents, problem: Problem
+    ) -> "_BackwardRows":
         batch, head, i, j = (pl.program_id(axis) for axis in range(4))
         round_point = problem.rounder(scalars, batch, head)
         program = Program(problem, scalars, batch, round_point, head, ref.pairs)
@@ -160,7 +162,7 @@ class _Walk(NamedTuple):
 
     @property
     def seen(self) -> Range:
-        """The key tiles that the walk visits."""
+        """The key tiles that the mainloop visits."""
         problem, scalars, batch, *_ = self.program
         return problem.key_range(self.i, batch, scalars)
 
@@ -197,12 +199,12 @@ def _query_gradients(
     sums = _QuerySums(
         *(None if shape is None else next(given) for shape in _QuerySums.shapes(problem))
     )
-    walk = _Walk.of(scalars, ref, Exponents(sums.lse, sums.inverse_l), problem)
-    round_point = walk.program.round_point
-    total = GradientSum(walk.program, sums.dq, sums.part, problem.tile.kv, problem.step, 0)
+    queries = _BackwardRows.of(scalars, ref, Exponents(sums.lse, sums.inverse_l), problem)
+    round_point = queries.program.round_point
+    total = GradientSum(queries.program, sums.dq, sums.part, problem.tile.kv, problem.step, 0)
 
-    @pl.when(walk.j == 0)
-    def initialise() -> None:
+    @pl.when(queries.j == 0)
+    def prologue() -> None:
         total.begin()
         sums.lse[...] = to_columns(ref.lse[...])
         sums.delta[...] = to_columns(ref.delta[...])
@@ -214,11 +216,11 @@ def _query_gradients(
 
     def contribution(probs: Array, dp: Array, place: Place) -> None:
         unscaled = probs * (dp - lanes(sums.delta[...], problem.tile.kv))
-        ds = rounded_ds(walk.program, unscaled, place)
+        ds = rounded_ds(queries.program, unscaled, place)
         k, ds_format = ref.k[...], n.ds.result_format
-        rows = walk.rows
+        rows = queries.rows
         total.add(
-            walk.j,
+            queries.j,
             lambda x: round_point.dot(ds[:, x], k[x], ds_format, format_of(k), ROWS),
             rows,
         )
@@ -229,11 +231,11 @@ def _query_gradients(
             sums.p_dp[...] += sum_slices(ds if after_cast else unscaled)
             sums.p[...] += sum_slices(rounded if after_cast else probs)
 
-    walk.visit(contribution)
-    total.end_of_tile(walk.j, walk.seen, problem.kv_tiles, walk.rows)
+    queries.visit(contribution)
+    total.end_of_tile(queries.j, queries.seen, problem.kv_tiles, queries.rows)
 
-    @pl.when(walk.j == problem.kv_tiles - 1)
-    def finish() -> None:
+    @pl.when(queries.j == problem.kv_tiles - 1)
+    def epilogue() -> None:
         scale = jnp.float32(problem.spec.scale)
         dq = sums.dq[...]
         if after_cast:
@@ -246,7 +248,7 @@ def _query_gradients(
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
             dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(sums.delta[...] + correction)
-        place = Place(walk.rows, indices(0, problem.head_size, 1), 0)
+        place = Place(queries.rows, indices(0, problem.head_size, 1), 0)
         dq_ref[...] = round_point(dq, "grads", place).astype(dq_ref.dtype)
 
 
@@ -261,10 +263,10 @@ def _delta(
 ) -> None:
     lse, total, *rest = scratch
     exponents = Exponents(lse, *rest)
-    walk = _Walk.of(scalars, ref, exponents, problem)
+    queries = _BackwardRows.of(scalars, ref, exponents, problem)
 
-    @pl.when(walk.j == 0)
-    def initialise() -> None:
+    @pl.when(queries.j == 0)
+    def prologue() -> None:
         total[...] = jnp.zeros_like(total)
         lse[...] = to_columns(ref.lse[...])
         if exponents.inverse_l is not None:
@@ -273,8 +275,8 @@ def _delta(
     def contribution(probs: Array, dp: Array, place: Place) -> None:
         total[...] += jnp.sum(dp * probs, axis=-1, keepdims=True)
 
-    walk.visit(contribution)
+    queries.visit(contribution)
 
-    @pl.when(walk.j == problem.kv_tiles - 1)
-    def finish() -> None:
+    @pl.when(queries.j == problem.kv_tiles - 1)
+    def epilogue() -> None:
         delta_ref[...] = to_row(total[...])

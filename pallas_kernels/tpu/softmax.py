@@ -1,7 +1,7 @@
 """The arithmetic of one online-softmax step on one head, in parts.
 
-`softmax_step` is a step whose scores are at hand at once. Of a longer one the tiles are walked over
-twice: `Largest` finds m, then `contribution` is summed, and `close` ends the step; that also ends
+`softmax_step` is a step whose scores are at hand at once. The tiles of a longer one take two
+passes: `Largest` finds m, then `contribution` is summed, and `close` ends the step; that also ends
 one that sees no key. Everything is that of `arithmetic.softmax.softmax_step`, point by point; row
 statistics are kept equal in all 128 lanes.
 """

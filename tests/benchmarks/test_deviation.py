@@ -14,8 +14,7 @@ from benchmarks.deviation import Case
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.step import root_key
 
 

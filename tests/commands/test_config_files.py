@@ -1,5 +1,6 @@
 """Config files and flags that cannot serve: one line, and what is possible."""
 
+import ast
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from command import ROOT
 from lowprec_attn.commands import config
 from lowprec_attn.commands.config import ConfigFileError
 from lowprec_attn.commands.main import main
+from lowprec_attn.numerics import Numerics
 
 BASE = "from configs.gpt2_bf16 import get_config as base\ndef get_config():\n"
 FILES = {
@@ -76,3 +78,20 @@ def test_a_section_that_is_not_there_is_told_in_one_line(capsys):
     assert main(["train", "--config=gpt2_bf16:tiny", "--config.optimzer.peak_lr=3"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: unknown field config.optimzer (did you mean optimizer?)")
+
+
+@pytest.mark.parametrize("path", sorted(config.shipped().glob("*.py")), ids=lambda path: path.stem)
+def test_the_configs_import_nothing_of_the_library(path):
+    imports = [node for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "names")]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    assert {name.partition(".")[0] for name in names} <= {
+        *("copy", "pathlib", "runpy"),  # of Python
+        "ml_collections",
+        "jax",  # which tells whether there is an accelerator
+    }
+
+
+def test_the_config_names_every_field_of_numerics():
+    assert {*config.load("gpt2_bf16:tiny")["attention"]["points"], "kv_block"} == {
+        *Numerics.__dataclass_fields__
+    }

@@ -18,8 +18,7 @@ from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.run import open_corpus
 from lowprec_attn.training.signals import make_signals
 from lowprec_attn.training.step import make_steps, root_key, step_key

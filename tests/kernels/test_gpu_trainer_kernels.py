@@ -11,8 +11,7 @@ from tiny import tiny_settings
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn import attention
-from lowprec_attn.gpt2 import norm
-from lowprec_attn.gpt2.gelu import gelu
+from lowprec_attn.gpt2.layers import gelu
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.devices import compiler_options
 from lowprec_attn.training.step import make_steps, root_key
@@ -140,7 +139,7 @@ def plain_with_gradients(residual, y, scale, d_residual, d_x):
     """The same of the trainer's function where it is lowered for this host."""
 
     def function(residual, y, scale):
-        return norm.add_norm(residual, y, scale, d_x.dtype)
+        return layers.add_norm(residual, y, scale, d_x.dtype)
 
     out, pullback = jax.vjp(function, residual, y, scale)
     return out, pullback((d_residual, d_x))
@@ -176,7 +175,7 @@ def test_a_residual_that_nothing_else_reads_has_no_gradient(function):
     residual, y, scale, d_residual, d_x = norm_inputs(70, 33, "bfloat16")
 
     def alone(residual, y, scale):
-        return norm.add_norm(residual, y, scale, y.dtype)[1]
+        return layers.add_norm(residual, y, scale, y.dtype)[1]
 
     expected = function(residual, y, scale, jnp.zeros_like(d_residual), d_x)[1]
     if function is kernels_with_gradients:
@@ -189,7 +188,7 @@ def test_a_residual_that_nothing_else_reads_has_no_gradient(function):
 
 def test_a_norm_that_nothing_reads_hands_the_gradient_of_the_residual_on():
     residual, y, scale, d_residual, _ = norm_inputs(4, 8, "float32")
-    _, pullback = jax.vjp(lambda *args: norm.add_norm(*args, "float32")[0], residual, y, scale)
+    _, pullback = jax.vjp(lambda *args: layers.add_norm(*args, "float32")[0], residual, y, scale)
     for found, expected in zip(
         pullback(d_residual), (d_residual, d_residual, jnp.zeros_like(scale)), strict=True
     ):
@@ -199,7 +198,7 @@ def test_a_norm_that_nothing_reads_hands_the_gradient_of_the_residual_on():
 def test_the_residual_is_not_rounded_before_it_is_normalised():
     """A stream around 1000 has 4 between neighbouring bfloat16 numbers, and variance 1."""
     residual = 1000 + jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
-    _, x = norm.add_norm(residual, None, jnp.ones(64), "bfloat16")
+    _, x = layers.add_norm(residual, None, jnp.ones(64), "bfloat16")
     zeros = np.zeros(residual.shape)
     exact = exact_norm(residual, zeros, np.ones(64), zeros, zeros)[1]
     np.testing.assert_allclose(x.astype(jnp.float32), exact, rtol=BFLOAT16, atol=1e-3)
@@ -207,7 +206,7 @@ def test_the_residual_is_not_rounded_before_it_is_normalised():
 
 def test_what_is_added_has_the_format_of_the_output():
     with pytest.raises(ValueError, match="y must be bfloat16, got float32"):
-        norm.add_norm(jnp.ones((2, 4)), jnp.ones((2, 4)), jnp.ones(4), "bfloat16")
+        layers.add_norm(jnp.ones((2, 4)), jnp.ones((2, 4)), jnp.ones(4), "bfloat16")
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

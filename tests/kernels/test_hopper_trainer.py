@@ -10,8 +10,7 @@ from gpu.targets import A100, B200, H200, mesh_of
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn.gpt2 import kernels
-from lowprec_attn.gpt2.gelu import gelu
-from lowprec_attn.gpt2.mlp import mlp
+from lowprec_attn.gpt2.layers import gelu, mlp
 from pallas_kernels.gpu.block_sizes import is_hopper
 from pallas_kernels.gpu.device import device_kind
 from pallas_kernels.gpu.hopper.attention import is_available

@@ -7,8 +7,7 @@ import pytest
 from tiny import tiny_settings
 
 from lowprec_attn.training.across_steps import CUMULATIVE, AcrossSteps, direction_shapes
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.devices import make_program, run_devices
 
 SIMILARITY = "outer_product_similarity_across_steps"
 COSINE = "common_direction_across_steps"

@@ -9,8 +9,7 @@ from tiny import tiny_config, tiny_settings
 
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import run_devices
-from lowprec_attn.training.program import make_program
+from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.resources import memory
 from lowprec_attn.training.resources.memory import MemoryShortageError
 from lowprec_attn.training.run import train

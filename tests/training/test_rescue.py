@@ -21,7 +21,7 @@ from lowprec_attn.runs.instability.rollbacks import RollbackRecord
 from lowprec_attn.runs.pages import figures
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training import loop
+from lowprec_attn.training import announcement
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.loop import EXIT_BROKEN, EXIT_DONE, Loop
 from lowprec_attn.training.run import train
@@ -37,7 +37,9 @@ class KilledError(Exception):
 def no_figures(compiled_once):
     """Nor is a program compiled twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "write_run_page", lambda run_dir, _: run_dir.page)  # takes seconds
+        patch.setattr(
+            announcement, "write_run_page", lambda run_dir, _: run_dir.page
+        )  # takes seconds
         yield
 
 

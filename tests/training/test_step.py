@@ -14,14 +14,18 @@ from configs import gpt2_bf16
 from lowprec_attn import attention
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2 import loss as loss_module
-from lowprec_attn.gpt2.embedding import embed
+from lowprec_attn.gpt2.layers import embed
 from lowprec_attn.gpt2.loss import _chunk_count, cross_entropy
 from lowprec_attn.gpt2.model import GPT2, Attend, parameter_count
 from lowprec_attn.numerics import PRESETS
 from lowprec_attn.training.config import train_settings
-from lowprec_attn.training.devices import compiler_options, run_devices
+from lowprec_attn.training.devices import (
+    compiler_options,
+    make_program,
+    random_bits_by_kernel,
+    run_devices,
+)
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
-from lowprec_attn.training.program import make_program, random_bits_by_kernel
 from lowprec_attn.training.step import make_steps, root_key
 
 # What serves on a CPU; named, it spares tracing the kernels of other platforms.

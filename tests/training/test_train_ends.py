@@ -8,7 +8,7 @@ import pytest
 from command import run_here
 
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.training import loop
+from lowprec_attn.training import announcement, loop
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "no_report")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compiled_once", "no_report")
     [(2.64, "0.612 below the unigram"), (5.21, "1.958 above the unigram"), (3.252, "0.000 below")],
 )
 def test_the_outcome_says_on_which_side_of_the_unigram_model_the_loss_is(val_loss, words):
-    said = loop.outcome(val_loss, 3.252)
+    said = announcement.outcome(val_loss, 3.252)
     assert f"validation loss {val_loss:.3f} nats per token, {words}" in said
     assert said.endswith("model's 3.252")
 

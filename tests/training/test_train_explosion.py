@@ -63,7 +63,8 @@ def read(workdir, name):
 
 def test_a_validation_loss_of_nan_is_no_success(run, tmp_path, monkeypatch, capsys):
     def without_validation(self, run=Loop.run):
-        self.evaluate = lambda *_: np.float32(np.nan)
+        program = self.fixed.program._replace(evaluate=lambda *_: np.float32(np.nan))
+        self.fixed = self.fixed._replace(program=program)
         return run(self)
 
     monkeypatch.setattr(Loop, "run", without_validation)

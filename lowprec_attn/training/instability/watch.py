@@ -7,7 +7,10 @@ has recorded, so a resumed run goes on as if it had not been interrupted, and re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lowprec_attn import hosts
 from lowprec_attn.diagnostics import onset
+from lowprec_attn.files import read_record
+from lowprec_attn.runs import metrics
 from lowprec_attn.runs.instability.explosion import LossWatch
 from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
 from lowprec_attn.runs.instability.spikes import (
@@ -18,6 +21,7 @@ from lowprec_attn.runs.instability.spikes import (
     Spikes,
     level_before,
 )
+from lowprec_attn.runs.run_dir import RunDir
 
 Write = Callable[[int, Mapping[str, Any]], None]
 Say = Callable[[str], None]
@@ -116,3 +120,28 @@ class Watch:
             self._write(step, {"warnings": onset.as_record(found)})
         for alarm in found:
             self._say(f"warning: step {step:,}, {alarm}")
+
+
+def kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
+    """All losses, and the last signals, of the steps before this process's first."""
+
+    def read() -> list[dict[str, Any]]:
+        if not run_dir.metrics.exists():
+            return []
+        kept = [record for record in metrics.read(run_dir.metrics) if record["step"] < start]
+        losses = [{k: r[k] for k in ("step", "loss")} for r in kept if "loss" in r]
+        return losses + [r for r in kept if "signals" in r][-1:]
+
+    found: list[dict[str, Any]] = hosts.from_first(read)
+    return found
+
+
+def origin_of(run_dir: RunDir) -> tuple[int, Level | None] | None:
+    """Where the run was resumed from another one; see `Watch`."""
+    origin = hosts.from_first(
+        lambda: read_record(run_dir.origin, step=int) if run_dir.origin.exists() else None
+    )
+    if origin is None:
+        return None
+    before = origin.get("loss_before")  # runs of earlier versions have none
+    return origin["step"], None if before is None else Level(**before)

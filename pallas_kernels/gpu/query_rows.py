@@ -1,4 +1,4 @@
-"""One query tile of the forward kernel, which walks over the key tiles that it sees."""
+"""The query rows of a program of the forward kernel, and the key tiles that its mainloop visits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.scalars import Scalars
 
 
-class Walk(NamedTuple):
-    """The tile's rows and what its steps share."""
+class QueryRows(NamedTuple):
+    """One query tile, and what the steps of its mainloop share."""
 
     problem: Problem
     scalars: Scalars

@@ -1,6 +1,6 @@
-"""The walk of a query tile over its key tiles: the online-softmax steps of the forward kernel.
+"""The mainloop of the forward kernel: the online-softmax steps of a query tile over its key tiles.
 
-A key tile holds one or more steps. A step longer than a tile is walked over twice, tile by tile:
+A key tile holds one or more steps. A step longer than a tile takes two passes over its tiles:
 first for its row maximum, then for its products, so that it is rounded once.
 """
 
@@ -24,8 +24,8 @@ from pallas_kernels.tpu.problem import Problem, indices, unhidden
 from pallas_kernels.tpu.products import COLUMNS, Rounder
 
 
-class Walk(NamedTuple):
-    """The walk of a query tile over the key tiles, on the last axis of the grid.
+class KeyTiles(NamedTuple):
+    """The order in which a query tile takes its key tiles, on the last axis of the grid.
 
     Attributes:
       tiles: how many there are.
@@ -36,8 +36,8 @@ class Walk(NamedTuple):
     per_step: int
 
     @classmethod
-    def of(cls, problem: Problem) -> "Walk":
-        """The walk of the forward kernel."""
+    def of(cls, problem: Problem) -> "KeyTiles":
+        """That of the forward kernel."""
         return cls(problem.kv_tiles, max(problem.step // problem.tile.kv, 1))
 
     @property
@@ -63,11 +63,11 @@ class Walk(NamedTuple):
         return self.step(j) * self.per_step + lax.rem(j, self.per_step)
 
     def sums(self, j: Array) -> Array:
-        """Whether program j walks over its step for the second time."""
+        """Whether program j is of the second pass over its step."""
         return lax.rem(j, 2 * self.per_step) >= self.per_step
 
     def tile_of_v(self, j: Array) -> Array:
-        """The tile of v: the first walk over a step needs none and waits at the first."""
+        """The tile of v: the first pass over a step needs none and waits at the first."""
         if not self.is_long:
             return j
         return jnp.where(self.sums(j), self.tile(j), self.step(j) * self.per_step)
@@ -199,25 +199,25 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
 def take_part(
     program: Program, inputs: Inputs, state_ref: SoftmaxState, ref: LongStep, j: Array
 ) -> None:
-    """One of the two walks over the tiles of a long step, at program j."""
+    """One of the two passes over the tiles of a long step, at program j."""
     problem, scalars, batch, _, i, _ = program
-    walk, size = Walk.of(problem), problem.tile.kv
-    tile, number = walk.tile(j), walk.step(j)
+    order, size = KeyTiles.of(problem), problem.tile.kv
+    tile, number = order.tile(j), order.step(j)
     visited = problem.key_range(i, batch, scalars, size=size)
-    within = lax.rem(j, 2 * walk.per_step)
+    within = lax.rem(j, 2 * order.per_step)
     if problem.visits_above_diagonal:
         every = problem.key_range(i, batch, scalars, size=problem.step, causal=False).end
         taken = number < every
     else:
-        taken = number * walk.per_step < visited.end
+        taken = number * order.per_step < visited.end
     if problem.spec.window is not None:
-        taken = taken & ((number + 1) * walk.per_step > visited.begin)
+        taken = taken & ((number + 1) * order.per_step > visited.begin)
 
     @pl.when(taken & (within == 0))
     def begin() -> None:
         _write(ref.largest, softmax.Largest.none(ref.m.shape))
 
-    @pl.when(taken & (within == walk.per_step))
+    @pl.when(taken & (within == order.per_step))
     def find_m() -> None:
         m = read(ref.largest).running_max(
             problem.spec.row_max, state_ref.m[...], problem.score_unit
@@ -229,11 +229,11 @@ def take_part(
         step = program.step(number, start=tile * size, keys=size, masked=masked)
         s = program.scores(inputs, inputs.k[...], step.place, masked=masked)
 
-        @pl.when(~walk.sums(j))
+        @pl.when(~order.sums(j))
         def compare() -> None:
             _write(ref.largest, read(ref.largest).merge(softmax.Largest.of(s)))
 
-        @pl.when(walk.sums(j))
+        @pl.when(order.sums(j))
         def add() -> None:
             auxiliary = ref.sums.aux is not None
             v = program.values(inputs.v[...], tile * size)
@@ -246,7 +246,7 @@ def take_part(
         cut = (tile >= visited.full) & (tile < visited.end)
         pl.when(cut)(functools.partial(visit, masked=True))
 
-    @pl.when(taken & (within == 2 * walk.per_step - 1))
+    @pl.when(taken & (within == 2 * order.per_step - 1))
     def end() -> None:
         step = program.step(number, masked=problem.has_masked_tiles)
         old = read(state_ref)

@@ -1,0 +1,84 @@
+"""The diagnostics that a run takes of itself: signals of every layer, and what Adam does to it.
+
+They look at one sequence, the first of the batch of their step, and at the parameters before its
+update. Nothing waits for them until their values are asked for.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lowprec_attn.training.across_steps import AcrossSteps
+from lowprec_attn.training.adam_signals import AdamValues, make_adam_signals
+from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.signals import Directions, Signals, make_signals
+from lowprec_attn.training.step import TrainState, make_steps, root_key, step_key
+
+
+class Measured(NamedTuple):
+    """One measurement, on the devices; `adam` is of the last update, None before the first."""
+
+    signals: Signals
+    adam: AdamValues | None
+
+
+class Measurement:
+    """The measurements of a run.
+
+    Args:
+      settings: of the run.
+      devices: that it runs on.
+      directions: of the measurement before the first; see `AcrossSteps`.
+      recorded: its signals, likewise.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        devices: Devices,
+        directions: Directions | None,
+        recorded: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        everywhere = devices.replicated
+        # One sequence cannot be split over devices.
+        self._first_sequence = devices.jit(_first_sequence, out_shardings=everywhere)
+        signals = make_signals(settings, make_steps(settings, devices.attend_whole))
+        self._signals = devices.jit(signals, out_shardings=everywhere)
+        adam = make_adam_signals(settings.optimizer, settings.steps, settings.model.layers)
+        self._adam = devices.jit(adam, out_shardings=everywhere)
+        self._root = root_key(settings)
+        self._across = AcrossSteps(settings, devices, directions, recorded)
+
+    @property
+    def directions(self) -> Directions | None:
+        """Of the last measurement; what a checkpoint needs to go on from."""
+        return self._across.directions
+
+    @directions.setter
+    def directions(self, directions: Directions | None) -> None:
+        self._across.directions = directions
+
+    def take(self, state: TrainState, step: int, arrays: tuple[Array, Array]) -> Measured:
+        """Both diagnostics at a step, whose batch is `arrays`."""
+        signals = self.signals(state.params, step, arrays)
+        return Measured(signals, self._adam(state.params, state.opt_state) if step > 0 else None)
+
+    def signals(self, params: Any, step: int, arrays: tuple[Array, Array]) -> Signals:
+        """The signals of every layer and head on the first sequence of a batch."""
+        key = step_key(self._root, jnp.int32(step))
+        key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
+        sequence = self._first_sequence(*arrays)
+        return self._across.join(*self._signals(params, *sequence, key))
+
+    def values(self, signals: Signals) -> dict[str, dict[str, Any]]:
+        """The signals, fetched, with the sums over the measurements so far."""
+        return self._across.add_up(jax.device_get(signals))
+
+
+def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
+    """[1, T] of a batch [A, B/A, T]."""
+    return inputs[0, :1], targets[0, :1]
