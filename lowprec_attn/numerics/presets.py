@@ -127,6 +127,7 @@ JAX_NN = Numerics(
     delta="dp_p",
     probs_bwd="bfloat16",  # type: ignore[arg-type]
     dp="bfloat16",  # type: ignore[arg-type]
+    statistics="m_and_l",
     normalize_probs=True,
 )
 """`jax.nn.dot_product_attention` by XLA: S, softmax and dS are float32 (`dense` only)."""

@@ -59,6 +59,7 @@ ROWS = {
     "cudnn": ("shift_first", "lse"),
     "kohaku_fa": ("shift_first", "m_and_l"),
     "tokamax": ("scale_first", "m_and_l"),
+    "jax_nn": (None, "m_and_l"),
     "matched": ("whole_max", "m_and_l"),
     "matched_float32_output": ("whole_max", "m_and_l"),
 }
