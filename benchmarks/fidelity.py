@@ -129,7 +129,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
             return [from_strict_json(json.loads(line)) for line in file]
-    except (OSError, ValueError, lzma.LZMAError) as error:
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(f"{path} holds no records of this program: {error}") from error
 
 

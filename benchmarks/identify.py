@@ -1,7 +1,7 @@
 """Which preset a library's attention computes: how far its results lie from those of each preset.
 
     python -m benchmarks.identify --out FILE.jsonl
-    python -m benchmarks.identify --out FILE.jsonl --scores 1e3 1e4 --arithmetics cudnn torch_flash
+    python -m benchmarks.identify --out FILE.jsonl --scores 1e3 1e4 --arithmetics splash torch_flash
     python -m benchmarks.identify --read FILE.jsonl
 
 Problems are those of `benchmarks.fidelity`; kernels are its foreign ones, and JAX's own in Pallas:
@@ -38,9 +38,9 @@ from lowprec_attn.files import append_line
 from lowprec_attn.tables import markdown
 
 ARITHMETICS = (
-    *("exact", "cudnn", "flash_attention_3", "torch_flash", "kohaku_fa", "tokamax"),
+    *("exact", "splash", "flash_attention_3", "torch_flash", "kohaku_fa", "tokamax"),
     *("jax_pallas", "torch_flash:delta_value=bfloat16", "jax_nn", "standard"),
-    *("cudnn:probs=float32", "normalized_delta:exponent=shift_first"),
+    *("splash:probs=float32", "normalized_delta:exponent=shift_first"),
 )
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5)
 IDENTIFIED = 0.5  # of the distance to the next
@@ -104,7 +104,11 @@ def measure(
     exact = exact_results(problem)
     hard = {name: hard_rows([x[name] for x in computed.values()]) for name in RESULTS}
     for kernel in kernels:
-        record: dict[str, Any] = {"problem": problem.name, "kernel": kernel.name}
+        record: dict[str, Any] = {
+            "problem": problem.name,
+            "shape": list(problem.q.shape),
+            "kernel": kernel.name,
+        }
         try:
             found = kernel.run(problem)
         except Exception as error:  # of any kind: theirs are not ours to know

@@ -4,7 +4,6 @@ from lowprec_attn.numerics.formats import FORMATS, Format, get_format
 from lowprec_attn.numerics.presets import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
-    CUDNN,
     DELTA_DP_P,
     EXACT,
     FLASH,
@@ -22,6 +21,7 @@ from lowprec_attn.numerics.presets import (
     PUBLISHED,
     PUBLISHED_AS_COMPILED,
     PUBLISHED_EAGER,
+    SPLASH,
     STANDARD,
     STOCHASTIC_OUTPUT,
     TOKAMAX,
@@ -51,7 +51,6 @@ from lowprec_attn.numerics.row_max import (
 __all__ = [
     "AUXILIARY_OUTPUT",
     "CORRECTED_AFTER_CAST",
-    "CUDNN",
     "DELTA_DP_P",
     "EXACT",
     "FLASH",
@@ -75,6 +74,7 @@ __all__ = [
     "PUBLISHED_EAGER",
     "ROW_MAX_RULES",
     "SALTS",
+    "SPLASH",
     "STANDARD",
     "STOCHASTIC_OUTPUT",
     "TOKAMAX",

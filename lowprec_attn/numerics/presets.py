@@ -24,12 +24,12 @@ FLASH_ATTENTION_3 = FLASH.replace(exponent="scale_first")
 """FlashAttention-3, FlashAttention-2 as its authors build it; -4 with `row_max='lazy_max'`."""
 
 TORCH_FLASH = FLASH.replace(exponent="unfused")
-"""FlashAttention-2 as PyTorch builds it, with UNFUSE_FMA."""
+"""FlashAttention-2 as PyTorch builds it, with UNFUSE_FMA; cuDNN 9.19 by its O."""
 
-CUDNN = FLASH.replace(exponent="shift_first")
-"""cuDNN 9.19, by its results; PyTorch's flash attention on CPUs, JAX's splash attention."""
+SPLASH = FLASH.replace(exponent="shift_first")
+"""JAX's splash attention for TPUs."""
 
-KOHAKU_FA = CUDNN.replace(statistics="m_and_l")
+KOHAKU_FA = SPLASH.replace(statistics="m_and_l")
 """KohakuFA, JAX's flash attention for TPUs, tokamax by Triton: m and l apart."""
 
 TOKAMAX = FLASH_ATTENTION_3.replace(statistics="m_and_l")
@@ -151,7 +151,7 @@ PRESETS: dict[str, Numerics] = {
     "standard": STANDARD,
     "flash_attention_3": FLASH_ATTENTION_3,
     "torch_flash": TORCH_FLASH,
-    "cudnn": CUDNN,
+    "splash": SPLASH,
     "kohaku_fa": KOHAKU_FA,
     "tokamax": TOKAMAX,
     "jax_pallas": JAX_PALLAS,

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import fidelity, identify
 from lowprec_attn.errors import UserError
 
-ARITHMETICS = ("cudnn", "flash_attention_3", "torch_flash", "jax_nn")
+ARITHMETICS = ("splash", "flash_attention_3", "torch_flash", "jax_nn")
 
 
 def records_of(tmp_path, monkeypatch, kernels):

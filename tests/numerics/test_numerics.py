@@ -17,7 +17,7 @@ PRESETS = {
     "exact": (F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
     "flash": (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
     **dict.fromkeys(
-        ("flash_attention_3", "torch_flash", "cudnn", "kohaku_fa", "tokamax"),
+        ("flash_attention_3", "torch_flash", "splash", "kohaku_fa", "tokamax"),
         (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
     ),
     "jax_pallas": (F32, BF16, F32, BF16, "same", "do_o_storage", BF16, F32, BF16),
@@ -56,7 +56,7 @@ ROWS = {
     "flash_attention_3": ("scale_first", "lse"),
     "torch_flash": ("unfused", "lse"),
     "jax_pallas": ("unfused", "lse"),
-    "cudnn": ("shift_first", "lse"),
+    "splash": ("shift_first", "lse"),
     "kohaku_fa": ("shift_first", "m_and_l"),
     "tokamax": ("scale_first", "m_and_l"),
     "jax_nn": (None, "m_and_l"),

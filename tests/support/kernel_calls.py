@@ -15,7 +15,7 @@ from compiling import UNOPTIMIZED
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic import points
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec, planes
-from lowprec_attn.numerics import KvBlock, LazyMax, Numerics, RowMax, StandardMax
+from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.block_sizes import BlockSizes, Tile
 from pallas_kernels.rounder import Rounder
@@ -49,9 +49,7 @@ PRESETS = {
     for name, n in numerics.PRESETS.items()
     if not n.normalize_probs and n.exponent in (None, "whole_max")
 }
-RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()} | {
-    "lazy_max": LazyMax(threshold=0.5)  # maxima of the cases grow by little
-}
+RULES: dict[str, RowMax] = {name: rule() for name, rule in numerics.ROW_MAX_RULES.items()}
 
 # Points that the forward kernel alone rounds at; the backward kernels are slow to compile.
 FORWARD = (
