@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         if args.read:
-            print("\n".join(tables(_records(args.read), args.result)), end="")
+            print("\n".join(tables(read_records(args.read), args.result)), end="")
             return
         kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
         shape = (args.tokens, args.heads, args.head_size)
@@ -120,15 +120,16 @@ def main() -> None:
         sys.exit(f"error: {error}")
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file.
+
     Raises:
       UserError: there is no such file, or it holds something else.
     """
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
             return [from_strict_json(json.loads(line)) for line in file]
-    except (OSError, ValueError, lzma.LZMAError) as error:
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
         raise UserError(f"{path} holds no records of this program: {error}") from error
 
 
@@ -225,13 +226,18 @@ def own(names: Sequence[str]) -> list[Kernel]:
       UserError: one is none.
     """
     return [
-        Kernel(module, name, functools.partial(_own, module, _numerics(name)))
+        Kernel(module, name, functools.partial(run_own, module, parse_numerics(name)))
         for module in IMPLEMENTATIONS
         for name in names
     ]
 
 
-def _numerics(text: str) -> Numerics:
+def parse_numerics(text: str) -> Numerics:
+    """PRESET[:FIELD=VALUE,…].
+
+    Raises:
+      UserError: it is none.
+    """
     name, _, changes = text.partition(":")
     pairs = [change.partition("=") for change in changes.split(",") if change]
     fields: Any = {field: int(v) if v.isdigit() else v for field, _, v in pairs}
@@ -241,8 +247,9 @@ def _numerics(text: str) -> Numerics:
         raise UserError(f"--numerics {text}: {error}") from error
 
 
-def _own(implementation: str, numerics: Numerics, problem: Problem) -> dict[str, np.ndarray]:
-    return _run(_compiled_own(implementation, numerics, problem.scale), problem)
+def run_own(implementation: str, numerics: Numerics, problem: Problem) -> dict[str, np.ndarray]:
+    """The results of one of this library's implementations, float64."""
+    return run_compiled(_compiled_own(implementation, numerics, problem.scale), problem)
 
 
 @functools.cache  # one program for all problems of a shape
@@ -259,7 +266,7 @@ def _compiled_own(implementation: str, numerics: Numerics, scale: float) -> Any:
             return_residual=True,
         )
 
-    return _both_passes(attend)
+    return both_passes(attend)
 
 
 def jax_nn() -> list[Kernel]:
@@ -272,16 +279,16 @@ def jax_nn() -> list[Kernel]:
                 q, k, v, scale=scale, is_causal=True, implementation=implementation
             ), None
 
-        return _both_passes(attend)
+        return both_passes(attend)
 
     def run(implementation: str, problem: Problem) -> dict[str, np.ndarray]:
-        return _run(compiled(implementation, problem.scale), problem)
+        return run_compiled(compiled(implementation, problem.scale), problem)
 
     names = ("xla", "cudnn")
     return [Kernel(f"jax.nn {name}", None, functools.partial(run, name)) for name in names]
 
 
-def _both_passes(attend: Callable[..., Any]) -> Any:
+def both_passes(attend: Callable[..., Any]) -> Any:
     """(q, k, v, dO) -> the results of a function that returns O and lse, or None for that."""
 
     @jax.jit
@@ -293,7 +300,8 @@ def _both_passes(attend: Callable[..., Any]) -> Any:
     return both
 
 
-def _run(both: Any, problem: Problem) -> dict[str, np.ndarray]:
+def run_compiled(both: Any, problem: Problem) -> dict[str, np.ndarray]:
+    """What such a function returns for a problem, float64."""
     arrays = (jnp.asarray(x) for x in problem[1:5])
     return {name: np.asarray(x).astype(np.float64) for name, x in both(*arrays).items()}
 

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Spec
-from lowprec_attn.numerics import DynamicMax, Point, StandardMax
+from lowprec_attn.numerics import DynamicMax, LazyMax, Point, StandardMax
 from pallas_kernels.scalars import Scalars
 
 
@@ -80,7 +80,9 @@ class Problem:
         """Whether a fully masked step leaves the state as it is: no rule moves m, no point Ō."""
         n = self.spec.numerics
         keeps_accumulator = n.rescale.is_identity or n.rescale.format == n.accumulator.format
-        return keeps_accumulator and isinstance(self.spec.row_max, StandardMax | DynamicMax)
+        return keeps_accumulator and isinstance(
+            self.spec.row_max, StandardMax | DynamicMax | LazyMax
+        )
 
     @property
     def keeps_auxiliary(self) -> bool:

@@ -51,10 +51,10 @@ def undivided_probabilities(
         subtracted = jnp.where(subtracted == -jnp.inf, jnp.float32(0), subtracted)
     if spec.numerics.exponent == "whole_max":
         p = power(s, score_unit(spec, extras) * LOG2E, subtracted)
-    elif spec.numerics.exponent == "scale_first":
+    elif spec.numerics.exponent in ("scale_first", "unfused"):
         unit = score_unit(spec, extras)
         of_statistic = 1.0 if inverse_l is None else unit  # m counts as the scores do
-        p = powers(s, subtracted * jnp.float32(of_statistic * LOG2E), unit)
+        p = powers(s, subtracted, unit, of_statistic, spec.numerics.exponent)
     else:
         p = jnp.exp(s - subtracted)
     if spec.numerics.recomputed_probs == "unrounded":

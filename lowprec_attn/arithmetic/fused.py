@@ -33,6 +33,11 @@ def multiply_add(x: Float32[Array, "..."], factor: float, y: Array) -> Float32[A
     return multiply_add_in_kernel(x, factor, y)
 
 
+def rounded_product(x: Float32[Array, "..."], factor: float) -> Float32[Array, "..."]:
+    """x · factor, which no compiler contracts with a sum that it enters; args as above."""
+    return multiply_add(x, factor, jnp.zeros_like(x))
+
+
 def multiply_add_in_kernel(x: Array, factor: float, y: Array) -> Array:
     """The same for bodies of interpreted kernels: no rule for a derivative to lower."""
     c = np.float32(factor)

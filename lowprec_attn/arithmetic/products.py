@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.fused import multiply_add
+from lowprec_attn.arithmetic.fused import multiply_add, rounded_product
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.powers import LN2
@@ -115,7 +115,7 @@ def counts_in_scale(spec: Spec, extras: Extras) -> bool:
     """
     n = spec.numerics
     in_range = extras.scale is None and 2.0**-64 < spec.scale < 2.0**24
-    m_is_a_score = n.exponent == "scale_first" and n.stats.is_identity
+    m_is_a_score = n.exponent in ("scale_first", "unfused") and n.stats.is_identity
     counts = m_is_a_score or n.exponent == "whole_max"
     return counts and in_range and n.scores.is_identity and extras.bias is None
 
@@ -125,9 +125,19 @@ def score_unit(spec: Spec, extras: Extras) -> float:
     return spec.scale if counts_in_scale(spec, extras) else 1.0
 
 
-def powers(s: Array, subtracted: Array, unit: float) -> Array:
-    """2^(fma(s, c, −subtracted)) with c = unit · log2 e; see `multiply_add`."""
-    return jnp.exp2(multiply_add(s, unit * LOG2E, -subtracted))
+def powers(s: Array, m: Array, unit: float, of_m: float, exponent: str) -> Array:
+    """2^(c s − c_m m), c = unit · log2 e and c_m = of_m · log2 e; the last product is rounded.
+
+    Args:
+      s: scores.
+      m: what is subtracted, m or lse, broadcasts to s.
+      unit, of_m: what scores and m count in.
+      exponent: `scale_first`, the first product and the sum rounded once; or `unfused`, each.
+    """
+    if exponent == "unfused":
+        subtracted = rounded_product(m, of_m * LOG2E)
+        return jnp.exp2(rounded_product(s, unit * LOG2E) - subtracted)
+    return jnp.exp2(multiply_add(s, unit * LOG2E, -(m * jnp.float32(of_m * LOG2E))))
 
 
 def m_in_scores(m: Array, spec: Spec, extras: Extras) -> Array:

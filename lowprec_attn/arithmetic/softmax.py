@@ -119,9 +119,9 @@ def softmax_step(
     if n.exponent == "whole_max":
         p = power(s, unit * LOG2E, subtracted)
         alpha = power_of_two(state.m - subtracted)
-    elif n.exponent == "scale_first":
-        c = jnp.float32(unit * LOG2E)
-        p, alpha = powers(s, subtracted * c, unit), jnp.exp2((state.m - subtracted) * c)
+    elif n.exponent in ("scale_first", "unfused"):
+        p = powers(s, subtracted, unit, unit, n.exponent)
+        alpha = jnp.exp2((state.m - subtracted) * jnp.float32(unit * LOG2E))
     else:
         p = jnp.exp(round_point.shift(s - subtracted, place))
         alpha = jnp.exp(round_point.shift(state.m - subtracted, statistic(out, "alpha")))

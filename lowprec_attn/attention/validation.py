@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike
 from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
 from lowprec_attn.numerics import (
     DynamicMax,
+    LazyMax,
     Numerics,
     RowMax,
     StandardMax,
@@ -413,12 +414,31 @@ def check_bits(chosen: Sequence[Numerics], rng_key: object) -> None:
 
 
 def check_shift(numerics: Numerics, row_max: RowMax) -> None:
-    """Raises ValueError where the bounded shift would still round every P̄ of a row to zero."""
+    """Raises ValueError where a rule's m lies too far from a row's maximum for P̄ or its exponent.
+
+    Every P̄ of a row would round to zero, or the largest would overflow, or no m may lag.
+    """
+    if isinstance(row_max, LazyMax):
+        _check_lag(numerics, row_max)
     limit = -math.log(2) * numerics.probs.format.min_exponent
     if isinstance(row_max, DynamicMax) and row_max.max_shift > limit:
         raise ValueError(
             f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
             f"probs={numerics.probs}; use max_shift={math.floor(10 * limit) / 10} or less"
+        )
+
+
+def _check_lag(numerics: Numerics, row_max: LazyMax) -> None:
+    if numerics.exponent == "whole_max":
+        raise ValueError(
+            "exponent='whole_max' raises its maximum with every step, which LazyMax does not; "
+            "use row_max='standard'"
+        )
+    limit = math.log2(numerics.probs.format.max_finite)
+    if row_max.threshold > limit:
+        raise ValueError(
+            f"threshold={row_max.threshold} of LazyMax lets P̄ exceed the largest number of "
+            f"probs={numerics.probs}; use threshold={math.floor(10 * limit) / 10} or less"
         )
 
 

@@ -14,7 +14,29 @@ FLASH = Numerics(
     probs_bwd="bfloat16",
     ds="bfloat16",
 )
-"""FlashAttention-2 and -3, cuDNN: only operands of matrix products and O are rounded."""
+"""Only operands of matrix products and O are rounded, as in every fused kernel that people run.
+
+Each implementation forms exponents in its own way. The presets from `flash_attention_3` to
+`jax_pallas` say how those of others do, and what else tells them apart: docs/who_rounds_what.md.
+"""
+
+FLASH_ATTENTION_3 = FLASH.replace(exponent="scale_first")
+"""FlashAttention-3, FlashAttention-2 as its authors build it; -4 with `row_max='lazy_max'`."""
+
+TORCH_FLASH = FLASH.replace(exponent="unfused")
+"""FlashAttention-2 as PyTorch builds it, with UNFUSE_FMA; cuDNN 9.19 by its O."""
+
+SPLASH = FLASH.replace(exponent="shift_first")
+"""JAX's splash attention for TPUs."""
+
+KOHAKU_FA = SPLASH.replace(statistics="m_and_l")
+"""KohakuFA, JAX's flash attention for TPUs, tokamax by Triton: m and l apart."""
+
+TOKAMAX = FLASH_ATTENTION_3.replace(statistics="m_and_l")
+"""tokamax by Mosaic GPU."""
+
+JAX_PALLAS = TORCH_FLASH.replace(delta="do_o_storage", delta_value="bfloat16")
+"""JAX's Pallas kernel for GPUs by Triton: δ is a sum in bfloat16."""
 
 PUBLISHED = FLASH.replace(
     scores="bfloat16",
@@ -99,6 +121,17 @@ STANDARD = Numerics(
 )
 """Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""
 
+JAX_NN = Numerics(
+    probs="bfloat16",  # type: ignore[arg-type]
+    output="bfloat16",  # type: ignore[arg-type]
+    delta="dp_p",
+    probs_bwd="bfloat16",  # type: ignore[arg-type]
+    dp="bfloat16",  # type: ignore[arg-type]
+    statistics="m_and_l",
+    normalize_probs=True,
+)
+"""`jax.nn.dot_product_attention` by XLA: S, softmax and dS are float32 (`dense` only)."""
+
 PRESETS: dict[str, Numerics] = {
     "exact": EXACT,
     "flash": FLASH,
@@ -116,6 +149,13 @@ PRESETS: dict[str, Numerics] = {
     "matched_float32_output": MATCHED_FLOAT32_OUTPUT,
     "stochastic_output": STOCHASTIC_OUTPUT,
     "standard": STANDARD,
+    "flash_attention_3": FLASH_ATTENTION_3,
+    "torch_flash": TORCH_FLASH,
+    "splash": SPLASH,
+    "kohaku_fa": KOHAKU_FA,
+    "tokamax": TOKAMAX,
+    "jax_pallas": JAX_PALLAS,
+    "jax_nn": JAX_NN,
 }
 
 

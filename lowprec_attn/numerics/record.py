@@ -30,7 +30,11 @@ says otherwise. With `exponent='scale_first'`, c = scale · log2 e and m the max
     P̄  = 2^(fma(q kᵀ, c, −round_float32(c m)))              P  = 2^(fma(q kᵀ, c, −lse · log2 e))
 
 the fused multiply-add rounded once. Where S itself exists, rounded at `scores` or with a bias, or
-where m is rounded or the scale is traced or not positive, it is fma(S, log2 e, −m · log2 e).
+where m is rounded or the scale is traced or not positive, it is fma(S, log2 e, −m · log2 e). With
+`exponent='unfused'` products and difference are rounded each:
+
+    P̄  = 2^(round_float32(c q kᵀ) − round_float32(c m))
+    P  = 2^(round_float32(c q kᵀ) − round_float32(lse · log2 e))
 
 With `exponent='whole_max'` m is M, the row-max rule's S log2 e rounded up to a whole number, and
 
@@ -78,7 +82,7 @@ SavedOutput = Literal["same", "float32", "auxiliary", "halves"]
 Delta = Literal["do_o", "do_o_storage", "dp_p", "normalized", "after_cast"]
 RowSum = Literal["unrounded", "rounded"]
 Statistics = Literal["lse", "m_and_l"]
-Exponent = Literal["shift_first", "scale_first", "whole_max"]
+Exponent = Literal["shift_first", "scale_first", "unfused", "whole_max"]
 RecomputedProbs = Literal["unrounded", "rounded"]
 DividedInDv = Literal["probs", "do"]
 MeanKey = Literal["kept", "subtracted"]
@@ -184,18 +188,18 @@ class Numerics:
         bfloat16, O + round_bfloat16(Ō / l − O), as in FlashAttention-4's sparse MLA.
       output_bwd: that O once more, as it enters δ = rowsum(dO ∘ O). With
         `saved_output='float32'` it rounds the O of δ and no other.
-      delta_value: δ itself, one number per row, before dS is formed of it; a control for
-        experiments, for no kernel known rounds it. With `delta='normalized'` and 'after_cast' it is
-        δ₀, whose error they take away.
+      delta_value: δ itself, one number per row, before dS is formed of it, as JAX's Pallas kernel
+        for GPUs rounds it to the format of O (docs/who_rounds_what.md). With `delta='normalized'`
+        and 'after_cast' it is δ₀, whose error they take away.
       delta: `do_o`: rowsum(dO ∘ O_saved) in float32; `do_o_storage`: its products rounded to
         the format of O first; `dp_p`: rowsum(dP ∘ P), P that of dS, dP as rounded at `dp`;
         `normalized`: see the module; `after_cast`: likewise, two rank-one corrections of dQ and dK
         from the rounded dS and P (Chen et al., arXiv 2609.34272; ECMWF's anemoi-core).
       exponent: how the exponents of P̄ and P are formed: `shift_first`, so that the largest P̄ of a
         row is 1; or `scale_first`, so that it is 2 to the power of what rounding c m left, as in
-        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them (PyTorch builds
-        FlashAttention-2 without that fused multiply-add, UNFUSE_FMA, and cuDNN 9.19 shows no trace
-        of it in O: results/fidelity); or `whole_max`, against a whole number in base 2, so that α
+        `hopper` and in FlashAttention-2, -3 and -4 as their authors build them; or `unfused`, 1
+        again, but other P̄ are off by what rounding c S left, as PyTorch builds FlashAttention-2
+        (docs/who_rounds_what.md); or `whole_max`, against a whole number in base 2, so that α
         is a power of two. The last needs `statistics='m_and_l'`. Unless `row_sum` and
         `recomputed_probs` are rounded δ errs by more, for the largest P̄ is rounded too. None: the
         implementation chooses for speed (`attention.exponent_of` says how), and experiments name
@@ -273,7 +277,7 @@ class Numerics:
                 f"divisor={self.divisor!r} divides O, which normalize_probs=True leaves undivided; "
                 "use divisor='rounded'"
             )
-        if self.exponent in ("scale_first", "whole_max") and not self.shift.is_identity:
+        if self.exponent not in (None, "shift_first") and not self.shift.is_identity:
             raise ValueError(
                 f"shift={self.shift} rounds S − m, which exponent={self.exponent!r} does not form; "
                 "use exponent='shift_first'"

@@ -7,6 +7,7 @@ the step and r_s the number of its entries with r_m − S ≤ `tolerance`:
   StandardMax    m = max(m_prev, r_m)
   PublishedMax   r_s > 1 and r_m > 0: r_m ← β·r_m;  r_s > 1 and r_m < 0: r_m ← 0;  then as above
   DynamicMax     the same with a bounded shift, and safe where the published rule is not
+  LazyMax        m_prev, unless r_m exceeds it by more than `threshold` in base 2: then r_m
 
 The softmax does not depend on m in exact arithmetic. In low precision a shifted maximum keeps
 two equal entries P̄ = 1 from meeting in P̄·V (arXiv 2510.04212, section 4 and its Algorithm 2).
@@ -227,6 +228,51 @@ class DynamicMax(_Rule):
         return jnp.maximum(m_prev, jnp.where(repeated, r_m + shift, r_m))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyMax(_Rule):
+    """A maximum that is raised only when it grows by more than `threshold` in base 2.
+
+    FlashAttention-4's lazy rescale (flash_attn/cute/softmax.py, `rescale_threshold`), so that most
+    steps leave Ō as it is. The largest P̄ of a row is anything from 1 to 2 to the power of
+    `threshold`, so that rounding P̄ may err on the entry that counts most.
+
+    Edge cases.
+      Fully masked step: m stays. First step with a key: m = r_m.
+      Overflow: P̄ ≤ 2^threshold, which `probs` must hold; a call that cannot is refused.
+      Infinite scores: +inf gives NaN as in any softmax; −inf counts as masked.
+      The rule compares steps, so the result depends on `kv_block` and on their order. Steps here go
+        from the first key to the last, those of FlashAttention-4 from the last to the first.
+
+    Attributes:
+      threshold: growth of m · log2 e, in [0, 64], that changes nothing; 0 is `StandardMax`.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    threshold: float = 8.0
+    clamp: ClassVar[None] = None
+    visits_above_diagonal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 64:
+            raise ValueError(f"threshold must lie in [0, 64], got {self.threshold!r}")
+
+    def running_max(
+        self,
+        r_m: Rows,
+        below: Scores,
+        m_prev: Rows,
+        *,
+        unit: float = 1.0,
+        is_repeated: IsRepeated = is_repeated,
+    ) -> Rows:
+        """See `RowMax`."""
+        growth = jnp.float32(self.threshold * math.log(2) / unit)
+        # Before the first key both may be −inf: their difference is NaN, and m stays.
+        return jnp.where(r_m - m_prev > growth, r_m, m_prev)
+
+
 def _check_beta_and_tolerance(beta: float, tolerance: float) -> None:
     if not 1 < beta < math.inf:
         raise ValueError(f"beta must be greater than 1 and finite, got {beta!r}")
@@ -238,6 +284,7 @@ ROW_MAX_RULES: dict[str, type] = {
     "standard": StandardMax,
     "published": PublishedMax,
     "dynamic_max": DynamicMax,
+    "lazy_max": LazyMax,
 }
 
 

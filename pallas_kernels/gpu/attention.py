@@ -97,6 +97,8 @@ def _unsupported_numerics(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(its tiles have multiples of {KV_TILE} queries, or all)"
         )
+    if numerics.exponent == "unfused":  # a compiler may fuse the two again
+        return "exponent=unfused (it takes shift_first, scale_first or whole_max)"
     return unsupported_rounding(numerics, _SERVED, MODES)
 
 

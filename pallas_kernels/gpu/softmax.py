@@ -24,7 +24,7 @@ from lowprec_attn.arithmetic.recurrence import (
     subtracted_max,
     summed_probs,
 )
-from lowprec_attn.numerics import MASKED, StandardMax, get_format
+from lowprec_attn.numerics import MASKED, LazyMax, StandardMax, get_format
 from pallas_kernels.gpu.instructions import (
     exp2,
     fused_multiply_add,
@@ -78,7 +78,7 @@ def step_of_tiles(
     """
     problem, n = queries.problem, queries.problem.spec.numerics
     over_tiles = partial(queries.over_tiles, t, masked=masked)
-    counts_ties = not isinstance(problem.spec.row_max, StandardMax)
+    counts_ties = not isinstance(problem.spec.row_max, StandardMax | LazyMax)
     lowest = jnp.full(
         (problem.tile.query, problem.tile.kv if counts_ties else LANES), -jnp.inf, jnp.float32
     )

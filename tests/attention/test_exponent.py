@@ -6,6 +6,7 @@ rounding P̄ makes of it; P = exp(S − lse) has.
 """
 
 import dataclasses
+import itertools
 import logging
 
 import harness
@@ -44,19 +45,23 @@ REACHED = {
 }
 
 
-def by_exponent(num: Numerics) -> list[Numerics]:
-    return [num.replace(exponent=x) for x in ("scale_first", "shift_first")]
+def by_exponent(num: Numerics, *exponents: str) -> list[Numerics]:
+    return [num.replace(exponent=x) for x in exponents or ("scale_first", "shift_first")]
 
 
+PAIRS = list(itertools.combinations(("scale_first", "shift_first", "unfused"), 2))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("name", NUMERICS)
 @pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
-def test_either_exponent_is_there(implementation: str, name: str) -> None:
+def test_each_exponent_is_there(implementation: str, name: str, pair: tuple[str, str]) -> None:
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(CASE)
-    chosen = by_exponent(NUMERICS[name])
-    scale, shift = (harness.run_plain(CASE, arrays, how.numerics(n)) for n in chosen)
+    chosen = by_exponent(NUMERICS[name], *pair)
+    first, second = (harness.run_plain(CASE, arrays, how.numerics(n)) for n in chosen)
     results = [harness.run(how, CASE, arrays, n) for n in chosen]
-    assert REACHED[name] <= closer(results[0], scale, shift)
-    assert REACHED[name] <= closer(results[1], shift, scale)
+    assert REACHED[name] <= closer(results[0], first, second)
+    assert REACHED[name] <= closer(results[1], second, first)
 
 
 @pytest.mark.parametrize("name", NUMERICS)
@@ -115,6 +120,7 @@ BOTH = "shift_first, backward scale_first"
     [
         ("tiled", FLASH, "shift_first"),
         ("dense", FLASH.replace(exponent="scale_first"), "scale_first"),
+        ("tiled", numerics.TORCH_FLASH, "unfused"),
         ("gpu", FLASH, BOTH),
         ("gpu", EXACT, "shift_first"),
         ("gpu", numerics.PUBLISHED, BOTH),

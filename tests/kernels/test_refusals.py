@@ -87,6 +87,12 @@ BY_NONE = "no other implementation does either"  # where tiles of the kernels we
         ("gpu", request(numerics.STANDARD), "normalize_probs", BY_DENSE),
         ("gpu", request(EXACT.replace(kv_block=40), length=64), "kv_block=40 (its steps", BY_TILED),
         ("gpu", request(sizes=tiled.BlockSizes()), "block_sizes of ", BY_TILED),
+        (
+            "gpu",
+            request(numerics.TORCH_FLASH),
+            "exponent=unfused (it takes shift_first, scale_first or whole_max)",
+            BY_BOTH,
+        ),
         ("tpu", interpreted(sizes=None), "this platform (it needs a TPU", BY_BOTH),
         ("tpu", interpreted(sizes=tiled.BlockSizes()), "block_sizes of ", BY_TILED),
         ("tpu", interpreted(numerics.STANDARD), "normalize_probs", BY_NONE),

@@ -59,6 +59,9 @@ def large(generation: str, **changes: Any) -> Call:
 
 DECLINED = {
     "standard": "normalize_probs",
+    "jax_nn": "normalize_probs",
+    **dict.fromkeys(("flash_attention_3", "tokamax"), "exponent=scale_first"),
+    **dict.fromkeys(("torch_flash", "jax_pallas"), "exponent=unfused"),
     "matched": "exponent=whole_max",
     "matched_float32_output": "exponent=whole_max",
 }

@@ -16,6 +16,12 @@ INPUT = "None"  # the format of q
 PRESETS = {
     "exact": (F32, F32, F32, INPUT, "float32", "do_o", F32, F32, F32),
     "flash": (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
+    **dict.fromkeys(
+        ("flash_attention_3", "torch_flash", "splash", "kohaku_fa", "tokamax"),
+        (F32, BF16, F32, BF16, "same", "do_o", BF16, F32, BF16),
+    ),
+    "jax_pallas": (F32, BF16, F32, BF16, "same", "do_o_storage", BF16, F32, BF16),
+    "jax_nn": (F32, BF16, F32, BF16, "same", "dp_p", BF16, BF16, F32),
     "published": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
     "published_as_compiled": (BF16, BF16, BF16, BF16, "same", "do_o", BF16, BF16, BF16),
     "published_eager": (BF16, BF16, BF16, BF16, "same", "do_o_storage", BF16, BF16, BF16),
@@ -34,11 +40,28 @@ PRESETS = {
     "standard": (BF16, BF16, F32, BF16, "same", "dp_p", BF16, BF16, BF16),
 }
 # Points of the table's other columns: float32 in every preset but these.
-OTHER_POINTS = ("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads")
+OTHER_POINTS = (
+    *("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads"),
+    *("value", "output_bwd", "delta_value"),
+)
 ROUNDED_TOO = {
     "published": {"normalizer", "tile_grads"},
     "published_as_compiled": {"normalizer", "tile_grads"},
-    "published_eager": set(OTHER_POINTS) - {"lse"},
+    "published_eager": set(OTHER_POINTS) - {"lse", "value", "output_bwd", "delta_value"},
+    "jax_pallas": {"delta_value"},
+}
+# Exponent and statistics, where they are not left open and `lse`.
+ROWS = {
+    "exact": (None, "m_and_l"),
+    "flash_attention_3": ("scale_first", "lse"),
+    "torch_flash": ("unfused", "lse"),
+    "jax_pallas": ("unfused", "lse"),
+    "splash": ("shift_first", "lse"),
+    "kohaku_fa": ("shift_first", "m_and_l"),
+    "tokamax": ("scale_first", "m_and_l"),
+    "jax_nn": (None, "m_and_l"),
+    "matched": ("whole_max", "m_and_l"),
+    "matched_float32_output": ("whole_max", "m_and_l"),
 }
 
 
@@ -51,18 +74,21 @@ def test_presets_are_those_of_the_table(name: str) -> None:
     preset = numerics.get_preset(name)
     assert tuple(str(getattr(preset, point)) for point in TABLE) == PRESETS[name]
     assert preset is getattr(numerics, name.upper())
-    assert preset.normalize_probs == (name == "standard")
+    assert preset.normalize_probs == (name in ("standard", "jax_nn"))
     rounded = {point for point in OTHER_POINTS if str(getattr(preset, point)) == BF16}
     assert rounded == ROUNDED_TOO.get(name, set())
     assert {str(getattr(preset, point)) for point in set(OTHER_POINTS) - rounded} <= {F32}
     kv_block = 512 if name.startswith("published") else None
     assert (preset.kv_block, preset.grads) == (kv_block, None)
     assert preset.needs_bits == (name == "stochastic_output")
-    matched = name.startswith("matched")
-    assert preset.statistics == ("m_and_l" if matched or name == "exact" else "lse")
-    expected = ("whole_max", "rounded", "rounded") if matched else (None, "unrounded", "unrounded")
-    assert (preset.exponent, preset.row_sum, preset.recomputed_probs) == expected
+    assert (preset.exponent, preset.statistics) == ROWS.get(name, (None, "lse"))
+    rounded_probs = "rounded" if name.startswith("matched") else "unrounded"
+    assert preset.row_sum == preset.recomputed_probs == rounded_probs
     assert preset.divided_in_dv == "probs"
+
+
+def test_no_two_presets_are_one_arithmetic() -> None:
+    assert len(set(numerics.PRESETS.values())) == len(numerics.PRESETS)
 
 
 def test_only_an_lse_that_is_saved_is_rounded() -> None:
@@ -164,6 +190,10 @@ def test_grads_default_to_the_format_of_their_input() -> None:
         (
             lambda: FLASH.replace(exponent="whole_max"),
             "exponent='whole_max' forms P̄ against m.*use statistics='m_and_l'",
+        ),
+        (
+            lambda: numerics.TORCH_FLASH.replace(shift="bfloat16"),
+            "which exponent='unfused' does not form; use exponent='shift_first'",
         ),
         (
             lambda: FLASH.replace(recomputed_probs="rounded"),

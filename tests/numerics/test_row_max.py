@@ -13,7 +13,7 @@ import pytest
 from compiling import optimized
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.numerics import MASKED, DynamicMax, PublishedMax, RowMax, StandardMax
+from lowprec_attn.numerics import MASKED, DynamicMax, LazyMax, PublishedMax, RowMax, StandardMax
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -24,6 +24,7 @@ RULES: dict[str, RowMax] = {
     "standard": StandardMax(),
     "published": PublishedMax(),
     "dynamic_max": DynamicMax(),
+    "lazy_max": LazyMax(),
 }
 TILES: dict[str, Any] = {"gpu": harness.GPU_TILES, "tpu": harness.TPU_TILES}
 NEVER = MASKED  # the running maximum before the first step
@@ -55,6 +56,7 @@ def test_edge_cases(scores: list[float], standard: float, published: float, dyna
     assert row_max(StandardMax(), scores) == standard
     assert row_max(PublishedMax(), scores) == published
     assert row_max(DynamicMax(), scores) == dynamic
+    assert row_max(LazyMax(), scores) == standard  # of a first step
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -62,6 +64,59 @@ def test_running_maximum_never_falls(rule: RowMax) -> None:
     assert row_max(rule, [1.0, 1.0], m_prev=10.0) == 10.0
     assert row_max(rule, [MASKED, MASKED], m_prev=10.0) == 10.0
     assert row_max(rule, [1.0, 2.0], m_prev=-10.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "m_prev", "expected"),
+    [
+        ([1.0, 5.0], 0.0, 0.0),  # 8 in base 2 is 5.545
+        ([1.0, 5.5], 0.0, 0.0),
+        ([1.0, 5.6], 0.0, 5.6),
+        ([-1.0, 2.6], -3.0, 2.6),
+        ([MASKED, MASKED], -3.0, -3.0),
+        ([-np.inf, -np.inf], -np.inf, -np.inf),  # as `tiled` begins
+        ([-np.inf, -40.0], -np.inf, -40.0),
+        ([np.inf, 1.0], 3.0, np.inf),
+        ([np.inf, 1.0], np.inf, np.inf),
+    ],
+)
+def test_a_lazy_maximum_is_raised_when_it_grows(
+    scores: list[float], m_prev: float, expected: float
+) -> None:
+    assert row_max(LazyMax(), scores, m_prev) == np.float32(expected)
+    if np.isfinite(m_prev) and np.isfinite(expected):
+        s, m = jnp.array([scores], jnp.float32) / 0.125, jnp.array([[m_prev]], jnp.float32) / 0.125
+        r_m = s.max(-1, keepdims=True)
+        assert LazyMax().running_max(r_m, s - r_m, m, unit=0.125) == np.float32(expected) / 0.125
+
+
+def test_a_threshold_of_0_is_the_standard_maximum() -> None:
+    for scores, m_prev in (
+        ([1.0, 2.0], 0.0),
+        ([1.0, 2.0], 2.0),
+        ([1.0, 2.0], 1.999),
+        ([-1.0], 3.0),
+    ):
+        assert row_max(LazyMax(threshold=0.0), scores, m_prev) == max(*scores, m_prev)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "largest"), [("float16", 15.9), ("float8_e4m3fn", 8.8), ("float8_e5m2", 15.8)]
+)
+def test_a_lazy_maximum_is_refused_where_probs_would_overflow(fmt: str, largest: float) -> None:
+    """P̄ of the second key is 2 to the power of its score in base 2."""
+    chosen = numerics.EXACT.replace(probs=fmt, kv_block=1)
+    of = {"numerics": chosen, "implementation": "tiled"}
+    scores = [0.0, largest * np.log(2) - 0.01]
+    with pytest.raises(ValueError, match=f"threshold=16.0 of LazyMax.*probs={fmt}.*{largest} or"):
+        attend(10.0, scores, LazyMax(threshold=16.0), **of)
+    out = attend(10.0, scores, LazyMax(threshold=largest), **of)
+    np.testing.assert_allclose(out, 2.0, rtol=2.0 ** -numerics.FORMATS[fmt].fraction_bits)
+
+
+def test_a_whole_maximum_is_not_lazy() -> None:
+    with pytest.raises(ValueError, match=r"exponent='whole_max' raises its maximum.*'standard'"):
+        attend(10.0, [1.0, 2.0], LazyMax(), numerics=numerics.MATCHED, implementation="tiled")
 
 
 def test_options_change_the_rules() -> None:
@@ -80,6 +135,7 @@ def test_rules_agree_with_the_plain_writing(rule: RowMax) -> None:
     s[::5] -= 40
     s[::7, 3:] = -np.inf
     s, m_prev = s.astype(np.float32), rng.integers(-6, 7, (200, 1)).astype(np.float32)
+    m_prev[::9] = NEVER
     ours = optimized(rule)(jnp.where(s == -np.inf, MASKED, s), jnp.asarray(m_prev))
     np.testing.assert_allclose(ours, plain.shifted_max(rule, s, m_prev), rtol=2 * plain.EPS32)
 
@@ -193,7 +249,7 @@ def test_steps_of_minus_infinity_alone_count_as_masked(rule: RowMax, implementat
 
 
 @pytest.mark.parametrize("case", ["repeated_maxima", "mask_padding", "large_negative_scores"])
-@pytest.mark.parametrize("rule", ["published", "dynamic_max"])
+@pytest.mark.parametrize("rule", ["published", "dynamic_max", "lazy_max"])
 def test_softmax_does_not_depend_on_the_rule_in_exact_arithmetic(rule: str, case: str) -> None:
     problem = harness.CASES[case]
     arrays = harness.inputs(problem)
@@ -249,6 +305,8 @@ def test_fully_masked_row_under_each_rule() -> None:
         (lambda: PublishedMax(clamp=0.0), "clamp must be a positive number or None, got 0.0"),
         (lambda: DynamicMax(max_shift=81.0), r"max_shift must lie in \(0, 80\], got 81.0"),
         (lambda: DynamicMax(max_shift=0.0), "max_shift.*0.0"),
+        (lambda: LazyMax(threshold=65.0), r"threshold must lie in \[0, 64\], got 65.0"),
+        (lambda: LazyMax(threshold=float("nan")), "got nan"),
         (lambda: numerics.get_row_max("dynamic"), "'dynamic'; rules are standard, published"),
         (lambda: numerics.get_row_max("standard", beta=2.0), "'standard' has no option 'beta'"),
         (lambda: numerics.get_row_max("dynamic_max", clamp=1.0), "'clamp'; it has beta"),
@@ -263,6 +321,7 @@ def test_rules_are_found_by_name_with_options() -> None:
     assert numerics.get_row_max("standard") == StandardMax()
     assert numerics.get_row_max("published", clamp=None) == PublishedMax(clamp=None)
     assert numerics.get_row_max("dynamic_max", beta=7.0) == DynamicMax(beta=7.0)
+    assert numerics.get_row_max("lazy_max", threshold=4.0) == LazyMax(threshold=4.0)
     for rule in RULES.values():
         assert isinstance(rule, RowMax)
         assert hash(rule) == hash(dataclasses.replace(rule))  # type: ignore[type-var]

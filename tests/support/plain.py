@@ -67,10 +67,13 @@ def shorten(x: np.ndarray, fraction_bits: int, whole: Callable = np.rint) -> np.
 
 
 def shifted_max(rule: RowMax, s: np.ndarray, m_prev: np.ndarray) -> np.ndarray:
-    """The three row-max rules, entry by entry as the design states them; masked s are −inf."""
+    """The row-max rules, entry by entry as the design states them; masked s are −inf."""
     r_m = s.max(-1, keepdims=True)
     if isinstance(rule, numerics.StandardMax):
         return np.maximum(m_prev, r_m)
+    if isinstance(rule, numerics.LazyMax):
+        growth = np.where(r_m == -np.inf, np.float32(0), r_m - np.maximum(m_prev, numerics.MASKED))
+        return np.where(growth > np.float32(rule.threshold * np.log(2)), r_m, m_prev)
     assert isinstance(rule, numerics.PublishedMax | numerics.DynamicMax)
     tied = (s >= r_m - np.float32(rule.tolerance)).sum(-1, keepdims=True) > 1
     beta = np.float32(rule.beta)
@@ -104,13 +107,19 @@ LOG2E = float(np.log2(np.e))
 def raw_scores(opt: Options) -> bool:
     """Whether the products q·k, not S, are what is multiplied once."""
     n = opt.numerics
-    formed = [n.scores, n.stats] if n.exponent == "scale_first" else [n.scores]
-    counts = n.exponent in ("scale_first", "whole_max") and opt.bias is None and opt.scale > 0
+    formed = [n.scores] if n.exponent == "whole_max" else [n.scores, n.stats]
+    products = n.exponent in ("scale_first", "unfused", "whole_max")
+    counts = products and opt.bias is None and opt.scale > 0
     return counts and all(x.format.name == "float32" for x in formed)
 
 
-def power(s: np.ndarray, factor: float, subtracted: np.ndarray) -> np.ndarray:
-    """2^(s · factor − subtracted), the exponent rounded once: products are exact in float64."""
+def power(s: np.ndarray, factor: float, subtracted: np.ndarray, n: Numerics) -> np.ndarray:
+    """2^(s · factor − subtracted), the exponent rounded once: products are exact in float64.
+
+    With `unfused` the product is rounded to float32 too.
+    """
+    if n.exponent == "unfused":
+        return np.exp2(s * np.float32(factor) - subtracted)
     exponent = s.astype(np.float64) * float(np.float32(factor)) - subtracted
     return np.exp2(exponent.astype(np.float32))
 
@@ -134,7 +143,7 @@ def power_against(s: np.ndarray, factor: float, m: np.ndarray) -> np.ndarray:
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: str) -> Forward:
     """Online softmax in steps of `kv_block` keys (None: all). q, k, v are float32 values."""
     n = opt.numerics
-    raw, scale_first = raw_scores(opt), n.exponent == "scale_first"
+    raw, scale_first = raw_scores(opt), n.exponent in ("scale_first", "unfused")
     whole = n.exponent == "whole_max"
     unit = opt.scale if raw else 1.0
     s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale / unit)
@@ -171,7 +180,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
             )
         if scale_first:
             c = np.float32(LOG2E * unit)
-            p, alpha = power(s_step, c, shift * c), np.exp2((m - shift) * c)
+            p, alpha = power(s_step, c, shift * c, n), np.exp2((m - shift) * c)
         elif whole:
             p = power_against(s_step, LOG2E * unit, shift)
             alpha = np.exp2(m.astype(np.float64) - shift).astype(np.float32)
@@ -233,11 +242,11 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     fwd = forward(q, k, v, opt, dtype)
 
     unit = opt.scale if raw_scores(opt) else 1.0
-    if n.exponent == "scale_first":
+    if n.exponent in ("scale_first", "unfused"):
         lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
         apart = n.statistics == "m_and_l"
         of_row = fwd.m * np.float32(unit * LOG2E) if apart else lse * np.float32(LOG2E)
-        p_bar = power(fwd.s, LOG2E * unit, of_row)
+        p_bar = power(fwd.s, LOG2E * unit, of_row, n)
     elif n.exponent == "whole_max":
         p_bar = power_against(fwd.s, LOG2E * unit, fwd.m)
     elif n.statistics == "m_and_l":

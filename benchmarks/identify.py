@@ -1,0 +1,258 @@
+"""Which preset a library's attention computes: how far its results lie from those of each preset.
+
+    python -m benchmarks.identify --out FILE.jsonl
+    python -m benchmarks.identify --out FILE.jsonl --scores 1e3 1e4 --arithmetics splash torch_flash
+    python -m benchmarks.identify --read FILE.jsonl
+
+Problems are those of `benchmarks.fidelity`; kernels are its foreign ones, and JAX's own in Pallas:
+that for GPUs, compiled where there is one, and those for TPUs, in the interpreter. Presets are
+computed by `tiled`, or by `dense` where P̄ is normalised before rounding. The default of 128 tokens
+is one softmax step of each kernel, so that the size of steps and their order play no part.
+
+A row (of O, dQ, dK or dV) is hard where two presets lie further apart than 2^-7 of its norm. Of
+these rows a line of the file has, for every kernel on a problem, the RMS distance of each result
+from that of each preset, beside the RMS in float64. Presets that agree to the last bit are one.
+`--read` prints the nearest preset, and the ratio of its distance to that of the next: at most a
+half counts as identified. A ratio near 1 says that the problem does not tell the two apart.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+
+from benchmarks import fidelity
+from benchmarks.fidelity import RESULTS, Kernel, Problem
+from lowprec_attn.attention import reference
+from lowprec_attn.errors import UserError
+from lowprec_attn.files import append_line
+from lowprec_attn.tables import markdown
+
+ARITHMETICS = (
+    *("exact", "splash", "flash_attention_3", "torch_flash", "kohaku_fa", "tokamax"),
+    *("jax_pallas", "torch_flash:delta_value=bfloat16", "jax_nn", "standard"),
+    *("splash:probs=float32", "normalized_delta:exponent=shift_first"),
+)
+SCORES = (1e1, 1e2, 1e3, 1e4, 1e5)
+IDENTIFIED = 0.5  # of the distance to the next
+_HARD = 2.0**-7  # of a row's norm: a unit in the last place of bfloat16
+
+Results = dict[str, np.ndarray]
+
+
+def main() -> None:
+    """Prints and appends a line for each foreign kernel and problem."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--out", type=Path, help="JSON lines, appended to")
+    files.add_argument("--read", type=Path, help="such a file, as it is or .xz: prints its table")
+    parser.add_argument("--scores", type=float, nargs="+", default=SCORES, help="largest ones")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head_size", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arithmetics", nargs="+", default=ARITHMETICS, metavar="PRESET[:…]")
+    args = parser.parse_args()
+    try:
+        if args.read:
+            print("\n".join(table(fidelity.read_records(args.read))), end="")
+            return
+        shape = (args.tokens, args.heads, args.head_size)
+        presets = [preset(text) for text in args.arithmetics]
+        kernels = foreign()
+        for problem in fidelity.made_up(args.scores, shape, args.seed):
+            for record in measure(problem, kernels, presets):
+                environment = {"environment": fidelity.environment()}
+                append_line(args.out, fidelity.strict_json(record | environment))
+                print(_line(record), flush=True)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def preset(text: str) -> Kernel:
+    """`tiled` or `dense` with an arithmetic.
+
+    Raises:
+      UserError: it is none.
+    """
+    numerics = fidelity.parse_numerics(text)
+    module = "dense" if numerics.normalize_probs else "tiled"
+    return Kernel(text, text, functools.partial(fidelity.run_own, module, numerics))
+
+
+def foreign() -> list[Kernel]:
+    """What is compared with the presets."""
+    return [*fidelity.jax_nn(), *fidelity.torch_sdpa(), *jax_pallas()]
+
+
+def measure(
+    problem: Problem, kernels: Sequence[Kernel], presets: Sequence[Kernel]
+) -> Iterator[dict[str, Any]]:
+    """A record of each kernel."""
+    computed = {kernel.name: kernel.run(problem) for kernel in presets}
+    exact = exact_results(problem)
+    hard = {name: hard_rows([x[name] for x in computed.values()]) for name in RESULTS}
+    for kernel in kernels:
+        record: dict[str, Any] = {
+            "problem": problem.name,
+            "shape": list(problem.q.shape),
+            "kernel": kernel.name,
+        }
+        try:
+            found = kernel.run(problem)
+        except Exception as error:  # of any kind: theirs are not ours to know
+            reason = str(error).strip().splitlines() or [""]
+            yield record | {"unsupported": f"{type(error).__name__}: {reason[0]}"}
+            continue
+        yield record | {
+            "results": {
+                name: {
+                    "hard_rows": int(rows.sum()),
+                    "rms": _rms(exact[name][rows]),
+                    "distance": {
+                        label: _rms(found[name][rows] - x)
+                        for label, x in distinct(
+                            {label: r[name][rows] for label, r in computed.items()}
+                        ).items()
+                    },
+                }
+                for name, rows in hard.items()
+            }
+        }
+
+
+def exact_results(problem: Problem) -> Results:
+    """O, dQ, dK and dV in float64."""
+    options: Any = {"scale": problem.scale, "masking": reference.Masking(is_causal=True)}
+    q, k, v, do = problem[1:5]
+    backward = reference.backward(q, k, v, do, **options)
+    o = reference.attention(q, k, v, **options).o
+    return {"o": o, "dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
+
+
+def hard_rows(results: Sequence[np.ndarray]) -> np.ndarray:
+    """True where two of the results lie apart, [B, T, N] of arrays [B, T, N, H]."""
+    stack = np.stack(results)
+    spread = np.linalg.norm(stack.max(0) - stack.min(0), axis=-1)
+    return spread > _HARD * np.linalg.norm(stack, axis=-1).max(0)
+
+
+def distinct(computed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Results by preset; those that are equal have one label, `a = b`."""
+    labels: dict[bytes, list[str]] = {}
+    for label, x in computed.items():
+        labels.setdefault(x.tobytes(), []).append(label)
+    return {" = ".join(names): computed[names[0]] for names in labels.values()}
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt((x**2).mean())) if x.size else 0.0
+
+
+def nearest(distances: Mapping[str, float]) -> tuple[str, float]:
+    """The label of the nearest, and its distance over that of the next; NaN if there is none."""
+    first, *others = sorted(distances, key=lambda label: distances[label])
+    if not others:
+        return first, float("nan")
+    return first, distances[first] / distances[others[0]]
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """In Markdown, one table a kind of problem: nearest preset by kernel, result and problem."""
+    served = [r for r in records if "results" in r]
+    for kind in dict.fromkeys(r["problem"].split()[0] for r in served):
+        of_kind = [r for r in served if r["problem"].split()[0] == kind]
+        problems = list(dict.fromkeys(r["problem"] for r in of_kind))
+        rows: dict[tuple[str, str], dict[str, str]] = {}
+        for record in of_kind:
+            for name, found in record["results"].items():
+                cells = rows.setdefault((record["kernel"], name), {})
+                cells[record["problem"]] = _cell(found)
+        names = [problem.removeprefix(kind).strip() for problem in problems]
+        header = [kind, "result", *names]
+        yield markdown(
+            header, [[*of, *(cells.get(p, "") for p in problems)] for of, cells in rows.items()]
+        )
+
+
+def _cell(found: Mapping[str, Any]) -> str:
+    if not found["hard_rows"]:
+        return "–"
+    label, ratio = nearest(found["distance"])
+    mark = "**" if ratio <= IDENTIFIED else ""
+    return f"{mark}{label}{mark} {ratio:.2g}"
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    head = f"{record['problem']:16} {record['kernel']:24}"
+    if "results" not in record:
+        return f"{head} {record['unsupported'][:100]}"
+    return head + "; ".join(f"{name} {_cell(x)}" for name, x in record["results"].items())
+
+
+def jax_pallas() -> list[Kernel]:
+    """JAX's own kernels: for GPUs (Triton), for TPUs, splash attention."""
+    on_gpu = jax.default_backend() in ("cuda", "gpu")
+    suffix = "" if on_gpu else " (interpreted)"
+    return [
+        Kernel(f"jax pallas gpu{suffix}", None, functools.partial(_run, _gpu, not on_gpu)),
+        *(
+            Kernel(f"{name} (interpreted)", None, functools.partial(_run, attend, True))
+            for name, attend in (("jax pallas tpu", _tpu), ("jax splash", _splash))
+        ),
+    ]
+
+
+def _run(attend: Callable[..., Any], interpret: bool, problem: Problem) -> Results:
+    both = _compiled(attend, problem.scale, interpret)
+    with pltpu.force_tpu_interpret_mode() if attend is _tpu else contextlib.nullcontext():
+        return fidelity.run_compiled(both, problem)
+
+
+@functools.cache
+def _compiled(attend: Callable[..., Any], scale: float, interpret: bool) -> Any:
+    both = fidelity.both_passes(lambda q, k, v: (attend(q, k, v, scale, interpret), None))
+    # XLA leaves out roundings within chains of bfloat16 operations unless it is told not to.
+    return jax.jit(both, compiler_options={"xla_allow_excess_precision": False})
+
+
+def _gpu(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
+    from jax.experimental.pallas.ops.gpu import attention as pallas
+
+    sizes = pallas.BlockSizes.get_default()
+    sizes = dataclasses.replace(sizes, block_q=128, block_k=128)
+    return pallas.mha(
+        q, k, v, None, sm_scale=scale, causal=True, block_sizes=sizes, interpret=interpret
+    )
+
+
+def _tpu(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
+    return pallas.flash_attention(*heads_first, causal=True, sm_scale=scale).swapaxes(1, 2)
+
+
+def _splash(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    mask = splash.MultiHeadMask([splash.CausalMask((q.shape[1],) * 2)] * q.shape[2])
+    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=interpret)
+    # The kernel has no scale. A power of two is exact in bfloat16.
+    q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(scale, q.dtype), k, v))
+    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+
+
+if __name__ == "__main__":
+    main()
