@@ -5,9 +5,11 @@ r"""`lowprec-attn` with one more implementation of attention: cuDNN's, as `jax.n
 
 Our trainer, our recipe, attention by others. cuDNN lets nothing of its arithmetic be chosen. So it
 serves one alone, that to which its results come closest: `flash`, in which the largest P̄ of a row
-is 1 (results/fidelity: O at scores of 1e5 has no error of a fused multiply-add). Its steps are its
-own whatever `kv_block` says. The signals of a run describe our emulation of `flash`. And q, k and v
-are formed by three products: one product of all is for our own kernels.
+is 1 (results/fidelity: O at scores of 1e5 has no error of a fused multiply-add, though dV there has
+one: no `exponent` says that pair). Its steps are its own whatever `kv_block` says. The signals of a
+run describe our emulation of `flash`. And q, k and v are formed by three products: one product of
+all is for our own kernels. On JAX 0.11.2 a training step does not start: XLA ends it with
+`IndexError: absl::container_internal::raw_hash_map<>::at`.
 
 Not part of the package: a numerics library cannot vouch for an arithmetic that it cannot see.
 """

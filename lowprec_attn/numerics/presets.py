@@ -122,11 +122,11 @@ STANDARD = Numerics(
 """Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""
 
 JAX_NN = Numerics(
-    probs="bfloat16",  # type: ignore[arg-type]
-    output="bfloat16",  # type: ignore[arg-type]
+    probs="bfloat16",
+    output="bfloat16",
     delta="dp_p",
-    probs_bwd="bfloat16",  # type: ignore[arg-type]
-    dp="bfloat16",  # type: ignore[arg-type]
+    probs_bwd="bfloat16",
+    dp="bfloat16",
     statistics="m_and_l",
     normalize_probs=True,
 )
