@@ -124,12 +124,34 @@ def test_a_runaway_tells_the_first_runs_in_true_bfloat16_that_exploded():
     assert words["exact"] == words["normalized_delta"] == {2024: "healthy"}
 
 
-def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
+def largest_after_the_start(directory):
+    """By arm, the largest score of each seed at any step but the first."""
     largest = {}
-    for run in records.read_all(RESULTS / "laptop_causes"):
+    for run in records.read_all(directory):
         after_start = {step: of for step, of in run.signals.items() if step > 0}
         scores = records.largest_scores(after_start).values()
         largest.setdefault(run.arm.name, []).append(max(map(max, scores)))
+    return largest
+
+
+def test_the_page_of_the_doses_has_the_largest_scores_of_the_records():
+    largest = largest_after_the_start(RESULTS / "laptop_dose")
+    page = (RESULTS / "laptop_dose" / "README.md").read_text()
+    rows = re.findall(
+        r"^\| [^|]+ \| ([\d.,]+, [\d.,]+, [\d.,]+) \| ([^|]+) \|$", page, re.MULTILINE
+    )
+    doses = ("", "_mean_1", "_mean_03", "_mean_0", "_rate_3e3", "_rate_1e3")
+    sizes = ("_head_size_16", "_head_size_32", "_head_size_128")
+    assert len(largest) == 2 * len(rows)
+    for dose, cells in zip((*doses, *sizes), rows, strict=True):
+        for arm, texts in zip(("flash", "exact"), cells, strict=True):
+            for text, value in zip(texts.split(", "), largest[arm + dose], strict=True):
+                shown = f"{value:.2f}" if value < 1 else f"{float(f'{value:.3g}'):,.0f}"
+                assert text == shown, (arm, dose)
+
+
+def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
+    largest = largest_after_the_start(RESULTS / "laptop_causes")
     page = (RESULTS / "laptop_causes" / "README.md").read_text()
     number = r"([\d.,]+)"
     row = rf"^\| `(\w+)`.*\| \**{number}, {number}, {number}\** \|$"
