@@ -100,23 +100,9 @@ STANDARD = Numerics(
 """Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""
 
 PRESETS: dict[str, Numerics] = {
-    "exact": EXACT,
-    "flash": FLASH,
-    "published": PUBLISHED,
-    "published_as_compiled": PUBLISHED_AS_COMPILED,
-    "published_eager": PUBLISHED_EAGER,
-    "probe": PROBE,
-    "float32_output": FLOAT32_OUTPUT,
-    "auxiliary_output": AUXILIARY_OUTPUT,
-    "halves_output": HALVES_OUTPUT,
-    "delta_dp_p": DELTA_DP_P,
-    "normalized_delta": NORMALIZED_DELTA,
-    "corrected_after_cast": CORRECTED_AFTER_CAST,
-    "matched": MATCHED,
-    "matched_float32_output": MATCHED_FLOAT32_OUTPUT,
-    "stochastic_output": STOCHASTIC_OUTPUT,
-    "standard": STANDARD,
+    name.lower(): value for name, value in vars().items() if isinstance(value, Numerics)
 }
+"""By name, in lower case."""
 
 
 def get_preset(name: str) -> Numerics:
