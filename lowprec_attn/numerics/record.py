@@ -99,49 +99,18 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 Point = Literal[
-    "scores",
-    "shift",
-    "probs",
-    "value",
-    "pv",
-    "rescale",
-    "accumulator",
-    "stats",
-    "normalizer",
-    "lse",
-    "output",
-    "output_bwd",
-    "delta_value",
-    "probs_bwd",
-    "dp",
-    "ds",
-    "tile_grads",
-    "grads",
-]
+    "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats", "normalizer",
+    "lse", "output", "output_bwd", "delta_value", "probs_bwd", "dp", "ds", "tile_grads", "grads",
+]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
 
 # The number that salts a point's random bits: never reused, so that a new point leaves the bits of
 # the others as they are.
 SALTS: dict[Point, int] = {
-    "scores": 0,
-    "probs": 1,
-    "pv": 2,
-    "rescale": 3,
-    "accumulator": 4,
-    "stats": 5,
-    "output": 6,
-    "probs_bwd": 7,
-    "dp": 8,
-    "ds": 9,
-    "grads": 10,
-    "lse": 11,
-    "shift": 12,
-    "normalizer": 13,
-    "tile_grads": 14,
-    "output_bwd": 15,
-    "delta_value": 16,
-    "value": 17,
-}
+    "scores": 0, "probs": 1, "pv": 2, "rescale": 3, "accumulator": 4, "stats": 5, "output": 6,
+    "probs_bwd": 7, "dp": 8, "ds": 9, "grads": 10, "lse": 11, "shift": 12, "normalizer": 13,
+    "tile_grads": 14, "output_bwd": 15, "delta_value": 16, "value": 17,
+}  # fmt: skip
 
 _FLOAT32 = get_rounding("float32")
 
