@@ -56,17 +56,6 @@ def remedy(error: OSError, otherwise: str) -> str:
     return otherwise
 
 
-def require_writable(path: Path) -> None:
-    """Makes the directory of a file that is written later, and sees that it can be.
-
-    Raises:
-      DiskError: it cannot.
-    """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    require_output(path)
-
-
 def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
     """Sees that a file can be written later, in a directory that is there.
 

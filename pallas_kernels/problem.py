@@ -10,8 +10,16 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.arithmetic.visibility import by_position
 from lowprec_attn.numerics import DynamicMax, LazyMax, Point, StandardMax
 from pallas_kernels.scalars import Scalars
+
+
+class Side(NamedTuple):
+    """The factors of S and dP on one side: q and dO for rows, k and v for columns."""
+
+    for_scores: Array
+    for_dp: Array
 
 
 class Range(NamedTuple):
@@ -152,6 +160,30 @@ class Problem:
         if scalars.query_lengths is not None:
             end = jnp.where(i * rows < scalars.query_lengths[batch], end, 0)
         return Range(begin, begin if self.masks_every_tile else full, end)
+
+    def visible(
+        self,
+        place: Place,
+        batch: Array,
+        scalars: Scalars,
+        *,
+        causal: bool | None = None,
+        last: Array | None = None,
+    ) -> Array:
+        """True where a row may see a column.
+
+        causal: whether the diagonal counts, None for as the call is.
+        last: see `by_position`.
+        """
+        causal = self.spec.is_causal if causal is None else causal
+        limits = self.position_limits(batch, scalars)
+        seen = by_position(place, causal=causal, window=self.spec.window, last=last, **limits)
+        assert seen is not None
+        return seen
+
+    def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
+        """Arguments of `by_position`: where keys, and perhaps rows, of a batch element end."""
+        raise NotImplementedError
 
     def rows_of_window(self, j: Array) -> tuple[Array, Array]:
         """The first query tile that sees key tile j, and the end of those that do, in a window."""

@@ -62,15 +62,6 @@ def test_the_sum_of_a_file_is_that_of_its_bytes(tmp_path):
     )
 
 
-def test_a_place_is_tried_before_what_takes_long(tmp_path):
-    files.require_writable(tmp_path / "new" / "out.json")
-    assert list((tmp_path / "new").iterdir()) == []
-    (tmp_path / "file").touch()
-    for path, place in (("new", "new"), ("file/out.json", "file"), ("file/a/out.json", "file/a")):
-        with pytest.raises(files.DiskError, match=rf"in the place of {tmp_path / place},"):
-            files.require_writable(tmp_path / path)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

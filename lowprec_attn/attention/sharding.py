@@ -36,16 +36,7 @@ def sharded(
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
 
-    def attend(
-        query: Any,
-        key: Any = None,
-        value: Any = None,
-        bias: Any = None,
-        mask: Any = None,
-        **options: Any,
-    ) -> Array | tuple[Array, Array]:
-        return_residual = options.pop("return_residual", False)
-        call = _batched(*prepare((query, key, value, bias, mask), Options(**options)))
+    def run(call: Call) -> tuple[Array, Array]:
         _check_divides(mesh, batch_axis, head_axis, call)
         heads = PartitionSpec(batch_axis, None, head_axis, None)
         packed = PartitionSpec(batch_axis, None, None, head_axis, None)
@@ -53,7 +44,7 @@ def sharded(
             (packed,) if len(call.arrays) == 1 else (heads,) * 3,
             _extras_specs(call.extras, batch_axis, head_axis),
         )
-        run = jax.shard_map(
+        over_shards = jax.shard_map(
             lambda arrays, extras: compute(Call(arrays, extras, call.parts)),
             mesh=mesh,
             in_specs=in_specs,
@@ -64,11 +55,9 @@ def sharded(
         if AxisType.Explicit in mesh.axis_types:  # the default of `jax.make_mesh`
             shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
             arrays = jax.sharding.reshard(arrays, shardings)
-        out, lse = run(*arrays)
-        out = tapped(call, out)
-        return (out, lse) if return_residual else out
+        return over_shards(*arrays)
 
-    return attend
+    return _attention_by(run)
 
 
 def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array]]:
@@ -87,6 +76,20 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
       axis.
     """
 
+    def run(call: Call) -> tuple[Array, Array]:
+        stream = call.extras.stream
+        if stream is not None:
+            start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
+            stream = stream._replace(batch=stream.batch + start)
+            call = call._replace(extras=call.extras._replace(stream=stream))
+        return compute(call)
+
+    return _attention_by(run)
+
+
+def _attention_by(run: Callable[[Call], tuple[Array, Array]]) -> Callable[..., Any]:
+    """`dot_product_attention` with its validated call computed by `run`."""
+
     def attend(
         query: Any,
         key: Any = None,
@@ -97,12 +100,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     ) -> Array | tuple[Array, Array]:
         return_residual = options.pop("return_residual", False)
         call = _batched(*prepare((query, key, value, bias, mask), Options(**options)))
-        stream = call.extras.stream
-        if stream is not None:
-            start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
-            stream = stream._replace(batch=stream.batch + start)
-            call = call._replace(extras=call.extras._replace(stream=stream))
-        out, lse = compute(call)
+        out, lse = run(call)
         out = tapped(call, out)
         return (out, lse) if return_residual else out
 

@@ -21,26 +21,6 @@ from lowprec_attn.files import Fingerprint, Fingerprinter, append_line, open_own
 Order = Callable[[int], Int64[np.ndarray, " B"]]
 
 
-def starts(
-    seed: int, step: int, batch_size: int, token_count: int, context: int
-) -> Int64[np.ndarray, " B"]:
-    """Start indices of one step's windows, uniform over 0 … token_count − context − 1.
-
-    A pure function of its arguments: NumPy keeps the raw 64-bit words of Philox stable between
-    versions (NEP 19), unlike `Generator.integers`. The remainder's bias is below
-    token_count / 2⁶⁴.
-
-    Args:
-      seed: of the run, ≥ 0.
-      step: optimizer step, ≥ 0.
-      batch_size: windows per step.
-      token_count: tokens of the text, at least context + 1.
-      context: tokens per sequence T; a window is T + 1 tokens.
-    """
-    words = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(step,))).random_raw(batch_size)
-    return (words % np.uint64(token_count - context)).astype(np.int64)
-
-
 def skipping(order: Order, count: int) -> Order:
     """The order without its first `count` batches."""
     return lambda step: order(step + count)
@@ -53,7 +33,17 @@ def followed_by(order: Order, steps: int, other: Order) -> Order:
 
 @dataclasses.dataclass(frozen=True)
 class SeededOrder:
-    """The order drawn from a seed; arguments as in `starts`."""
+    """The order drawn from a seed, uniform over the windows 0 … token_count − context − 1.
+
+    A pure function of step and fields: NumPy keeps the raw 64-bit words of Philox stable between
+    versions (NEP 19), unlike `Generator.integers`. The remainder's bias is below token_count / 2⁶⁴.
+
+    Attributes:
+      seed: of the run, ≥ 0.
+      batch_size: windows per step.
+      token_count: tokens of the text, at least context + 1.
+      context: tokens per sequence T; a window is T + 1 tokens.
+    """
 
     seed: int
     batch_size: int
@@ -61,8 +51,10 @@ class SeededOrder:
     context: int
 
     def __call__(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Start indices of `step`."""
-        return starts(self.seed, step, self.batch_size, self.token_count, self.context)
+        """Start indices of the windows of an optimizer step, ≥ 0."""
+        seed = np.random.SeedSequence(self.seed, spawn_key=(step,))
+        words = np.random.Philox(seed).random_raw(self.batch_size)
+        return (words % np.uint64(self.token_count - self.context)).astype(np.int64)
 
 
 class Replay:
@@ -72,7 +64,7 @@ class Replay:
 
     Args:
       path: a record as `OrderRecord` or the paper's public code writes it.
-      batch_size, token_count, context: of the run that replays it; see `starts`.
+      batch_size, token_count, context: of the run that replays it; see `SeededOrder`.
 
     Raises:
       DataError: the file is missing, no file, empty or cut off, or a line has another number of

@@ -133,30 +133,9 @@ JAX_NN = Numerics(
 """`jax.nn.dot_product_attention` by XLA: S, softmax and dS are float32 (`dense` only)."""
 
 PRESETS: dict[str, Numerics] = {
-    "exact": EXACT,
-    "flash": FLASH,
-    "published": PUBLISHED,
-    "published_as_compiled": PUBLISHED_AS_COMPILED,
-    "published_eager": PUBLISHED_EAGER,
-    "probe": PROBE,
-    "float32_output": FLOAT32_OUTPUT,
-    "auxiliary_output": AUXILIARY_OUTPUT,
-    "halves_output": HALVES_OUTPUT,
-    "delta_dp_p": DELTA_DP_P,
-    "normalized_delta": NORMALIZED_DELTA,
-    "corrected_after_cast": CORRECTED_AFTER_CAST,
-    "matched": MATCHED,
-    "matched_float32_output": MATCHED_FLOAT32_OUTPUT,
-    "stochastic_output": STOCHASTIC_OUTPUT,
-    "standard": STANDARD,
-    "flash_attention_3": FLASH_ATTENTION_3,
-    "torch_flash": TORCH_FLASH,
-    "splash": SPLASH,
-    "kohaku_fa": KOHAKU_FA,
-    "tokamax": TOKAMAX,
-    "jax_pallas": JAX_PALLAS,
-    "jax_nn": JAX_NN,
+    name.lower(): value for name, value in vars().items() if isinstance(value, Numerics)
 }
+"""By name, in lower case."""
 
 
 def get_preset(name: str) -> Numerics:

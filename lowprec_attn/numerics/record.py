@@ -90,50 +90,31 @@ Divisor = Literal["rounded", "first_unrounded"]
 
 KvBlock = int | Literal["all"]
 
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "saved_output": get_args(SavedOutput),
+    "delta": get_args(Delta),
+    "row_sum": get_args(RowSum),
+    "statistics": get_args(Statistics),
+    "exponent": (None, *get_args(Exponent)),
+    "divisor": get_args(Divisor),
+    "mean_key": get_args(MeanKey),
+    "recomputed_probs": get_args(RecomputedProbs),
+    "divided_in_dv": get_args(DividedInDv),
+}
+
 Point = Literal[
-    "scores",
-    "shift",
-    "probs",
-    "value",
-    "pv",
-    "rescale",
-    "accumulator",
-    "stats",
-    "normalizer",
-    "lse",
-    "output",
-    "output_bwd",
-    "delta_value",
-    "probs_bwd",
-    "dp",
-    "ds",
-    "tile_grads",
-    "grads",
-]
+    "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats", "normalizer",
+    "lse", "output", "output_bwd", "delta_value", "probs_bwd", "dp", "ds", "tile_grads", "grads",
+]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
 
 # The number that salts a point's random bits: never reused, so that a new point leaves the bits of
 # the others as they are.
 SALTS: dict[Point, int] = {
-    "scores": 0,
-    "probs": 1,
-    "pv": 2,
-    "rescale": 3,
-    "accumulator": 4,
-    "stats": 5,
-    "output": 6,
-    "probs_bwd": 7,
-    "dp": 8,
-    "ds": 9,
-    "grads": 10,
-    "lse": 11,
-    "shift": 12,
-    "normalizer": 13,
-    "tile_grads": 14,
-    "output_bwd": 15,
-    "delta_value": 16,
-    "value": 17,
-}
+    "scores": 0, "probs": 1, "pv": 2, "rescale": 3, "accumulator": 4, "stats": 5, "output": 6,
+    "probs_bwd": 7, "dp": 8, "ds": 9, "grads": 10, "lse": 11, "shift": 12, "normalizer": 13,
+    "tile_grads": 14, "output_bwd": 15, "delta_value": 16, "value": 17,
+}  # fmt: skip
 
 _FLOAT32 = get_rounding("float32")
 
@@ -258,15 +239,10 @@ class Numerics:
     kv_block: KvBlock | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("saved_output", self.saved_output, get_args(SavedOutput))
-        _check_choice("delta", self.delta, get_args(Delta))
-        _check_choice("row_sum", self.row_sum, get_args(RowSum))
-        _check_choice("statistics", self.statistics, get_args(Statistics))
-        _check_choice("exponent", self.exponent, (None, *get_args(Exponent)))
-        _check_choice("divisor", self.divisor, get_args(Divisor))
-        _check_choice("mean_key", self.mean_key, get_args(MeanKey))
-        _check_choice("recomputed_probs", self.recomputed_probs, get_args(RecomputedProbs))
-        _check_choice("divided_in_dv", self.divided_in_dv, get_args(DividedInDv))
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                listed = ", ".join(map(str, choices))
+                raise ValueError(f"{name} must be one of {listed}, got {value!r}")
         if self.mean_key == "subtracted" and self.delta == "after_cast":
             raise ValueError(
                 "mean_key='subtracted' changes nothing with delta='after_cast', where rounded rows "
@@ -410,8 +386,3 @@ class Numerics:
             if value != field.default:
                 changed.append(f"{field.name}={value}")
         return f"Numerics({', '.join(changed)})"
-
-
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")

@@ -59,7 +59,7 @@ def make_adam_signals(
         }
 
     def measure(params: Any, opt_state: Any) -> AdamValues:
-        adam = _adam(opt_state)
+        adam = optax.tree.get(opt_state, "ScaleByAdamState")
         trees, count = (params, adam.mu, adam.nu), adam.count
         parts = {f"layer_{i}": [tree["blocks"][i] for tree in trees] for i in range(layers)}
         parts["outside"] = [[tree[name] for name in params if name != "blocks"] for tree in trees]
@@ -67,11 +67,3 @@ def make_adam_signals(
             return {name: part(trees, count) for name, trees in parts.items()}
 
     return measure
-
-
-def _adam(opt_state: Any) -> optax.ScaleByAdamState:
-    def is_adam(state: Any) -> bool:
-        return isinstance(state, optax.ScaleByAdamState)
-
-    (adam,) = (s for s in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(s))
-    return adam

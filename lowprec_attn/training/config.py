@@ -5,9 +5,10 @@ is possible. It comes before anything runs.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -81,9 +82,8 @@ def _rollback(section: Any, arithmetic: Any, model: ModelSettings) -> RollbackSe
     change = {name: value for name, value in change.items() if value}
     attention = attention_settings(arithmetic, model, change) if change else None
     settings = _record(RollbackSettings, fields, "rollback", given={"attention": attention})
-    for name, least in (("tries", 0), ("steps", 0), ("after", 1)):
-        fits = getattr(settings, name) >= least
-        _require(fits, "rollback", name, settings, f"{least} or more")
+    _require("rollback", settings, "tries steps", lambda x: x >= 0, "0 or more")
+    _require("rollback", settings, "after", lambda x: x >= 1, "1 or more")
     return settings if settings.tries else None
 
 
@@ -128,92 +128,82 @@ def _check_type(value: Any, annotation: Any, path: str) -> None:
         raise ConfigError(f"{path} must be {names}, got {value!r}")
 
 
-def _check(settings: TrainSettings) -> None:
-    """Ranges of all numbers."""
-    _check_run(settings)
-    _check_ends(settings)
-    _check_optimizer(settings.optimizer, settings.model)
-    alone = settings.data.path is None or settings.data.builtin == "documentation"
-    _require(alone, "data", "builtin", settings.data, "documentation beside data.path")
-
-
 _COUNTS = 2**31  # steps are counted in int32, and the learning rate with them
 
 
-def _check_run(run: TrainSettings) -> None:
-    counts = ("steps", "batch_size", "accumulation_steps", "checkpoints_kept", "eval_batches")
-    for name in counts:
-        fits = 1 <= getattr(run, name) < _COUNTS
-        _require(fits, "", name, run, f"at least 1 and below {_COUNTS}")
-    for name in ("diagnostics_every", "checkpoint_every", "eval_every"):
-        _require(getattr(run, name) >= 0, "", name, run, "0 or more")
-    _require(run.devices is None or run.devices >= 1, "", "devices", run, "at least 1, or None")
+def _check(run: TrainSettings) -> None:
+    """Ranges of all numbers."""
+    require = functools.partial(_require, "", run)
+    counts = "steps batch_size accumulation_steps checkpoints_kept eval_batches"
+    require(counts, lambda x: 1 <= x < _COUNTS, f"at least 1 and below {_COUNTS}")
+    require("diagnostics_every checkpoint_every eval_every", lambda x: x >= 0, "0 or more")
+    require("devices", lambda x: x is None or x >= 1, "at least 1, or None")
     # JAX would take a larger seed modulo 2³².
-    _require(0 <= run.seed < SEEDS, "", "seed", run, f"0 or more and below {SEEDS}")
-    even = run.batch_size % run.accumulation_steps == 0
+    require("seed", lambda x: 0 <= x < SEEDS, f"0 or more and below {SEEDS}")
     divisor = f"a divisor of batch_size {run.batch_size}"
-    _require(even, "", "accumulation_steps", run, divisor)
-    for name in ("name", "variant"):  # of the run directory
-        plain = re.fullmatch(r"[\w-][\w.+-]*", getattr(run, name))
-        _require(bool(plain), "", name, run, "letters, digits, and _ - + . within")
+    require("accumulation_steps", lambda x: run.batch_size % x == 0, divisor)
+    plain = re.compile(r"[\w-][\w.+-]*").fullmatch  # of the run directory
+    require("name variant", plain, "letters, digits, and _ - + . within")
+    _check_ends(run)
+    _check_optimizer(run.optimizer, run.model)
+    if run.data.path is not None:
+        fits, what = "documentation".__eq__, "documentation beside data.path"
+        _require("data", run.data, "builtin", fits, what)
 
 
 def _check_ends(run: TrainSettings) -> None:
     """What resumes a run, sends it back or stops it."""
+    require = functools.partial(_require, "", run)
     if run.resume_step is not None:
-        given = run.resume_step >= 0 and run.resume_from is not None
-        _require(given, "", "resume_step", run, "0 or more, beside resume_from, or None")
+        beside = run.resume_from is not None
+        what = "0 or more, beside resume_from, or None"
+        require("resume_step", lambda x: beside and x >= 0, what)
     if run.rollback is not None:  # it stops a run itself, after the last try
-        alone = run.stop_exploded_after is None
-        _require(alone, "", "stop_exploded_after", run, "None beside rollback.tries")
-        saves = run.checkpoint_every >= 1
-        _require(saves, "", "checkpoint_every", run, "1 or more beside rollback.tries")
+        require("stop_exploded_after", lambda x: x is None, "None beside rollback.tries")
+        require("checkpoint_every", lambda x: x >= 1, "1 or more beside rollback.tries")
     if run.stop_exploded_after is not None:
-        long_enough = run.stop_exploded_after >= LASTING_STEPS
         least = f"at least {LASTING_STEPS}, or None"
-        _require(long_enough, "", "stop_exploded_after", run, least)
+        require("stop_exploded_after", lambda x: x >= LASTING_STEPS, least)
 
 
 def _check_model(model: ModelSettings) -> None:
+    require = functools.partial(_require, "model", model)
     for name in ("layers", "heads", "width", "context", "vocab_size"):
-        fits = 1 <= getattr(model, name) <= LARGEST[name]
-        _require(fits, "model", name, model, f"at least 1 and at most {LARGEST[name]}")
-    few = model.layers * model.heads <= MOST_HEADS
-    _require(few, "model", "layers", model, f"at most {MOST_HEADS} / heads, {model.heads} here")
-    whole = model.width % model.heads == 0
-    _require(whole, "model", "width", model, f"a multiple of {model.heads} heads")
+        most = LARGEST[name]
+        require(name, range(1, most + 1).__contains__, f"at least 1 and at most {most}")
+    few = f"at most {MOST_HEADS} / heads, {model.heads} here"
+    require("layers", lambda x: x * model.heads <= MOST_HEADS, few)
+    require("width", lambda x: x % model.heads == 0, f"a multiple of {model.heads} heads")
     if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
-        bfloat16 = model.activation_dtype == "bfloat16"
-        _require(bfloat16, "model", "activation_dtype", model, "bfloat16 if logits_dtype is")
-        even = model.vocab_size % 2 == 0
-        _require(even, "model", "vocab_size", model, "even if logits_dtype is bfloat16")
-    for name in ("z_loss", "embedding_mean"):
-        finite = 0 <= getattr(model, name) < math.inf
-        _require(finite, "model", name, model, "0 or more and finite")
+        require("activation_dtype", "bfloat16".__eq__, "bfloat16 if logits_dtype is")
+        require("vocab_size", lambda x: x % 2 == 0, "even if logits_dtype is bfloat16")
+    require("z_loss embedding_mean", _is_finite, "0 or more and finite")
 
 
 def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None:
-    for name in ("peak_lr", "end_lr", "eps", "weight_decay", "warmup_steps"):
-        value = getattr(optimizer, name)
-        _require(0 <= value < math.inf, "optimizer", name, optimizer, "0 or more and finite")
-    short = optimizer.warmup_steps < _COUNTS
-    _require(short, "optimizer", "warmup_steps", optimizer, f"0 or more and below {_COUNTS}")
-    for name in ("b1", "b2"):
-        _require(0 <= getattr(optimizer, name) < 1, "optimizer", name, optimizer, "in [0, 1)")
-    clip = optimizer.clip_norm
-    bounds = clip is None or 0 < clip < math.inf
-    _require(bounds, "optimizer", "clip_norm", optimizer, "positive and finite, or None")
-    threshold = optimizer.qk_clip
-    bounds = threshold is None or 0 < threshold < math.inf
-    _require(bounds, "optimizer", "qk_clip", optimizer, "positive and finite, or None")
-    # The norm takes the factors of W_Q and W_K out again.
-    alone = threshold is None or not model.qk_norm
-    _require(alone, "optimizer", "qk_clip", optimizer, "None beside model.qk_norm")
+    require = functools.partial(_require, "optimizer", optimizer)
+    rates = "peak_lr end_lr eps weight_decay warmup_steps"
+    require(rates, _is_finite, "0 or more and finite")
+    require("warmup_steps", lambda x: x < _COUNTS, f"0 or more and below {_COUNTS}")
+    require("b1 b2", lambda x: 0 <= x < 1, "in [0, 1)")
+    bound = "positive and finite, or None"
+    require("clip_norm qk_clip", lambda x: x is None or 0 < x < math.inf, bound)
+    if model.qk_norm:  # it takes the factors of W_Q and W_K out again
+        require("qk_clip", lambda x: x is None, "None beside model.qk_norm")
 
 
-def _require(holds: bool, section: str, name: str, record: Any, what: str) -> None:
-    if not holds:
-        raise ConfigError(f"{_path(section, name)} must be {what}, got {getattr(record, name)!r}")
+def _is_finite(x: float) -> bool:
+    return 0 <= x < math.inf
+
+
+def _require(
+    section: str, record: Any, names: str, fits: Callable[[Any], object], what: str
+) -> None:
+    """Raises ConfigError for the first field, a word of `names`, whose value does not fit."""
+    for name in names.split():
+        if not fits(getattr(record, name)):
+            value = getattr(record, name)
+            raise ConfigError(f"{_path(section, name)} must be {what}, got {value!r}")
 
 
 # Fields of `config.attention` that describe one head's arithmetic, so may be overridden.

@@ -149,7 +149,7 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        directions, measured = self.measurement.directions, None
+        directions, measured = self.measurement.across.directions, None
         if _due(self.fixed.settings.diagnostics_every, step):
             measured = self.measurement.take(self.state, step, arrays)
         self.state, metrics = self.fixed.program.train(self.state, *arrays, self.root)
@@ -238,7 +238,12 @@ class Loop:
                     written[run.run_dir.rollbacks.name] = run.rescue.record.fingerprint
             keep_from = run.rescue.keep_from(step, self.watch.onset)
             run.checkpoints.save(
-                step, self.state, self.data_state, written, keep_from, self.measurement.directions
+                step,
+                self.state,
+                self.data_state,
+                written,
+                keep_from,
+                self.measurement.across.directions,
             )
             self.saved_step = step
 
@@ -269,7 +274,7 @@ class Loop:
         step = int(pending.batch["step"])
         self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
         self.data_state = pending.data_state
-        self.measurement.directions = pending.directions
+        self.measurement.across.directions = pending.directions
         self._save(step)
         culprit = find_culprit(
             self.fixed.settings,

@@ -34,6 +34,9 @@ class Measurement:
       devices: that it runs on.
       directions: of the measurement before the first; see `AcrossSteps`.
       recorded: its signals, likewise.
+
+    Attributes:
+      across: what joins measurements; a checkpoint holds its `directions`.
     """
 
     def __init__(
@@ -51,16 +54,7 @@ class Measurement:
         adam = make_adam_signals(settings.optimizer, settings.steps, settings.model.layers)
         self._adam = devices.jit(adam, out_shardings=everywhere)
         self._root = root_key(settings)
-        self._across = AcrossSteps(settings, devices, directions, recorded)
-
-    @property
-    def directions(self) -> Directions | None:
-        """Of the last measurement; what a checkpoint needs to go on from."""
-        return self._across.directions
-
-    @directions.setter
-    def directions(self, directions: Directions | None) -> None:
-        self._across.directions = directions
+        self.across = AcrossSteps(settings, devices, directions, recorded)
 
     def take(self, state: TrainState, step: int, arrays: tuple[Array, Array]) -> Measured:
         """Both diagnostics at a step, whose batch is `arrays`."""
@@ -72,11 +66,11 @@ class Measurement:
         key = step_key(self._root, jnp.int32(step))
         key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
         sequence = self._first_sequence(*arrays)
-        return self._across.join(*self._signals(params, *sequence, key))
+        return self.across.join(*self._signals(params, *sequence, key))
 
     def values(self, signals: Signals) -> dict[str, dict[str, Any]]:
         """The signals, fetched, with the sums over the measurements so far."""
-        return self._across.add_up(jax.device_get(signals))
+        return self.across.add_up(jax.device_get(signals))
 
 
 def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:

@@ -33,7 +33,7 @@ from pallas_kernels.gpu.problem import (
     whole,
 )
 from pallas_kernels.gpu.products import Rounder
-from pallas_kernels.problem import Range
+from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
 
 # δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
@@ -87,13 +87,6 @@ class Exponents(NamedTuple):
 
     offset: Array
     inverse_l: Array | None = None
-
-
-class Side(NamedTuple):
-    """The factors of S and dP on one side: q and dO for rows, k and v for columns."""
-
-    for_scores: Array
-    for_dp: Array
 
 
 class _Tile(NamedTuple):

@@ -16,7 +16,6 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.arithmetic.visibility import by_position
 from lowprec_attn.numerics import DynamicMax, Numerics, PublishedMax
 from pallas_kernels import problem as common
 from pallas_kernels.gpu.block_sizes import Tile
@@ -280,36 +279,13 @@ class Problem(common.Problem):
         """As in `common.Problem`; rows beyond the lengths are masked too."""
         return super().has_masked_tiles or self.has_query_lengths
 
-    def visible(
-        self,
-        place: Place,
-        batch: Array,
-        scalars: Scalars,
-        *,
-        causal: bool | None = None,
-        last: Array | None = None,
-    ) -> Array:
-        """True where a row may see a column; rows beyond T may, they are never stored.
-
-        causal: whether the diagonal counts, None for as the call is.
-        last: see `by_position`.
-        """
-        keys, queries = (
+    def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
+        """As in `common.Problem`; rows beyond T may see a column, for they are never stored."""
+        of_element = (
             None if lengths is None else lengths[batch]
             for lengths in (scalars.key_lengths, scalars.query_lengths)
         )
-        causal = self.spec.is_causal if causal is None else causal
-        seen = by_position(
-            place,
-            causal=causal,
-            window=self.spec.window,
-            last=last,
-            limit=self.keys,
-            keys=keys,
-            queries=queries,
-        )
-        assert seen is not None
-        return seen
+        return {"limit": self.keys, **dict(zip(("keys", "queries"), of_element, strict=True))}
 
     def unhidden(self, tile: TileIndex, pairs: Pairs, *, keys_first: bool = False) -> Array:
         """True in a tile, or its transpose, where only its position may hide a column."""

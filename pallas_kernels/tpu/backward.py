@@ -19,7 +19,7 @@ from lowprec_attn.arithmetic.places import Place, tile_number
 from lowprec_attn.arithmetic.products import format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.pairs import Pairs
-from pallas_kernels.problem import Range
+from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.problem import (
     Problem,
@@ -72,13 +72,6 @@ class Program(NamedTuple):
         """V of a key tile, rounded at `value`."""
         start = tile * self.problem.tile.kv
         return self.problem.values(v, start, self.scalars, self.batch, self.head)
-
-
-class Side(NamedTuple):
-    """The factors of S and dP on one side: q and dO for rows, k and v for columns."""
-
-    for_scores: Array
-    for_dp: Array
 
 
 def lse_unit(problem: Problem) -> float:

@@ -10,13 +10,13 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.backward import scaled_rows
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
+from pallas_kernels.problem import Side
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
     Exponents,
     GradientSum,
     Operands,
     Program,
-    Side,
     probs_and_dp,
     rounded_ds,
     scales_last,

@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
-from lowprec_attn.arithmetic.visibility import by_position
 from lowprec_attn.numerics import Point
 from pallas_kernels import problem as common
 from pallas_kernels.pairs import Pairs
@@ -69,27 +68,10 @@ class Problem(common.Problem):
         """As in `common.Problem`, but not where S needs no factor: it is in q then."""
         return not self.scales_queries and super().counts_in_scale(*points)
 
-    def visible(
-        self,
-        place: Place,
-        batch: Array,
-        scalars: Scalars,
-        *,
-        causal: bool | None = None,
-        last: Array | None = None,
-    ) -> Array:
-        """True where a row may see a column. Rows beyond the lengths may: nothing keeps theirs.
-
-        causal: whether the diagonal counts, None for as the call is.
-        last: see `by_position`.
-        """
-        causal = self.spec.is_causal if causal is None else causal
-        limit: Any = self.keys
-        if scalars.key_lengths is not None:
-            limit = jnp.minimum(scalars.key_lengths[batch], limit)
-        seen = by_position(place, causal=causal, window=self.spec.window, last=last, limit=limit)
-        assert seen is not None
-        return seen
+    def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
+        """As in `common.Problem`; rows beyond the lengths see columns, for nothing keeps theirs."""
+        lengths = scalars.key_lengths
+        return {"limit": self.keys if lengths is None else jnp.minimum(lengths[batch], self.keys)}
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
         """Rounding in the program of one batch element and query head."""

@@ -12,14 +12,13 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, row_shift
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.products import format_of
-from pallas_kernels.problem import Range
+from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
 from pallas_kernels.tpu.backward import (
     Exponents,
     GradientSum,
     Operands,
     Program,
-    Side,
     probs_and_dp,
     rounded_ds,
     scales_last,

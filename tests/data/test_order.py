@@ -6,7 +6,7 @@ import resource
 import numpy as np
 import pytest
 
-from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder, starts
+from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
 from lowprec_attn.data.tokens import DataError
 from lowprec_attn.files import DiskError, Fingerprint
 
@@ -24,18 +24,20 @@ def replay(path, batch_size=3, token_count=100, context=8):
 
 def test_the_order_never_changes():
     # Runs are resumed and compared across versions: a new value here breaks all of them.
-    assert starts(42, 7, 4, 1000, 16).tolist() == GOLDEN
-    assert starts(42, 7, 4, 1000, 16).dtype == np.int64
+    starts = SeededOrder(42, 4, 1000, 16)(7)
+    assert starts.tolist() == GOLDEN and starts.dtype == np.int64
 
 
 def test_every_step_and_seed_draws_anew():
-    draws = {tuple(starts(seed, step, 8, 10**9, 16)) for seed in range(10) for step in range(10)}
+    orders = [SeededOrder(seed, 8, 10**9, 16) for seed in range(10)]
+    draws = {tuple(order(step)) for order in orders for step in range(10)}
     assert len(draws) == 100
 
 
 def test_starts_are_uniform_over_all_windows():
     token_count, context = 24, 16  # 8 windows: starts 0 to 7
-    drawn = np.concatenate([starts(0, step, 100, token_count, context) for step in range(80)])
+    order = SeededOrder(0, 100, token_count, context)
+    drawn = np.concatenate([order(step) for step in range(80)])
     counts = np.bincount(drawn)
     assert len(counts) == token_count - context
     # 8000 draws over 8 bins: 1000 each, standard deviation 30; six of them.
@@ -43,7 +45,7 @@ def test_starts_are_uniform_over_all_windows():
 
 
 def test_text_of_exactly_one_window():
-    assert starts(0, 0, 5, 17, 16).tolist() == [0] * 5
+    assert SeededOrder(0, 5, 17, 16)(0).tolist() == [0] * 5
 
 
 def test_a_record_replays(path):

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_config
 
 from benchmarks import delta_bias
-from lowprec_attn.data.order import OrderRecord, starts
+from lowprec_attn.data.order import OrderRecord, SeededOrder
 from lowprec_attn.diagnostics.examine import run_layers
 from lowprec_attn.errors import UserError
 from lowprec_attn.runs import metrics
@@ -152,7 +152,7 @@ def test_the_order_says_which_batch_each_step_saw(whole, text):
     lines = (whole / "data_order.txt").read_text().splitlines()
     for step, line in enumerate(lines):
         batch = step if step < rollback["to"] else step + rollback["skipped"]
-        expected = starts(42, batch, 8, count, 32)
+        expected = SeededOrder(42, 8, count, 32)(batch)
         assert line == ",".join(map(str, expected.tolist()))
 
 
