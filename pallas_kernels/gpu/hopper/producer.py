@@ -13,7 +13,6 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward.key_operands import (
     CORRECTION,
-    INVERSE_L,
     OFFSET,
     KeyInputs,
     KeyMemory,
@@ -132,14 +131,16 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
             def rows_of(buffer: int, ref: Ref) -> Copy:
                 return problem.part(ref, work.batch, row, tile.step, head), buffer, ()
 
-            def vector_of(buffer: int, ref: Ref) -> Copy:
-                return ref.at[work.batch, head, pl.ds(row, tile.step)], buffer, ()
+            def vector_of(ref: Ref, *place: int) -> Copy:
+                return ref.at[work.batch, head, pl.ds(row, tile.step)], OFFSET, place
 
-            of_q = [rows_of(0, x.q), vector_of(OFFSET, x.offset)]
-            if x.inverse_l is not None:
-                of_q.append(vector_of(INVERSE_L, x.inverse_l))
+            of_q = [rows_of(0, x.q)]
+            if x.inverse_l is None:
+                of_q.append(vector_of(x.offset))
+            else:
+                of_q += [vector_of(x.offset, 0), vector_of(x.inverse_l, 1)]
             shared.q.producer_load(n, *of_q)
-            of_do = [rows_of(0, x.do), vector_of(OFFSET, x.dp_offset)]
+            of_do = [rows_of(0, x.do), vector_of(x.dp_offset)]
             if x.correction is not None:
                 of_do.append(rows_of(CORRECTION, x.correction))
             shared.do.producer_load(n, *of_do)

@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_mainloop import Keys, mainloop
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs, KeyMemory, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import OFFSET, KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
@@ -72,13 +72,18 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
-    of_q = [queries, offsets] + [offsets] * problem.saves_inverse_l
-    of_do = [queries, offsets] + [queries] * problem.corrects_after_cast
+    of_q, of_do, copies = [queries, offsets], [queries, offsets], {"q": 2, "do": 2}
+    if problem.saves_inverse_l:
+        of_q[OFFSET] = vectors_of((tile.stages, 2, tile.step))
+        copies["q"] += 1
+    if problem.corrects_after_cast:
+        of_do.append(queries)
+        copies["do"] += 1
     pipeline = partial(Pipeline.types, tile.stages, consumers=consumers)
     return KeyMemory(
         keys=Pipeline.types(tile.owned_stages, [keys, keys], copies=2 * own, consumers=consumers),
-        q=pipeline(of_q, copies=len(of_q)),
-        do=pipeline(of_do, copies=len(of_do)),
+        q=pipeline(of_q, copies=copies["q"]),
+        do=pipeline(of_do, copies=copies["do"]),
         operand=operand,
         dq=DqAccumulator.shared(problem, tile) if sums_queries else None,
         probs=probs,

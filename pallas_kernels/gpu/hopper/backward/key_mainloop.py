@@ -167,7 +167,7 @@ def _factors_of_ds(
     _, step = keys.steps.of(t, keys.work.head, problem.group)
     row = step * tile.step
     me, key = keys.me, keys.key
-    if keys.dq is not None:
+    if keys.dq is not None or problem.saves_inverse_l:
         # Otherwise descriptors and the places of scores are kept in registers, and others spilled.
         me, key = (x + unknown_zero(n) for x in (me, key))
     k, v = (keys.shared.keys.get(keys.tiles, me, buffer=b) for b in (0, 1))

@@ -50,8 +50,8 @@ class KeyMemory(NamedTuple):
 
     Attributes:
       keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
-      q, do: pipelines of q and of dO, each with its offsets as a second buffer; 1 / l is a third of
-        q's, and what corrects dK one of dO's.
+      q, do: pipelines of q and of dO, each with its offsets as a second buffer; q's has 1 / l beside
+        them, and what corrects dK is a third of dO's.
       operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
       dq: of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
@@ -82,9 +82,7 @@ class Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-# Buffers of the pipelines of q and of dO beside the matrix itself.
-OFFSET, INVERSE_L = 1, 2
-CORRECTION = 2
+OFFSET, CORRECTION = 1, 2  # buffers of the pipelines of q and of dO beside the matrix itself
 
 
 def steps_of(
@@ -129,7 +127,9 @@ def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Prob
 
     The n-th filling of q's pipeline has what the exponent adds, and 1 / l.
     """
-    offset = q.get(n, buffer=OFFSET)
+    # Beside 1 / l it has a place in its buffer, which is memory that head size 256 does not have.
+    place = (0,) if problem.saves_inverse_l else ()
+    offset = q.get(n, *place, buffer=OFFSET)
     of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
     if problem.whole_max:
         log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
@@ -143,7 +143,7 @@ def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Prob
     found = powers.recomputed(log2_p, problem)
     if not problem.saves_inverse_l:
         return found
-    inverse_l = load_values(q.get(n, buffer=INVERSE_L), PER_COLUMN, straight=False)
+    inverse_l = load_values(q.get(n, 1, buffer=OFFSET), PER_COLUMN, straight=False)
     return found * along_columns(inverse_l, s.shape)
 
 

@@ -13,7 +13,7 @@ from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
-from pallas_kernels.gpu.hopper.machine.instructions import multiply_add
+from pallas_kernels.gpu.hopper.machine.instructions import multiply_add, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -21,7 +21,6 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
     along_rows,
     by_lane,
     constant,
-    extended,
     load,
 )
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
@@ -138,7 +137,9 @@ def _delta_of_pieces(halves: list[Ref], do: Ref) -> Array:
 
 def summed(x: Array, problem: Problem) -> Array:
     """The dS or P whose rows are summed: as rounded, with `delta='after_cast'`."""
-    return extended(x.astype(problem.dtype)) if problem.corrects_after_cast else x
+    if not problem.corrects_after_cast:
+        return x
+    return unpacked(x.astype(problem.dtype), interpret=problem.sizes.interpret)
 
 
 def lacks_of(r: Array, s: Array, dlse: Array, problem: Problem) -> Array:

@@ -12,7 +12,8 @@ from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.forward.operands import Outputs, QueryRows, Softmax
-from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, along_rows, constant, extended
+from pallas_kernels.gpu.hopper.machine.instructions import unpacked
+from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, along_rows, constant
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.problem import Problem
 
@@ -67,12 +68,12 @@ def epilogue(
     copies = [(memory, problem.part(out.o, *place))]
     if out.saved is not None:
         if problem.saves_halves:
-            o = o - extended(o.astype(problem.dtype))
+            o = o - unpacked(o.astype(problem.dtype), interpret=problem.sizes.interpret)
         elif auxiliary is not None:
             o = divided(acc + auxiliary)
         o, part = o.astype(out.saved.dtype), problem.part(out.saved, *place)
         if shared.saved is None:
-            _store_from_registers(o, part, rows)
+            _store_from_registers(o, part, rows, problem.rows)
         else:
             shared.saved.at[me][...] = o
             copies.append((shared.saved.at[me], part))
@@ -82,9 +83,8 @@ def epilogue(
         vector[...] = jnp.where(empty, -infinity, x * np.float32(factor))
         vectors.append((vector, ref.at[batch, head, pl.ds(rows.row, ROWS)]))
     if inverse_l is not None:
-        vector = shared.statistics.at[len(vectors), me]
-        vector[...] = inverse_l
-        vectors.append((vector, out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]))
+        part = out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]
+        _store_from_registers(inverse_l, part, rows, problem.vector_rows)
     plgpu.commit_smem()  # the copy engine is to see what threads have written
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
@@ -107,14 +107,14 @@ def _statistics(
     return [(out.lse, lse, unit), (out.offset, subtracted, -to_log2)]
 
 
-def _store_from_registers(o: Array, part: Ref, rows: QueryRows) -> None:
-    """Where shared memory has no room; rows beyond the end, which no copy would store, are left
+def _store_from_registers(x: Array, part: Ref, rows: QueryRows, end: int) -> None:
+    """Where shared memory has no room; rows from `end` on, which no copy would store, are left
     out."""
 
     def store() -> None:
-        part[...] = o
+        part[...] = x
 
-    pl.when(rows.row < rows.problem.rows)(store)
+    pl.when(rows.row < end)(store)
 
 
 def free_last_output(rows: QueryRows) -> None:

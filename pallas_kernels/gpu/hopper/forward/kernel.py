@@ -90,7 +90,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
         v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
-        statistics=vectors_of((2 + problem.saves_inverse_l, consumers, ROWS)),
+        statistics=vectors_of((2, consumers, ROWS)),
         probs=probs,
         saved=saved,
         o=of_consumers(problem.dtype) if tile.overlap_tiles else None,

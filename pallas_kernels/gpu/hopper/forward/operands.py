@@ -30,7 +30,7 @@ class ForwardMemory(NamedTuple):
 
     Attributes:
       q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages.
-      statistics: lse, offset and 1 / l on their way out, a vector of each for every consumer.
+      statistics: lse and offset on their way out, a vector of each for every consumer.
       probs: P̄ of every consumer, where products take it from memory (`from_memory`).
       saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
         registers.

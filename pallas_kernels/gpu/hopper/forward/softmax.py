@@ -16,7 +16,7 @@ from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Softmax
 from pallas_kernels.gpu.hopper.machine.instruction_order import after, finish_before_waiting, mixed
-from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -101,12 +101,20 @@ def _summed(probs: Array, problem: Problem) -> Array:
     if not problem.sums_rounded_probs:
         return probs
     # The product's operand, unpacked: the compiler rounds once.
-    return extended(probs.astype(problem.dtype))
+    return unpacked(probs.astype(problem.dtype), interpret=problem.sizes.interpret)
 
 
 def _one_of(tile: ForwardTile) -> int:
     """One of so many exponentials comes before the wait for P̄V."""
     return tile.step // _EARLY_KEYS
+
+
+def waits_early(problem: Problem, tile: ForwardTile) -> bool:
+    """Whether P̄V of the step before is waited for among the exponentials: `early_wait`.
+
+    An l of rounded P̄ asks for it: see `rounds_later`.
+    """
+    return tile.early_wait or problem.sums_rounded_probs
 
 
 def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
@@ -115,7 +123,7 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
     If instructions write what the next product reads, the assembler lets none run beside other
     instructions (its remark C7513), unless there is a branch before, such as that for masks.
     """
-    return problem.keeps_auxiliary or tile.early_wait
+    return problem.keeps_auxiliary or waits_early(problem, tile)
 
 
 def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, vector
 from jax.experimental.mosaic.gpu.utils import c as literal
-from jax.experimental.mosaic.gpu.utils import ir, llvm, vector
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
@@ -89,6 +89,30 @@ def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array
         return fused
 
     return emit(x, y)
+
+
+def unpacked(x: Array, *, interpret: bool) -> Array:
+    """A tile of bfloat16 as float32: an instruction an entry, of the words that hold two."""
+    if interpret:
+        return extended(x)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_: Context, x: Registers) -> Registers:
+        return x._pointwise(unpack)
+
+    def unpack(register: MlirValue) -> MlirValue:
+        word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair: MlirValue = llvm.bitcast(word, register)
+        # By halves as the compiler takes them apart it is two instructions for one of them.
+        entries = [arith.shli(pair, literal(16, word)), arith.andi(pair, literal(-(2**16), word))]
+        result = llvm.mlir_undef(ir.VectorType.get((2,), number))
+        for place, entry in enumerate(entries):
+            result = llvm.insertelement(result, llvm.bitcast(number, entry), literal(place, word))
+        return result
+
+    return emit(x)
 
 
 def round_to_bfloat16(x: Array, *, interpret: bool) -> Array:
