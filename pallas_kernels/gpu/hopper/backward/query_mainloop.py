@@ -151,7 +151,7 @@ def _probs_and_dp(
     """
     problem, shared = rows.problem, rows.shared
     n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
-    if problem.is_wide:
+    if problem.is_wide or problem.corrects_after_cast:
         # No registers are left for what a step can compute anew: kept, descriptors and the places
         # of scores spilled 616 bytes.
         zero = opaque_zero(n, interpret=interpret)
