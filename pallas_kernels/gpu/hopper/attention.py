@@ -1,12 +1,14 @@
 """Attention on Hopper GPUs: what it serves, and its entry.
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
-products), the O that δ sees rounded or not or O′, δ normalised or not, and the standard and the
-dynamic maximum; and, with tiles of the caller's, the products that `published` rounds as well
-(`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
+products), the O that δ sees rounded or not, in halves or O′, δ normalised or not or corrected after
+the cast, what `matched` has, and the standard and the dynamic maximum; and, with tiles of the
+caller's, the products that `published` rounds as well (`long_steps`). `unsupported` names what it
+declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
-takes two more here and three more there.
+takes two more here and three more there. `matched` has no product more; the correction after the
+cast has two, of the nine of both passes (docs/hopper_kernels.md).
 """
 
 import jax
@@ -47,6 +49,7 @@ _LONG_STEPS, _LONG_STEPS_OF = (128, 256, 384, 512), 64
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
+_EXPONENTS = ("scale_first", "whole_max")
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 
@@ -162,8 +165,8 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         return f"divisor={n.divisor} (it takes rounded)"
     if n.mean_key != "kept":
         return f"mean_key={n.mean_key} (it takes kept)"
-    if n.exponent not in (None, *(taken := ("scale_first", "whole_max"))):
-        return f"exponent={n.exponent} (it takes {_listed(taken)})"
+    if n.exponent not in (None, *_EXPONENTS):
+        return f"exponent={n.exponent} (it takes {_listed(_EXPONENTS)})"
     if n.divided_in_dv != "probs":
         return f"divided_in_dv={n.divided_in_dv} (it takes probs)"
     if not in_long_steps and n.kv_block not in (None, *KEYS_PER_STEP):

@@ -130,7 +130,8 @@ class BackwardTile:
         next, and before them.
       longest_first: as of `ForwardTile`.
       cooperative: two warpgroups share 64 rows, and each has one of two sums: dV and dK, or P k and
-        dQ (`delta` 'normalized' or 'after_cast'). They take no ping-pong, for one has to wait for the other anyway.
+        dQ (`delta` 'normalized' or 'after_cast'). They take no ping-pong, for one has to wait for
+        the other anyway.
 
     Raises:
       ValueError: see `check`.

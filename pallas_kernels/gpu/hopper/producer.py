@@ -128,6 +128,7 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
         def load_queries(t: Array, n: Array) -> Array:
             head, step = steps.of(t, work.head, problem.group)
             row = step * tile.step
+
             def rows_of(buffer: int, ref: Ref) -> Copy:
                 return problem.part(ref, work.batch, row, tile.step, head), buffer, ()
 

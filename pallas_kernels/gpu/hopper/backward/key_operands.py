@@ -50,8 +50,8 @@ class KeyMemory(NamedTuple):
 
     Attributes:
       keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
-      q, do: pipelines of q and of dO, each with its offsets as a second buffer; q's has 1 / l beside
-        them, and what corrects dK is a third of dO's.
+      q, do: pipelines of q and of dO, each with its offsets as a second buffer; 1 / l is beside q's
+        offsets, and what corrects dK is a third buffer of dO's.
       operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
       dq: of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.

@@ -56,12 +56,12 @@ _Sums = tuple[Array, ...]
 def mainloop(end: Array, rows: BackwardRows) -> tuple[Array, ...]:
     """Σ dS k over the steps before `end`; where rows are summed Σ P k too, Σ dS and Σ P [64]."""
     problem = rows.problem
-    if rows.inverse_l is not None and not problem.sums_rows:
-        # dS = P̄ ∘ (dP / l − δ / l), one multiply-add an entry, as many instructions as P ∘ (dP − δ).
-        rows = rows._replace(of_dp=rows.of_dp * rows.inverse_l)
+    if (inverse_l := rows.inverse_l) is not None and not problem.sums_rows:
+        # dS = P̄ ∘ (dP / l − δ / l), a multiply-add an entry, as many instructions as P ∘ (dP − δ).
+        rows = rows._replace(of_dp=rows.of_dp * inverse_l)
         if not problem.scales_last:
-            scaled = rows.inverse_l * np.float32(problem.spec.scale)
-            rows = rows._replace(inverse_l=scaled)
+            inverse_l = inverse_l * np.float32(problem.spec.scale)
+        rows = rows._replace(inverse_l=inverse_l)
     sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.sums_rows)
     if problem.rounds_products:
         return (_long_steps(end, sums, rows),)
@@ -177,7 +177,9 @@ def _probs_and_dp(
 def _ds(probs: Array, dp: Array, rows: BackwardRows) -> Array:
     """dS, not rounded."""
     if rows.inverse_l is not None and not rows.problem.sums_rows:
-        return probs * (dp * along_rows(rows.inverse_l, dp.shape) + along_rows(rows.of_dp, dp.shape))
+        return probs * (
+            dp * along_rows(rows.inverse_l, dp.shape) + along_rows(rows.of_dp, dp.shape)
+        )
     # A power of two commutes with the rounding of dS: then dQ is scaled once, as a sum.
     if not rows.problem.scales_last:
         dp = dp * np.float32(rows.problem.spec.scale)

@@ -1,7 +1,8 @@
 """One step of online softmax: the mask, the new maximum, the exponentials.
 
-S and m count in units of `scale`; of `whole_max` m is M, in base 2, and P̄ counts as in `powers`. Repeated maxima, which `dynamic_max` looks for, are counted in
-every step or where a test says that there may be some (`ForwardTile.tests_ties`).
+S and m count in units of `scale`; of `whole_max` m is M, in base 2, and P̄ counts as in `powers`.
+Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a test says that
+there may be some (`ForwardTile.tests_ties`).
 """
 
 from functools import partial
