@@ -43,7 +43,10 @@ def implementation(platform: str) -> tuple[str, ModuleType]:
 def presets(platform: str) -> Iterator[JaxCandidate]:
     """`gpu flash`, `gpu flash dynamic_max`, ...; a preset's own rule is the standard one."""
     if platform == "gpu":
-        for preset in ("flash", "float32_output", "normalized_delta"):
+        for preset in (
+            *("flash", "float32_output", "normalized_delta"),
+            *("corrected_after_cast", "matched", "matched_float32_output"),
+        ):
             yield _candidate(_HOPPER, preset, PRESETS[preset], StandardMax())
         yield _candidate(_HOPPER, "flash dynamic_max", FLASH, ROW_MAX_RULES["dynamic_max"]())
         yield _candidate(_HOPPER, "flash unordered", FLASH, StandardMax(), sizes=unordered)

@@ -31,13 +31,18 @@ from kernel_calls import (
 )
 
 from benchmarks.shapes import SHAPES
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dot_product_attention, tiled
 from lowprec_attn.attention.dispatch import UnsupportedError, resolve
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
+    CORRECTED_AFTER_CAST,
     FLASH,
     FLOAT32_OUTPUT,
+    HALVES_OUTPUT,
+    MATCHED,
+    MATCHED_FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     PRESETS,
     PUBLISHED,
@@ -54,6 +59,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     ForwardTile,
     block_sizes,
     default_block_sizes,
+    keeps_auxiliary,
     rounds_products,
 )
 from pallas_kernels.gpu.hopper.forward.kernel import forward
@@ -80,6 +86,7 @@ FEW = dataclasses.replace(MORE_KEYS, heads=1, kv_heads=1)
 MORE_ROWS = dataclasses.replace(GROUPED, rows=256, keys=192, kv_heads=2)
 WIDE = dataclasses.replace(MORE_KEYS, rows=128, heads=1, kv_heads=1, head_size=128, is_causal=True)
 TIES = dataclasses.replace(WIDE, head_size=64, values="repeated_maxima")
+MATCHED_AND_CORRECTED = MATCHED.replace(delta="after_cast")
 WIDEST = dataclasses.replace(GROUPED, rows=192, keys=192, head_size=256)
 
 
@@ -106,6 +113,15 @@ def call(case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, **opt
         pytest.param(FEW, AUXILIARY_OUTPUT, StandardMax(), id="auxiliary output"),
         pytest.param(TIES, FLASH, DynamicMax(), id="ties, dynamic_max"),
         pytest.param(TIES, FLASH, DynamicMax(tolerance=0.1, beta=7), id="near ties"),
+        pytest.param(GROUPED, CORRECTED_AFTER_CAST, StandardMax(), id="corrected after the cast"),
+        pytest.param(WIDE, CORRECTED_AFTER_CAST, StandardMax(), id="the same, head 128"),
+        pytest.param(MORE_KEYS, CORRECTED_AFTER_CAST, StandardMax(), id="the same, more keys"),
+        pytest.param(GROUPED, MATCHED, StandardMax(), id="matched, grouped heads"),
+        pytest.param(MORE_ROWS, MATCHED, StandardMax(), id="matched, more rows"),
+        pytest.param(WIDE, MATCHED, StandardMax(), id="matched, head 128"),
+        pytest.param(MORE_KEYS, MATCHED_FLOAT32_OUTPUT, StandardMax(), id="matched, float32 O"),
+        pytest.param(TIES, MATCHED, DynamicMax(), id="matched, ties, dynamic_max"),
+        pytest.param(FEW, MATCHED_AND_CORRECTED, StandardMax(), id="matched, corrected as well"),
     ],
 )
 def test_as_accurate_as_plain(case: Case, chosen: Numerics, rule: RowMax) -> None:
@@ -126,8 +142,10 @@ def of_table(case: Case, chosen: Numerics, rule: RowMax, *, long: bool) -> Block
     sizes = default_block_sizes(
         case.head_size,
         saves_float32=chosen.saved_dtype == jnp.float32,
-        keeps_auxiliary=chosen.saved_dtype == jnp.bfloat16,
-        sums_keys=chosen.delta == "normalized",
+        saves_halves=chosen.saved_output == "halves",
+        keeps_auxiliary=keeps_auxiliary(chosen),
+        sums_keys=chosen.delta in SUMS_ROWS,
+        corrects_after_cast=chosen.delta == "after_cast",
         long=long,
         rounds_products=rounds_products(chosen),
         counts_ties=isinstance(rule, DynamicMax),
@@ -261,11 +279,14 @@ def test_tiles_that_long_steps_do_not_take_are_refused() -> None:
 @needs_mosaic
 @pytest.mark.parametrize("rule", [StandardMax(), DynamicMax()], ids=str)
 @pytest.mark.parametrize("tests_ties", [False, True])
-def test_rows_of_minus_infinity_alone_are_empty(rule: RowMax, tests_ties: bool) -> None:
-    sizes = of_table(FEW, FLASH, StandardMax(), long=False)
+@pytest.mark.parametrize("chosen", [FLASH, MATCHED, CORRECTED_AFTER_CAST], ids=str)
+def test_rows_of_minus_infinity_alone_are_empty(
+    rule: RowMax, tests_ties: bool, chosen: Numerics
+) -> None:
+    sizes = of_table(FEW, chosen, StandardMax(), long=False)
     tile = dataclasses.replace(sizes.forward, tests_ties=tests_ties)
     sizes = dataclasses.replace(sizes, forward=tile)
-    spec = Spec(numerics=FLASH, row_max=rule, scale=0.125, is_causal=True, block_sizes=sizes)
+    spec = Spec(numerics=chosen, row_max=rule, scale=0.125, is_causal=True, block_sizes=sizes)
     check_rows_without_a_score(hopper.attention, spec, 64)
 
 
@@ -280,6 +301,8 @@ def test_rows_of_minus_infinity_alone_are_empty(rule: RowMax, tests_ties: bool) 
         (320, 192, FLASH, StandardMax()),
         (320, 320, AUXILIARY_OUTPUT, StandardMax()),
         (576, 576, FLASH, StandardMax()),
+        (320, 320, MATCHED, DynamicMax()),
+        (192, 320, CORRECTED_AFTER_CAST, StandardMax()),
     ],
     ids=str,
 )
@@ -322,6 +345,8 @@ def test_tiles_of_long_calls_at_head_size_128(chosen: Numerics, rule: RowMax) ->
             id="more rows, ties, float32_output",
         ),
         pytest.param({}, NORMALIZED_DELTA, StandardMax(), False, id="normalized delta"),
+        pytest.param({}, MATCHED, StandardMax(), False, id="matched"),
+        pytest.param({}, CORRECTED_AFTER_CAST, StandardMax(), False, id="corrected after the cast"),
         pytest.param(
             {"batch": 2, "heads": 1, "scale": 0.05},
             *(FLASH, DynamicMax(), True),
@@ -346,6 +371,9 @@ def test_head_size_256(changes: dict[str, Any], chosen: Numerics, rule: RowMax, 
         (GROUPED, NORMALIZED_DELTA, 3),
         (MORE_KEYS, NORMALIZED_DELTA, 1),
         (WIDE, NORMALIZED_DELTA, 2),
+        (GROUPED, CORRECTED_AFTER_CAST, 3),
+        (WIDE, MATCHED_AND_CORRECTED, 2),
+        (GROUPED, MATCHED, 1),
     ],
     ids=str,
 )
@@ -357,7 +385,7 @@ def test_two_warpgroups_of_64_rows_change_no_bit(
     whole = dataclasses.replace(SIZES, query_gradients=tile, key_gradients=tile, programs=programs)
     halves = dataclasses.replace(
         whole,
-        query_gradients=split if chosen.delta == "normalized" else tile,
+        query_gradients=split if chosen.delta in SUMS_ROWS else tile,
         key_gradients=split,
     )
     result, expected = (run(case, call(case, chosen, sizes=x)) for x in (halves, whole))
@@ -537,6 +565,8 @@ def test_many_tiles_of_one_program_in_one_buffer() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(64, published, id="64, published"),
+        pytest.param(64, partial(call, chosen=MATCHED), id="64, matched"),
+        pytest.param(64, partial(call, chosen=CORRECTED_AFTER_CAST), id="64, after the cast"),
     ],
 )
 def test_packed_arrays_give_the_same_bits(head_size: int, make: Callable[..., Any]) -> None:
@@ -824,14 +854,29 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(PRESETS["published_eager"]), "shift=bfloat16 (it takes float32)"),
         (request(PRESETS["probe"]), "scores=bfloat16 (it takes float32)"),
         (request(PRESETS["exact"]), "probs=float32 (it takes bfloat16)"),
-        (request(PRESETS["delta_dp_p"]), "delta=dp_p (it takes do_o or normalized)"),
-        (
-            request(NORMALIZED_DELTA, sizes=dataclasses.replace(SIZES, unordered=True)),
-            "delta=normalized with unordered=True (which takes do_o)",
+        (request(PRESETS["delta_dp_p"]), "delta=dp_p (it takes do_o or normalized or after_cast)"),
+        *(
+            (
+                request(chosen, sizes=dataclasses.replace(SIZES, unordered=True)),
+                f"{named} with unordered=True (which takes",
+            )
+            for chosen, named in (
+                (NORMALIZED_DELTA, "delta=normalized"),
+                (CORRECTED_AFTER_CAST, "delta=after_cast"),
+                (MATCHED, "statistics=m_and_l"),
+                (HALVES_OUTPUT, "saved_output=halves"),
+            )
         ),
-        (request(PRESETS["matched"]), "saved_output=halves (it takes same, float32 or auxiliary)"),
-        (request(PRESETS["matched_float32_output"]), "exponent=whole_max (it takes scale_first)"),
-        (request(FLASH.replace(row_sum="rounded")), "row_sum=rounded (it takes unrounded)"),
+        (request(MATCHED.replace(divided_in_dv="do")), "divided_in_dv=do (it takes probs)"),
+        (request(MATCHED.replace(mean_key="subtracted")), "mean_key=subtracted (it takes kept)"),
+        (
+            request(FLASH.replace(exponent="shift_first")),
+            "exponent=shift_first (it takes scale_first or whole_max)",
+        ),
+        (
+            request(PUBLISHED.replace(row_sum="rounded")),
+            "statistics=lse, row_sum=rounded with tile_grads=bfloat16 (it takes lse, unrounded)",
+        ),
         (request(FLASH.replace(kv_block=512)), "kv_block=512 (it takes 64 or 128 or None)"),
     ],
 )
@@ -963,7 +1008,7 @@ def test_stages_of_v_are_those_of_dqs_kernel() -> None:
 @needs_mosaic
 def test_a_single_sum_is_not_shared() -> None:
     sizes = dataclasses.replace(SIZES, query_gradients=BackwardTile(step=64, cooperative=True))
-    with pytest.raises(ValueError, match="cooperative=True is of delta='normalized' alone"):
+    with pytest.raises(ValueError, match="cooperative=True is of delta=normalized or after_cast"):
         run(FEW, call(FEW, sizes=sizes))
 
 
@@ -978,12 +1023,13 @@ def test_unordered_dq_is_neither_cooperative_nor_overlapped(tile: BackwardTile) 
 
 
 @needs_mosaic
-def test_a_normalized_delta_overlaps_no_steps() -> None:
+@pytest.mark.parametrize("chosen", [NORMALIZED_DELTA, CORRECTED_AFTER_CAST], ids=str)
+def test_rows_that_are_summed_overlap_no_steps(chosen: Numerics) -> None:
     sizes = dataclasses.replace(SIZES, query_gradients=BackwardTile(step=64, overlap_steps=True))
     with pytest.raises(
-        ValueError, match="overlap_steps=True is of one sum, not of delta='normalized'"
+        ValueError, match=f"overlap_steps=True is of one sum, not of delta='{chosen.delta}'"
     ):
-        run(FEW, call(FEW, NORMALIZED_DELTA, sizes=sizes))
+        run(FEW, call(FEW, chosen, sizes=sizes))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from kernel_calls import check_rows_without_a_score
 
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
+    CORRECTED_AFTER_CAST,
     EXACT,
     FLASH,
     FLOAT32_OUTPUT,
+    MATCHED,
+    MATCHED_FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     PUBLISHED,
     DynamicMax,
@@ -34,6 +38,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     BackwardTile,
     BlockSizes,
     default_block_sizes,
+    keeps_auxiliary,
     rounds_products,
 )
 
@@ -136,6 +141,28 @@ CALLS = {
     ),
     "normalized_delta": Call(numerics=NORMALIZED_DELTA),
     "normalized_delta, head 128": Call(rows=640, head_size=128, numerics=NORMALIZED_DELTA),
+    "corrected_after_cast": Call(numerics=CORRECTED_AFTER_CAST),
+    "corrected_after_cast, head 128": Call(
+        rows=640, head_size=128, kv_heads=2, numerics=CORRECTED_AFTER_CAST
+    ),
+    "corrected_after_cast, head 256": Call(
+        rows=640, head_size=256, kv_block=64, numerics=CORRECTED_AFTER_CAST
+    ),
+    "corrected_after_cast, many tiles per program": Call(
+        batch=16, heads=12, kv_heads=12, numerics=CORRECTED_AFTER_CAST
+    ),
+    "corrected_after_cast, packed": Call(packed=True, numerics=CORRECTED_AFTER_CAST),
+    "matched": Call(numerics=MATCHED),
+    "matched, head 128": Call(rows=640, keys=640, head_size=128, kv_heads=2, numerics=MATCHED),
+    "matched, head 256": Call(rows=640, head_size=256, kv_block=64, numerics=MATCHED),
+    "matched, not causal": Call(rows=192, keys=320, is_causal=False, numerics=MATCHED),
+    "matched, half of the last tile": Call(rows=1088, keys=1088, far_below=True, numerics=MATCHED),
+    "matched, dynamic_max": Call(numerics=MATCHED, row_max=DynamicMax()),
+    "matched, many tiles per program": Call(batch=16, heads=12, kv_heads=12, numerics=MATCHED),
+    "matched, packed": Call(packed=True, numerics=MATCHED),
+    "matched_float32_output": Call(numerics=MATCHED_FLOAT32_OUTPUT),
+    "matched_float32_output, head 128": Call(head_size=128, numerics=MATCHED_FLOAT32_OUTPUT),
+    "matched, corrected as well": Call(numerics=MATCHED.replace(delta="after_cast")),
     "published": Call(numerics=PUBLISHED, kv_block=512),
     "published, dynamic_max": Call(numerics=PUBLISHED, kv_block=512, row_max=DynamicMax()),
     "published, grouped heads, an odd number of tiles": Call(
@@ -187,8 +214,10 @@ def sizes_of(call: Call, *, long: bool = False, unordered: bool = False) -> Bloc
         call.head_size,
         kv_block=call.kv_block,
         saves_float32=n.saved_dtype == jnp.float32,
-        keeps_auxiliary=n.saved_dtype == jnp.bfloat16,
-        sums_keys=n.delta == "normalized",
+        saves_halves=n.saved_output == "halves",
+        keeps_auxiliary=keeps_auxiliary(n),
+        sums_keys=n.delta in SUMS_ROWS,
+        corrects_after_cast=n.delta == "after_cast",
         long=long,
         unordered=unordered,
         rounds_products=rounds_products(n),
@@ -230,6 +259,9 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
         *("causal", "head 128", "head 256"),
         *("many tiles per program", "many tiles per program, head 256"),
         "published, many tiles per program",
+        *("matched, many tiles per program", "matched, head 128", "matched, head 256"),
+        "corrected_after_cast, many tiles per program",
+        *("corrected_after_cast, head 128", "corrected_after_cast, head 256"),
     ],
 )
 def test_the_same_bits_on_every_run(name: str, long: bool) -> None:
@@ -298,13 +330,15 @@ def test_testing_for_ties_changes_no_bit(name: str, few: bool) -> None:
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 @pytest.mark.parametrize("row_max", [StandardMax(), DynamicMax()], ids=str)
 @pytest.mark.parametrize("tests_ties", [False, True])
+@pytest.mark.parametrize("chosen", [FLASH, MATCHED, CORRECTED_AFTER_CAST], ids=str)
 def test_rows_of_minus_infinity_alone_are_empty(
-    head_size: int, row_max: RowMax, tests_ties: bool
+    head_size: int, row_max: RowMax, tests_ties: bool, chosen: Numerics
 ) -> None:
-    sizes = default_block_sizes(head_size)
+    call = Call(head_size=head_size, numerics=chosen, row_max=row_max, kv_block=64)
+    sizes = sizes_of(call)
     tile = dataclasses.replace(sizes.forward, tests_ties=tests_ties)
     sizes = dataclasses.replace(sizes, forward=tile)
-    spec = Spec(numerics=FLASH, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
+    spec = Spec(numerics=chosen, row_max=row_max, scale=0.125, is_causal=True, block_sizes=sizes)
     check_rows_without_a_score(hopper.attention, spec, head_size)
 
 
@@ -370,7 +404,7 @@ def test_overlapped_tiles_change_no_bit(name: str) -> None:
     [
         name
         for name, call in CALLS.items()
-        if call.numerics.delta != "normalized" and not rounds_products(call.numerics)
+        if call.numerics.delta not in SUMS_ROWS and not rounds_products(call.numerics)
     ],
 )
 def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
@@ -396,7 +430,8 @@ def test_products_of_two_steps_in_one_turn_change_no_bit(name: str) -> None:
 UNORDERED = [
     name
     for name, call in CALLS.items()
-    if call.numerics.delta != "normalized"
+    if call.numerics.delta == "do_o"
+    and call.numerics.statistics == "lse"
     and not rounds_products(call.numerics)
     and call.head_size < 256
 ]
@@ -445,13 +480,15 @@ def test_dk_and_dv_beside_an_unordered_dq_have_the_same_bits(name: str) -> None:
     [
         *("causal", "head 128", "grouped heads, an odd number of tiles"),
         *("normalized_delta", "normalized_delta, head 128"),
+        *("corrected_after_cast", "corrected_after_cast, head 128"),
+        *("matched", "matched, corrected as well"),
     ],
 )
 def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
     call = CALLS[name]
     whole = BackwardTile(step=64, owned_stages=1)
     shared = dataclasses.replace(whole, cooperative=True)
-    of_queries = shared if call.numerics.delta == "normalized" else whole
+    of_queries = shared if call.numerics.delta in SUMS_ROWS else whole
     sizes = dataclasses.replace(sizes_of(call), query_gradients=whole, key_gradients=whole)
     halves = dataclasses.replace(sizes, query_gradients=of_queries, key_gradients=shared)
     result = call.run(hopper, block_sizes=halves)
@@ -462,7 +499,10 @@ def test_two_warpgroups_of_64_rows_change_no_bit(name: str) -> None:
 @BOTH_TABLES
 @pytest.mark.parametrize(
     "name",
-    ["causal", "head 128", "head 256", "grouped heads, an odd number of tiles", "published"],
+    [
+        *("causal", "head 128", "head 256", "grouped heads, an odd number of tiles", "published"),
+        *("matched", "matched, head 128", "corrected_after_cast", "corrected_after_cast, head 128"),
+    ],
 )
 def test_operands_from_registers_give_the_bits_of_those_from_memory(name: str, long: bool) -> None:
     """Assemblers before CUDA 13.3 may corrupt a left operand that is kept in registers."""

@@ -22,8 +22,11 @@ from benchmarks.shapes import SHAPES
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
+    CORRECTED_AFTER_CAST,
     FLASH,
     FLOAT32_OUTPUT,
+    MATCHED,
+    MATCHED_FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     PUBLISHED,
     DynamicMax,
@@ -46,6 +49,7 @@ pytestmark = [
 KERNELS = ("forward", "query_gradients", "key_gradients")
 # Bytes of registers spilled by the kernels of each head size (docs/hopper_kernels.md).
 SPILLED = {"forward": (0, 0, 0), "query_gradients": (0, 0, 0), "key_gradients": (8, 0, 0)}
+CORRECTED = (CORRECTED_AFTER_CAST, MATCHED.replace(delta="after_cast"))
 SERIALIZED = r"C751[0-8]"  # remarks of the assembler: products wait for other instructions
 
 
@@ -186,6 +190,10 @@ def test_hardly_a_register_is_spilled(head_size: int, long: bool) -> None:
         *((head_size, FLOAT32_OUTPUT, StandardMax()) for head_size in hopper.HEAD_SIZES),
         *((head_size, AUXILIARY_OUTPUT, StandardMax()) for head_size in (64, 128)),
         *((head_size, NORMALIZED_DELTA, StandardMax()) for head_size in hopper.HEAD_SIZES),
+        *itertools.product(
+            hopper.HEAD_SIZES, [MATCHED, MATCHED_FLOAT32_OUTPUT], [StandardMax(), DynamicMax()]
+        ),
+        *itertools.product(hopper.HEAD_SIZES, CORRECTED, [StandardMax()]),
     ],
     ids=str,
 )
@@ -201,6 +209,11 @@ def test_other_numerics_and_rules_hardly_spill(
     if head_size == 256 and chosen.delta != "normalized":
         most = SPILLED["query_gradients"][-1]
     assert found.spilled["query_gradients"] <= most
+    # dK's kernel sees no other: what is there has been looked at with `flash`.
+    if chosen.statistics == "m_and_l" or chosen.delta == "after_cast":
+        most = SPILLED["key_gradients"][hopper.HEAD_SIZES.index(head_size)]
+        assert found.spilled["key_gradients"] <= most
+        assert not any(re.search(SERIALIZED, report) for report in found.reports.values())
 
 
 @pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
@@ -271,6 +284,30 @@ def test_without_a_branch_for_masks_products_still_run_beside_others(
     found = code(head_size, chosen, is_causal=is_causal)
     assert found.spilled["forward"] <= 32
     assert not re.search(SERIALIZED, found.reports["forward"])
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+def test_what_matched_adds_to_a_score(head_size: int) -> None:
+    """Forward an unpacking; in dQ's kernel a rounding; in that of dK and dV a product as well."""
+    of_matched, of_flash = (code(head_size, x).ptx for x in (MATCHED_FLOAT32_OUTPUT, FLASH))
+
+    def more(kernel: str, pattern: str) -> int:
+        return len(re.findall(pattern, of_matched[kernel])) - len(
+            re.findall(pattern, of_flash[kernel])
+        )
+
+    single = r"cvt\.rn\.bf16x2\.f32 \S+, \S+, 0f00000000"
+    for kernel in ("query_gradients", "key_gradients"):
+        exponentials = len(re.findall(r"ex2\.approx", of_matched[kernel]))
+        assert more(kernel, r"ex2\.approx") == 0
+        assert more(kernel, single) == exponentials
+        # dS = P̄ ∘ (dP / l − δ / l) has as many instructions as P ∘ (dP − δ).
+        if kernel == "query_gradients" and head_size != 128:
+            assert 0 < more(kernel, r"fma\.rn\.f32") <= exponentials
+    scores = 2 * of_matched["forward"].count("lg2.approx")
+    assert scores == 4
+    # α has no exponential, two rows in the first softmax and two in the loop.
+    assert more("forward", r"ex2\.approx") == -4
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -1,18 +1,21 @@
 """Attention on Hopper GPUs: what it serves, and its entry.
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
-products), the O that δ sees rounded or not or O′, δ normalised or not, and the standard and the
-dynamic maximum; and, with tiles of the caller's, the products that `published` rounds as well
-(`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
+products), the O that δ sees rounded or not, in halves or O′, δ normalised or not or corrected after
+the cast, what `matched` has, and the standard and the dynamic maximum; and, with tiles of the
+caller's, the products that `published` rounds as well (`long_steps`). `unsupported` names what it
+declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
-takes two more here and three more there.
+takes two more here and three more there. `matched` has no product more; the correction after the
+cast has two, of the nine of both passes (docs/hopper_kernels.md).
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import (
     Extras,
     Request,
@@ -46,6 +49,7 @@ _LONG_STEPS, _LONG_STEPS_OF = (128, 256, 384, 512), 64
 _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
+_EXPONENTS = ("scale_first", "whole_max")
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 
@@ -73,14 +77,24 @@ def unsupported(request: Request) -> str | None:
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
-    if _is_unordered(spec) and spec.numerics.delta == "normalized":
-        return "delta=normalized with unordered=True (which takes do_o)"
+    if _is_unordered(spec) and (reason := _unsupported_unordered(spec.numerics)):
+        return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
         return f"{reason} at head size {head_size}"
     if reason := _unsupported_numerics(spec.numerics):
         return reason
     return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
+
+
+def _unsupported_unordered(n: Numerics) -> str | None:
+    """What, where dQ is summed by the kernel of dK and dV."""
+    for name, taken in (("delta", "do_o"), ("statistics", "lse")):
+        if (found := getattr(n, name)) != taken:
+            return f"{name}={found} with unordered=True (which takes {taken})"
+    if n.saved_output == "halves":
+        return "saved_output=halves with unordered=True (which takes same, float32 or auxiliary)"
+    return None
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:
@@ -108,6 +122,8 @@ def _unsupported_in_long_steps(request: Request) -> str | None:
     n = spec.numerics
     if n.delta != "do_o" or n.saved_dtype is not None:
         return f"delta={n.delta}, saved_output={n.saved_output} {which} (it takes do_o, same)"
+    if n.statistics != "lse" or n.row_sum != "unrounded":
+        return f"statistics={n.statistics}, row_sum={n.row_sum} {which} (it takes lse, unrounded)"
     if n.kv_block not in _LONG_STEPS:
         return f"kv_block={n.kv_block} {which} (it takes {_listed(_LONG_STEPS)})"
     return None
@@ -143,21 +159,16 @@ def _unsupported_numerics(n: Numerics) -> str | None:
         wanted = _BFLOAT16 if point in rounded else _FLOAT32
         if (found := n.rounding_at(point, jnp.dtype(jnp.bfloat16))) != wanted:
             return f"{point}={found} (it takes {wanted})"
-    if n.delta not in (taken := ("do_o", "normalized")):
+    if n.delta not in (taken := ("do_o", *SUMS_ROWS)):
         return f"delta={n.delta} (it takes {_listed(taken)})"
-    if n.saved_output == "halves":
-        return "saved_output=halves (it takes same, float32 or auxiliary)"
     if n.divisor != "rounded":
         return f"divisor={n.divisor} (it takes rounded)"
     if n.mean_key != "kept":
         return f"mean_key={n.mean_key} (it takes kept)"
-    if n.exponent not in (None, "scale_first"):
-        return f"exponent={n.exponent} (it takes scale_first)"
-    if n.statistics != "lse":
-        return f"statistics={n.statistics} (it takes lse)"
-    if n.row_sum != "unrounded":
-        return f"row_sum={n.row_sum} (it takes unrounded)"
-    # What else `matched` asks for, P̄ rounded in P and a divided dO, needs m and l apart.
+    if n.exponent not in (None, *_EXPONENTS):
+        return f"exponent={n.exponent} (it takes {_listed(_EXPONENTS)})"
+    if n.divided_in_dv != "probs":
+        return f"divided_in_dv={n.divided_in_dv} (it takes probs)"
     if not in_long_steps and n.kv_block not in (None, *KEYS_PER_STEP):
         return f"kv_block={n.kv_block} (it takes {_listed(KEYS_PER_STEP)} or None)"
     return None
@@ -176,7 +187,7 @@ def keys_per_step(request: Request) -> int:
 
 def exponent_of(request: Request) -> str:
     """How exponents are formed: by one multiply-add, in both passes."""
-    return "scale_first"
+    return request.spec.numerics.exponent or "scale_first"
 
 
 def attention(

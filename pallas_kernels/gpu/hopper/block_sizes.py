@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax, Numerics
 from pallas_kernels.gpu.hopper.tuning import tuned
@@ -129,7 +130,8 @@ class BackwardTile:
         next, and before them.
       longest_first: as of `ForwardTile`.
       cooperative: two warpgroups share 64 rows, and each has one of two sums: dV and dK, or P k and
-        dQ (`delta='normalized'`). They take no ping-pong, for one has to wait for the other anyway.
+        dQ (`delta` 'normalized' or 'after_cast'). They take no ping-pong, for one has to wait for
+        the other anyway.
 
     Raises:
       ValueError: see `check`.
@@ -205,14 +207,15 @@ class BackwardTile:
             self._check_key_gradients(numerics, unordered, head_size)
 
     def _check_query_gradients(self, n: Numerics) -> None:
-        if self.overlap_steps and n.delta == "normalized":
+        sums_rows = n.delta in SUMS_ROWS
+        if self.overlap_steps and sums_rows:
             raise ValueError(
-                f"overlap_steps=True is of one sum, not of delta='normalized', got {self}"
+                f"overlap_steps=True is of one sum, not of delta={n.delta!r}, got {self}"
             )
         if self.overlap_steps and rounds_products(n):
             raise ValueError(f"one sum for every long step takes no overlap_steps, got {self}")
-        if self.cooperative and n.delta != "normalized":
-            raise ValueError(f"cooperative=True is of delta='normalized' alone, got {self}")
+        if self.cooperative and not sums_rows:
+            raise ValueError(f"cooperative=True is of delta={' or '.join(SUMS_ROWS)}, got {self}")
 
     def _check_key_gradients(
         self, n: Numerics | None, unordered: bool, head_size: int | None
@@ -264,8 +267,8 @@ class BlockSizes:
       key_gradients: dK and dV.
       unordered: dQ is summed by the kernel of dK and dV, 5 products for all three instead of 7, in
         an order that differs from run to run, as the last bits of dQ then do; those of dK and dV do
-        not. `query_gradients` has no kernel then. Not for `delta='normalized'`, which is known only
-        when all keys of a row have been seen.
+        not. `query_gradients` has no kernel then. Not where rows are summed (`delta`), which is
+        known only when all keys of a row have been seen, nor of `matched`.
       programs: how many run at once, each on its multiprocessor.
       from_memory: products take P and dS from shared memory instead of registers, one after the
         other and without ping-pong: for tests. The bits are the same.
@@ -300,7 +303,7 @@ class BlockSizes:
 
 def keeps_auxiliary(numerics: Numerics) -> bool:
     """Whether δ sees O′, from unrounded P̄, which a second sum beside Ō gives."""
-    return numerics.saved_dtype == jnp.bfloat16
+    return numerics.saved_dtype is not None and numerics.saved_output == "auxiliary"
 
 
 # Query rows from which on a causal call is long. Measured at head size 64: the tiles of long calls
@@ -319,8 +322,10 @@ def default_block_sizes(
     *,
     kv_block: int | None = None,
     saves_float32: bool = False,
+    saves_halves: bool = False,
     keeps_auxiliary: bool = False,
     sums_keys: bool = False,
+    corrects_after_cast: bool = False,
     long: bool = False,
     unordered: bool = False,
     rounds_products: bool = False,
@@ -332,10 +337,13 @@ def default_block_sizes(
       head_size: 64, 128 or 256.
       kv_block: keys of an online-softmax step, None for the fastest.
       saves_float32: whether the forward kernel stores a float32 O as well, which takes memory.
+      saves_halves: whether it stores what rounding O left, half as much.
       keeps_auxiliary: whether it sums up Ō′ beside Ō (`saved_output='auxiliary'`), which takes
         registers.
-      sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`), which takes
-        registers.
+      sums_keys: whether dQ's kernel adds up P k beside dQ (`delta` 'normalized' or 'after_cast'),
+        which takes registers.
+      corrects_after_cast: whether that of dK reads λ q beside q and dO (`delta='after_cast'`),
+        which takes memory.
       long: whether `is_long`.
       unordered: of `BlockSizes`.
       rounds_products: whether a step of `kv_block` keys is made of parts, for its products are
@@ -359,8 +367,10 @@ def default_block_sizes(
         "head_size": head_size,
         "kv_block": kv_block,
         "saves_float32": saves_float32,
+        "saves_halves": saves_halves,
         "keeps_auxiliary": keeps_auxiliary,
         "sums_keys": sums_keys,
+        "corrects_after_cast": corrects_after_cast,
         "long": long,
         "unordered": unordered,
         "rounds_products": rounds_products,
@@ -386,8 +396,10 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             shape[-1],
             kv_block=kv_block,
             saves_float32=spec.numerics.saved_dtype == jnp.float32,
+            saves_halves=spec.numerics.saved_output == "halves",
             keeps_auxiliary=keeps_auxiliary(spec.numerics),
-            sums_keys=spec.numerics.delta == "normalized",
+            sums_keys=spec.numerics.delta in SUMS_ROWS,
+            corrects_after_cast=spec.numerics.delta == "after_cast",
             long=is_long(shape[1], is_causal=spec.is_causal),
             rounds_products=rounds_products(spec.numerics),
             counts_ties=isinstance(spec.row_max, DynamicMax),

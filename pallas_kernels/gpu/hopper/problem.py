@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import (
@@ -104,6 +105,41 @@ class Problem:
     def normalizes_delta(self) -> bool:
         """Whether δ = Σ P dP / Σ P of the backward pass itself."""
         return self.spec.numerics.delta == "normalized"
+
+    @property
+    def corrects_after_cast(self) -> bool:
+        """Whether dQ and dK are corrected by λ = Σ dS / Σ P of the rounded dS and P."""
+        return self.spec.numerics.delta == "after_cast"
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether Σ dS, Σ P and Σ P k are summed beside dQ."""
+        return self.spec.numerics.delta in SUMS_ROWS
+
+    @property
+    def whole_max(self) -> bool:
+        """Whether P̄ is formed against a whole number in base 2: `powers`."""
+        return self.spec.numerics.exponent == "whole_max"
+
+    @property
+    def saves_inverse_l(self) -> bool:
+        """Whether P is P̄ times 1 / l, which is saved beside what P̄ is formed against."""
+        return self.spec.numerics.statistics == "m_and_l"
+
+    @property
+    def sums_rounded_probs(self) -> bool:
+        """Whether l adds P̄ as rounded."""
+        return self.spec.numerics.row_sum == "rounded"
+
+    @property
+    def rounds_recomputed_probs(self) -> bool:
+        """Whether P̄ of the backward pass is rounded, as that of the forward pass."""
+        return self.spec.numerics.recomputed_probs == "rounded"
+
+    @property
+    def saves_halves(self) -> bool:
+        """Whether δ sees O and, beside it, what its rounding left."""
+        return self.spec.numerics.saved_output == "halves"
 
     @property
     def sums_queries(self) -> bool:

@@ -11,10 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs, KeyMemory, steps_of
+from pallas_kernels.gpu.hopper.backward.key_operands import (
+    CORRECTION,
+    OFFSET,
+    KeyInputs,
+    KeyMemory,
+    steps_of,
+)
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile, Tile
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
-from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
+from pallas_kernels.gpu.hopper.machine.pipeline import Copy, Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
@@ -122,11 +128,23 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
         def load_queries(t: Array, n: Array) -> Array:
             head, step = steps.of(t, work.head, problem.group)
             row = step * tile.step
-            of_q, of_do = (shared.q, x.q, x.offset), (shared.do, x.do, x.dp_offset)
-            for pipeline, ref, offsets in (of_q, of_do):
-                part = problem.part(ref, work.batch, row, tile.step, head)
-                vector = offsets.at[work.batch, head, pl.ds(row, tile.step)]
-                pipeline.producer_load(n, (part, 0, ()), (vector, 1, ()))
+
+            def rows_of(buffer: int, ref: Ref) -> Copy:
+                return problem.part(ref, work.batch, row, tile.step, head), buffer, ()
+
+            def vector_of(ref: Ref, *place: int) -> Copy:
+                return ref.at[work.batch, head, pl.ds(row, tile.step)], OFFSET, place
+
+            of_q = [rows_of(0, x.q)]
+            if x.inverse_l is None:
+                of_q.append(vector_of(x.offset))
+            else:
+                of_q += [vector_of(x.offset, 0), vector_of(x.inverse_l, 1)]
+            shared.q.producer_load(n, *of_q)
+            of_do = [rows_of(0, x.do), vector_of(x.dp_offset)]
+            if x.correction is not None:
+                of_do.append(rows_of(CORRECTION, x.correction))
+            shared.do.producer_load(n, *of_do)
             return n + 1
 
         # The heads that share the keys one after the other: dK and dV are summed over them, where

@@ -25,7 +25,9 @@ Arrays = tuple[Array, ...]
 class _Residuals(NamedTuple):
     arrays: Arrays
     o_saved: Array
+    o_low: Array | None
     offset: Array
+    inverse_l: Array | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -40,23 +42,27 @@ def attend(arrays: Arrays, spec: Spec) -> tuple[Array, Array]:
 def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    out = forward(q, k, v, _problem(q, k, spec))
-    saved = out.o if out.saved is None else out.saved
+    problem = _problem(q, k, spec)
+    out = forward(q, k, v, problem)
+    saved, low = out.o if out.saved is None else out.saved, None
+    if problem.saves_halves:
+        saved, low = out.o, out.saved
     lse = out.lse[..., : q.shape[1]].transpose(0, 2, 1)
-    return (out.o, lse), _Residuals(arrays, saved, out.offset)
+    return (out.o, lse), _Residuals(arrays, saved, low, out.offset, out.inverse_l)
 
 
 @partial(jax.jit, static_argnums=0)
 def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
     do, dlse = first_order_only(cotangents, "hopper")
-    arrays, o_saved, offset = res
+    arrays, o_saved, o_low, offset, inverse_l = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     problem = _problem(q, k, spec)
     if problem.sums_queries:
         return _unordered_backward(res, do, dlse, problem)
-    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse.transpose(0, 2, 1))
-    dq, dp_offset = query_gradients(inputs, problem)
-    keys = KeyInputs(q, k, v, do, offset, dp_offset)
+    dlse = dlse.transpose(0, 2, 1)
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l)
+    dq, dp_offset, *correction = query_gradients(inputs, problem)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, *correction)
     if not problem.packed:
         return ((dq, *key_gradients(keys, problem)),)
     # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
@@ -67,7 +73,7 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> t
 
 def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> tuple[Arrays]:
     """All three gradients by one kernel, see `dq_accumulator`."""
-    arrays, o_saved, offset = res
+    arrays, o_saved, _, offset, _ = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     sums = dq_accumulator.sums(problem)
     dp_offset = dq_accumulator.offset_of_dp(o_saved, do, dlse, problem)

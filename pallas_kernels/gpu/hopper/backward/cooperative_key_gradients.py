@@ -111,7 +111,7 @@ def _add_to_dv(t: Array, dv: Accumulator, keys: _SharedKeys) -> None:
     s = _product(shared.keys.get(keys.tiles, 0, buffer=0), q.get(n), problem)
     # Otherwise the place of every entry would be kept in registers, for the mask.
     key = keys.key + opaque_zero(n, interpret=problem.sizes.interpret)
-    probs = key_operands.probs(s, q.get(n, buffer=1), key, step * keys.tile.step, problem)
+    probs = key_operands.probs(s, q, n, key, step * keys.tile.step, problem)
     q.consumer_release(n)
     # Given away before dV is multiplied: the other waits for it.
     shared.probs.produce(n, probs)
@@ -128,9 +128,16 @@ def _add_to_dk(t: Array, dk: Accumulator, keys: _SharedKeys) -> None:
     do.consumer_wait(n)
     # dP first, which needs nothing of the other: its P comes meanwhile.
     dp = _product(shared.keys.get(keys.tiles, 0, buffer=1), do.get(n), problem)
-    shifted = key_operands.shifted_dp(dp, do.get(n, buffer=1), problem)
-    do.consumer_release(n)
-    ds = shared.probs.consume(n) * shifted
+    shifted = key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem)
+    if not problem.corrects_after_cast:
+        do.consumer_release(n)
+    probs = shared.probs.consume(n)
+    if problem.corrects_after_cast:
+        correction = do.get(n, buffer=key_operands.CORRECTION)
+        plgpu.wgmma(dk, _operand(_KEYS, probs, keys), correction)
+        plgpu.wgmma_wait(0)
+        do.consumer_release(n)
+    ds = probs * shifted
     q.consumer_wait(n)
     plgpu.wgmma(dk, _operand(_KEYS, ds, keys), q.get(n))
     plgpu.wgmma_wait(0)

@@ -1,4 +1,4 @@
-"""dQ of 64 rows by two consumers, for `delta='normalized'`: one has no registers for both sums.
+"""dQ of 64 rows by two consumers, where rows are summed: one has no registers for both sums.
 
 The first forms P and sums P k. It hands P, not rounded, to the second, which forms dP, sums dQ,
 Σ dS and Σ P, and in the end takes P k as well, to correct dQ. The arithmetic and the order of every
@@ -16,20 +16,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper.backward.query_operands import (
     DO,
     Gradients,
     Q,
     QueryInputs,
     QueryMemory,
+    correction_of_dk,
     delta,
+    lacks_of,
     of_rows,
     probs,
+    summed,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
-from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
+from pallas_kernels.gpu.hopper.machine.layouts import (
+    LANES,
+    TILE,
+    along_rows,
+    by_lane,
+    constant,
+    load,
+)
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
@@ -112,10 +121,13 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
     """Σ P k; gives every P away, and the sum."""
     problem, shared = rows.problem, rows.shared
     offset = of_rows(x.offset, rows.work, rows.row)
+    inverse_l = None
+    if x.inverse_l is not None:
+        inverse_l = of_rows(x.inverse_l, rows.work, rows.row)
     shared.rows.consumer_wait(rows.tiles)
 
     def mainloop(pk: Accumulator) -> Array:
-        lax.fori_loop(0, rows.end, lambda t, _: _add_to_pk(t, pk, offset, rows), None)
+        lax.fori_loop(0, rows.end, lambda t, _: _add_to_pk(t, pk, offset, inverse_l, rows), None)
         return plgpu.wgmma_accumulator_load(pk, wait_n=None)
 
     pk = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
@@ -126,7 +138,9 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
         shared.probs.produce(rows.exchanged + rows.end + piece, columns)
 
 
-def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _SharedRows) -> None:
+def _add_to_pk(
+    t: Array, pk: Accumulator, offset: Array, inverse_l: Array | None, rows: _SharedRows
+) -> None:
     """P k of step t; gives P away."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
     shared.k.consumer_wait(n)
@@ -134,6 +148,8 @@ def _add_to_pk(t: Array, pk: Accumulator, offset: Array, rows: _SharedRows) -> N
     # Otherwise the place of every entry would be kept in registers, for the mask.
     row = rows.row + opaque_zero(n, interpret=problem.sizes.interpret)
     p = probs(s, offset, row, t, rows.full, rows.tile.step, problem)
+    if inverse_l is not None:
+        p = p * along_rows(inverse_l, p.shape)
     # Given away before P k is multiplied: the other waits for it.
     shared.probs.produce(rows.exchanged + t, p)
     plgpu.wgmma(pk, _operand(_PROBS, p, rows), shared.k.get(n))
@@ -146,14 +162,13 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
     problem, shared, work, row = rows.problem, rows.shared, rows.work, rows.row
     dlse = of_rows(x.dlse, work, row)
     shared.rows.consumer_wait(rows.tiles)
-    of_dp = -delta(x.o, shared.rows, rows.tiles, 0, work, row, problem)
+    of_dp = -delta(x, shared.rows, rows.tiles, 0, work, row, problem)
     if not problem.scales_last:
         of_dp, dlse = (y * np.float32(problem.spec.scale) for y in (of_dp, dlse))
     mainloop = partial(_sum_queries, of_dp=of_dp, rows=rows)
     total, r, s = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
-    # What δ₀ lacks, in the units of dS: Σ dS / Σ P, and −dlse beside it.
-    lacks = row_shift(r, s) - dlse
-    shared.delta[0] = of_dp - lacks
+    lacks = lacks_of(r, s, dlse, problem)
+    shared.delta[0] = of_dp - lacks if problem.normalizes_delta else of_dp
     memory = shared.rows.get(rows.tiles, 0, buffer=DO)  # which this warpgroup alone has read
     for piece in range(_pieces(problem)):
         pk = shared.probs.consume(rows.exchanged + rows.end + piece)
@@ -162,10 +177,20 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
         if problem.scales_last:
             columns = columns * np.float32(problem.spec.scale)
         memory[:, pl.ds(piece * ROWS, ROWS)] = columns.astype(problem.dtype)
+    correction = None
+    if problem.corrects_after_cast:
+        # In place: the other has read q for the last time before it gave away the last of P k.
+        correction = shared.rows.get(rows.tiles, 0, buffer=Q)
+        for piece in range(_pieces(problem)):
+            part = correction.at[:, pl.ds(piece * ROWS, ROWS)]
+            part[...] = correction_of_dk(load(part, TILE), lacks, problem)
     plgpu.commit_smem()
     offsets = out.dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
     problem.store_rows(row, [(shared.delta.at[0], offsets)])
     plgpu.copy_smem_to_gmem(memory, problem.part(out.dq, work.batch, row, ROWS, work.head))
+    if correction is not None:
+        part = problem.part(out.correction, work.batch, row, ROWS, work.head)
+        plgpu.copy_smem_to_gmem(correction, part)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.rows.consumer_release(rows.tiles)
 
@@ -196,7 +221,8 @@ def _add_to_dq(
     p = shared.probs.consume(rows.exchanged + t)
     ds = p * (dp + along_rows(of_dp, dp.shape))
     r, s = sums
-    r, s = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, p)
+    of_ds, of_p = (summed(x, problem) for x in (ds, p))
+    r, s = r + by_lane(jnp.add, of_ds), s + by_lane(jnp.add, of_p)
     shared.k.consumer_wait(n)
     plgpu.wgmma(dq, _operand(_DQ, ds, rows), shared.k.get(n))
     plgpu.wgmma_wait(0)

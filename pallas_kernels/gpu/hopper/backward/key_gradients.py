@@ -20,7 +20,7 @@ from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_key_gradients, key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
 from pallas_kernels.gpu.hopper.backward.key_mainloop import Keys, mainloop
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs, KeyMemory, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import OFFSET, KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
@@ -46,7 +46,7 @@ def key_gradients(
     shape = (problem.batch, problem.keys, problem.kv_heads, problem.head_size)
     shared: Scratch = _shared_memory(problem, tile, sums_queries=dq is not None)
     kernel = plgpu.kernel(
-        partial(_kernel, problem=problem, tile=tile),
+        partial(_kernel, names=x.given, problem=problem, tile=tile),
         out_type=[jax.ShapeDtypeStruct(shape, problem.dtype)] * (0 if problem.packed else 2),
         scratch_types=[shared],
         grid=(problem.by_key(tile).grid,),
@@ -57,7 +57,7 @@ def key_gradients(
         kernel_name="attention_key_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return tuple(kernel(*x, *(ref for ref in (dq, gradients) if ref is not None)))
+    return tuple(kernel(*(ref for ref in (*x, dq, gradients) if ref is not None)))
 
 
 def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> KeyMemory:
@@ -72,19 +72,27 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
+    of_q, of_do, copies = [queries, offsets], [queries, offsets], {"q": 2, "do": 2}
+    if problem.saves_inverse_l:
+        of_q[OFFSET] = vectors_of((tile.stages, 2, tile.step))
+        copies["q"] += 1
+    if problem.corrects_after_cast:
+        of_do.append(queries)
+        copies["do"] += 1
+    pipeline = partial(Pipeline.types, tile.stages, consumers=consumers)
     return KeyMemory(
         keys=Pipeline.types(tile.owned_stages, [keys, keys], copies=2 * own, consumers=consumers),
-        q=Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
-        do=Pipeline.types(tile.stages, [queries, offsets], copies=2, consumers=consumers),
+        q=pipeline(of_q, copies=copies["q"]),
+        do=pipeline(of_do, copies=copies["do"]),
         operand=operand,
         dq=DqAccumulator.shared(problem, tile) if sums_queries else None,
         probs=probs,
     )
 
 
-def _kernel(*refs: Ref, problem: Problem, tile: BackwardTile) -> None:
-    count = len(KeyInputs._fields)
-    x, (*out, scratch) = KeyInputs(*refs[:count]), refs[count:]
+def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: BackwardTile) -> None:
+    x = KeyInputs(**dict(zip(names, refs, strict=False)))
+    *out, scratch = refs[len(names) :]
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(

@@ -167,7 +167,7 @@ def _factors_of_ds(
     _, step = keys.steps.of(t, keys.work.head, problem.group)
     row = step * tile.step
     me, key = keys.me, keys.key
-    if keys.dq is not None:
+    if keys.dq is not None or problem.saves_inverse_l:
         # Otherwise descriptors and the places of scores are kept in registers, and others spilled.
         me, key = (x + unknown_zero(n) for x in (me, key))
     k, v = (keys.shared.keys.get(keys.tiles, me, buffer=b) for b in (0, 1))
@@ -188,10 +188,10 @@ def _factors_of_ds(
     # Passed on when products are started: passed on when done, it was slower forward.
     ping_pong.arrive()
     plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
-    probs = key_operands.probs(s, q.get(n, buffer=1), key, row, problem)
+    probs = key_operands.probs(s, q, n, key, row, problem)
     plgpu.wgmma_wait(0)
     # Added before P is rounded: its registers are free when those of the rounded P are needed.
-    return probs, key_operands.shifted_dp(dp, do.get(n, buffer=1), problem)
+    return probs, key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem)
 
 
 def _rounded(probs: Array, shifted_dp: Array, problem: Problem) -> tuple[Array, Array]:
@@ -202,12 +202,15 @@ def _rounded(probs: Array, shifted_dp: Array, problem: Problem) -> tuple[Array, 
 def _begin_sums(
     dk: Accumulator, dv: Accumulator, probs: Array, ds: Array, t: Array, keys: Keys
 ) -> None:
-    """Starts Pᵀ dO and dSᵀ q of step t."""
+    """Starts Pᵀ dO and dSᵀ q of step t; with `delta='after_cast'` Pᵀ of −λ q, which dK takes."""
     n, shared = keys.steps.first + t, keys.shared
     memory = None if shared.operand is None else shared.operand.at[keys.me]
     # Pᵀ and dSᵀ are left operands as they come from Sᵀ and dPᵀ, in registers; q and dO are read
     # untransposed by one product and transposed by another, which descriptors do for nothing.
-    plgpu.wgmma(dv, as_operand(probs, memory), shared.do.get(n))
+    left = as_operand(probs, memory)
+    plgpu.wgmma(dv, left, shared.do.get(n))
+    if keys.problem.corrects_after_cast:
+        plgpu.wgmma(dk, left, shared.do.get(n, buffer=key_operands.CORRECTION))
     if memory is not None:
         plgpu.wgmma_wait(0)  # Pᵀ is read before dSᵀ takes its place
     plgpu.wgmma(dk, as_operand(ds, memory), shared.q.get(n))

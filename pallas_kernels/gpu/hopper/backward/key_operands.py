@@ -11,8 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
+from pallas_kernels.gpu.hopper.machine.instructions import multiply_add
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
 from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
@@ -24,7 +26,8 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 class KeyInputs(NamedTuple):
     """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`].
 
-    Arrays outside of the kernel, references inside.
+    Arrays outside of the kernel, references inside. `inverse_l`, of `vector_rows`, is a factor of P
+    where it is saved apart; `correction` that of `query_operands.Gradients`.
     """
 
     q: Ref
@@ -33,6 +36,13 @@ class KeyInputs(NamedTuple):
     do: Ref
     offset: Ref
     dp_offset: Ref
+    inverse_l: Ref = None
+    correction: Ref = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of those that are there."""
+        return tuple(name for name, x in self._asdict().items() if x is not None)
 
 
 class KeyMemory(NamedTuple):
@@ -40,7 +50,8 @@ class KeyMemory(NamedTuple):
 
     Attributes:
       keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
-      q, do: pipelines of q and of dO, each with its offsets as a second buffer.
+      q, do: pipelines of q and of dO, each with its offsets as a second buffer; 1 / l is beside q's
+        offsets, and what corrects dK is a third buffer of dO's.
       operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
       dq: of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
@@ -69,6 +80,9 @@ class Steps(NamedTuple):
         if group == 1:
             return kv_head, self.begin + t
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
+
+
+OFFSET, CORRECTION = 1, 2  # buffers of the pipelines of q and of dO beside the matrix itself
 
 
 def steps_of(
@@ -108,19 +122,29 @@ def each_tile(
     return steps
 
 
-def probs(s: Array, offset: Ref, key: Array, row: Array, problem: Problem) -> Array:
+def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Problem) -> Array:
     """Pᵀ, not rounded, of k qᵀ [64, step] of the keys and rows from `key` and `row` on.
 
-    offset: a reference to what the exponent adds, [step].
+    The n-th filling of q's pipeline has what the exponent adds, and 1 / l.
     """
+    # Beside 1 / l it has a place in its buffer, which is memory that head size 256 does not have.
+    place = (0,) if problem.saves_inverse_l else ()
+    offset = q.get(n, *place, buffer=OFFSET)
     of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
-    # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
-    # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
-    log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
+    if problem.whole_max:
+        log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
+    else:
+        # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
+        # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
+        log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
     if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
         mask = partial(problem.mask_queries, log2_p, key, row)
         log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
-    return jnp.exp2(log2_p)
+    found = powers.recomputed(log2_p, problem)
+    if not problem.saves_inverse_l:
+        return found
+    inverse_l = load_values(q.get(n, 1, buffer=OFFSET), PER_COLUMN, straight=False)
+    return found * along_columns(inverse_l, s.shape)
 
 
 def shifted_dp(dp: Array, offset: Ref, problem: Problem) -> Array:

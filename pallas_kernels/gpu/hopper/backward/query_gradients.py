@@ -4,7 +4,8 @@ A consumer warpgroup owns 64 query rows and steps over the keys that they see. R
 each and keys another, so that every sum is taken in a fixed order: no atomics, the same bits on
 every run. The arithmetic is that of `lowprec_attn.arithmetic.backward` with P and dS rounded. For
 `delta='normalized'` Σ dS, Σ P and Σ P k are summed beside dQ, and the last corrects it in the end;
-where a warpgroup has no registers for both, two share 64 rows: `cooperative_query_gradients`.
+where a warpgroup has no registers for both, two share 64 rows: `cooperative_query_gradients`. For
+'after_cast' it is the same, of dS and P as rounded, and −λ q leaves as well: dK takes Pᵀ of it.
 """
 
 from functools import partial
@@ -17,22 +18,29 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.backward import row_shift
 from pallas_kernels.gpu.hopper import producer
 from pallas_kernels.gpu.hopper.backward import cooperative_query_gradients
 from pallas_kernels.gpu.hopper.backward.query_mainloop import BackwardRows, mainloop
 from pallas_kernels.gpu.hopper.backward.query_operands import (
+    DO,
     Gradients,
-    O,
     Q,
     QueryInputs,
     QueryMemory,
+    correction_of_dk,
     delta,
+    lacks_of,
     of_rows,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
-from pallas_kernels.gpu.hopper.machine.layouts import along_rows, tiles_of, vectors_of
+from pallas_kernels.gpu.hopper.machine.layouts import (
+    TILE,
+    along_rows,
+    load,
+    tiles_of,
+    vectors_of,
+)
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
@@ -41,20 +49,23 @@ from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
-def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, Array]:
+def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
     """dQ, and what dS adds to dP, [B, N, T], of `vector_rows`: −δ + dlse, times scale unless
-    `scales_last`.
+    `scales_last`; with `delta='after_cast'` −δ₀, and what corrects dK, see `Gradients`.
 
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
     """
     tile = problem.sizes.query_gradients
     shared: Scratch = _shared_memory(x, problem, tile)
+    out = [
+        jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
+        jax.ShapeDtypeStruct(x.offset.shape, jnp.float32),
+    ]
+    if problem.corrects_after_cast:
+        out.append(jax.ShapeDtypeStruct(x.do.shape, x.q.dtype))
     kernel = plgpu.kernel(
-        partial(_kernel, problem=problem, tile=tile),
-        out_type=[
-            jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
-            jax.ShapeDtypeStruct(x.offset.shape, jnp.float32),
-        ],
+        partial(_kernel, names=x.given, problem=problem, tile=tile),
+        out_type=out,
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
         grid_names=("program",),
@@ -64,8 +75,7 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, Array]:
         kernel_name="attention_query_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    dq, dp_offset = kernel(*x)
-    return dq, dp_offset
+    return tuple(kernel(*(a for a in x if a is not None)))
 
 
 def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> QueryMemory:
@@ -74,7 +84,9 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     rows = (tile.owned_stages, own, ROWS, problem.head_size)
     # O comes with q and dO, for δ: FlashAttention-3 has a kernel of its own before, for δ alone. At
     # head size 256 it has no place, and goes from memory to registers.
-    loaded = [problem.dtype, problem.dtype] + ([] if problem.is_wide else [x.o.dtype])
+    loaded = [problem.dtype, problem.dtype]
+    if not problem.is_wide:
+        loaded += [o.dtype for o in (x.o, x.o_low) if o is not None]
     k, v = (
         tiles_of((stages, tile.step, problem.head_size), problem.dtype)
         for stages in (tile.stages, tile.stages_of_v)
@@ -101,24 +113,23 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     )
 
 
-def _kernel(*refs: Ref, problem: Problem, tile: BackwardTile) -> None:
-    *inputs, dq, dp_offset, scratch = refs
-    x = QueryInputs(*inputs)
+def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: BackwardTile) -> None:
+    x = QueryInputs(**dict(zip(names, refs, strict=False)))
+    *of_out, scratch = refs[len(names) :]
+    out = Gradients(*of_out)
     shared = scratch._replace(
         rows=Pipeline(scratch.rows, tile.owned_stages),
         k=Pipeline(scratch.k, tile.stages),
         v=Pipeline(scratch.v, tile.stages_of_v),
     )
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
-    rows, pipelines = (x.q, x.do, x.o), (shared.rows, shared.k, shared.v)
-    if problem.is_wide:
-        rows = rows[:O]
+    rows = (x.q, x.do) if problem.is_wide else (x.q, x.do, x.o, x.o_low)[: 3 + problem.saves_halves]
+    pipelines = shared.rows, shared.k, shared.v
     load = partial(producer.load_query_tiles, most=problem.is_wide)
     pl.when(me == consumers)(lambda: load(rows, x.k, x.v, pipelines, problem, tile))
     if tile.cooperative:
         shared = shared._replace(probs=Exchange(scratch.probs))
     consume = cooperative_query_gradients.consume if tile.cooperative else _consume
-    out = Gradients(dq, dp_offset)
     pl.when(me < consumers)(lambda: consume(x, out, shared, problem, tile))
 
 
@@ -145,25 +156,28 @@ def _consume(
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
             shared.rows.consumer_wait(tiles)
             # Before the mainloop, once a row: in the loop it would be read anew in every step.
-            of_dp = -delta(x.o, shared.rows, tiles, me, work, row, problem)
+            of_dp = -delta(x, shared.rows, tiles, me, work, row, problem)
             if not problem.scales_last:
                 of_dp, dlse = (x * np.float32(problem.spec.scale) for x in (of_dp, dlse))
-            if not problem.normalizes_delta:
+            if not problem.sums_rows:
                 of_dp = of_dp + dlse
             rows = BackwardRows(
                 problem, tile, shared, ping_pong, me, tiles, steps, row, full, offset, of_dp
             )
+            if x.inverse_l is not None:
+                rows = rows._replace(inverse_l=of_rows(x.inverse_l, work, row))
             total, *others = mainloop(end, rows)
-            if problem.normalizes_delta:
+            lacks = None
+            if problem.sums_rows:
                 pk, r, s = others
-                # What δ₀ lacks, in the units of dS: Σ dS / Σ P, and −dlse beside it.
-                lacks = row_shift(r, s) - dlse
-                rows = rows._replace(of_dp=of_dp - lacks)
+                lacks = lacks_of(r, s, dlse, problem)
+                if problem.normalizes_delta:
+                    rows = rows._replace(of_dp=of_dp - lacks)
                 total = total - along_rows(lacks, total.shape) * pk
             # The kernel of dK and dV reads it, so that kernels run one after the other.
             shared.delta[me] = rows.of_dp
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
-            _epilogue(out, total, work, rows)
+            _epilogue(out, total, lacks, work, rows)
 
         pl.when(work.is_valid)(differentiate)
         tiles = tiles + work.is_valid.astype(jnp.int32)
@@ -175,17 +189,31 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
 
 
-def _epilogue(out: Gradients, total: Array, work: WorkTile, rows: BackwardRows) -> None:
-    """Scales and rounds dQ, which leaves through the memory of its q; stores δ."""
+def _epilogue(
+    out: Gradients, total: Array, lacks: Array | None, work: WorkTile, rows: BackwardRows
+) -> None:
+    """Scales and rounds dQ, which leaves through the memory of its q; stores δ.
+
+    lacks: λ, or what δ₀ lacks, see `lacks_of`.
+    """
     problem, shared, me, row = rows.problem, rows.shared, rows.me, rows.row
     if problem.scales_last:
         total = total * np.float32(problem.spec.scale)
     memory = shared.rows.get(rows.tiles, me, buffer=Q)
+    correction = None
+    if problem.corrects_after_cast:
+        assert lacks is not None
+        # Through the memory of dO, which this warpgroup needs no more.
+        correction = shared.rows.get(rows.tiles, me, buffer=DO)
+        correction[...] = correction_of_dk(load(memory, TILE), lacks, problem)
     memory[...] = total.astype(problem.dtype)
     plgpu.commit_smem()
     offsets = out.dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
     problem.store_rows(row, [(shared.delta.at[me], offsets)])
     part = problem.part(out.dq, work.batch, row, ROWS, work.head)
     plgpu.copy_smem_to_gmem(memory, part)
+    if correction is not None:
+        part = problem.part(out.correction, work.batch, row, ROWS, work.head)
+        plgpu.copy_smem_to_gmem(correction, part)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.rows.consumer_release(rows.tiles)

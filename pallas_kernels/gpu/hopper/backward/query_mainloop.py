@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, QueryMemory, probs
+from pallas_kernels.gpu.hopper.backward.query_operands import DO, Q, QueryMemory, probs, summed
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, by_lane, constant
@@ -32,6 +32,7 @@ class BackwardRows(NamedTuple):
       row: the first row.
       full: steps before it take no mask.
       offset, of_dp: [64], what the exponent of P and dS add.
+      inverse_l: [64], 1 / l, a factor of P where it is saved apart.
     """
 
     problem: Problem
@@ -45,6 +46,7 @@ class BackwardRows(NamedTuple):
     full: Array
     offset: Array
     of_dp: Array
+    inverse_l: Array | None = None
 
 
 # Σ dS and Σ P of a row, in parts, where they are summed; otherwise nothing.
@@ -52,9 +54,15 @@ _Sums = tuple[Array, ...]
 
 
 def mainloop(end: Array, rows: BackwardRows) -> tuple[Array, ...]:
-    """Σ dS k over the steps before `end`; for `delta='normalized'` Σ P k too, Σ dS and Σ P [64]."""
+    """Σ dS k over the steps before `end`; where rows are summed Σ P k too, Σ dS and Σ P [64]."""
     problem = rows.problem
-    sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.normalizes_delta)
+    if (inverse_l := rows.inverse_l) is not None and not problem.sums_rows:
+        # dS = P̄ ∘ (dP / l − δ / l), a multiply-add an entry, as many instructions as P ∘ (dP − δ).
+        rows = rows._replace(of_dp=rows.of_dp * inverse_l)
+        if not problem.scales_last:
+            inverse_l = inverse_l * np.float32(problem.spec.scale)
+        rows = rows._replace(inverse_l=inverse_l)
+    sums = (accumulator(ROWS, problem.head_size),) * (1 + problem.sums_rows)
     if problem.rounds_products:
         return (_long_steps(end, sums, rows),)
     run = _run_overlapped if rows.tile.overlap_steps else _run
@@ -113,16 +121,19 @@ def _long_steps(end: Array, sums: tuple[Accumulator, ...], rows: BackwardRows) -
 def _step(
     t: Array, dq: Accumulator, pk: Accumulator | None, sums: _Sums, rows: BackwardRows
 ) -> _Sums:
-    n, dtype = rows.steps + t, rows.problem.dtype
+    n, problem, dtype = rows.steps + t, rows.problem, rows.problem.dtype
     probs, dp = _probs_and_dp(t, rows)
     if pk is not None:
+        if rows.inverse_l is not None:
+            probs = probs * along_rows(rows.inverse_l, probs.shape)
         _begin_sum(pk, probs.astype(dtype), n, rows)
         if rows.shared.operand is not None:
             plgpu.wgmma_wait(0)  # P is read before dS takes its place
     ds = _ds(probs, dp, rows)
     if pk is not None:
         r, s = sums
-        sums = r + by_lane(jnp.add, ds), s + by_lane(jnp.add, probs)
+        of_ds, of_p = (summed(x, problem) for x in (ds, probs))
+        sums = r + by_lane(jnp.add, of_ds), s + by_lane(jnp.add, of_p)
     # Held, the turn goes on to S and dP of the next step; otherwise this returns at once.
     rows.ping_pong.wait_to_end()
     _begin_sum(dq, ds.astype(dtype), n, rows)
@@ -140,7 +151,7 @@ def _probs_and_dp(
     """
     problem, shared = rows.problem, rows.shared
     n, me, row, interpret = rows.steps + t, rows.me, rows.row, problem.sizes.interpret
-    if problem.is_wide:
+    if problem.is_wide or problem.corrects_after_cast:
         # No registers are left for what a step can compute anew: kept, descriptors and the places
         # of scores spilled 616 bytes.
         zero = opaque_zero(n, interpret=interpret)
@@ -165,6 +176,10 @@ def _probs_and_dp(
 
 def _ds(probs: Array, dp: Array, rows: BackwardRows) -> Array:
     """dS, not rounded."""
+    if rows.inverse_l is not None and not rows.problem.sums_rows:
+        return probs * (
+            dp * along_rows(rows.inverse_l, dp.shape) + along_rows(rows.of_dp, dp.shape)
+        )
     # A power of two commutes with the rounding of dS: then dQ is scaled once, as a sum.
     if not rows.problem.scales_last:
         dp = dp * np.float32(rows.problem.spec.scale)

@@ -9,8 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.backward import row_shift
+from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
+from pallas_kernels.gpu.hopper.machine.instructions import multiply_add, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -27,10 +30,12 @@ from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
 class QueryInputs(NamedTuple):
-    """q, k, v (or one packed array each), dO and the O that δ sees; two offsets [B, N, T].
+    """q, k, v (or one packed array each), dO and the O that δ sees; vectors [B, N, T].
 
-    `offset`, of `vector_rows`, is −lse·log2(e): what the exponent of P adds. `dlse` is the gradient
-    of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ.
+    `offset`, of `vector_rows`, is what the exponent of P adds: −lse·log2(e), or see
+    `forward.operands.Outputs`, as for `inverse_l`, also of `vector_rows`. `dlse` is the gradient
+    of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ. `o_low` is the lower half of O, where δ
+    sees both.
     """
 
     q: Ref
@@ -40,20 +45,33 @@ class QueryInputs(NamedTuple):
     o: Ref
     offset: Ref
     dlse: Ref
+    o_low: Ref = None
+    inverse_l: Ref = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of those that are there."""
+        return tuple(name for name, x in self._asdict().items() if x is not None)
 
 
 class Gradients(NamedTuple):
-    """dQ [B, T, N, H], or the packed array's gradient; what dS adds to dP [B, N, `vector_rows`]."""
+    """dQ [B, T, N, H], or the packed array's gradient; what dS adds to dP [B, N, `vector_rows`].
+
+    `correction` [B, T, N, H], with `delta='after_cast'`: −λ q as rounded at `ds`, whose product
+    with Pᵀ corrects dK.
+    """
 
     dq: Ref
     dp_offset: Ref
+    correction: Ref = None
 
 
 class QueryMemory(NamedTuple):
     """Shared memory.
 
     Attributes:
-      rows: the pipeline of q, through which dQ leaves, dO and (unless `is_wide`) O: its buffers.
+      rows: the pipeline of q, through which dQ leaves, dO and (unless `is_wide`) O, or both halves
+        of it: its buffers.
       k, v: pipelines, which may differ in their stages.
       delta: what dS adds to dP, on its way out, for every consumer.
       operand: P and dS of every consumer, where products take them from memory (`from_memory`).
@@ -68,7 +86,7 @@ class QueryMemory(NamedTuple):
     probs: Exchange
 
 
-Q, DO, O = range(3)  # buffers of the pipeline of rows, in which they are loaded
+Q, DO, O, O_LOW = range(4)  # buffers of the pipeline of rows, in which they are loaded
 
 
 def of_rows(vectors: Ref, work: WorkTile, row: Array) -> Array:
@@ -78,7 +96,7 @@ def of_rows(vectors: Ref, work: WorkTile, row: Array) -> Array:
 
 
 def delta(
-    o: Ref,
+    x: QueryInputs,
     rows: Pipeline,
     tiles: Array,
     me: Array | int,
@@ -89,24 +107,56 @@ def delta(
     """δ [64] of rows that have come as filling `tiles` of their pipeline, at the place `me`."""
     if problem.is_wide:
         first = jnp.minimum(row, problem.rows - ROWS)
-        part = problem.part(o, work.batch, first, ROWS, work.head)
-        return _delta_of_pieces(part, rows.get(tiles, me, buffer=DO))
+        halves = [o for o in (x.o, x.o_low) if o is not None]
+        parts = [problem.part(o, work.batch, first, ROWS, work.head) for o in halves]
+        return _delta_of_pieces(parts, rows.get(tiles, me, buffer=DO))
     # Products of float32, as `lowprec_attn.arithmetic.backward` has them.
     of_o, of_do = (
         load(rows.get(tiles, me, buffer=buffer), TILE).astype(jnp.float32) for buffer in (O, DO)
     )
+    if problem.saves_halves:
+        of_o = of_o + load(rows.get(tiles, me, buffer=O_LOW), TILE).astype(jnp.float32)
     return by_lane(jnp.add, of_o * of_do).sum(axis=1)
 
 
-def _delta_of_pieces(o: Ref, do: Ref) -> Array:
-    """δ [64] of O in global and dO in shared memory, of which registers have no room for all."""
+def _delta_of_pieces(halves: list[Ref], do: Ref) -> Array:
+    """δ [64] of O in global and dO in shared memory, of which registers have no room for all.
+
+    halves: O, or references whose sum it is.
+    """
     # O straight from global memory, where the four threads of a row read 32 bytes together.
     total = constant((ROWS, LANES), 0, TILE)
     for column in range(0, do.shape[1], ROWS):
         piece = (slice(None), pl.ds(column, ROWS))
-        of_o, of_do = load(o.at[piece], TILE, straight=False), load(do.at[piece], TILE)
-        total = total + by_lane(jnp.add, of_o.astype(jnp.float32) * of_do.astype(jnp.float32))
+        of_o, *low = (load(o.at[piece], TILE, straight=False) for o in halves)
+        of_do = load(do.at[piece], TILE)
+        of_o = sum((x.astype(jnp.float32) for x in low), start=of_o.astype(jnp.float32))
+        total = total + by_lane(jnp.add, of_o * of_do.astype(jnp.float32))
     return total.sum(axis=1)
+
+
+def summed(x: Array, problem: Problem) -> Array:
+    """The dS or P whose rows are summed: as rounded, with `delta='after_cast'`."""
+    if not problem.corrects_after_cast:
+        return x
+    return unpacked(x.astype(problem.dtype), interpret=problem.sizes.interpret)
+
+
+def lacks_of(r: Array, s: Array, dlse: Array, problem: Problem) -> Array:
+    """What δ₀ lacks, in the units of dS: r / s of Σ dS and Σ P [64], and −dlse beside it.
+
+    With `delta='after_cast'` it is λ, of the sums of dS and P as rounded.
+    """
+    if problem.corrects_after_cast:
+        # Of a row that sees nothing, dlse may be anything.
+        dlse = jnp.where(s == 0, np.float32(0), dlse)
+    return row_shift(r, s) - dlse
+
+
+def correction_of_dk(q: Array, after: Array, problem: Problem) -> Array:
+    """−λ q as rounded at `ds`, of q [64, H] and λ [64]."""
+    # The sign here: products add.
+    return (q.astype(jnp.float32) * along_rows(-after, q.shape)).astype(problem.dtype)
 
 
 def probs(
@@ -114,11 +164,17 @@ def probs(
 ) -> Array:
     """P, not rounded, of q kᵀ [64, step] of step t; those before `full` take no mask.
 
+    Where l is saved apart it is P̄, as `recomputed_probs` says.
+
     offset: what the exponent adds [64].
     """
-    # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
-    log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
+    if problem.whole_max:
+        interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
+        log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
+    else:
+        # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
+        log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     if problem.masks_steps(step):
         mask = partial(problem.mask_keys, log2_p, row, t * step)
         log2_p = lax.cond(t >= full, mask, lambda: log2_p)
-    return jnp.exp2(log2_p)
+    return powers.recomputed(log2_p, problem)

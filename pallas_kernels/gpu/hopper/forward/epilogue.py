@@ -7,11 +7,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.powers import LN2
 from lowprec_attn.numerics import MASKED
+from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.forward.operands import Outputs, QueryRows, Softmax
+from pallas_kernels.gpu.hopper.machine.instructions import unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import PER_ROW, along_rows, constant
 from pallas_kernels.gpu.hopper.machine.types import Ref
+from pallas_kernels.gpu.hopper.problem import Problem
 
 
 def epilogue(
@@ -41,7 +45,18 @@ def epilogue(
     # The one reduction of l across the threads of a row: until here each thread has its part.
     l = problem.rounded(softmax.l.sum(axis=1))
     l = jnp.where(empty, infinity, l)  # O = Ō / ∞ = 0
-    o = acc / along_rows(l, acc.shape)
+    inverse_l = None
+    if problem.saves_inverse_l:
+        # O takes the 1 / l that P takes: what it errs by is then the same for Σ P dP and for δ.
+        inverse_l = 1 / l
+
+    def divided(acc: Array) -> Array:
+        """Ō / l"""
+        if inverse_l is None:
+            return acc / along_rows(l, acc.shape)
+        return acc * along_rows(inverse_l, acc.shape)
+
+    o = divided(acc)
     if shared.o is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before's have long left
         memory = shared.o.at[me]
@@ -52,22 +67,24 @@ def epilogue(
     place = (batch, rows.row, ROWS, head)
     copies = [(memory, problem.part(out.o, *place))]
     if out.saved is not None:
-        o = o if auxiliary is None else (acc + auxiliary) / along_rows(l, acc.shape)
+        if problem.saves_halves:
+            o = o - unpacked(o.astype(problem.dtype), interpret=problem.sizes.interpret)
+        elif auxiliary is not None:
+            o = divided(acc + auxiliary)
         o, part = o.astype(out.saved.dtype), problem.part(out.saved, *place)
         if shared.saved is None:
-            _store_from_registers(o, part, rows)
+            _store_from_registers(o, part, rows, problem.rows)
         else:
             shared.saved.at[me][...] = o
             copies.append((shared.saved.at[me], part))
-    # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
-    # round either, and other code around it would change the bits.
-    unit, to_log2 = problem.spec.scale, problem.log2_unit
-    lse = softmax.m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
     vectors = []
-    for i, (ref, factor) in enumerate(((out.lse, unit), (out.offset, -to_log2))):
+    for i, (ref, x, factor) in enumerate(_statistics(out, softmax.m, l, problem)):
         vector = shared.statistics.at[i, me]
-        vector[...] = jnp.where(empty, -infinity, lse * np.float32(factor))
+        vector[...] = jnp.where(empty, -infinity, x * np.float32(factor))
         vectors.append((vector, ref.at[batch, head, pl.ds(rows.row, ROWS)]))
+    if inverse_l is not None:
+        part = out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]
+        _store_from_registers(inverse_l, part, rows, problem.vector_rows)
     plgpu.commit_smem()  # the copy engine is to see what threads have written
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
@@ -75,14 +92,29 @@ def epilogue(
     problem.store_rows(rows.row, vectors)
 
 
-def _store_from_registers(o: Array, part: Ref, rows: QueryRows) -> None:
-    """Where shared memory has no room; rows beyond the end, which no copy would store, are left
+def _statistics(
+    out: Outputs, m: Array, l: Array, problem: Problem
+) -> list[tuple[Ref, Array, float]]:
+    """lse and offset of rows that see a key: array, numbers [64] and a factor of each."""
+    if problem.whole_max:
+        lse = m + powers.log2_of(l)
+        return [(out.lse, lse, LN2), (out.offset, powers.offset(m), -1.0)]
+    # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
+    # round either, and other code around it would change the bits.
+    unit, to_log2 = problem.spec.scale, problem.log2_unit
+    lse = m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
+    subtracted = m if problem.saves_inverse_l else lse
+    return [(out.lse, lse, unit), (out.offset, subtracted, -to_log2)]
+
+
+def _store_from_registers(x: Array, part: Ref, rows: QueryRows, end: int) -> None:
+    """Where shared memory has no room; rows from `end` on, which no copy would store, are left
     out."""
 
     def store() -> None:
-        part[...] = o
+        part[...] = x
 
-    pl.when(rows.row < rows.problem.rows)(store)
+    pl.when(rows.row < end)(store)
 
 
 def free_last_output(rows: QueryRows) -> None:

@@ -45,13 +45,19 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     vectors = (problem.batch, problem.heads, problem.vector_rows)
     statistics = jax.ShapeDtypeStruct(vectors, jnp.float32)
-    out = [jax.ShapeDtypeStruct(shape, problem.dtype), statistics, statistics]
+    out = {
+        "o": jax.ShapeDtypeStruct(shape, problem.dtype),
+        "lse": statistics,
+        "offset": statistics,
+    }
     if n.saved_dtype is not None:
-        out.append(jax.ShapeDtypeStruct(shape, n.saved_dtype))
+        out["saved"] = jax.ShapeDtypeStruct(shape, n.saved_dtype)
+    if problem.saves_inverse_l:
+        out["inverse_l"] = statistics
     shared: Scratch = _shared_memory(problem, tile)
     kernel = plgpu.kernel(
-        partial(_kernel, problem=problem, tile=tile),
-        out_type=out,
+        partial(_kernel, names=tuple(out), problem=problem, tile=tile),
+        out_type=list(out.values()),
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
         grid_names=("program",),
@@ -61,7 +67,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         kernel_name="attention_forward",
         **interpreter(on=problem.sizes.interpret),
     )
-    return Outputs(*kernel(q, k, v))
+    return Outputs(**dict(zip(out, kernel(q, k, v), strict=True)))
 
 
 def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
@@ -92,9 +98,16 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
 
 
 def _kernel(
-    q: Ref, k: Ref, v: Ref, *out_and_shared: Ref, problem: Problem, tile: ForwardTile
+    q: Ref,
+    k: Ref,
+    v: Ref,
+    *out_and_shared: Ref,
+    names: tuple[str, ...],
+    problem: Problem,
+    tile: ForwardTile,
 ) -> None:
-    *out, refs = out_and_shared
+    *refs_of_out, refs = out_and_shared
+    out = Outputs(**dict(zip(names, refs_of_out, strict=True)))
     shared = refs._replace(
         q=Pipeline(refs.q, tile.owned_stages),
         k=Pipeline(refs.k, tile.stages),
@@ -105,7 +118,7 @@ def _kernel(
     pipelines = shared.q, shared.k, shared.v
     load = partial(producer.load_query_tiles, keys_twice=problem.rounds_products)
     pl.when(me == consumers)(lambda: load((q,), k, v, pipelines, problem, tile))
-    pl.when(me < consumers)(lambda: _consume(Outputs(*out), shared, problem, tile))
+    pl.when(me < consumers)(lambda: _consume(out, shared, problem, tile))
 
 
 def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: ForwardTile) -> None:

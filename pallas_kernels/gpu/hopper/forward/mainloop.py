@@ -25,6 +25,7 @@ from pallas_kernels.gpu.hopper.forward.softmax import (
     rounds_later,
     softmax_step,
     terms,
+    waits_early,
 )
 from pallas_kernels.gpu.hopper.machine.instruction_order import (
     finish_before_waiting,
@@ -183,7 +184,7 @@ def _advance(
         plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
         rows.ping_pong.arrive()
         s = _finish_scores(s, t, rows, later=1)
-        if tile.early_wait:
+        if waits_early(problem, tile):
             result = begin_softmax_step(s, m, l, problem, tile)
         else:
             result = softmax_step(s, m, l, problem, tile)
@@ -199,7 +200,7 @@ def _advance(
     # `run_state` ends with the wait for P̄V.
     acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
     shared.v.consumer_release(before)  # sooner than the rest of an early wait's softmax
-    if tile.early_wait:
+    if waits_early(problem, tile):
         new = end_softmax_step(new, acc, unknown_zero(rows.steps + t), problem, tile)
     return acc, new
 

@@ -12,12 +12,17 @@ from pallas_kernels.gpu.hopper.problem import Problem
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H]; lse and −lse·log2(e) [B, N, T]; the O that δ sees, where it is another."""
+    """O [B, T, N, H]; lse, and what the exponent of P adds, −lse·log2(e), [B, N, T].
+
+    `saved`: the O that δ sees, where it is another, or the lower half of O. `inverse_l`: 1 / l,
+    where it is saved apart; `offset` is then −M, or −m·log2(e), in the units of P̄.
+    """
 
     o: Ref
     lse: Ref
     offset: Ref
     saved: Ref = None
+    inverse_l: Ref = None
 
 
 class ForwardMemory(NamedTuple):
@@ -27,7 +32,8 @@ class ForwardMemory(NamedTuple):
       q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages.
       statistics: lse and offset on their way out, a vector of each for every consumer.
       probs: P̄ of every consumer, where products take it from memory (`from_memory`).
-      saved: a float32 or auxiliary O on its way out, where it does not leave from registers.
+      saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
+        registers.
       o: O on its way out, if tiles overlap; otherwise O takes the place of its q.
     """
 

@@ -1,7 +1,8 @@
 """One step of online softmax: the mask, the new maximum, the exponentials.
 
-S and m count in units of `scale`. Repeated maxima, which `dynamic_max` looks for, are counted in
-every step or where a test says that there may be some (`ForwardTile.tests_ties`).
+S and m count in units of `scale`; of `whole_max` m is M, in base 2, and P̄ counts as in `powers`.
+Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a test says that
+there may be some (`ForwardTile.tests_ties`).
 """
 
 from functools import partial
@@ -12,10 +13,11 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
+from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Softmax
 from pallas_kernels.gpu.hopper.machine.instruction_order import after, finish_before_waiting, mixed
-from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
+from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
     LANES,
     PER_ROW,
@@ -59,8 +61,7 @@ def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTi
     """One step of online softmax, from m and l on."""
     new, alpha = _maxima(s, m, problem, tile)
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
-    # P̄ is summed before it is rounded, as in FlashAttention-2 and -3.
-    l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, probs)
+    l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, _summed(probs, problem))
     # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
     # assembler would then let none run beside other instructions (its remark C7513).
     if not rounds_later(problem, tile):
@@ -75,7 +76,8 @@ def begin_softmax_step(
     new, alpha = _maxima(s, m, problem, tile)
     l = along_rows(alpha, l.shape) * l
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
-    # Of every so-manyth 8 columns, whose sum l takes anyway: the compiler drops the others.
+    # Of every so-manyth 8 columns, whose sum l takes anyway, if it adds P̄ before its rounding: the
+    # compiler drops the others.
     sums = by_lane(jnp.add, probs, LANES * _one_of(tile))
     finish_before_waiting(sums[:, :LANES], l)
     return Softmax(new, l, s, alpha)
@@ -91,12 +93,29 @@ def end_softmax_step(
     later = after(sooner, done, zero)
     offsets = (along_rows(x, s.shape) for x in (sooner, later))
     probs = exponentials(s, mixed(*offsets, every=_one_of(tile)), problem)
-    return softmax._replace(l=softmax.l + by_lane(jnp.add, probs), probs=probs)
+    l = softmax.l + by_lane(jnp.add, _summed(probs, problem))
+    return softmax._replace(l=l, probs=probs)
+
+
+def _summed(probs: Array, problem: Problem) -> Array:
+    """The P̄ that l adds: before it is rounded, as in FlashAttention-2 and -3, or after."""
+    if not problem.sums_rounded_probs:
+        return probs
+    # The product's operand, unpacked: the compiler rounds once.
+    return unpacked(probs.astype(problem.dtype), interpret=problem.sizes.interpret)
 
 
 def _one_of(tile: ForwardTile) -> int:
     """One of so many exponentials comes before the wait for P̄V."""
     return tile.step // _EARLY_KEYS
+
+
+def waits_early(problem: Problem, tile: ForwardTile) -> bool:
+    """Whether P̄V of the step before is waited for among the exponentials: `early_wait`.
+
+    An l of rounded P̄ asks for it: see `rounds_later`.
+    """
+    return tile.early_wait or problem.sums_rounded_probs
 
 
 def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
@@ -105,7 +124,7 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
     If instructions write what the next product reads, the assembler lets none run beside other
     instructions (its remark C7513), unless there is a branch before, such as that for masks.
     """
-    return problem.keeps_auxiliary or tile.early_wait
+    return problem.keeps_auxiliary or waits_early(problem, tile)
 
 
 def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:
@@ -118,9 +137,12 @@ def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Ar
         near = at_least(s, least, interpret=interpret)
         return by_lane(jnp.add, near).sum(axis=1) != ONE
 
+    # A whole number is made of the rule's maximum of the step alone.
+    before = constant((ROWS,), MASKED, PER_ROW) if problem.whole_max else m
+
     def new_by(rule: RowMax) -> Array:
         # The rule looks at S − r_m only to count ties, which S itself shows as well.
-        return rule.running_max(r_m, s, m, unit=unit, is_repeated=is_repeated)
+        return rule.running_max(r_m, s, before, unit=unit, is_repeated=is_repeated)
 
     if _tests_ties(problem, tile):
         # Where no maximum of a warp's rows is repeated, the rule is the standard one.
@@ -130,6 +152,8 @@ def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Ar
         # By halves: Mosaic GPU's own reduction is a chain of dependent maxima.
         r_m = by_lane(jnp.maximum, s).max(axis=1)
         new = new_by(rule)
+    if problem.whole_max:
+        return powers.whole_max(new, m, problem)
     return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
 
 
@@ -142,11 +166,15 @@ def _tests_ties(problem: Problem, tile: ForwardTile) -> bool:
 
 def offset(m: Array, problem: Problem) -> Array:
     """What the exponent of P̄ takes away [64]."""
+    if problem.whole_max:
+        return powers.offset(m)
     return m * np.float32(problem.log2_unit)
 
 
 def exponentials(s: Array, offset: Array, problem: Problem) -> Array:
     """P̄, not rounded, of the offset of every entry."""
+    if problem.whole_max:
+        return powers.exponentials(s, -offset, problem)
     # One multiply-add per entry, as FlashAttention-2 and -3 have it. Its error is that of
     # m·log2(e), the same for a whole row: it cancels in Ō / l.
     return jnp.exp2(s * np.float32(problem.log2_unit) - offset)

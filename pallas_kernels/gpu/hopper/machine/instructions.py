@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, vector
 from jax.experimental.mosaic.gpu.utils import c as literal
-from jax.experimental.mosaic.gpu.utils import ir, llvm
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.machine.layouts import TILE
+from lowprec_attn.arithmetic.fused import multiply_add_in_kernel
+from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended
 from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
 
 # What `at_least` gives: the bits of 1.0. Its multiples differ, modulo 2**32, up to 511.
@@ -65,6 +66,78 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
                 ir.F32Type.get(), [entry], "rcp.approx.ftz.f32 $0, $1;", "=f,f"
             )
             result = llvm.insertelement(result, inverse, place)
+        return result
+
+    return emit(x)
+
+
+def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array:
+    """x · factor + y of tiles, rounded once, whatever the compiler thinks of contractions."""
+    if interpret:
+        return multiply_add_in_kernel(x, factor, y)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, TILE),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
+    )
+    def emit(_: Context, x: Registers, y: Registers) -> Registers:
+        return x._pointwise(fuse, y)
+
+    def fuse(x: MlirValue, y: MlirValue) -> MlirValue:
+        c = literal(float(np.float32(factor)), ir.F32Type.get())
+        fused: MlirValue = llvm.intr_fma(x, vector.broadcast(x.type, c), y)
+        return fused
+
+    return emit(x, y)
+
+
+def unpacked(x: Array, *, interpret: bool) -> Array:
+    """A tile of bfloat16 as float32: an instruction an entry, of the words that hold two."""
+    if interpret:
+        return extended(x)
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_: Context, x: Registers) -> Registers:
+        return x._pointwise(unpack)
+
+    def unpack(register: MlirValue) -> MlirValue:
+        word, number = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair: MlirValue = llvm.bitcast(word, register)
+        # By halves as the compiler takes them apart it is two instructions for one of them.
+        entries = [arith.shli(pair, literal(16, word)), arith.andi(pair, literal(-(2**16), word))]
+        result = llvm.mlir_undef(ir.VectorType.get((2,), number))
+        for place, entry in enumerate(entries):
+            result = llvm.insertelement(result, llvm.bitcast(number, entry), literal(place, word))
+        return result
+
+    return emit(x)
+
+
+def round_to_bfloat16(x: Array, *, interpret: bool) -> Array:
+    """The nearest-even bfloat16 of every entry of a tile, as float32.
+
+    One instruction an entry, where a pair takes one to be packed and two to be unpacked again: for
+    numbers that no product reads.
+    """
+    if interpret:
+        return extended(x.astype(jnp.bfloat16))
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_: Context, x: Registers) -> Registers:
+        return x._pointwise(round_entries)
+
+    def round_entries(register: MlirValue) -> MlirValue:
+        # A pair whose lower half is 0: its word is the upper half's float32.
+        text = "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $1, 0f00000000; mov.b32 $0, pair; }"
+        result = llvm.mlir_undef(register.type)
+        for place in (literal(i, ir.IntegerType.get_signless(32)) for i in range(2)):
+            entry = llvm.extractelement(register, place)
+            rounded: MlirValue = llvm.inline_asm(ir.F32Type.get(), [entry], text, "=f,f")
+            result = llvm.insertelement(result, rounded, place)
         return result
 
     return emit(x)
