@@ -19,8 +19,8 @@ DTYPES = {
     "float32": np.dtype(np.float32),
 }
 
-# Of a core problem: three tiles of 64, one and a half of 128.
-TOKENS, HEADS, HEAD_SIZE = 192, 2, 64
+# Of a core problem: two and a half tiles of 64, one and a quarter of 128.
+TOKENS, HEADS, HEAD_SIZE = 160, 2, 64
 _DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

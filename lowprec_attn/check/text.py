@@ -153,19 +153,31 @@ def effects(report: Report) -> list[tuple[str, ...]]:
     ]
 
 
+def cures(report: Report) -> list[tuple[str, ...]]:
+    """A table of what is left under each cure, the best first, with its header."""
+    by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
+    return [
+        ("with another δ", "row sum of dS", "error of W_Q's gradient", ""),
+        *(
+            (
+                name,
+                f"{e.row_sum:.1e}",
+                f"{100 * e.query_weight:.2g} %",
+                "" if e.row_sum <= RISK else "still a risk",
+            )
+            for name, e in by_sum
+        ),
+    ]
+
+
 def _cures(report: Report) -> Iterator[str]:
     if not report.cures:
         return
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    words = {name: f"{name} ({e.row_sum:.1e}, {100 * e.query_weight:.2g} %)" for name, e in by_sum}
     good = [name for name, e in by_sum if e.row_sum <= RISK]
-    rest = [words[name] for name, e in by_sum if e.row_sum > RISK]
     yield ""
-    if good:
-        listed = ", ".join(words[name] for name in good)
-        yield from _wrapped(f"Mended, with the row sum and W_Q's error that are left, by {listed}.")
-    if rest:
-        yield from _wrapped(f"Not mended by {', '.join(rest)}.")
+    yield from columns(cures(report), "<>><", "  ").splitlines()
+    yield ""
     if good:
         yield from _wrapped(
             f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={good[0]!r}), or "

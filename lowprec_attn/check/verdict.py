@@ -40,8 +40,8 @@ class Bug:
       where: rows, keys and heads.
       others: names of further problems that show it.
       times: the largest error over the largest that rounding explains.
-      smallest: shape of the smallest case that shows it, in words.
-      files: the case and the script, where they were asked for.
+      smallest: shape of the smallest case that shows it, in words; empty where none was asked for.
+      files: that case and a script that shows it.
     """
 
     name: str
@@ -205,7 +205,7 @@ class _Check:
                 continue
             tried = [self._run(aligned(problem, corner)) for corner in ("start", "end")]
             if tried[0].found is not None:
-                errors = [np.median(run.errors["o"]) for run in tried]
+                errors = [np.mean(run.errors["o"]) for run in tried]
                 corner = int(errors[1] < errors[0])
                 words = "first" if corner == 0 else "last"
                 self.notes.append(
@@ -220,7 +220,7 @@ class _Check:
     def report(self) -> Report:
         """Judges what was run."""
         limits, search, ranked = self._limits()
-        bugs_found = self._bugs(limits) + self._dependences(limits)
+        bugs_found = self._all_bugs(limits)
         arithmetic = self._arithmetic(search, ranked)
         found = [run.found for run in self.core]
         exacts = [run.exact for run in self.core]
@@ -327,6 +327,19 @@ class _Check:
 
     # Bugs.
 
+    def _all_bugs(self, limits: Sequence[Mapping[str, float]]) -> list[Bug]:
+        """Those of the problems, and of what a result should not depend on.
+
+        Where two runs differ no other bug of the same results can be told; where one has a name
+        already, results depend on other tokens as well.
+        """
+        dependences = self._dependences(limits)
+        found = [bug for bug in dependences if bug.name.startswith(_TWO_RUNS)]
+        for bug in (*self._bugs(limits), *dependences):
+            if not set(bug.results) <= {name for other in found for name in other.results}:
+                found.append(bug)
+        return found
+
     def _bugs(self, limits: Sequence[Mapping[str, float]]) -> list[Bug]:
         runs = [(run, dict(limits[i])) for i, run in enumerate(self.core)] + [
             (run, self._feature_limits(run, limits)) for run in self.features
@@ -340,21 +353,27 @@ class _Check:
                 spoilt = tuple(n for n in RESULTS if n in which)
                 seen.setdefault((name, spoilt), []).append((run, limit))
                 bad = {n: x for n, x in bad.items() if n not in which}
-        # What one problem shows by name, another may show without.
-        named = sorted(seen.items(), key=lambda item: item[0][0] == _UNNAMED)
-        covered: set[tuple[str, str]] = set()
+        return self._merged(seen)
+
+    def _merged(
+        self, seen: dict[tuple[str, tuple[str, ...]], list[tuple[_Run, dict[str, float]]]]
+    ) -> list[Bug]:
+        """One bug for all that it spoils: what has a name first, then what most problems show.
+
+        A later one that spoils no other result may be the same, seen through other inputs.
+        """
         found: list[Bug] = []
-        for (name, results), shown in named:
-            rest = [
-                (run, limit)
-                for run, limit in shown
-                if name != _UNNAMED or not {(run.problem.name, n) for n in results} <= covered
-            ]
-            covered |= {(run.problem.name, n) for run, _ in shown for n in results}
-            if rest and (
-                name != _UNNAMED or not any(set(results) <= set(b.results) for b in found)
-            ):
-                found.append(self._bug(name, results, rest, len(found)))
+        for (name, results), shown in sorted(
+            seen.items(), key=lambda item: (item[0][0] == _UNNAMED, -len(item[0][1]), -len(item[1]))
+        ):
+            same = [i for i, bug in enumerate(found) if set(results) <= set(bug.results)]
+            if not same:
+                found.append(self._bug(name, results, shown, len(found)))
+                continue
+            bug = found[same[0]]
+            names = dict.fromkeys((*bug.others, *(run.problem.name for run, _ in shown)))
+            others = tuple(other for other in names if other != bug.problem)
+            found[same[0]] = dataclasses.replace(bug, others=others)
         return found[:_MOST_BUGS]
 
     def _named(self, run: _Run, bad: dict[str, float]) -> tuple[str, frozenset[str]]:
@@ -374,18 +393,11 @@ class _Check:
     ) -> Bug:
         run, limit = shown[0]
 
-        def shows(problem: Problem) -> bool:
-            again = self._run(problem)
-            return any(n in again.errors and again.errors[n].max() > limit[n] for n in results)
-
-        smallest = shrink.smallest(run.problem, shows)
+        smallest: str = ""
         files: tuple[str, ...] = ()
         if self.out is not None:
-            stem = f"{_file_name(self.target.name)}-bug-{number + 1}"
-            files = tuple(map(str, shrink.save(smallest, self.target, self.out, stem)))
+            smallest, files = self._reduced(self.out, run, results, limit, number)
         times = max(float(run.errors[n].max() / limit[n]) for n in results)
-        b, t, n, _ = smallest.q.shape
-        s, k = smallest.k.shape[1:3]
         return Bug(
             name,
             results,
@@ -396,16 +408,38 @@ class _Check:
             ),
             tuple(other.problem.name for other, _ in shown[1:]),
             times,
-            f"{b} × {t} queries, {s} keys, {n} heads" + (f" on {k}" if k != n else ""),
+            smallest,
             files,
         )
+
+    def _reduced(
+        self,
+        out: Path,
+        run: _Run,
+        results: Sequence[str],
+        limit: Mapping[str, float],
+        number: int,
+    ) -> tuple[str, tuple[str, ...]]:
+        """The shape of the smallest case in words, and its files."""
+
+        def shows(problem: Problem) -> bool:
+            again = self._run(problem)
+            return any(n in again.errors and again.errors[n].max() > limit[n] for n in results)
+
+        smallest = shrink.smallest(run.problem, shows)
+        stem = f"{_file_name(self.target.name)}-bug-{number + 1}"
+        files = tuple(map(str, shrink.save(smallest, self.target, out, stem)))
+        b, t, n, _ = smallest.q.shape
+        s, k = smallest.k.shape[1:3]
+        of_heads = f"{n} heads on {k}" if k != n else "one head" if n == 1 else f"{n} heads"
+        return f"{b} × {t} queries, {s} keys, {of_heads}", files
 
     # Two runs, other sequences, later tokens.
 
     def _dependences(self, limits: Sequence[Mapping[str, float]]) -> list[Bug]:
         found = []
         for words, problem_of, again in (
-            ("two runs of the same call differ", self._batch, self._twice),
+            (_TWO_RUNS, self._batch, self._twice),
             ("a sequence depends on the others of its batch", self._batch, self._alone),
             ("rows depend on tokens behind them", self._long, self._shortened),
         ):
@@ -518,6 +552,7 @@ _ROW_SUMS = (
     "rows of dS do not sum to zero, by more than its cast explains; in trainings with such rows "
     "scores ran away"
 )
+_TWO_RUNS = "two runs of the same call differ"
 _UNNAMED = "an error that no rounding explains"
 _KEPT = 150  # tokens of the long problem that later ones must not reach
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--numerics", default="flash", metavar="PRESET", help="of lowprec_attn's own"
     )
-    parser.add_argument("--tokens", type=int, help="of the core problems (default: 192)")
+    parser.add_argument("--tokens", type=int, help="of the core problems (default: 160)")
     parser.add_argument("--head-size", type=int, help="H (default: 64)")
     own = parser.add_argument_group(
         "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
