@@ -4,9 +4,9 @@
     python -m benchmarks.check_confusion --read results/check/confusion.jsonl
 
 Every planted bug sits in a planted arithmetic drawn at random; tiles, the direction of the walk
-over the keys, head sizes, formats and seeds are drawn as well. Correct libraries are checked at
-random head sizes, formats and seeds: a bug found there is a false one. `--read` prints the tables
-of docs/check.md.
+over the keys, lengths, head sizes, formats and seeds are drawn as well. Correct libraries are
+checked at random lengths, head sizes, formats and seeds: a bug found there is a false one. `--read`
+prints the tables of docs/check.md.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, complete_lines
 from lowprec_attn.tables import markdown
 
+_SHAPES = ((64, 32), (96, 64))  # tokens and head size
 _TILES = (16, 32, 48, 64, 80, 128)
 # The unfused one has no online softmax to be wrong.
 _WITH_BUGS = [name for name, fields in ARITHMETICS.items() if "normalize" not in fields]
@@ -84,7 +85,9 @@ def _checked(
     fields = ARITHMETICS[arithmetic]
     kernel = Planted(tile=tile, backwards=backwards, bug=bug, rng=rng, **fields)
     started = time.monotonic()
-    report = check.check(target(kernel, drawn["head_size"]), drawn["dtype"], seed=drawn["seed"])
+    report = check.check(
+        target(kernel, drawn["head_size"], drawn["tokens"]), drawn["dtype"], seed=drawn["seed"]
+    )
     return {
         "kind": kind,
         "arithmetic": arithmetic,
@@ -119,9 +122,10 @@ def _libraries(rng: np.random.Generator, draws: int) -> Iterator[dict[str, Any]]
         if name.startswith("torch") and importlib.util.find_spec("torch") is None:
             continue
         for _ in range(draws):
-            drawn = _drawn(rng)
+            # On a CPU jax.nn declines float16.
+            drawn = _drawn(rng, ("bfloat16",) if name == "jax.nn" else ("bfloat16", "float16"))
             started = time.monotonic()
-            options = check.Options(head_size=drawn["head_size"])
+            options = check.Options(head_size=drawn["head_size"], tokens=drawn["tokens"])
             report = check.check(check.find(name, options), drawn["dtype"], seed=drawn["seed"])
             yield {
                 "kind": "library",
@@ -133,10 +137,14 @@ def _libraries(rng: np.random.Generator, draws: int) -> Iterator[dict[str, Any]]
             }
 
 
-def _drawn(rng: np.random.Generator) -> dict[str, Any]:
+def _drawn(
+    rng: np.random.Generator, dtypes: Sequence[str] = ("bfloat16", "bfloat16", "float16")
+) -> dict[str, Any]:
+    tokens, head_size = _SHAPES[rng.integers(len(_SHAPES))]
     return {
-        "dtype": str(rng.choice(["bfloat16", "bfloat16", "float16"])),
-        "head_size": int(rng.choice([32, 64, 128])),
+        "dtype": str(rng.choice(dtypes)),
+        "tokens": tokens,
+        "head_size": head_size,
         "seed": int(rng.integers(1000)),
     }
 
@@ -199,7 +207,7 @@ def tables(records: list[dict[str, Any]]) -> Iterator[str]:
 
 def _line(record: dict[str, Any]) -> str:
     what = record["bug"] or record["arithmetic"]
-    drawn = f"{record['seconds']:5.1f} s, {record['dtype']:8}, H = {record['head_size']:3}"
+    drawn = f"{record['seconds']:5.1f} s, {record['dtype']}, {record['tokens']} tokens"
     return f"{drawn}, {what}: {outcome(record)} ({'; '.join(record['bugs']) or record['named']})"
 
 

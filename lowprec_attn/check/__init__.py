@@ -22,9 +22,10 @@ may. The design, in the order of the computation:
   text        words, JSON, a page
 """
 
+from lowprec_attn.check.report import Bug, Report
 from lowprec_attn.check.targets import Options, Target, TargetError, find, of_function
 from lowprec_attn.check.text import as_json, lines, write
-from lowprec_attn.check.verdict import Bug, Report, check
+from lowprec_attn.check.verdict import check
 
 __all__ = [
     "Bug",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import os
 import sys
@@ -11,13 +10,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lowprec_attn import attention
 from lowprec_attn.attention.reference import Masking
-from lowprec_attn.check.measure import RESULTS, Found
+from lowprec_attn.check.calls import (
+    TargetError,
+    jax_call,
+    jax_script,
+    torch_call,
+    torch_script,
+)
+from lowprec_attn.check.measure import Found
 from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
-from lowprec_attn.errors import UserError, printable
+from lowprec_attn.errors import printable
 from lowprec_attn.numerics import get_preset
 
 Alignment = Literal["start", "end"]
@@ -34,10 +39,6 @@ KNOWN = (
     f"lowprec_attn[:{'|'.join(attention.IMPLEMENTATIONS)}], tokamax[:IMPLEMENTATION], splash, "
     "MODULE:FUNCTION"
 )
-
-
-class TargetError(UserError):
-    """A target cannot be had or called; the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
         words = [f"{k}={values[n]}" for n, k in keywords if n != "mask" or has_mask]
         return f"attention(q, k, v{''.join(f', {word}' for word in words)})"
 
-    runner, script = (_jax, _jax_script) if framework == "jax" else (_torch, _torch_script)
+    runner, script = (jax_call, jax_script) if framework == "jax" else (torch_call, torch_script)
     return Target(
         name=f"{module}:{name}",
         call=runner(attend, options.layout),
@@ -255,67 +256,6 @@ def first_line(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {lines[0]}"[:200])
 
 
-# JAX.
-
-
-def _jax(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """attend(problem, q, k, v, mask) -> O, or (O, lse)."""
-    axes = _axes(layout)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(settings: _Settings, q: Any, k: Any, v: Any, do: Any, mask: Any) -> Any:
-        def of(q: Any, k: Any, v: Any) -> Any:
-            result = attend(settings.problem, q, k, v, mask)
-            return result[:2] if isinstance(result, tuple) else (result, None)
-
-        o, pullback, lse = jax.vjp(of, q, k, v, has_aux=True)
-        return *(o, *pullback(do.astype(o.dtype))), lse
-
-    def call(problem: Problem) -> Found:
-        mask = None if problem.masking.mask is None else jnp.asarray(problem.masking.mask)
-        arrays = (jnp.asarray(x.transpose(axes)) for x in problem.arrays)
-        *values, lse = both(_Settings(problem), *arrays, mask)
-        found = {n: _float64(x).transpose(axes) for n, x in zip(RESULTS, values, strict=True)}
-        return _with_lse(found, None if lse is None else _float64(lse))
-
-    return call
-
-
-class _Settings:
-    """A problem without its arrays, as a static argument: equal ones share a program."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._key = problem.masking.is_causal, problem.scale
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-def _float64(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
-
-
-def _axes(layout: str) -> tuple[int, ...]:
-    """Between BTNH and the layout; the same both ways."""
-    if layout not in ("BTNH", "BNTH"):
-        raise TargetError(f"--layout must be BTNH or BNTH, got {layout!r}")
-    return (0, 1, 2, 3) if layout == "BTNH" else (0, 2, 1, 3)
-
-
-def _with_lse(found: Found, lse: np.ndarray | None) -> Found:
-    """With an lse of shape [B, T, N] or [B, N, T], where there is one."""
-    shape = found["o"].shape[:3]
-    if lse is None:
-        return found
-    if lse.shape == (shape[0], shape[2], shape[1]) and lse.shape != shape:
-        lse = lse.transpose(0, 2, 1)
-    return found | {"lse": lse} if lse.shape == shape else found
-
-
 def _jax_nn(choice: Any, _: Options) -> Target:
     if choice not in ("", "xla", "cudnn"):
         raise TargetError(f"unknown target 'jax.nn:{choice}'; say jax.nn:xla or jax.nn:cudnn")
@@ -389,9 +329,9 @@ def _library(name: str, imported: str, attend: Callable[..., Any], words: str) -
     def script(problem: Problem) -> list[str]:
         mask = ", mask=mask" if problem.masking.mask is not None else ""
         rest = f"scale={problem.scale!r}, is_causal={problem.masking.is_causal}"
-        return _jax_script([imported], f"{name}(q, k, v{mask}, {rest}{words})", problem, "BTNH")
+        return jax_script([imported], f"{name}(q, k, v{mask}, {rest}{words})", problem, "BTNH")
 
-    return Target(name=name, call=_jax(attend), can=frozenset(ABILITIES), script=script)
+    return Target(name=name, call=jax_call(attend), can=frozenset(ABILITIES), script=script)
 
 
 def _splash(choice: str, _: Options) -> Target:
@@ -423,65 +363,19 @@ def _splash(choice: str, _: Options) -> Target:
             "from jax.experimental.pallas.ops.tpu import splash_attention as splash",
             f"kernel = splash.make_splash_mha_single_device({masks}, interpret={interpret})",
         ]
-        return _jax_script(head, call.replace("scale", repr(problem.scale)), problem, "BTNH")
+        return jax_script(head, call.replace("scale", repr(problem.scale)), problem, "BTNH")
 
     notes = ["its scale is multiplied into q by the caller"]
     notes += ["interpreted by Pallas: this is no TPU"] if interpret else []
     return Target(
         name="splash",
-        call=_jax(attend),
+        call=jax_call(attend),
         can=frozenset({"causal", "full", "lengths"}),
         script=script,
         notes=tuple(notes),
         tokens=256,
         head_size=128,
     )
-
-
-def _jax_script(head: list[str], call: str, problem: Problem, layout: str) -> list[str]:
-    turned = "" if layout == "BTNH" else ".transpose(0, 2, 1, 3)"
-    dtype = problem.q.dtype.name
-    return [
-        "import jax, jax.numpy as jnp",
-        *head,
-        *(["mask = jnp.asarray(a['mask'])"] if problem.masking.mask is not None else []),
-        f"q, k, v, do = (jnp.asarray(a[n], jnp.{dtype}){turned} for n in ('q', 'k', 'v', 'do'))",
-        f"o, pullback = jax.vjp(lambda q, k, v: {call}, q, k, v)",
-        f"found = [jnp.float32(x){turned} for x in (o, *pullback(do.astype(o.dtype)))]",
-    ]
-
-
-# PyTorch.
-
-
-def _torch(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """attend(problem, q, k, v, mask) -> O, or (O, lse)."""
-    axes = _axes(layout)
-
-    def call(problem: Problem) -> Found:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, problem.q.dtype.name)
-
-        def tensor(x: np.ndarray) -> Any:
-            wide = np.ascontiguousarray(x.astype(np.float32).transpose(axes))
-            return torch.from_numpy(wide).to(device, dtype)
-
-        q, k, v = (tensor(x).requires_grad_() for x in problem.arrays[:3])
-        seen = problem.masking.mask
-        mask = None if seen is None else torch.from_numpy(np.array(seen)).to(device)
-        result = attend(problem, q, k, v, mask)
-        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
-        o.backward(tensor(problem.do).to(o.dtype))
-        values = (o, q.grad, k.grad, v.grad)
-        found = {
-            n: x.detach().double().cpu().numpy().transpose(axes)
-            for n, x in zip(RESULTS, values, strict=True)
-        }
-        return _with_lse(found, None if lse is None else lse.detach().double().cpu().numpy())
-
-    return call
 
 
 def _torch_sdpa(choice: str, _: Options) -> Target:
@@ -530,36 +424,14 @@ def _torch_sdpa(choice: str, _: Options) -> Target:
             f"torch.nn.functional.scaled_dot_product_attention(q, k, v{mask}, "
             f"is_causal={is_causal and not has_mask}, scale={problem.scale!r}{gqa})"
         )
-        return _torch_script(head, call, problem, "BNTH", within)
+        return torch_script(head, call, problem, "BNTH", within)
 
     return Target(
         name="torch.sdpa",
-        call=_torch(attend, "BNTH"),
+        call=torch_call(attend, "BNTH"),
         can=frozenset(ABILITIES),
         script=script,
     )
-
-
-def _torch_script(
-    head: list[str], call: str, problem: Problem, layout: str, within: str = ""
-) -> list[str]:
-    turned = "" if layout == "BTNH" else ".transpose(1, 2)"
-    dtype = problem.q.dtype.name
-    return [
-        "import torch",
-        *head,
-        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
-        *(
-            ["mask = torch.from_numpy(a['mask']).to(device)"]
-            if problem.masking.mask is not None
-            else []
-        ),
-        f"q, k, v, do = (torch.from_numpy(a[n]).to(device, torch.{dtype}){turned}.requires_grad_()",
-        "               for n in ('q', 'k', 'v', 'do'))",
-        f"{within}o = {call}",
-        "grads = torch.autograd.grad(o, (q, k, v), do)",
-        f"found = [x.detach(){turned}.float().cpu().numpy() for x in (o, *grads)]",
-    ]
 
 
 def _import(module: str, command: str) -> Any:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_attn.check.measure import WORDS
+from lowprec_attn.check.report import Arithmetic, Bug, Report
 from lowprec_attn.check.training import RISK
-from lowprec_attn.check.verdict import Arithmetic, Bug, Report
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
