@@ -164,7 +164,7 @@ def _verdict(report: check.Report) -> dict[str, Any]:
 def outcome(record: dict[str, Any]) -> str:
     """What the verdict says of what was planted.
 
-    `named`, `a bug, unnamed`, `another bug`, `a risk` or `missed` of a bug; `named`, `among those
+    `named`, `found`, `found, by another name`, `a risk` or `missed` of a bug; `named`, `among those
     not told apart`, the name of another arithmetic or `false bug` of an arithmetic.
     """
     bugs = record["bugs"]
@@ -174,8 +174,8 @@ def outcome(record: dict[str, Any]) -> str:
             return "a risk" if any("two runs" in r for r in record["risks"]) else "missed"
         if wanted and any(wanted in bug.lower() for bug in bugs):
             return "named"
-        unnamed = all(bug.startswith("an error") for bug in bugs)
-        return "a bug, unnamed" if unnamed or not wanted else "another bug"
+        is_named = any(not bug.startswith("an error") for bug in bugs)
+        return "found, by another name" if wanted and is_named else "found"
     if bugs:
         return "false bug"
     if record["kind"] == "library":
@@ -191,7 +191,7 @@ def outcome(record: dict[str, Any]) -> str:
 def tables(records: list[dict[str, Any]]) -> Iterator[str]:
     """In Markdown: bugs, arithmetics and correct libraries by outcome."""
     for kind, key, order in (
-        ("bug", "bug", ["named", "a bug, unnamed", "another bug", "missed"]),
+        ("bug", "bug", ["named", "found", "found, by another name", "missed"]),
         ("arithmetic", "arithmetic", ["named", "not told apart"]),
         ("library", "arithmetic", []),
     ):

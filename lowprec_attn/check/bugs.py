@@ -61,7 +61,10 @@ def not_finite(problem: Problem, errors: Found) -> str:
         return "NaN behind a mask"
     s = np.abs(_scores(problem)).max()
     if s > 80:
-        return f"NaN or infinity at scores of {s:.0e}: exp overflows (is the maximum subtracted?)"
+        return (
+            f"NaN or infinity at scores of {s:.0e}: exp overflows, or a whole row underflows "
+            "(which maximum is subtracted?)"
+        )
     return "NaN or infinity at moderate scores"
 
 

@@ -110,6 +110,8 @@ def torch_call(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Pr
         o, lse = result[:2] if isinstance(result, tuple) else (result, None)
         o.backward(tensor(problem.do).to(o.dtype))
         values = (o, q.grad, k.grad, v.grad)
+        if any(x is None for x in values):
+            raise TargetError("no gradient reaches q, k or v; the function must be differentiable")
         found = {
             n: x.detach().double().cpu().numpy().transpose(axes)
             for n, x in zip(RESULTS, values, strict=True)
