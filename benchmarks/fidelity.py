@@ -39,6 +39,7 @@ import numpy as np
 
 from lowprec_attn import attention
 from lowprec_attn.attention import IMPLEMENTATIONS, reference
+from lowprec_attn.check.problems import drawn, largest_scores
 from lowprec_attn.diagnostics.examine import array_file
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, from_strict_json
@@ -49,7 +50,6 @@ SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
 NUMERICS = ("exact", "flash", "float32_output", "normalized_delta", "matched")
 RESULTS = ("o", "dq", "dk", "dv")
 _OF_LSE = ("lse", "p_row_sum")
-_DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
 _OF_HEAD = (0, 1, 3)  # the other axes
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "numpy")
 
@@ -155,19 +155,10 @@ def tables(records: Sequence[Mapping[str, Any]], result: str) -> Iterator[str]:
 
 def made_up(scores: Sequence[float], shape: tuple[int, int, int], seed: int) -> Iterator[Problem]:
     """Problems of both kinds with these largest |scores|; `shape` is T, N and H."""
-    tokens, heads, size = shape
     for kind in ("clustered", "normal"):
         for score in scores:
-            draw = np.random.default_rng(seed).standard_normal
-            q, k, v, do = draw((4, 1, tokens, heads, size))
-            if kind == "clustered":
-                directions = draw((_DIRECTIONS, heads, size))
-                of = np.random.default_rng(seed + 1).integers(_DIRECTIONS, size=(2, tokens))
-                q, k = (directions[of[i]][None] + _SPREAD * x for i, x in enumerate((q, k)))
-                v = 1 + _SPREAD * v
-            scale = size**-0.5
-            factor = np.sqrt(score / _largest_scores(q, k, scale).max())
-            yield _problem(f"{kind} {score:.0e}", (q * factor, k * factor, v, do), scale)
+            arrays = drawn(kind, score, shape, seed)
+            yield _problem(f"{kind} {score:.0e}", arrays, shape[2] ** -0.5)
 
 
 def captured(path: Path) -> Iterator[Problem]:
@@ -198,7 +189,7 @@ def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[dict[str, A
     facts = {
         "problem": name,
         "shape": list(q.shape),
-        "score_maximum": _largest_scores(q, k, scale).tolist(),
+        "score_maximum": largest_scores(q, k, scale).tolist(),
         "rms": {r: np.sqrt((exact[r] ** 2).mean(_OF_HEAD)).tolist() for r in RESULTS},
     }
     for kernel in kernels:
@@ -337,12 +328,6 @@ def torch_sdpa() -> list[Kernel]:
         "efficient float32": ("EFFICIENT_ATTENTION", "float32"),
     }
     return [Kernel(f"torch {n}", None, functools.partial(run, *b)) for n, b in backends.items()]
-
-
-def _largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Of every head, over the keys that a row sees."""
-    s = np.einsum("btnh,bsnh->nbts", *(x.astype(np.float64) for x in (q, k))) * scale
-    return np.abs(np.tril(s)).max((1, 2, 3))
 
 
 def _relative(found: np.ndarray, exact: np.ndarray) -> list[float]:

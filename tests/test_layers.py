@@ -41,7 +41,9 @@ class Closed:
 sys.meta_path.insert(0, Closed())
 import pallas_kernels.gpu.hopper.vjp
 from lowprec_attn import attention, diagnostics, numerics
+import lowprec_attn.commands.check
 import lowprec_attn.commands.diagnose
+import lowprec_attn.testing
 """
 
 
@@ -115,6 +117,7 @@ PUBLIC = [
     "lowprec_attn.attention",
     "lowprec_attn.attention.tiled",
     "lowprec_attn.arithmetic.softmax",
+    "lowprec_attn.check",
     "lowprec_attn.diagnostics",
     "lowprec_attn.numerics",
     "pallas_kernels.gpu.attention",
@@ -122,6 +125,7 @@ PUBLIC = [
     "lowprec_attn.gpt2.model",
     "lowprec_attn.training.run",
     "lowprec_attn.commands.main",
+    "lowprec_attn.testing",
 ]
 
 

@@ -23,6 +23,7 @@ _COMMANDS = {
     "train": "train GPT-2 with a named choice of attention arithmetic",
     "compile": "does a training step fit a TPU slice? without a TPU",
     "diagnose": "what low precision does to your own q, k, v (and dO)",
+    "check": "is a kernel's gradient right, and which arithmetic is it? of any library",
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
     "report": "write the page of a run directory anew, or compare several",

@@ -1,0 +1,242 @@
+"""Attention with planted arithmetics and planted bugs, in NumPy, to try `lowprec-attn check` on.
+
+It shares no code with the library: online softmax over tiles of keys, in either direction, float32
+between roundings, and a backward pass written out. A bug is a name that one line asks for.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray
+
+# Name, and what of the verdict must contain (lower case); empty: any bug will do.
+BUGS: dict[str, str] = {
+    "dQ lacks the scale": "dq lacks the factor scale",
+    "dK and dV of the first query head of a group": "the first head alone",
+    "dK and dV are means over a group": "their mean",
+    "query head n reads key head n mod K": "n mod k",
+    "backward pass aligned with the last row": "causal diagonal is aligned",
+    "keys of the last partial tile are dropped": "last keys, which do not fill a tile",
+    "padding of the last tile is attended to": "zeros that fill the last tile of keys",
+    "rows of the last partial tile are not written": "last rows, which do not fill a tile",
+    "NaN in rows that see no key": "nan behind a mask",
+    "the mask is ignored in the backward pass": "mask is ignored",
+    "the maximum is not subtracted": "maximum",
+    "δ is left out": "δ = rowsum(do ∘ o) is left out",
+    "a row sees one key too many": "one key too many",
+    "the scale asked for is ignored": "scale asked for is ignored",
+    "a tile of dQ is lost now and then": "two runs",
+    "keys of the first sequence for all": "first",
+    "l is not rescaled": "",
+    "the last keys are counted twice in dV": "",
+    "hidden scores are −1e4": "",
+    "the maximum is over hidden keys too": "",
+}
+
+ARITHMETICS: dict[str, dict[str, Any]] = {
+    "exact": {"probs": False, "probs_bwd": False, "ds": False, "delta": "float32"},
+    "flash": {},
+    "float32_output": {"delta": "float32"},
+    "halves_output": {"delta": "halves"},
+    "delta_dp_p": {"delta": "dp_p"},
+    "normalized_delta": {"delta": "normalized"},
+    "corrected_after_cast": {"delta": "after_cast"},
+    "unfused": {"delta": "dp_p", "ds": False, "dp": True, "normalize": True},
+    "probe": {"scores": True, "pv": True, "dp": True},
+    "flash with ds=float32": {"ds": False},
+    "flash with probs_bwd=float32": {"probs_bwd": False},
+    "flash with dp=bfloat16": {"dp": True},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planted:
+    """What is rounded to the arrays' format, how the keys are walked over, and the bug.
+
+    Attributes:
+      tile: keys of a step.
+      backwards: from the last keys to the first.
+      bug: of `BUGS`, or None.
+      seed: of a bug that comes and goes.
+    """
+
+    tile: int
+    backwards: bool = False
+    scores: bool = False
+    probs: bool = True
+    pv: bool = False
+    dp: bool = False
+    ds: bool = True
+    probs_bwd: bool = True
+    normalize: bool = False
+    delta: str = "output"
+    bug: str | None = None
+    rng: np.random.Generator = dataclasses.field(default_factory=np.random.default_rng)
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        do: Array,
+        scale: float,
+        is_causal: bool,
+        mask: Array | None,
+        offset: int,
+    ) -> dict[str, Array]:
+        """o, dq, dk, dv of arrays [B, T, N, H], [B, S, K, H]; mask [B, 1, T, S]."""
+        with np.errstate(all="ignore"):
+            return self._both(q, k, v, do, scale, is_causal, mask, offset)
+
+    def _both(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        do: Array,
+        scale: float,
+        is_causal: bool,
+        mask: Array | None,
+        offset: int,
+    ) -> dict[str, Array]:
+        dtype, bug = q.dtype, self.bug
+
+        def low(x: Array, when: bool = True) -> Array:
+            return x.astype(dtype).astype(np.float32) if when else x
+
+        q, k, v, do = (np.moveaxis(x.astype(np.float32), 2, 1) for x in (q, k, v, do))
+        rows, keys, kv_heads = q.shape[2], k.shape[2], k.shape[1]
+        group = q.shape[1] // kv_heads
+        of = np.arange(q.shape[1]) // group
+        if bug == "query head n reads key head n mod K":
+            of = np.arange(q.shape[1]) % kv_heads
+        if bug == "the scale asked for is ignored":
+            scale = q.shape[-1] ** -0.5
+        if bug == "keys of the first sequence for all":
+            k, v = (np.repeat(x[:1], x.shape[0], 0) for x in (k, v))
+        pad = -keys % self.tile if bug == "padding of the last tile is attended to" else 0
+        k, v = (np.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) for x in (k, v))
+        k, v = k[:, of], v[:, of]
+
+        def seen(backward: bool) -> Array:
+            at = np.arange(rows)[:, None] + offset
+            if bug == "backward pass aligned with the last row" and backward:
+                at = at + (keys - rows)
+            if bug == "a row sees one key too many":
+                at = at + 1
+            cols = np.arange(keys + pad)[None]
+            visible = np.broadcast_to(cols <= at if is_causal else cols >= 0, (rows, keys + pad))
+            if bug == "keys of the last partial tile are dropped":
+                visible = visible & (cols < keys // self.tile * self.tile)
+            visible = np.broadcast_to(visible, (q.shape[0], 1, rows, keys + pad))
+            is_ignored = bug == "the mask is ignored in the backward pass" and backward
+            if mask is None or is_ignored:
+                return visible
+            return visible & np.pad(mask, ((0, 0),) * 3 + ((0, pad),), constant_values=True)
+
+        s_all = low(np.einsum("bnth,bnsh->bnts", q, k) * np.float32(scale), self.scores)
+
+        def hidden(backward: bool) -> Array:
+            if bug == "hidden scores are −1e4":
+                return np.where(seen(backward), s_all, s_all - np.float32(1e4))
+            return np.where(seen(backward), s_all, -np.float32(np.inf))
+
+        s = hidden(backward=False)
+        o, lse = self._forward(s, s_all, v, low)
+        if bug == "rows of the last partial tile are not written":
+            o[:, :, rows // self.tile * self.tile :] = 0
+            do = np.where(np.arange(rows)[:, None] < rows // self.tile * self.tile, do, 0)
+
+        s = hidden(backward=True)
+        p = np.exp(s - lse)
+        if bug != "NaN in rows that see no key":
+            p = np.where(np.isfinite(s), p, 0)
+        dp = low(np.einsum("bnth,bnsh->bnts", do, v), self.dp)
+        delta = self._delta(p, dp, do, o, low)
+        d = low(p * (dp - delta) * np.float32(scale), self.ds)
+        dq = np.einsum("bnts,bnsh->bnth", d, k)
+        dk = np.einsum("bnts,bnth->bnsh", d, q)
+        p_low = low(p, self.probs_bwd)
+        if self.delta == "normalized":
+            r = (p * (dp - delta)).sum(-1, keepdims=True) / np.maximum(
+                p.sum(-1, keepdims=True), 1e-30
+            )
+            dq = dq - np.float32(scale) * r * np.einsum("bnts,bnsh->bnth", p_low, k)
+            cast = low(p * (dp - delta - r) * np.float32(scale), self.ds)
+            dk = np.einsum("bnts,bnth->bnsh", cast, q)
+        if self.delta == "after_cast":
+            r = d.sum(-1, keepdims=True) / np.maximum(p_low.sum(-1, keepdims=True), 1e-30)
+            dq = dq - r * np.einsum("bnts,bnsh->bnth", p_low, k)
+            dk = dk - np.einsum("bnts,bnth->bnsh", p_low, low(r * q))
+        dv = np.einsum("bnts,bnth->bnsh", p_low, do)
+        if bug == "dQ lacks the scale":
+            dq = dq / np.float32(scale)
+        if bug == "a tile of dQ is lost now and then":
+            first = self.rng.integers(keys)
+            lost = slice(first, first + self.tile)
+            dq = dq - np.einsum("bnts,bnsh->bnth", d[..., lost], k[:, :, lost])
+        if bug == "the last keys are counted twice in dV":
+            dv[:, :, keys // self.tile * self.tile :] *= 2
+        dk, dv = (self._summed(x[:, :, :keys], of, kv_heads, group) for x in (dk, dv))
+        return {
+            n: np.moveaxis(low(x), 1, 2).astype(np.float64)
+            for n, x in zip(("o", "dq", "dk", "dv"), (o, dq, dk, dv), strict=True)
+        }
+
+    def _forward(
+        self, s: Array, s_all: Array, v: Array, low: Callable[..., Array]
+    ) -> tuple[Array, Array]:
+        m = np.full((*s.shape[:3], 1), -np.inf, np.float32)
+        l = np.zeros_like(m)
+        acc = np.zeros((*s.shape[:3], v.shape[-1]), np.float32)
+        starts = range(0, s.shape[-1], self.tile)
+        if self.normalize:
+            m = s.max(-1, keepdims=True)
+            p = np.exp(s - np.where(np.isfinite(m), m, 0))
+            l = p.sum(-1, keepdims=True)
+            o = np.einsum("bnts,bnsh->bnth", low(p / np.maximum(l, 1e-30)), v)
+            return low(o), m + np.log(l)
+        for start in reversed(starts) if self.backwards else starts:
+            at = slice(start, start + self.tile)
+            part = s[..., at]
+            of_max = s_all[..., at] if self.bug == "the maximum is over hidden keys too" else part
+            new = np.maximum(m, of_max.max(-1, keepdims=True))
+            if self.bug == "the maximum is not subtracted":
+                new = np.zeros_like(m)
+            base = new
+            if self.bug != "NaN in rows that see no key":
+                base = np.where(np.isfinite(new), new, 0)
+            alpha = np.where(np.isfinite(m), np.exp(m - base), 0)
+            p = np.exp(part - base)
+            l = (l if self.bug == "l is not rescaled" else alpha * l) + p.sum(-1, keepdims=True)
+            pv = np.einsum("bnts,bnsh->bnth", low(p, self.probs), v[:, :, at])
+            acc = alpha * acc + low(pv, self.pv)
+            m = new
+        if self.bug == "NaN in rows that see no key":
+            return acc / l, m + np.log(l)
+        return acc / np.where(l == 0, 1, l), m + np.log(l)
+
+    def _delta(self, p: Array, dp: Array, do: Array, o: Array, low: Callable[..., Array]) -> Array:
+        rounded = low(o)
+        saved = {
+            "float32": o,
+            "halves": rounded + (o - rounded).astype(ml_dtypes.bfloat16).astype(np.float32),
+        }.get(self.delta, rounded)
+        delta = (do * saved).sum(-1, keepdims=True)
+        if self.delta == "dp_p":
+            delta = (p * dp).sum(-1, keepdims=True)
+        if self.bug == "δ is left out":
+            delta = np.zeros_like(delta)
+        return delta
+
+    def _summed(self, x: Array, of: Array, kv_heads: int, group: int) -> Array:
+        by_head = [x[:, of == i] for i in range(kv_heads)]
+        if self.bug == "dK and dV of the first query head of a group":
+            return np.stack([part[:, 0] for part in by_head], 1)
+        if self.bug == "dK and dV are means over a group":
+            return np.stack([part.mean(1) for part in by_head], 1)
+        return np.stack([part.sum(1) for part in by_head], 1)

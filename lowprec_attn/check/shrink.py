@@ -1,0 +1,118 @@
+"""The smallest case that still shows a bug, and a script that shows it without this package."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_attn.check.measure import Exact, exact
+from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.targets import Target
+from lowprec_attn.files import write_atomically, writing
+
+_SECONDS = 15.0
+
+
+def smallest(problem: Problem, shows: Callable[[Problem], bool]) -> Problem:
+    """The problem with sequences, heads, rows and keys taken away as long as the bug shows.
+
+    Args:
+      problem: that shows it.
+      shows: whether another one does; must not raise.
+    """
+    end = time.monotonic() + _SECONDS
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(problem):
+            if time.monotonic() > end:
+                return problem
+            if shows(candidate):
+                problem, smaller = candidate, True
+                break
+    return problem
+
+
+def _smaller(problem: Problem) -> Iterator[Problem]:
+    """The boldest cuts first."""
+    batch, rows, heads, _ = problem.q.shape
+    keys, kv_heads = problem.k.shape[1:3]
+    group = heads // kv_heads
+    if batch > 1:
+        for b in range(batch):
+            yield _cut(problem, batch=slice(b, b + 1))
+    if kv_heads > 1:
+        for i in range(kv_heads):
+            yield _cut(problem, heads=slice(i * group, (i + 1) * group), kv=slice(i, i + 1))
+    if group > 2:
+        yield _cut(problem, heads=np.arange(heads).reshape(kv_heads, group)[:, :2].ravel())
+    for part in (2, 4, 8):
+        less = max(1, rows // part) if part == 2 else max(1, rows - rows // part)
+        if less == rows:
+            continue
+        for cut in (slice(less), slice(rows - less, rows)):
+            if rows == keys:
+                yield _cut(problem, rows=cut, keys=cut)
+            else:
+                yield _cut(problem, rows=cut)
+        if rows != keys:
+            less = max(1, keys // part) if part == 2 else max(1, keys - keys // part)
+            yield _cut(problem, keys=slice(less))
+            yield _cut(problem, keys=slice(keys - less, keys))
+    if rows == keys and rows > 1:
+        yield _cut(problem, rows=slice(rows - 1), keys=slice(rows - 1))
+
+
+def _cut(
+    problem: Problem,
+    *,
+    batch: slice = slice(None),
+    heads: slice | np.ndarray = slice(None),
+    kv: slice = slice(None),
+    rows: slice = slice(None),
+    keys: slice = slice(None),
+) -> Problem:
+    q, do = (x[batch, rows][:, :, heads] for x in (problem.q, problem.do))
+    k, v = (x[batch, keys][:, :, kv] for x in (problem.k, problem.v))
+    masking = problem.masking
+    if masking.mask is not None:
+        mask = np.broadcast_to(masking.mask, (problem.q.shape[0], *masking.mask.shape[1:]))
+        masking = dataclasses.replace(masking, mask=mask[batch, :, rows][..., keys])
+    if np.asarray(masking.query_offset).item():
+        masking = dataclasses.replace(masking, query_offset=k.shape[1] - q.shape[1])
+    return problem.replace(q=q, k=k, v=v, do=do, masking=masking)
+
+
+def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Path, Path]:
+    """Writes `STEM.npz`, with the exact results beside the inputs, and `STEM.py`; returns both.
+
+    Raises:
+      DiskError: the disk refuses.
+    """
+    of: Exact = exact(problem)
+    arrays: dict[str, Any] = {
+        n: x.astype(np.float32) for n, x in zip(("q", "k", "v", "do"), problem.arrays, strict=True)
+    }
+    arrays |= {f"{n}_float64": of.found[n] for n in ("o", "dq", "dk", "dv")}
+    if problem.masking.mask is not None:
+        arrays["mask"] = np.broadcast_to(
+            problem.masking.mask, (problem.q.shape[0], *problem.masking.mask.shape[1:])
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
+    lines = [
+        "import numpy as np",
+        f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
+        *target.script(problem),
+        "for name, x in zip(('o', 'dq', 'dk', 'dv'), found):",
+        "    error = np.abs(np.asarray(x) - a[name + '_float64']).max(-1)  # of every row and head",
+        "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
+        "error.shape))",
+    ]
+    with writing(data):
+        np.savez(data, **arrays)
+        write_atomically(script, ("\n".join(lines) + "\n").encode())
+    return data, script

@@ -1,0 +1,242 @@
+"""A report in words: for a terminal of 100 columns, as JSON, as a page."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowprec_attn.check.measure import WORDS
+from lowprec_attn.check.report import Arithmetic, Bug, Report
+from lowprec_attn.check.training import RISK
+from lowprec_attn.files import write_json, writing
+from lowprec_attn.numerics import Numerics
+from lowprec_attn.runs.pages.markup import element, table, write_page
+from lowprec_attn.tables import columns
+
+WIDTH = 100
+
+_WHO = {
+    "exact": "as PyTorch's unfused attention: only results are rounded",
+    "flash": "as FlashAttention-2 and -3 and cuDNN",
+    "unfused": "as jax.nn by XLA",
+    "published": "as the public code of arXiv 2510.04212",
+    "float32_output": "as Kimi K3, which keeps O in float32",
+    "halves_output": "as FlashAttention-4's sparse MLA",
+    "corrected_after_cast": "as Chen et al., arXiv 2609.34272",
+}
+_DELTA = {
+    "dp_p": "δ = rowsum(P ∘ dP)",
+    "normalized": "rows of dS sum to zero before its cast",
+    "after_cast": "rows of dS sum to zero after its cast",
+    "do_o_storage": "δ from the rounded O, its products rounded",
+}
+_OF_SAVED = {
+    "same": "δ from the O that is returned",
+    "float32": "δ from O in float32",
+    "halves": "δ from O in two halves",
+    "auxiliary": "δ from an O of unrounded P̄",
+}
+_STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
+
+
+def described(numerics: Numerics) -> str:
+    """The roundings of an arithmetic, in the order in which they are made."""
+    n = numerics
+    scores = "TF32" if str(n.scores) == "f32_m10" else str(n.scores)
+    probs = "P divided by l, then" if n.normalize_probs else "P̄"
+    delta = _DELTA.get(n.delta) or _OF_SAVED[n.saved_output]
+    parts = [
+        f"S in {scores}",
+        f"{probs} in {n.probs}",
+        *([] if n.pv.is_identity else [f"P̄V in {n.pv} at every step"]),
+        delta,
+        f"dP in {n.dp}",
+        f"dS in {n.ds}",
+        f"P of dV in {n.probs_bwd}",
+    ]
+    return ", ".join(parts)
+
+
+def lines(report: Report) -> Iterator[str]:
+    """What the command prints."""
+    tried = len(report.errors)
+    yield from _wrapped(
+        f"{report.target}, {report.dtype}: {headline(report)} ({tried} problems)", ""
+    )
+    for i, bug in enumerate(report.bugs):
+        yield ""
+        yield from _bug(bug, i + 1)
+    if report.arithmetic is not None:
+        yield ""
+        yield from _arithmetic(report.arithmetic)
+    for risk in report.risks:
+        yield ""
+        yield from _wrapped(f"Risk: {risk}.")
+    if report.effects:
+        yield ""
+        yield from columns(effects(report), "<>>>", "  ").splitlines()
+        yield from _cures(report)
+    if report.notes or report.refused or report.not_tried:
+        yield ""
+    for note in report.notes:
+        yield from _wrapped(f"note: {note}")
+    for reason in dict.fromkeys(report.refused.values()):
+        names = ", ".join(name for name, why in report.refused.items() if why == reason)
+        yield from _wrapped(f"refused: {names} ({reason})")
+    if report.not_tried:
+        yield from _wrapped(f"not tried, since the function cannot: {', '.join(report.not_tried)}")
+
+
+def headline(report: Report) -> str:
+    """The verdict in one sentence."""
+    if report.state == "bug":
+        names = "; ".join(bug.name for bug in report.bugs)
+        return f"{'a bug' if len(report.bugs) == 1 else f'{len(report.bugs)} bugs'}: {names}"
+    no_bug = "no bug" if report.state == "risk" else "no bug and no risk"
+    if report.arithmetic is None:
+        return f"{_STATE[report.state]}, {no_bug}"
+    with_it = "computes like" if report.arithmetic.explains else "is nearest to"
+    return f"{_STATE[report.state]}, {no_bug}; it {with_it} {report.arithmetic.name}"
+
+
+def _bug(bug: Bug, number: int) -> Iterator[str]:
+    yield from _wrapped(f"Bug {number}: {bug.name}.")
+    spoilt = ", ".join(WORDS[n] for n in bug.results)
+    size = "not finite" if bug.times == float("inf") else f"{bug.times:.2g} times the largest"
+    rest = "" if bug.times == float("inf") else " error that rounding explains"
+    yield from _wrapped(f"  It spoils {spoilt} ({size}{rest}).")
+    yield from _wrapped(f"  It begins at the problem {bug.problem!r}: {bug.where}.")
+    if bug.others:
+        yield from _wrapped(f"  It also shows at {', '.join(bug.others)}.")
+    if bug.smallest:
+        yield from _wrapped(f"  The smallest case: {bug.smallest}.")
+    if bug.files:
+        data, script = bug.files
+        yield f"  python {script}"
+        yield f"  shows it without this package, on {data}"
+
+
+def _arithmetic(found: Arithmetic) -> Iterator[str]:
+    preset = found.match.candidate.preset
+    who = f", {_WHO[preset]}" if preset in _WHO and not found.match.candidate.changes else ""
+    yield from _wrapped(f"Arithmetic: {found.name}{who}.")
+    yield from _wrapped(f"  {described(found.match.candidate.numerics)}.")
+    if found.next is not None:
+        name, times = found.next
+        yield from _wrapped(f"  The next preset, {name}, is {times:.3g} times farther away.")
+    if found.alike:
+        shown = "; ".join(found.alike[:4]) + ("; …" if len(found.alike) > 4 else "")
+        yield from _wrapped(f"  These inputs cannot tell it from: {shown}.")
+    if not found.explains:
+        yield from _wrapped("  But float64 is about as near: its own arithmetic is none of these.")
+
+
+def effects(report: Report) -> list[tuple[str, ...]]:
+    """A table of what the arithmetic does to training, with its header."""
+    return [
+        (
+            "keys that cluster: largest score",
+            "error of dQ",
+            "row sum of dS",
+            "error of W_Q's gradient",
+        ),
+        *(
+            (
+                name.split()[-1],
+                f"{100 * e.dq:.2g} %",
+                f"{e.row_sum:.1e}",
+                f"{100 * e.query_weight:.2g} %",
+            )
+            for name, e in report.effects.items()
+        ),
+    ]
+
+
+def cures(report: Report) -> list[tuple[str, ...]]:
+    """A table of what is left under each cure, the best first, with its header."""
+    by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
+    return [
+        ("with another δ", "row sum of dS", "error of W_Q's gradient", ""),
+        *(
+            (
+                name,
+                f"{e.row_sum:.1e}",
+                f"{100 * e.query_weight:.2g} %",
+                "" if e.row_sum <= RISK else "still a risk",
+            )
+            for name, e in by_sum
+        ),
+    ]
+
+
+def _cures(report: Report) -> Iterator[str]:
+    if not report.cures:
+        return
+    by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
+    good = [name for name, e in by_sum if e.row_sum <= RISK]
+    yield ""
+    yield from columns(cures(report), "<>><", "  ").splitlines()
+    yield ""
+    if good:
+        yield from _wrapped(
+            f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={good[0]!r}), or "
+            "jax.nn.dot_product_attention(…, implementation='xla')."
+        )
+        yield from _wrapped(
+            "In PyTorch: SDPBackend.MATH, which holds all scores; no fused kernel has a cure."
+        )
+
+
+def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
+    begin = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text.lstrip(),
+        WIDTH,
+        initial_indent=begin,
+        subsequent_indent=begin + indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """The report without arrays; `numerics` are those of the arithmetic, as text."""
+    found = dataclasses.asdict(dataclasses.replace(report, arithmetic=None))
+    if report.arithmetic is not None:
+        fields = dataclasses.fields(report.arithmetic)
+        named = {f.name: getattr(report.arithmetic, f.name) for f in fields if f.name != "match"}
+        numerics = report.arithmetic.match.candidate.numerics
+        found["arithmetic"] = named | {"numerics": str(numerics), "words": described(numerics)}
+    return {"headline": headline(report)} | found
+
+
+def write(report: Report, json: Path | None, html: Path | None) -> None:
+    """Writes the report to files.
+
+    Raises:
+      DiskError: the disk refuses.
+    """
+    if json is not None:
+        with writing(json):
+            write_json(json, as_json(report), indent=1)
+    if html is not None:
+        title = f"lowprec-attn check {report.target}"
+        states = {"right": "healthy", "risk": "warned", "bug": "broken"}
+        rows = [
+            (name, *(f"{x:.2e}" for x in errors.values())) for name, errors in report.errors.items()
+        ]
+        write_page(
+            html,
+            title,
+            [
+                element("h1", title),
+                element("div", headline(report), class_=f"state {states[report.state]}"),
+                element("pre", "\n".join(lines(report))),
+                element("h2", "‖x − x64‖ / ‖x64‖ of every problem"),
+                table(("problem", *WORDS_OF_RESULTS), rows, range(1, 5)),
+            ],
+        )
+
+
+WORDS_OF_RESULTS = [WORDS[n] for n in ("o", "dq", "dk", "dv")]

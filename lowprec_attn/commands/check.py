@@ -1,0 +1,111 @@
+"""`lowprec-attn check TARGET`: is a kernel's gradient right, and which arithmetic is it?
+
+It runs an attention function of any library forward and backward on hard inputs, compares it with
+float64 and with emulations of named arithmetics, and says in words: right, and which arithmetic; a
+risk, and which cure; or a bug, and the smallest case that shows it. See `lowprec_attn.check`.
+
+Exit codes: 0 right; 3 a risk; 4 a bug; 1 a target or option that cannot serve.
+"""
+
+import argparse
+from pathlib import Path
+
+from lowprec_attn import check
+from lowprec_attn.check.problems import DTYPES
+from lowprec_attn.check.targets import KNOWN
+from lowprec_attn.files import require_output
+
+EXIT_CODES = {"right": 0, "risk": 3, "bug": 4}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = (
+        "Runs an attention function forward and backward on hard inputs and says whether its "
+        "gradient is right, and which arithmetic it is."
+    )
+    parser.epilog = "Exit code 0: right, 3: a risk, 4: a bug, 1: bad input."
+    parser.add_argument("target", metavar="TARGET", help=KNOWN)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of q, k, v, dO")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path(),
+        help="where the smallest case of a bug and its script go (default: here)",
+    )
+    parser.add_argument(
+        "--numerics", default="flash", metavar="PRESET", help="of lowprec_attn's own"
+    )
+    parser.add_argument("--tokens", type=int, help="of the core problems (default: 160)")
+    parser.add_argument("--head-size", type=int, help="H (default: 64)")
+    own = parser.add_argument_group(
+        "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
+    )
+    own.add_argument("--framework", choices=("jax", "torch"), help="whose arrays it takes")
+    own.add_argument("--layout", choices=("BTNH", "BNTH"), default="BTNH", help="of the arrays")
+    own.add_argument("--causal", action=argparse.BooleanOptionalAction, help="whether it is causal")
+    own.add_argument(
+        "--keyword",
+        action="append",
+        default=[],
+        metavar="NAME=KEYWORD",
+        help="what it calls causal, scale or mask (True: seen), as in causal=is_causal; repeatable",
+    )
+    own.add_argument("--scale", type=float, help="the factor of q kᵀ that it has (default: 1/√H)")
+    own.add_argument(
+        "--groups",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether it takes fewer key heads than query heads",
+    )
+    own.add_argument(
+        "--alignment",
+        choices=("start", "end"),
+        help="of the causal diagonal where lengths differ (default: whichever its O shows)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, prints, writes; returns the exit code.
+
+    Raises:
+      UserError: the target cannot be had or called, an option cannot serve, or a file cannot be
+        written.
+    """
+    for path in (args.json, args.html):
+        if path is not None:
+            require_output(path)
+    for name in ("tokens", "head_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise check.TargetError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    target = check.find(args.target, _options(args))
+    report = check.check(target, args.dtype, seed=args.seed, out=args.out)
+    print("\n".join(check.lines(report)))
+    check.write(report, args.json, args.html)
+    return EXIT_CODES[report.state]
+
+
+def _options(args: argparse.Namespace) -> check.Options:
+    keywords = {}
+    for word in args.keyword:
+        name, _, keyword = word.partition("=")
+        if not keyword.isidentifier():
+            raise check.TargetError(f"--keyword {word}: say NAME=KEYWORD, as in causal=is_causal")
+        keywords[name] = keyword
+    return check.Options(
+        framework=args.framework,
+        layout=args.layout,
+        causal=args.causal,
+        keywords=keywords,
+        scale=args.scale,
+        groups=args.groups,
+        alignment=args.alignment,
+        numerics=args.numerics,
+        tokens=args.tokens,
+        head_size=args.head_size,
+    )

@@ -1,0 +1,268 @@
+"""`check`: planted bugs are named, planted arithmetics told, correct libraries left in peace.
+
+The kernels are `benchmarks.planted`: NumPy, without code of the library. Problems are smaller than
+a user's, so that a check takes seconds; `benchmarks.check_confusion` has the full ones.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import check_confusion
+from benchmarks.planted import ARITHMETICS, BUGS, Planted
+from lowprec_attn import check
+from lowprec_attn.check import candidates, measure, problems, training
+from lowprec_attn.check.targets import aligned
+from lowprec_attn.commands.main import main
+from lowprec_attn.testing import assert_attention
+
+SMALL = {"tokens": 64, "head_size": 32}
+
+
+def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, **fields):
+    rng = np.random.default_rng(seed)
+    kernel = Planted(tile=tile, rng=rng, **ARITHMETICS[name], **fields)
+    return check.check(check_confusion.target(kernel, **SMALL), dtype, seed=seed)
+
+
+@pytest.fixture
+def few_candidates(monkeypatch):
+    """The planted arithmetic is among the presets: no tile, exponent or change of one is tried."""
+    presets = candidates.Emulation.presets
+
+    def few(emulation):
+        return [c for c in presets(emulation) if c.preset in ("exact", "flash", "unfused")]
+
+    monkeypatch.setattr(candidates.Emulation, "presets", few)
+    monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
+    monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
+
+
+@pytest.mark.usefixtures("few_candidates")
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if bug != "hidden scores are −1e4"])
+def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
+    report = checked(bug=bug, backwards=len(bug) % 2 == 0)
+    assert report.state == "bug"
+    names = [found.name.lower() for found in report.bugs]
+    assert any(BUGS[bug] in name for name in names), names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "exact",
+        "flash",
+        "halves_output",
+        "normalized_delta",
+        "unfused",
+        "probe",
+        "flash with dp=bfloat16",
+    ],
+)
+def test_a_planted_arithmetic_is_told(name):
+    report = checked(name, tile=32)
+    assert report.bugs == ()
+    found = report.arithmetic
+    assert name in (found.name, *found.alike)
+    assert found.explains
+    has_risk = name in ("flash", "halves_output", "probe", "flash with dp=bfloat16")
+    assert (report.state == "risk") == has_risk
+
+
+def test_float16_is_told_from_its_presets():
+    report = checked("delta_dp_p", dtype="float16")
+    assert report.bugs == () and report.arithmetic.name == "delta_dp_p"
+
+
+def test_float32_without_roundings_is_exact():
+    report = checked("exact", dtype="float32")
+    assert report.state == "right" and report.arithmetic.name == "exact"
+
+
+def test_jax_nn_has_no_bug_and_its_report_fits_the_terminal(capsys, tmp_path):
+    files = [f"--json={tmp_path / 'a.json'}", f"--html={tmp_path / 'a.html'}"]
+    code = main(["check", "jax.nn:xla", "--tokens=64", "--head-size=32", *files])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert printed.startswith("jax.nn:xla, bfloat16: right, no bug")
+    assert "computes like unfused" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["state"] == "right" and found["arithmetic"]["name"] == "unfused"
+    assert "dP in bfloat16" in found["arithmetic"]["words"]
+    assert set(found["errors"]["long"]) == set(measure.RESULTS)
+    assert "unfused" in (tmp_path / "a.html").read_text()
+
+
+def test_the_default_arithmetic_here_is_a_risk_with_its_cures(capsys):
+    options = ["--tokens=64", "--head-size=32", "--numerics=flash"]
+    assert main(["check", "lowprec_attn:tiled", *options]) == 3
+    printed = capsys.readouterr().out
+    assert "rows of dS do not sum to zero" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    lines = {line.split()[0]: line for line in printed.splitlines() if line}
+    assert "still a risk" not in lines["corrected_after_cast"]
+    assert "still a risk" in lines["float32_output"]
+
+
+def attention(q, k, v, *, is_causal=True):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+@jax.custom_vjp
+def without_last_keys(q, k, v):
+    """dV of the keys beyond the last full tile of 16 is not written."""
+    return attention(q, k, v)
+
+
+def _forward(q, k, v):
+    o, pullback = jax.vjp(attention, q, k, v)
+    return o, pullback
+
+
+def _backward(pullback, do):
+    dq, dk, dv = pullback(do)
+    return dq, dk, dv.at[:, dv.shape[1] // 16 * 16 :].set(0)
+
+
+without_last_keys.defvjp(_forward, _backward)
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
+    options = check.Options(causal=True, framework="jax", **SMALL)
+    target = check.of_function(without_last_keys, options)
+    report = check.check(target, out=tmp_path)
+    (bug,) = report.bugs
+    assert bug.results == ("dv",)
+    data, script = bug.files
+    case = np.load(data)
+    assert case["q"].shape[1] < 16 and case["k"].shape[2] == 1
+    text = Path(script).read_text()
+    assert "lowprec_attn" not in text
+    own = f"import sys; sys.path[:0] = {sys.path!r}\n{text}"
+    done = subprocess.run(
+        [sys.executable, "-c", own], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    errors = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines()}
+    assert errors["dv"] > 0.1 > 10 * errors["o"]
+    assert main(["check", f"{__name__}:without_last_keys", "--causal", "--framework=jax",
+                 "--tokens=64", "--head-size=32", f"--out={tmp_path}"]) == 4  # fmt: skip
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_assert_attention_says_what_is_wrong():
+    report = assert_attention(
+        attention, keywords={"causal": "is_causal"}, arithmetic="unfused", **SMALL
+    )
+    assert report.state == "right"
+    assert "another scale" in report.not_tried and "left padding" in report.not_tried
+    with pytest.raises(AssertionError, match="expected the arithmetic flash"):
+        assert_attention(attention, causal=True, arithmetic="flash", **SMALL)
+    with pytest.raises(AssertionError, match="do not fill a tile"):
+        assert_attention(without_last_keys, causal=True, framework="jax", **SMALL)
+
+
+def lower_right(q, k, v):
+    seen = np.tri(q.shape[1], k.shape[1], k.shape[1] - q.shape[1], dtype=bool)
+    o = jax.nn.dot_product_attention(q, k, v, mask=jnp.asarray(seen)[None, None])
+    return jnp.where(jnp.asarray(seen.any(-1))[None, :, None, None], o, jnp.zeros((), o.dtype))
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_alignment_is_seen_in_o_or_as_asked():
+    options = {"causal": True, "framework": "jax", **SMALL}
+    report = check.check(check.of_function(lower_right, check.Options(**options)))
+    assert report.bugs == ()
+    assert sum("aligned with the last row" in note for note in report.notes) == 2
+    asked = check.Options(alignment="start", **options)
+    report = check.check(check.of_function(lower_right, asked))
+    assert [bug.name for bug in report.bugs] == [
+        "the causal diagonal is aligned with the last row and key"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["jax.nnn"], "unknown target 'jax.nnn'; targets are jax.nn[:xla|cudnn]"),
+        (["jax.nn:tpu"], "say jax.nn:xla or jax.nn:cudnn"),
+        (["torch.sdpa:fast"], "torch"),
+        (["lowprec_attn:tiled", "--numerics=fast"], "unknown numerics 'fast'"),
+        (["no_such_module:f", "--causal"], "no module named no_such_module"),
+        ([f"{__name__}:nothing", "--causal"], "has no 'nothing'"),
+        ([f"{__name__}:attention"], "is attention causal?"),
+        ([f"{__name__}:attention", "--keyword=causal"], "say NAME=KEYWORD"),
+        ([f"{__name__}:attention", "--causal", "--keyword=x=y"], "is none of causal, scale, mask"),
+        ([f"{__name__}:SMALL", "--causal"], "is no function but dict"),
+        (["jax.nn", "--tokens=0"], "--tokens must be positive, got 0"),
+    ],
+)
+def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys):
+    assert main(["check", *arguments]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_a_library_that_is_absent_says_how_to_install_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    assert main(["check", "tokamax"]) == 1
+    assert "tokamax is not installed: pip install tokamax" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("backend", "state", "name"), [
+    ("math", "right", "exact"), ("flash", "risk", "flash"),
+])  # fmt: skip
+def test_torch_has_no_bug(backend, state, name):
+    pytest.importorskip("torch")
+    report = check.check(check.find(f"torch.sdpa:{backend}", check.Options(**SMALL)))
+    assert (report.state, report.bugs) == (state, ())
+    assert name in (report.arithmetic.name, *report.arithmetic.alike)
+
+
+def test_the_errors_of_a_row_are_in_units_of_what_makes_it():
+    (problem, *_) = problems.core("float32", causal=True, **SMALL)
+    exact = measure.exact(problem)
+    found = {name: np.array(x) for name, x in exact.found.items()}
+    assert all(not e.any() for e in measure.row_errors(found, exact).values())
+    found["dv"][0, 5, 1] += exact.units["dv"][0, 5, 1] / np.sqrt(32)
+    found["dq"][0, 7, 0, 3] = np.nan
+    errors = measure.row_errors(found, exact)
+    assert errors["dv"][0, 5, 1] == pytest.approx(1) and np.count_nonzero(errors["dv"]) == 1
+    assert np.isinf(errors["dq"][0, 7, 0]) and np.isinf(errors["dq"]).sum() == 1
+
+
+def test_the_row_sum_of_ds_is_inferred_from_dq():
+    problem = problems.core("float32", causal=True, **SMALL)[3]
+    assert problem.name == "clustered 1e+01"
+    exact = measure.exact(problem)
+    k = problem.k.astype(np.float64)
+    pk = problem.scale * np.einsum("bnts,bsnh->btnh", exact.p, k)
+    sizes = np.abs(exact.p * exact.dp).sum(-1)
+    leak = 1e-3 * np.sqrt((sizes**2).mean())  # of every row
+    effect = training.effect(problem, exact, exact.found["dq"] + leak * pk)
+    assert effect.row_sum == pytest.approx(1e-3)
+
+
+def test_problems_are_what_their_names_say():
+    made = {p.name: p for p in problems.core("bfloat16", causal=True)}
+    for name, score in (("normal 1e+04", 1e4), ("clustered 1e+01", 10), ("clustered 1e+03", 1e3)):
+        largest = problems.largest_scores(made[name].q, made[name].k, made[name].scale)
+        assert largest.max() == pytest.approx(score, rel=0.01)
+    assert (measure.exact(made["one key"]).p.max(-1) > 0.999).all()
+    p = measure.exact(made["saturated"]).p.max(-1)
+    assert 0.3 < np.median(p) < 0.999
+    p = measure.exact(made["ties"]).p
+    assert (np.sum(p == p.max(-1, keepdims=True), -1) > 1).mean() > 0.8
+    assert (measure.exact(made["sink"]).p.argmax(-1) == 0).all()
+    end = aligned(next(p for p in problems.features("bfloat16", causal=True)
+                       if p.name == "fewer queries"), "end")  # fmt: skip
+    assert np.isfinite(measure.exact(end).p).all() and (measure.exact(end).p[0, 0, 0] > 0).sum() > 1
