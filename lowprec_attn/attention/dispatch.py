@@ -34,6 +34,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
+# Why an implementation that serves a request is not chosen unasked.
+_NOT_RUN = "numerics that have not run on a device yet (name the implementation to take it)"
+
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
 _PLATFORMS = ("cuda", "tpu", "default")
@@ -93,7 +96,17 @@ def check_name(implementation: object) -> None:
 def declined_by(request: Request, taken: str) -> list[str]:
     """What the implementations that go before `taken` do not support, with their names."""
     before = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
-    return [f"{n} does not support {IMPLEMENTATIONS[n].unsupported(request)}" for n in before]
+    return [f"{n} does not support {_declines_unasked(n, request)}" for n in before]
+
+
+def _declines_unasked(name: str, request: Request) -> str | None:
+    """Why an implementation is not chosen for a request that names none."""
+    n = request.spec.numerics
+    reason: str | None = IMPLEMENTATIONS[name].unsupported(request)
+    if reason is None and name == "hopper":
+        # Interpreted and compiled alone.
+        return _NOT_RUN if n.exponent == "whole_max" or n.delta == "after_cast" else None
+    return reason
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
@@ -103,13 +116,15 @@ def resolve(request: Request, implementation: str | None = None) -> str:
       ValueError: unknown name.
       UnsupportedError: the one asked for, or every one, declines.
     """
+    if implementation is None:
+        unasked = {name: _declines_unasked(name, request) for name in IMPLEMENTATIONS}
+        for name, reason in unasked.items():
+            if reason is None:
+                return name
+        listed = "; ".join(f"{name}: {reason}" for name, reason in unasked.items())
+        raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
     able = [name for name, reason in reasons.items() if reason is None]
-    if implementation is None:
-        if not able:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
-        return able[0]
     check_name(implementation)
     if reasons[implementation] is not None:
         others = f"use {' or '.join(able)}" if able else "no other implementation does either"

@@ -9,14 +9,14 @@ from gpu.targets import mesh_of
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec
-from lowprec_attn.attention.dispatch import resolve_by_platform
+from lowprec_attn.attention.dispatch import declined_by, resolve, resolve_by_platform
 from lowprec_attn.numerics import StandardMax
 from pallas_kernels.gpu.hopper.attention import is_available
 
 
-def request(numerics_=numerics.FLASH, **options):
+def request(numerics_=numerics.FLASH, length=16, **options):
     spec = Spec(numerics=numerics_, row_max=StandardMax(), scale=0.125, is_causal=True)
-    shape = (1, 16, 2, 64)
+    shape = (1, length, 2, 64)
     return Request(spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype("bfloat16"), **options)
 
 
@@ -76,3 +76,14 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
         assert f"attention_{kernel}" in for_tpu
     assert "tpu_custom_call" in for_tpu
     assert ("mosaic_gpu" in for_gpu) == (kind == "NVIDIA H200" and is_available())
+
+
+@pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
+@pytest.mark.parametrize("preset", ["flash", "matched", "corrected_after_cast"])
+def test_what_has_not_run_on_a_device_is_taken_where_it_is_named_alone(preset):
+    asked = request(numerics.PRESETS[preset], length=128, platform="cuda")
+    with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
+        assert resolve(asked, "hopper") == "hopper"
+        assert resolve(asked) == ("hopper" if preset == "flash" else "gpu")
+        declined = " ".join(declined_by(asked, "gpu"))
+    assert ("have not run on a device" in declined) == (preset != "flash")
