@@ -103,8 +103,8 @@ def _declines_unasked(name: str, request: Request) -> str | None:
     """Why an implementation is not chosen for a request that names none."""
     n = request.spec.numerics
     reason: str | None = IMPLEMENTATIONS[name].unsupported(request)
-    if reason is None and name == "hopper":
-        # Interpreted and compiled alone.
+    if reason is None and name == "hopper" and request.spec.block_sizes is None:
+        # Interpreted and compiled alone. Tiles of its own name it.
         return _NOT_RUN if n.exponent == "whole_max" or n.delta == "after_cast" else None
     return reason
 
