@@ -11,6 +11,7 @@ from tiny import tiny_settings
 from trainer_oracles import BFLOAT16, exact_cross_entropy, exact_gelu, logits_and_targets
 
 from lowprec_attn import attention
+from lowprec_attn.gpt2 import layers
 from lowprec_attn.gpt2.layers import gelu
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.devices import compiler_options

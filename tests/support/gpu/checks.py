@@ -53,6 +53,7 @@ from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
 from pallas_kernels.gpu.instructions import whole_exp2
 from pallas_kernels.gpu.problem import Problem
+from pallas_kernels.gpu.products import Rounder
 
 Record = dict[str, Any]
 
