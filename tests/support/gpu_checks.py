@@ -292,6 +292,8 @@ class RoundTo:
 class WholePowers:
     """2^(x − n) is 2^-n times 2^x bit for bit, for all x that `arithmetic.powers` forms in [0, 1].
 
+    And for all that `hopper.powers` forms, 64 and more below it, whose powers are normal numbers.
+
     The instruction is an approximation. `matched` has one P̄ in both passes if it errs alike for
     every whole part of its operand.
     """
@@ -302,13 +304,13 @@ class WholePowers:
         part = np.arange(2**17 + 1, dtype=np.float32) * np.float32(2.0**-17)
         power = in_kernel(lambda x: whole_exp2(x, interpret=False))
         of_part = np.asarray(power(part))
+        shifts = [np.float32(n) for n in (*range(1, 33), *range(64, 126))]
         wrong = {
-            n: int((np.asarray(power(part - n)) != of_part * np.exp2(-n)).sum())
-            for n in map(np.float32, range(1, 33))
+            n: int((np.asarray(power(part - n)) != of_part * np.exp2(-n)).sum()) for n in shifts
         }
         error = np.abs(of_part / np.exp2(part.astype(np.float64)) - 1).max()
         return {
-            "values": 33 * part.size,
+            "values": (1 + len(shifts)) * part.size,
             "wrong": sum(wrong.values()),
             "error": float(error),
             "passed": not any(wrong.values()) and error < 2.0**-21,
