@@ -17,6 +17,7 @@ import pytest
 from kernel_calls import check_accuracy, run, run_plain
 from test_hopper import FEW, GROUPED, call
 
+from lowprec_attn.arithmetic import powers as tiled_powers
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.attention import reference, tiled
 from lowprec_attn.numerics import (
@@ -29,7 +30,9 @@ from lowprec_attn.numerics import (
     StandardMax,
 )
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.backward import query_mainloop
+from pallas_kernels.gpu.hopper.problem import Problem as KernelProblem
 
 pytestmark = [
     pytest.mark.usefixtures("no_races"),
@@ -156,6 +159,33 @@ def test_rows_of_p_sum_to_one_and_of_ds_to_zero(
     for num, bound in BOUNDS.items():
         ds = summed_rows(problem, arrays, 0.0, num, sums)
         assert (np.abs(ds) <= bound * terms).all(), num
+
+
+@pytest.mark.parametrize("largest", [1.0, 30.0, 1e3, 1e5, 1e7])
+def test_another_maximum_gives_the_same_significand(largest: float) -> None:
+    """Bit by bit, and above 2^-32 that of `tiled`."""
+    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    spec = PROBLEMS["causal"].spec(MATCHED)
+    of = KernelProblem.of(x, x, spec, harness.HOPPER_TILES)
+    r = np.random.default_rng(0)
+    s = largest * r.uniform(-1, 1, (64, 128)).astype(np.float32)
+    s[:, ::3] = s.max(1, keepdims=True) - r.uniform(0, 300, s[:, ::3].shape)
+    s = s.astype(np.float32)
+    m = np.asarray(tiled_powers.whole_max(jnp.asarray(s.max(1)), of.log2_unit))
+
+    def probs(m: np.ndarray) -> np.ndarray:
+        added = -powers.offset(jnp.asarray(m))
+        return np.asarray(powers.exponentials(jnp.asarray(s), added[:, None], of))
+
+    final = probs(m)
+    for steps in (1, 5, 31):  # by so much a later step raised M
+        earlier = probs(m - np.float32(steps)) * np.exp2(np.float32(-steps))
+        visited = (s * np.float64(of.log2_unit) <= m[:, None] - steps) & (final > 0)
+        assert visited.any()
+        np.testing.assert_array_equal(earlier[visited], final[visited])
+    expected = np.asarray(tiled_powers.power(jnp.asarray(s), of.log2_unit, jnp.asarray(m)[:, None]))
+    above = expected > 2.0**-32
+    np.testing.assert_array_equal(final[above], expected[above] * np.exp2(np.float32(powers.UNIT)))
 
 
 @pytest.mark.parametrize(

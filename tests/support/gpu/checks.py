@@ -293,6 +293,8 @@ class RoundTo:
 class WholePowers:
     """2^(x − n) is 2^-n times 2^x bit for bit, for all x ≤ 0 that `arithmetic.powers` forms.
 
+    And for all that `hopper.powers` forms, 64 and more below it, whose powers are normal numbers.
+
     The instruction is an approximation. `matched` has one P̄ in both passes if it errs alike for
     every whole part of its operand, S₂ − M. Above 0, where no operand of P̄ is, it errs otherwise.
     """
@@ -303,13 +305,14 @@ class WholePowers:
         part = np.arange(2**17 + 1, dtype=np.float32) * np.float32(2.0**-17) - 1
         power = in_kernel(lambda x: whole_exp2(x, interpret=False))
         of_part = np.asarray(power(part))
+        shifts = (*range(1, 32), *range(64, 126))
         wrong = {
             n: int((np.ldexp(np.asarray(power(part - np.float32(n))), n) != of_part).sum())
-            for n in range(1, 32)
+            for n in shifts
         }
         error = np.abs(of_part / np.exp2(part.astype(np.float64)) - 1).max()
         return {
-            "values": 32 * part.size,
+            "values": (1 + len(shifts)) * part.size,
             "wrong": sum(wrong.values()),
             "error": float(error),
             "passed": not any(wrong.values()) and error < 2.0**-21,
