@@ -34,8 +34,17 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-# Why an implementation that serves a request is not chosen unasked.
-_NOT_RUN = "numerics that have not run on a device yet (name the implementation to take it)"
+# Why an implementation that serves a request is not chosen unasked, and the values of points with
+# which `hopper` was interpreted and compiled alone.
+_NOT_RUN = "that have not run on a device yet (name the implementation to take it)"
+_NOT_RUN_ON_HOPPER = {
+    "delta": "after_cast",
+    "exponent": "whole_max",
+    "recomputed_probs": "rounded",
+    "row_sum": "rounded",
+    "saved_output": "halves",
+    "statistics": "m_and_l",
+}
 
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
@@ -101,11 +110,12 @@ def declined_by(request: Request, taken: str) -> list[str]:
 
 def _declines_unasked(name: str, request: Request) -> str | None:
     """Why an implementation is not chosen for a request that names none."""
-    n = request.spec.numerics
     reason: str | None = IMPLEMENTATIONS[name].unsupported(request)
+    # Tiles of an implementation's own name it.
     if reason is None and name == "hopper" and request.spec.block_sizes is None:
-        # Interpreted and compiled alone. Tiles of its own name it.
-        return _NOT_RUN if n.exponent == "whole_max" or n.delta == "after_cast" else None
+        found = vars(request.spec.numerics)
+        new = [f"{point}={x}" for point, x in _NOT_RUN_ON_HOPPER.items() if found[point] == x]
+        return f"{', '.join(new)} {_NOT_RUN}" if new else None
     return reason
 
 

@@ -79,7 +79,7 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
 
 
 @pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
-@pytest.mark.parametrize("preset", ["flash", "matched", "corrected_after_cast"])
+@pytest.mark.parametrize("preset", ["flash", "matched", "corrected_after_cast", "halves_output"])
 def test_what_has_not_run_on_a_device_is_taken_where_it_is_named_alone(preset):
     asked = request(numerics.PRESETS[preset], length=128, platform="cuda")
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):

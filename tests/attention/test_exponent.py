@@ -127,6 +127,7 @@ BOTH = "shift_first, backward scale_first"
         ("gpu", FLASH.replace(statistics="m_and_l"), "shift_first"),
         ("gpu", FLASH.replace(exponent="shift_first"), "shift_first"),
         ("hopper", FLASH, "scale_first"),
+        ("hopper", numerics.MATCHED, "whole_max"),
         ("tpu", FLASH, "shift_first"),
     ],
 )
@@ -140,7 +141,7 @@ def test_kernels_refuse_the_other_by_name() -> None:
         reason = module._unsupported_numerics
         argument = asked(FLASH.replace(exponent=exponent))
         found = reason(argument.spec.numerics if name == "hopper" else argument)
-        other = {"shift_first": "scale_first", "scale_first": "shift_first"}[exponent]
+        other = {"hopper": "scale_first or whole_max", "tpu": "shift_first"}[name]
         assert found == f"exponent={exponent} (it takes {other})"
 
 

@@ -26,8 +26,11 @@ from kernel_calls import PRESETS, RULES, Call, call_of, operands_of
 
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
+    CORRECTED_AFTER_CAST,
     FLASH,
     FLOAT32_OUTPUT,
+    MATCHED,
+    MATCHED_FLOAT32_OUTPUT,
     NORMALIZED_DELTA,
     PUBLISHED,
     DynamicMax,
@@ -117,6 +120,9 @@ def launch_hopper() -> int:
             (head_size, FLASH, DynamicMax(), None),  # at head size 64 tiles overlap
             (head_size, FLOAT32_OUTPUT, StandardMax(), None),
             (head_size, NORMALIZED_DELTA, StandardMax(), None),
+            (head_size, CORRECTED_AFTER_CAST, StandardMax(), None),
+            (head_size, MATCHED, StandardMax(), None),
+            (head_size, MATCHED_FLOAT32_OUTPUT, DynamicMax(), None),
         ]
         if head_size < 256:
             unordered = default_block_sizes(head_size, unordered=True)
