@@ -45,7 +45,7 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
     "delta_dp_p": {"delta": "dp_p"},
     "normalized_delta": {"delta": "normalized"},
     "corrected_after_cast": {"delta": "after_cast"},
-    "unfused": {"delta": "dp_p", "ds": False, "dp": True, "normalize": True},
+    "jax_nn": {"delta": "dp_p", "ds": False, "dp": True, "normalize": True},
     "probe": {"scores": True, "pv": True, "dp": True},
     "flash with ds=float32": {"ds": False},
     "flash with probs_bwd=float32": {"probs_bwd": False},

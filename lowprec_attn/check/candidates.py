@@ -21,7 +21,7 @@ from lowprec_attn.attention.tiled import BlockSizes
 from lowprec_attn.check.measure import RESULTS, Exact, Found
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.errors import UserError
-from lowprec_attn.numerics import EXACT, PRESETS, STANDARD, Numerics
+from lowprec_attn.numerics import EXACT, PRESETS, Numerics
 
 TILES = (64, 128)
 _LEAST = 1e-6  # distances below are float32's
@@ -46,7 +46,6 @@ _CHOICES: tuple[Mapping[str, object], ...] = (
 
 # What others compute beside the presets.
 OTHERS = {
-    "unfused": STANDARD.replace(scores="float32", ds="float32"),  # jax.nn by XLA
     "tf32": EXACT.replace(scores="f32_m10", probs="f32_m10", probs_bwd="f32_m10", ds="f32_m10"),
 }
 BY_NAME = PRESETS | OTHERS

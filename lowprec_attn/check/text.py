@@ -19,7 +19,7 @@ WIDTH = 100
 _WHO = {
     "exact": "as PyTorch's unfused attention: only results are rounded",
     "flash": "as FlashAttention-2 and -3 and cuDNN",
-    "unfused": "as jax.nn by XLA",
+    "jax_nn": "as jax.nn by XLA",
     "published": "as the public code of arXiv 2510.04212",
     "float32_output": "as Kimi K3, which keeps O in float32",
     "halves_output": "as FlashAttention-4's sparse MLA",

@@ -37,7 +37,7 @@ def few_candidates(monkeypatch):
     presets = candidates.Emulation.presets
 
     def few(emulation):
-        return [c for c in presets(emulation) if c.preset in ("exact", "flash", "unfused")]
+        return [c for c in presets(emulation) if c.preset in ("exact", "flash", "jax_nn")]
 
     monkeypatch.setattr(candidates.Emulation, "presets", few)
     monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
@@ -60,7 +60,7 @@ def test_a_planted_bug_is_found_and_one_with_a_name_is_named(bug):
         "flash",
         "halves_output",
         "normalized_delta",
-        "unfused",
+        "jax_nn",
         "probe",
         "flash with dp=bfloat16",
     ],
@@ -91,13 +91,13 @@ def test_jax_nn_has_no_bug_and_its_report_fits_the_terminal(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert printed.startswith("jax.nn:xla, bfloat16: right, no bug")
-    assert "computes like unfused" in printed
+    assert "computes like jax_nn" in printed
     assert max(map(len, printed.splitlines())) <= 100
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["state"] == "right" and found["arithmetic"]["name"] == "unfused"
+    assert found["state"] == "right" and found["arithmetic"]["name"] == "jax_nn"
     assert "dP in bfloat16" in found["arithmetic"]["words"]
     assert set(found["errors"]["long"]) == set(measure.RESULTS)
-    assert "unfused" in (tmp_path / "a.html").read_text()
+    assert "jax_nn" in (tmp_path / "a.html").read_text()
 
 
 def test_the_default_arithmetic_here_is_a_risk_with_its_cures(capsys):
@@ -160,7 +160,7 @@ def test_a_bug_leaves_a_small_case_and_a_script_without_this_package(tmp_path):
 @pytest.mark.usefixtures("few_candidates")
 def test_assert_attention_says_what_is_wrong():
     report = assert_attention(
-        attention, keywords={"causal": "is_causal"}, arithmetic="unfused", **SMALL
+        attention, keywords={"causal": "is_causal"}, arithmetic="jax_nn", **SMALL
     )
     assert report.state == "right"
     assert "another scale" in report.not_tried and "left padding" in report.not_tried

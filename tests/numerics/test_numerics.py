@@ -165,7 +165,10 @@ def test_grads_default_to_the_format_of_their_input() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: numerics.get_preset("fast"), "'fast'; presets are exact, flash, published"),
+        (
+            lambda: numerics.get_preset("fast"),
+            "'fast'; presets are exact, flash, flash_att",
+        ),
         (lambda: FLASH.replace(score="bfloat16"), "'score'; points are scores, shift"),
         (lambda: FLASH.replace(scores="bf15"), "unknown format 'bf15'; formats are float32"),
         (lambda: FLASH.replace(scores=None), "got None"),
