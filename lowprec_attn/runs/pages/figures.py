@@ -235,8 +235,8 @@ def _chunks(steps: Sequence[int]) -> Iterable[list[int]]:
 
 
 def _mark(axis: Axes, health: Health) -> None:
-    for step in {health.explosion, health.not_finite} - {None}:
-        axis.axvline(step, color=EXPLOSION, lw=1.2)  # type: ignore[arg-type]
+    for step in {s for s in (health.explosion, health.not_finite) if s is not None}:
+        axis.axvline(step, color=EXPLOSION, lw=1.2)
 
 
 def _reach(axis: Axes, *histories: History) -> None:
