@@ -1,0 +1,114 @@
+"""The experiments beside true_bfloat16.toml change what their arms are called after, alone."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command import ROOT
+
+from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.commands import config
+from lowprec_attn.lab import experiment
+from lowprec_attn.training.config import train_settings
+from lowprec_attn.training.optimizer import learning_rate
+from pallas_kernels.gpu import attention as gpu
+
+REGIME = experiment.load(ROOT / "configs" / "true_bfloat16.toml")
+
+
+def settings_by_arm(defined):
+    found = {}
+    for trial in defined.with_seeds([1]).trials:
+        base, *fields = defined.arguments(trial)
+        found[trial.arm.name] = train_settings(config.load(base.removeprefix("--config="), fields))
+    return found
+
+
+def questions_of(name):
+    return experiment.load(ROOT / "configs" / f"true_bfloat16_{name}.toml")
+
+
+def differing(one, other):
+    """Dotted names of the settings that differ."""
+    found = set()
+    for field in dataclasses.fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if (
+            dataclasses.is_dataclass(a)
+            and dataclasses.is_dataclass(b)
+            and field.name != "attention"
+        ):
+            found |= {f"{field.name}.{name}" for name in differing(a, b)}
+        elif a != b:
+            found.add(field.name)
+    return found
+
+
+CHANGES = {
+    "weight_decay": {"optimizer.weight_decay"},
+    "eps_1e6": {"optimizer.eps"},
+    "eps_1e5": {"optimizer.eps"},
+    "b2_99": {"optimizer.b2"},
+    "b2_999": {"optimizer.b2"},
+    "qk_norm": {"model.qk_norm"},
+    "qk_clip": {"optimizer.qk_clip"},
+    "z_loss": {"model.z_loss"},
+    "logits_float32": {"model.logits_dtype"},
+    "biases": {"model.biases"},
+    "context_2048": {"model.context", "batch_size"},  # as many tokens a step
+    "tokens_131k": {"batch_size", "accumulation_steps"},
+}
+
+
+def test_a_recipe_changes_what_it_is_called_after():
+    recipes, regime = settings_by_arm(questions_of("recipes")), settings_by_arm(REGIME)
+    for arithmetic in ("flash", "exact"):
+        # The regime itself, so that its records are this file's controls.
+        assert differing(recipes[arithmetic], regime[arithmetic]) == {"name"}
+        for change, fields in CHANGES.items():
+            arm = recipes[f"{arithmetic}_{change}"]
+            assert differing(arm, recipes[arithmetic]) == fields, change
+    assert len(recipes) == 2 + 2 * len(CHANGES)
+
+
+def test_rates_are_compared_at_one_sum():
+    sums = {}
+    for name, settings in settings_by_arm(questions_of("rates")).items():
+        rate = learning_rate(settings.optimizer, settings.steps)
+        peak = settings.optimizer.peak_lr
+        until = {1e-3: 5000, 6e-4: 7700}[peak]
+        sums[name] = sum(float(rate(step)) for step in range(until))
+    of_regime = settings_by_arm(REGIME)["flash"]
+    rate = learning_rate(of_regime.optimizer, 3000)
+    expected = sum(float(rate(step)) for step in range(3000))
+    np.testing.assert_allclose(list(sums.values()), expected, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["delta", "rates", "recipes"])
+def test_arms_run_on_the_kernels_of_the_regime(name):
+    for arm, settings in settings_by_arm(questions_of(name)).items():
+        (group,) = {group for layer in settings.attention.layers for group in layer}
+        numerics = group.numerics
+        assert (settings.attention.implementation, numerics.exponent) == ("gpu", "shift_first")
+        spec = Spec(numerics=numerics, row_max=group.row_max, scale=0.125, is_causal=True)
+        shape = (1, settings.model.context, 12, 64)
+        request = Request(
+            spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype("bfloat16"), platform="cuda"
+        )
+        assert gpu.unsupported(request) is None, arm
+
+
+def test_an_error_of_delta_is_the_only_rounding():
+    exact, *arms = (
+        next(iter({group for layer in settings.attention.layers for group in layer})).numerics
+        for name, settings in settings_by_arm(questions_of("delta")).items()
+        if name != "flash"
+    )
+    for numerics in arms:
+        changed = [
+            f.name
+            for f in dataclasses.fields(exact)
+            if getattr(numerics, f.name) != getattr(exact, f.name)
+        ]
+        assert changed == ["delta_value"]
