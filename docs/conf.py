@@ -48,8 +48,9 @@ python_maximum_signature_line_length = 80
 
 # Types without a page here: those of other libraries, and ours of modules below the public ones.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|contextlib|jax|jaxlib|jaxtyping|numpy|pathlib|torch|typing)\..*|ndarray"),
-    ("py:.*", r"lowprec_attn\.(arithmetic|check|diagnostics|lab|numerics|runs)\..*|\w+Error"),
+    ("py:.*", r"(collections|contextlib|jax|jaxlib|jaxtyping|numpy|pathlib|torch|typing)\..*"),
+    ("py:.*", r"ndarray|\w+Error"),
+    ("py:.*", r"lowprec_attn\.(arithmetic|check|diagnostics|lab|numerics|runs)\..*"),
     # Words of a `Literal` and axes of a shape, which Sphinx takes for types.
     ("py:class", r"'.*|[a-z_]+"),
 ]
