@@ -6,7 +6,7 @@
 Every planted bug sits in a planted arithmetic drawn at random; tiles, the direction of the walk
 over the keys, lengths, head sizes, formats and seeds are drawn as well. Correct libraries are
 checked at random lengths, head sizes, formats and seeds: a bug found there is a false one. `--read`
-prints the tables of docs/check.md.
+prints the tables that docs/check.md counts.
 """
 
 import argparse

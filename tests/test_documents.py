@@ -3,10 +3,10 @@
 import collections
 import re
 import subprocess
-import unicodedata
 from functools import cache
 
 import pytest
+from anchors import slug
 from command import ROOT
 
 MEGABYTE = 1_000_000
@@ -14,7 +14,6 @@ _FENCED = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
 _LINK = re.compile(r"\]\(([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)\)")
 _HEADING = re.compile(r"^#{1,6} +(.+?)\s*#*$", re.MULTILINE)
-_LINKED = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
 def tracked(*patterns):
@@ -23,13 +22,6 @@ def tracked(*patterns):
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = (ROOT / line for line in names.splitlines())
     return [path for path in paths if path.is_file()]
-
-
-def slug(heading):
-    """The anchor that GitHub gives a heading: letters, marks, digits, - and _."""
-    text = _LINKED.sub(r"\1", heading).replace("`", "").replace("*", "").lower()
-    kept = (c for c in text if c in "- _" or unicodedata.category(c)[0] in "LM" or c.isdecimal())
-    return "".join(kept).replace(" ", "-")
 
 
 @cache

@@ -92,7 +92,7 @@ def test_numerics_does_not_import_what_stands_above_it() -> None:
 
 
 def test_a_point_is_named_in_the_files_that_the_architecture_lists() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "developers" / "architecture.md").read_text()
     section = page.partition("## How to add a numerics point")[2].partition("\n## ")[0]
     listed = set(re.findall(r"^\| `(\S+\.py)` \|", section, re.MULTILINE))
     named = re.compile(r'"dp"|\bn(?:umerics)?\.dp\b')

@@ -51,7 +51,7 @@ _PING_PONGS: tuple[dict[str, bool], ...] = (
 
 # Registers per thread, by the number of warpgroups that multiply: what a thread has, less some 32
 # for addresses, masks and rows. One warpgroup is not tried: nothing then multiplies during its
-# softmax, which took a third longer (docs/hopper_versions.md).
+# softmax, which made it a third slower.
 _REGISTERS = {2: 232 - 32, 3: 160 - 32}
 
 # Of a program, less 2 KiB for barriers and row statistics.

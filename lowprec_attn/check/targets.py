@@ -99,7 +99,7 @@ class Target:
 
     @property
     def causal(self) -> bool:
-        """Whether the core problems are causal: where it can be."""
+        """Whether the core problems are causal, as they are where it can be."""
         return "causal" in self.can
 
 

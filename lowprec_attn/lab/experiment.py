@@ -139,7 +139,7 @@ class Experiment:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All runs, seed by seed: what an interrupted experiment has, can be compared."""
+        """All runs, seed by seed, so that whole seeds of an interrupted experiment compare."""
         return tuple(Trial(arm, seed) for seed in self.seeds or (None,) for arm in self.arms)
 
     def with_flags(self, flags: Iterable[str]) -> Self:

@@ -54,6 +54,13 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        """Short in signatures and errors: the call that gives it, where it is one with a name."""
+        if FORMATS.get(self.name) == self:
+            return f"get_format({self.name!r})"
+        fields = dataclasses.fields(self)
+        return f"Format({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields)})"
+
 
 def _shortened(name: str, fraction_bits: int, storage: str) -> Format:
     """Float32's exponents and `fraction_bits` of its 23 stored significand bits."""

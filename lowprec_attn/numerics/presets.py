@@ -46,7 +46,7 @@ PUBLISHED = FLASH.replace(
     tile_grads="bfloat16",
     kv_block=512,
 )
-"""The public code of arXiv 2510.04212 as it runs, compiled: docs/published_arithmetic.md.
+"""The public code of arXiv 2510.04212 as it runs, compiled: docs/who_rounds_what.md.
 
 Its eager backward pass raises an error, and the compiler leaves out the roundings between the
 operations that it fuses: those of S − m, of Ō before the division, of m and l from step to step.

@@ -70,6 +70,7 @@ what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in e
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
@@ -380,9 +381,24 @@ class Numerics:
         )
 
     def __str__(self) -> str:
-        changed = []
+        return f"Numerics({', '.join(f'{name}={value}' for name, value in self._changed())})"
+
+    def __repr__(self) -> str:
+        """Short in signatures and errors, and evaluable: a preset's name, or what differs."""
+        from lowprec_attn.numerics.presets import PRESETS  # which are records
+
+        for name, preset in PRESETS.items():
+            if preset == self:
+                return f"numerics.{name.upper()}"
+        written = (
+            (name, str(value) if isinstance(value, Rounding) else value)
+            for name, value in self._changed()
+        )
+        return f"Numerics({', '.join(f'{name}={value!r}' for name, value in written)})"
+
+    def _changed(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of every field that differs from its default."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                changed.append(f"{field.name}={value}")
-        return f"Numerics({', '.join(changed)})"
+                yield field.name, value

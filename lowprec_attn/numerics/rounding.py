@@ -65,11 +65,17 @@ class Rounding:
 
     @property
     def result_format(self) -> Format:
-        """The format that holds every result: float32 for the error-injection modes."""
+        """The format that holds every result, float32 for the error-injection modes."""
         return FORMATS["float32"] if self.mode.startswith("error_") else self.format
 
     def __str__(self) -> str:
         return str(self.format) if self.mode == "nearest" else f"{self.format}:{self.mode}"
+
+    def __repr__(self) -> str:
+        """Short in signatures and errors: the call that gives it, where its format has a name."""
+        if FORMATS.get(self.format.name) == self.format:
+            return f"get_rounding({str(self)!r})"
+        return f"Rounding({self.format!r}, {self.mode!r})"
 
 
 def get_rounding(spec: "str | Format | Rounding") -> Rounding:

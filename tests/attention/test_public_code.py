@@ -1,6 +1,6 @@
 """The record of the public code of arXiv 2510.04212 against a reading of its source in NumPy.
 
-What follows for the presets stands in docs/published_arithmetic.md; `test_published` holds the
+What follows for the presets stands in docs/who_rounds_what.md; `test_published` holds the
 library against the same reading. When elements differ: `public_code.record`.
 """
 

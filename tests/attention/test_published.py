@@ -1,7 +1,7 @@
 """`published` and `published_eager` against the public code of arXiv 2510.04212.
 
 Three things stand beside each other: what the code computed on a GPU, a reading of its source in
-NumPy (`test_public_code` compares these two), and the library. docs/published_arithmetic.md says
+NumPy (`test_public_code` compares these two), and the library. docs/who_rounds_what.md says
 what follows. When elements differ: `public_code.record`.
 """
 

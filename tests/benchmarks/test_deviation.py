@@ -67,7 +67,7 @@ def test_keys_of_a_tile_are_arithmetic_and_queries_are_not():
     ],
 )
 def test_table_and_figure_come_from_the_records(tmp_path, monkeypatch, capsys, place, row):
-    """Those that docs/deviation.md shows."""
+    """Those that results/deviation_cpu/README.md shows."""
     (tmp_path / "attention.jsonl").symlink_to(ROOT / "results" / place / "attention.jsonl")
     assert run(monkeypatch, tmp_path, "--read") == 0
     assert row in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""The programs of docs/examples, as they stand there, by the lines of docs/diagnose.md."""
+"""The programs of docs/examples, by the lines of docs/diagnose.md, and that of docs/use.md."""
 
 import re
 import runpy
@@ -10,6 +10,7 @@ from lowprec_attn.commands.main import main
 
 PAGE = (ROOT / "docs" / "diagnose.md").read_text()
 LINES = re.findall(r"^python (docs/examples/\S+) && lowprec-attn (.*)$", PAGE, re.MULTILINE)
+USE = (ROOT / "docs" / "use.md").read_text()
 PROGRAMS = [path for path, _ in LINES]
 TORCH = "docs/examples/capture_hugging_face.py"
 
@@ -43,3 +44,11 @@ def test_a_program_and_its_diagnosis_run(path, command, tmp_path, monkeypatch, c
     assert "bfloat16, causal" in out
     assert len(re.findall(r"^Verdict for layer_0\d: nothing found", out, re.MULTILINE)) == 2
     assert "not kept" not in out
+
+
+def test_the_program_of_the_page_runs():
+    (program,) = re.findall(r"^```python\n(.*?^from flax.*?)^```", USE, re.DOTALL | re.MULTILINE)
+    made = {}
+    exec(compile(program, "docs/use.md", "exec"), made)
+    assert made["out"].shape == made["q"].shape
+    assert made["y"].shape == made["z"].shape == made["x"].shape

@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/train.md: each is one that its command line takes."""
+"""The commands of README, docs/train.md and docs/exploded.md: each is one that can be typed."""
 
 import re
 import shlex
@@ -11,7 +11,8 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.lab import experiment
 from lowprec_attn.training.config import train_settings
 
-PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/train.md"))
+FILES = ("README.md", "docs/train.md", "docs/exploded.md")
+PAGES = "\n".join((ROOT / name).read_text() for name in FILES)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", PAGES, re.DOTALL | re.MULTILINE)
 LINES = "\n".join(BLOCKS).replace("\\\n", " ").splitlines()
 COMMANDS = [

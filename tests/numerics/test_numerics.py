@@ -1,13 +1,14 @@
 """The `Numerics` record: the presets as the design tables them, overrides, what a call derives."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowprec_attn import numerics
+from lowprec_attn import attention, numerics
 from lowprec_attn.numerics import FLASH, MATCHED, POINTS, Numerics
 
 F32, BF16 = "float32", "bfloat16"
@@ -124,6 +125,36 @@ def test_text_names_what_differs_from_float32() -> None:
     assert str(FLASH.replace(kv_block=128)) == (
         "Numerics(probs=bfloat16, output=bfloat16, probs_bwd=bfloat16, ds=bfloat16, kv_block=128)"
     )
+
+
+@pytest.mark.parametrize("name", numerics.PRESETS)
+def test_a_preset_is_written_as_its_name(name: str) -> None:
+    written = repr(numerics.get_preset(name))
+    assert written.startswith("numerics.")
+    assert eval(written, {"numerics": numerics}) == numerics.get_preset(name)
+
+
+@pytest.mark.parametrize("mode", numerics.MODES)
+@pytest.mark.parametrize("point", numerics.POINTS)
+def test_what_is_written_gives_the_record_again(point: numerics.Point, mode: str) -> None:
+    record = numerics.FLASH.replace(**{point: f"bf16_m3:{mode}"}, kv_block=64, delta="dp_p")
+    written = repr(record)
+    assert eval(written, {"Numerics": numerics.Numerics}) == record
+    assert eval(repr(getattr(record, point)), vars(numerics)) == getattr(record, point)
+    assert len(written) < 250
+
+
+def test_a_format_without_a_name_is_written_out() -> None:
+    own = dataclasses.replace(numerics.get_format("bfloat16"), fraction_bits=5)
+    assert eval(repr(own), vars(numerics)) == own
+    rounding = numerics.Rounding(own, "stochastic")
+    assert eval(repr(rounding), vars(numerics)) == rounding
+
+
+def test_help_on_the_public_function_opens_with_short_defaults() -> None:
+    parameters = inspect.signature(attention.dot_product_attention).parameters
+    assert repr(parameters["numerics"].default) == "numerics.FLASH"
+    assert sum(len(repr(p.default)) for p in parameters.values() if p.default is not p.empty) < 150
 
 
 def test_another_format_replaces_bfloat16_everywhere_and_keeps_modes() -> None:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/support/compare_public_code.py
 
-The table of docs/published_arithmetic.md, and what it says about T = 1536: the share of elements
+The table of docs/who_rounds_what.md, and what it says about T = 1536: the share of elements
 that differ, in per cent, and after a colon the most by which one does, in units of bfloat16.
 """
 

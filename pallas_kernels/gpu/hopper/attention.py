@@ -8,7 +8,7 @@ declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
 takes two more here and three more there. `matched` has no product more; the correction after the
-cast has two, of the nine of both passes (docs/hopper_kernels.md).
+cast has two, of the nine of both passes (docs/developers/hopper.md).
 """
 
 import jax

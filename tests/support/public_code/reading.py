@@ -3,7 +3,7 @@
 `EAGER` takes every operation by itself, as PyTorch's dispatcher runs it under bfloat16 autocast:
 products, and whatever adds in place to a bfloat16 array, round; exp, log and sums are float32.
 `COMPILED` leaves out the roundings that the compiler leaves out of what its trainer runs.
-docs/published_arithmetic.md holds both against what the code computed on a GPU. Nothing here comes
+docs/who_rounds_what.md holds both against what the code computed on a GPU. Nothing here comes
 from the library. Causal, one query head per key head; arrays [N, T, H], float32 holding bfloat16
 values.
 """

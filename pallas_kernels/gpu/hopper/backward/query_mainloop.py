@@ -84,7 +84,9 @@ def _run_overlapped(dq: Accumulator, *, end: Array, rows: BackwardRows) -> tuple
     """dS k of a step starts in the same turn of the ping-pong as S and dP of the next."""
 
     # Nothing but addresses is between the products of two steps: 94 % of the product rate at head
-    # size 128, where a wait between them left 81 %.
+    # size 128, where a wait between them left 81 %. It is slower at head size 64, where the softmax
+    # takes longer than the products (17 to 22 %); in two stages (41 %); with two sums, for the
+    # assembler waits by itself (67 to 92 %, its remark C7514): hopper/backward_15_h200.ndjson.
     def step(t: Array, before: Array | None) -> Array:
         end_step = None if before is None else partial(add, t - 1, before)
         return _ds(*_probs_and_dp(t, rows, end_step), rows).astype(rows.problem.dtype)
@@ -165,7 +167,9 @@ def _probs_and_dp(
     shared.v.consumer_wait(n)
     dp = begin_product(do, shared.v.get(n), interpret=interpret)
     rows.ping_pong.arrive()
-    plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
+    # For S alone: dP is multiplied beside the exponentials. A branch that is never taken, which
+    # keeps some of them before the wait for dP, made it 2 to 9 % slower.
+    plgpu.wgmma_wait(1)
     if end_step is not None:
         shared.k.consumer_release(n - 1)
     p = probs(s, rows.offset, row, t, rows.full, rows.tile.step, problem)
