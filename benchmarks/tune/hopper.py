@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from benchmarks.attention.timing import Results
+from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import DynamicMax
 from pallas_kernels.gpu.hopper.backward import dq_accumulator
@@ -29,9 +30,17 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     rounds_products,
 )
 from pallas_kernels.gpu.hopper.forward.kernel import forward
+from pallas_kernels.gpu.hopper.forward.mainloop import SUM_COLUMNS
 from pallas_kernels.gpu.hopper.problem import Problem
 
-PRESETS = ("flash", "float32_output", "normalized_delta", "auxiliary_output")
+PRESETS = (
+    "flash",
+    "float32_output",
+    "normalized_delta",
+    "auxiliary_output",
+    "matched",
+    "corrected_after_cast",
+)
 RULES = ("standard", "dynamic_max")
 STAGES = (2, 3)
 TILES: dict[str, type[Tile]] = {
@@ -96,6 +105,7 @@ def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile
                 longest_first=(False, True),
                 early_wait=(False, True),
                 overlap_tiles=(False, True),
+                sum_by_product=(False, True) if spec.numerics.row_sum == "rounded" else (False,),
                 tests_ties=(True, False) if counts else (True,),
             )
         of: type[Tile] = ForwardTile
@@ -181,7 +191,10 @@ def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     products = 1.5 if kernel == "forward" else 2  # S and P̄ in half as many bits; S and dP
     if kernel == "query_gradients" and isinstance(tile, BackwardTile) and tile.overlap_steps:
         products += 0.5  # dS of the step before
-    return ROWS * (sums * head_size + products * tile.step) / _THREADS
+    columns = sums * head_size + products * tile.step
+    if isinstance(tile, ForwardTile) and tile.sum_by_product:
+        columns += SUM_COLUMNS
+    return ROWS * columns / _THREADS
 
 
 def _sums(kernel: str, spec: Spec) -> int:
@@ -189,7 +202,7 @@ def _sums(kernel: str, spec: Spec) -> int:
     n, of_step = spec.numerics, rounds_products(spec.numerics)
     return {
         "forward": 1 + (n.saved_output == "auxiliary") + of_step,  # Ō; Ō′ − Ō
-        "query_gradients": 1 + (n.delta == "normalized") + of_step,  # dQ; Σ P k
+        "query_gradients": 1 + (n.delta in SUMS_ROWS) + of_step,  # dQ; Σ P k
         "key_gradients": 2 + 2 * of_step,  # dK, dV
     }[kernel]
 
@@ -202,6 +215,8 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
         "query_gradients": 2 * entry + (saved.itemsize if saved else entry),  # q, dO; O
         "key_gradients": 2 * entry,  # k, v
     }
+    if spec.numerics.saved_output == "halves":
+        loaded["query_gradients"] += entry  # of O both
     if is_wide(head_size):
         loaded["query_gradients"] = 2 * entry  # q, dO
     own = tile.owned_stages * loaded[kernel]
@@ -210,9 +225,12 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     stages, exchanged = 2 * tile.stages, 0
     if isinstance(tile, ForwardTile):
         own += entry * tile.overlap_tiles  # O
+        exchanged = 2 * SUM_COLUMNS * tile.warpgroups * tile.step * tile.sum_by_product
     else:
         stages = tile.stages + tile.stages_of_v
         exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P on its way
+        if kernel == "key_gradients" and spec.numerics.delta == "after_cast":
+            exchanged += entry * tile.stages * tile.step * head_size  # λ q, beside q and dO
     loads = head_size * (own * tile.owned + entry * stages * tile.step) + exchanged
     if not sums_queries(kernel, spec):
         return loads
@@ -223,38 +241,49 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
 
 def sees(kernel: str, spec: Spec) -> Hashable:
     """What differs between the calls that these kernels serve."""
-    saved, long_steps = spec.numerics.saved_dtype, rounds_products(spec.numerics)
+    n, long_steps = spec.numerics, rounds_products(spec.numerics)
+    of_probs = long_steps, n.exponent == "whole_max", n.statistics
     if kernel == "forward":
-        return long_steps, saved, spec.row_max
+        return *of_probs, n.saved_dtype, n.saved_output == "halves", spec.row_max, n.row_sum
+    of_ds = *of_probs, n.recomputed_probs
     if kernel == "query_gradients":
-        return long_steps, saved == jnp.float32, spec.numerics.delta
-    return long_steps
+        return *of_ds, n.saved_dtype == jnp.float32, n.saved_output == "halves", n.delta
+    return *of_ds, n.divided_in_dv, n.delta == "after_cast"
 
 
 def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSizes) -> Results:
-    """q, k, v, dO, the O that δ sees [B, T, N, H]; offset, dlse and dp_offset [B, N, T]."""
+    """What all kernels take, as `_taken` names it; without what this arithmetic has not."""
     problem = Problem.of(q, k, spec, sizes)
     out = forward(q, k, v, problem)
-    o = out.o if out.saved is None else out.saved
+    o, low = (out.o, out.saved) if problem.saves_halves else (out.saved, None)
+    if o is None:
+        o = out.o
     dlse = jnp.zeros_like(out.offset)  # the loss depends on O alone
-    of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse)
-    _, dp_offset = query_gradients(of_queries, problem)
-    return *of_queries, dp_offset
+    of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse, low, out.inverse_l)
+    _, dp_offset, *correction = query_gradients(of_queries, problem)
+    return *(x for x in of_queries if x is not None), dp_offset, *correction
+
+
+def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
+    """Of `inputs`."""
+    optional = {"o_low": problem.saves_halves, "inverse_l": problem.saves_inverse_l}
+    names = [name for name in QueryInputs._fields if optional.get(name, True)]
+    x = QueryInputs(**dict(zip(names, arrays, strict=False)))
+    dp_offset, *correction = arrays[len(names) :]
+    return x, KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset, x.inverse_l, *correction)
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:
     """One kernel as a function of `inputs`."""
 
     def run(*arrays: Array) -> Results:
-        *of_queries, dp_offset = arrays
-        x = QueryInputs(*of_queries)
-        problem = Problem.of(x.q, x.k, spec, sizes)
+        problem = Problem.of(arrays[0], arrays[1], spec, sizes)
+        x, of_keys = _taken(arrays, problem)
         if kernel == "forward":
             out = forward(x.q, x.k, x.v, problem)
             return tuple(array for array in out if array is not None)
         if kernel == "query_gradients":
             return query_gradients(x, problem)
-        of_keys = KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset)
         if not problem.sums_queries:
             return tuple(key_gradients(of_keys, problem))
         dq = dq_accumulator.sums(problem)

@@ -79,7 +79,7 @@ def abstract_inputs(of: Call) -> tuple[Any, Results]:
 
 
 @pytest.mark.parametrize("shape", ["tiny64", "tiny128", "long64", "long128"])
-@pytest.mark.parametrize("preset", ["flash", "float32_output", "normalized_delta"])
+@pytest.mark.parametrize("preset", hopper.PRESETS)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_tiles_are_tried_once_and_the_tables_is_among_them(
     name: str, preset: str, shape: str
@@ -198,6 +198,8 @@ def test_a_kernel_is_timed_again_only_where_it_sees_a_difference() -> None:
         ("float32_output", "standard"): ["forward", "query_gradients"],
         ("normalized_delta", "standard"): ["query_gradients"],
         ("auxiliary_output", "standard"): ["forward"],
+        ("matched", "standard"): list(KERNELS),
+        ("corrected_after_cast", "standard"): ["query_gradients", "key_gradients"],
         ("flash", "dynamic_max"): ["forward"],
     }
 
@@ -251,6 +253,24 @@ def test_kernels_get_what_they_take(name: str, sizes: Any) -> None:
     for gradient, exact in zip(found, (expected[x] for x in names), strict=True):
         error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
         assert error < 2**-7 * np.linalg.norm(exact)  # a few roundings of half an ulp, 2**-9
+
+
+@needs_mosaic
+@pytest.mark.parametrize("preset", ["matched", "corrected_after_cast"])
+def test_kernels_of_a_cure_get_what_they_take(preset: str) -> None:
+    of = call(preset)
+    arrays = harness.inputs(SQUARE)
+    arrays["dlse"][:] = 0
+    q, k, v, do = (jnp.asarray(arrays[x]) for x in ("q", "k", "v", "do"))
+    operands = hopper.inputs(q, k, v, do, of.spec, HOPPER_TILES)
+    found = (
+        *hopper.function("query_gradients", of.spec, HOPPER_TILES)(*operands)[:1],
+        *hopper.function("key_gradients", of.spec, HOPPER_TILES)(*operands),
+    )
+    expected = harness.oracle(SQUARE, arrays)
+    for gradient, exact in zip(found, (expected[x] for x in ("dq", "dk", "dv")), strict=True):
+        error = np.linalg.norm(np.asarray(gradient, np.float64) - exact)
+        assert error < 2**-7 * np.linalg.norm(exact)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ the last P̄V of a tile runs during the first softmax of the program's next.
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,7 +17,7 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
-from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax
+from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax, Sums
 from pallas_kernels.gpu.hopper.forward.softmax import (
     begin_softmax_step,
     end_softmax_step,
@@ -32,21 +33,24 @@ from pallas_kernels.gpu.hopper.machine.instruction_order import (
     unknown_zero,
 )
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, along_rows, constant
-from pallas_kernels.gpu.hopper.machine.types import Accumulator
+from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
-# Ō, Ō′ − Ō where it is kept, and the softmax after a step.
-_Carry = tuple[Array, Array | None, Softmax]
-# Ō, Ō′ − Ō, m and l.
-_InOrder = tuple[Array, Array | None, Array, Array]
+# Ō and l of products, Ō′ − Ō where it is kept, and the softmax after a step.
+_Carry = tuple[Sums, Array | None, Softmax]
+# Ō and l of products, Ō′ − Ō, m and l.
+_InOrder = tuple[Sums, Array | None, Array, Array]
+
+# Columns of ones that P̄ is multiplied with where a product sums it: the fewest of a swizzled tile.
+SUM_COLUMNS = 16
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
     """m, l and Ō after the last step; Ō′ − Ō, where it is kept."""
     problem, tile = rows.problem, rows.tile
-    acc = constant((ROWS, problem.head_size), 0, TILE)
-    auxiliary = acc if problem.keeps_auxiliary else None
+    sums = _no_sums(problem, tile)
+    auxiliary = sums.out if problem.keeps_auxiliary else None
     # The interpreter knows no product that is under way, nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
     if (in_order or tile.owned_stages == 1) and not tile.overlap_tiles:
@@ -56,10 +60,30 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         acc, m, l = long_steps.mainloop(rows)
         return Softmax(m, l, m, m), acc, None
     run = _run_in_order if in_order else _run_overlapped
-    found = run(acc, auxiliary, rows)
+    softmax, sums, auxiliary = run(sums, auxiliary, rows)
     if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
-    return found
+    if sums.row is not None:  # equal columns, which the epilogue adds: a power of two of them
+        softmax = softmax._replace(l=sums.row * np.float32(1 / SUM_COLUMNS))
+    return softmax, sums.out, auxiliary
+
+
+def fill_with_ones(memory: Ref) -> None:
+    """What a product sums P̄ with, [step, SUM_COLUMNS]."""
+    memory[...] = constant(memory.shape, 1, TILE).astype(memory.dtype)
+    plgpu.commit_smem()  # products read by the asynchronous proxy, which sees no plain stores
+
+
+def _no_sums(problem: Problem, tile: ForwardTile) -> Sums:
+    """Before the first step."""
+    row = constant((ROWS, SUM_COLUMNS), 0, TILE) if tile.sum_by_product else None
+    return Sums(constant((ROWS, problem.head_size), 0, TILE), row)
+
+
+def _scaled(sums: Sums, alpha: Array) -> Sums:
+    """The sums against the new maximum."""
+    row = None if sums.row is None else along_rows(alpha, sums.row.shape) * sums.row
+    return Sums(along_rows(alpha, sums.out.shape) * sums.out, row)
 
 
 def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softmax, Array]:
@@ -67,8 +91,9 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
 
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
-        acc, softmax = _advance(first, due.acc, due.softmax, *no_key_yet(), rows)
-        _store_due(due, acc, out, rows)
+        sums = Sums(due.acc, None)
+        sums, softmax = _advance(first, sums, due.softmax, *no_key_yet(), rows)
+        _store_due(due, sums.out, out, rows)
         return _rounded(softmax, rows.problem)
 
     def prologue(_: Due) -> Softmax:
@@ -80,10 +105,9 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     # 1 %, and nothing beside an early wait (results/hopper/tiles_16_h200.jsonl).
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
-    acc = constant((ROWS, rows.problem.head_size), 0, TILE)
-    acc, _, softmax = _run_steps(acc, None, softmax, rows)
+    sums, _, softmax = _run_steps(_no_sums(rows.problem, rows.tile), None, softmax, rows)
     rows.shared.q.consumer_release(rows.tiles)
-    return softmax, acc
+    return softmax, sums.out
 
 
 def nothing_due(problem: Problem, tile: ForwardTile) -> Due:
@@ -97,8 +121,8 @@ def nothing_due(problem: Problem, tile: ForwardTile) -> Due:
 
 def end_last_tile(due: Due, out: Outputs, rows: QueryRows) -> None:
     """After a program's last tile; `rows.steps` are all that it has done."""
-    acc = _add_last(due.acc, due.softmax, rows.steps, rows)
-    _store_due(due, acc, out, rows)
+    sums = _add_last(Sums(due.acc, None), due.softmax, rows.steps, rows)
+    _store_due(due, sums.out, out, rows)
 
 
 def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
@@ -108,17 +132,17 @@ def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
 
 
 def _run_in_order(
-    acc: Array, auxiliary: Array | None, rows: QueryRows
-) -> tuple[Softmax, Array, Array | None]:
+    sums: Sums, auxiliary: Array | None, rows: QueryRows
+) -> tuple[Softmax, Sums, Array | None]:
     """One product after the other, P̄ from shared memory: for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
-    acc, auxiliary, m, l = lax.fori_loop(0, rows.end, step, (acc, auxiliary, *no_key_yet()))
-    return Softmax(m, l, m, m), acc, auxiliary
+    sums, auxiliary, m, l = lax.fori_loop(0, rows.end, step, (sums, auxiliary, *no_key_yet()))
+    return Softmax(m, l, m, m), sums, auxiliary
 
 
 def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRows) -> _InOrder:
-    acc, auxiliary, m, l = carry
+    sums, auxiliary, m, l = carry
     shared, interpret = rows.shared, rows.problem.sizes.interpret
     assert shared.probs is not None
     n = rows.steps + t
@@ -127,24 +151,24 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     s = add_product(no_score, q, k.T, interpret=interpret)
     shared.k.consumer_release(n)
     softmax = softmax_step(masked(s, rows, t), m, l, rows.problem, rows.tile)
-    acc = along_rows(softmax.alpha, acc.shape) * acc
+    sums = _scaled(sums, softmax.alpha)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, n, rows)
     _wait_for_v(n, rows)
     operand = as_operand(softmax.probs, shared.probs.at[rows.me])
-    acc = add_product(acc, operand, shared.v.get(n), interpret=interpret)
+    sums = _add_products(sums, operand, n, rows, interpret=interpret)
     shared.v.consumer_release(n)
-    return acc, auxiliary, softmax.m, softmax.l
+    return sums, auxiliary, softmax.m, softmax.l
 
 
 def _run_overlapped(
-    acc: Array, auxiliary: Array | None, rows: QueryRows
-) -> tuple[Softmax, Array, Array | None]:
+    sums: Sums, auxiliary: Array | None, rows: QueryRows
+) -> tuple[Softmax, Sums, Array | None]:
     softmax = _prologue(rows)
     if rows.tile.owned_stages > 1:  # not sooner: the wait is hidden here
         free_last_output(rows)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps, rows)
-    acc, auxiliary, softmax = _run_steps(acc, auxiliary, softmax, rows)
-    return softmax, _add_last(acc, softmax, rows.steps + rows.end, rows), auxiliary
+    sums, auxiliary, softmax = _run_steps(sums, auxiliary, softmax, rows)
+    return softmax, _add_last(sums, softmax, rows.steps + rows.end, rows), auxiliary
 
 
 def _prologue(rows: QueryRows) -> Softmax:
@@ -156,36 +180,38 @@ def _prologue(rows: QueryRows) -> Softmax:
     return softmax_step(s, *no_key_yet(), rows.problem, rows.tile)
 
 
-def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
+def _run_steps(sums: Sums, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
     """All steps after the first, but for P̄V of the last."""
 
     def step(t: Array, carry: _Carry) -> _Carry:
-        acc, auxiliary, softmax = carry
-        acc, softmax = _advance(t, acc, softmax, softmax.m, softmax.l, rows)
+        sums, auxiliary, softmax = carry
+        sums, softmax = _advance(t, sums, softmax, softmax.m, softmax.l, rows)
         auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps + t, rows)
         # Ō is scaled when P̄V has been added, by the new α: FlashAttention-3's rescale_o.
-        return along_rows(softmax.alpha, acc.shape) * acc, auxiliary, softmax
+        return _scaled(sums, softmax.alpha), auxiliary, softmax
 
-    result: _Carry = lax.fori_loop(1, rows.end, step, (acc, auxiliary, softmax))
+    result: _Carry = lax.fori_loop(1, rows.end, step, (sums, auxiliary, softmax))
     return result
 
 
 def _advance(
-    t: Array, acc: Array, softmax: Softmax, m: Array, l: Array, rows: QueryRows
-) -> tuple[Array, Softmax]:
+    t: Array, sums: Sums, softmax: Softmax, m: Array, l: Array, rows: QueryRows
+) -> tuple[Sums, Softmax]:
     """Ō with P̄V of the step before step t, and t's softmax beside it, from m and l on."""
     problem, tile, shared = rows.problem, rows.tile, rows.shared
     before = rows.steps + t - 1
 
     def products(refs: tuple[Accumulator, Softmax]) -> None:
-        acc_ref, new = refs
+        into, new = refs
         # S first, so that it is done when the softmax begins; P̄V then runs beside the latter.
         s = _begin_scores(t, rows)
         _wait_for_v(before, rows)
         # P̄ from registers ("RS"), as FlashAttention-3 has it: no way through shared memory.
-        plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
+        plgpu.wgmma(into.out, softmax.probs, shared.v.get(before))
+        if into.row is not None:
+            plgpu.wgmma(into.row, softmax.probs, _ones(rows))
         rows.ping_pong.arrive()
-        s = _finish_scores(s, t, rows, later=1)
+        s = _finish_scores(s, t, rows, later=1 if into.row is None else 2)
         if waits_early(problem, tile):
             result = begin_softmax_step(s, m, l, problem, tile)
         else:
@@ -200,19 +226,36 @@ def _advance(
     no_score = constant((ROWS, tile.step), 0, TILE)
     new = softmax._replace(probs=no_score) if rounds_later(problem, tile) else softmax
     # `run_state` ends with the wait for P̄V.
-    acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
+    row = None if sums.row is None else plgpu.ACC.init(sums.row)
+    begun = Sums(plgpu.ACC.init(sums.out), row)
+    sums, new = pl.run_state(products)((begun, new))
     shared.v.consumer_release(before)  # sooner than the rest of an early wait's softmax
     if waits_early(problem, tile):
-        new = end_softmax_step(new, acc, unknown_zero(rows.steps + t), problem, tile)
-    return acc, new
+        new = end_softmax_step(new, sums.out, unknown_zero(rows.steps + t), problem, tile)
+    return sums, new
 
 
-def _add_last(acc: Array, softmax: Softmax, steps: Array, rows: QueryRows) -> Array:
+def _add_last(sums: Sums, softmax: Softmax, steps: Array, rows: QueryRows) -> Sums:
     """Ō with P̄V of a tile's last step, the last of so many that the program has done."""
     _wait_for_v(steps - 1, rows)
-    acc = add_product(acc, softmax.probs, rows.shared.v.get(steps - 1), interpret=False)
+    sums = _add_products(sums, softmax.probs, steps - 1, rows, interpret=False)
     rows.shared.v.consumer_release(steps - 1)
-    return acc
+    return sums
+
+
+def _add_products(
+    sums: Sums, probs: Array | Ref, n: Array, rows: QueryRows, *, interpret: bool
+) -> Sums:
+    """The sums with P̄V of the n-th step of the program, one product after the other."""
+    out = add_product(sums.out, probs, rows.shared.v.get(n), interpret=interpret)
+    if sums.row is None:
+        return Sums(out, None)
+    return Sums(out, add_product(sums.row, probs, _ones(rows), interpret=interpret))
+
+
+def _ones(rows: QueryRows) -> Ref:
+    assert rows.shared.ones is not None
+    return rows.shared.ones.at[rows.me]
 
 
 def _wait_for_v(n: Array, rows: QueryRows) -> None:
