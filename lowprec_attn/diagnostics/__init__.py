@@ -2,7 +2,8 @@
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
-arrays of every layer from a backward pass of your own model, `TorchCapture` from one in PyTorch.
+arrays of every layer from a backward pass of your own model; `lowprec_attn.torch.capture` from one
+in PyTorch.
 `trend_ratios` compares a number of every layer with its past and with the other layers.
 """
 
@@ -17,7 +18,6 @@ from lowprec_attn.diagnostics.rows import (
 )
 from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.diagnostics.signed_errors import signed_error
-from lowprec_attn.diagnostics.torch_capture import TorchCapture
 from lowprec_attn.diagnostics.trend import TrendRatios, trend_ratios
 from lowprec_attn.diagnostics.weights import (
     across_steps,
@@ -33,7 +33,6 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Returned",
-    "TorchCapture",
     "TrendRatios",
     "across_steps",
     "attention_signals",

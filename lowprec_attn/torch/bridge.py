@@ -1,8 +1,5 @@
 """Attention for PyTorch by this library's kernels, with rows of dS that sum to zero by default.
 
-    from lowprec_attn.torch import attention
-    torch.nn.functional.scaled_dot_product_attention = attention  # of a whole model
-
 JAX computes on the tensors' own device, a GPU or the CPU. DLPack hands over q, k, v, dO, O and the
 gradients without a copy, and orders the streams of both. Both libraries then allocate on one GPU:
 this module asks JAX not to take three quarters of it at once, if it is imported before JAX is used.

@@ -1,0 +1,13 @@
+"""For PyTorch: attention by this library's kernels, and what attention of any kind computed.
+
+    from lowprec_attn.torch import attention, capture
+    torch.nn.functional.scaled_dot_product_attention = attention  # of a whole model
+
+`attention` has rows of dS that sum to zero by default; `bridge` tells how it works. `capture` takes
+q, k, v and dO of every attention call of a training step, of any model.
+"""
+
+from lowprec_attn.torch.bridge import TorchAttentionError, attention, attention_fn
+from lowprec_attn.torch.capture import capture
+
+__all__ = ["TorchAttentionError", "attention", "attention_fn", "capture"]
