@@ -28,9 +28,9 @@ from lowprec_attn.diagnostics.examine.examination import (
     with_advice,
     worst_first,
 )
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic, keys_per_step
 from lowprec_attn.diagnostics.examine.series import Series
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_output, write_json, writing
 from lowprec_attn.numerics import (

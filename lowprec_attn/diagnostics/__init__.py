@@ -3,7 +3,7 @@
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
 arrays of every layer from a backward pass of your own model; `lowprec_attn.torch.capture` from one
-in PyTorch.
+in PyTorch. `watch` measures some steps of a run, and warns; in PyTorch `lowprec_attn.torch.watch`.
 `trend_ratios` compares a number of every layer with its past and with the other layers.
 """
 
@@ -19,6 +19,7 @@ from lowprec_attn.diagnostics.rows import (
 from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.diagnostics.signed_errors import signed_error
 from lowprec_attn.diagnostics.trend import TrendRatios, trend_ratios
+from lowprec_attn.diagnostics.watch import Watch, WatchError, watch
 from lowprec_attn.diagnostics.weights import (
     across_steps,
     outer_product_similarity,
@@ -34,6 +35,8 @@ __all__ = [
     "CaptureError",
     "Returned",
     "TrendRatios",
+    "Watch",
+    "WatchError",
     "across_steps",
     "attention_signals",
     "capture",
@@ -47,5 +50,6 @@ __all__ = [
     "signed_error",
     "spectral_norm",
     "trend_ratios",
+    "watch",
     "weight_drift",
 ]

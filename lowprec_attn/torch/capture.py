@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowprec_attn.diagnostics import Capture, CaptureError
-from lowprec_attn.torch import calls
+from lowprec_attn.torch import bridge, calls
 from lowprec_attn.torch.products import PRODUCTS, Product, input_of
 
 _SDPA = functional.scaled_dot_product_attention
@@ -36,9 +36,10 @@ _OTHER_FLASH = ("qkvpacked_func", "kvpacked_func", "varlen_func", "varlen_qkvpac
 def capture(sequences: int | None = 1) -> Iterator[Capture]:
     """Takes q, k, v and dO of every attention call within the block, of any model.
 
-    It sees `scaled_dot_product_attention`, FlexAttention and `flash_attn_func`, wherever a module
-    calls them, and changes no value. The block is for one forward and backward pass: it copies
-    arrays to the host and waits, and a second pass would be taken for more layers.
+    It sees `scaled_dot_product_attention`, FlexAttention, `flash_attn_func` and this package's own
+    function, wherever a module calls them, and changes no value. The block is for one forward and
+    backward pass: it copies arrays to the host and waits, and a second pass would be taken for more
+    layers.
 
     Compiled functions run eagerly within the block (FlexAttention then forms all scores at once).
     Checkpointed calls are there once. Under FSDP each process takes its own calls.
@@ -55,6 +56,7 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     Raises:
       CaptureError: nothing was captured; a call of a kind that is not read; or a checkpoint that
         repeats other arrays than it had.
+      RuntimeError: within another block.
       ValueError: sequences is below 1.
 
     Example:
@@ -64,13 +66,27 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     """
     if sequences is not None and sequences < 1:
         raise ValueError(f"sequences must be at least 1, or None for all, got {sequences}")
+    with _captured(_Capturing(sequences)) as taken:
+        yield taken
+
+
+def first_pass() -> contextlib.AbstractContextManager[Capture]:
+    """As `capture`; forward passes that follow the first backward pass are left alone."""
+    return _captured(_Capturing(1, first_pass_only=True))
+
+
+@contextlib.contextmanager
+def _captured(mode: "_Capturing") -> Iterator[Capture]:
+    if bridge.capturing:
+        raise RuntimeError("a capture is open already; captures cannot be nested")
     taken = Capture()
-    mode = _Capturing(sequences)
     attend = functools.partial(mode.attend, calls.sdpa, _SDPA)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for function, replacement in ((_SDPA, attend), *_flash_attention(mode)):
             stack.enter_context(_replaced(function, replacement))
+        bridge.capturing.append(functools.partial(mode.attend, calls.sdpa))
+        stack.callback(bridge.capturing.clear)
         stack.enter_context(mode)
         yield taken
     if not mode.calls:
@@ -90,10 +106,11 @@ class _Capturing(TorchFunctionMode):
       calls: in the order of the forward pass, values by name.
     """
 
-    def __init__(self, sequences: int | None) -> None:
+    def __init__(self, sequences: int | None, first_pass_only: bool = False) -> None:
         super().__init__()
         self.calls: list[dict[str, Any]] = []
-        self._sequences = sequences
+        self._sequences, self._first_pass_only = sequences, first_pass_only
+        self._has_do = False
         self._differentiated: list[bool] = []  # a call
         self._inside = threading.local()
         # q's product stands close before the call; more would keep their memory.
@@ -121,6 +138,8 @@ class _Capturing(TorchFunctionMode):
         """What `func` returns; `read` is of its arguments."""
         if getattr(self._inside, "is_true", False):
             return func(*args, **kwargs)
+        if self._first_pass_only and self._has_do and not _in_backward():
+            return func(*args, **kwargs)
         call = read(*args, **kwargs)
         self._inside.is_true = True
         try:
@@ -134,7 +153,7 @@ class _Capturing(TorchFunctionMode):
         # Autocast rounds q, k and v to the dtype of O within attention.
         arrays = {"q": call.q, "k": call.k, "v": call.v}
         values: dict[str, Any] = {w: self._array(x, out.dtype) for w, x in arrays.items()}
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward():
             place = self._first_run(values)
         else:
             place = len(self.calls)
@@ -154,6 +173,7 @@ class _Capturing(TorchFunctionMode):
         def keep(do: Tensor) -> None:
             do = calls.rows_first(do) if call.heads_first else do
             self.calls[place]["do"] = self._array(do, do.dtype)
+            self._has_do = True
 
         out.register_hook(keep)
 
@@ -181,6 +201,10 @@ class _Capturing(TorchFunctionMode):
 
     def _mask(self, mask: Tensor) -> np.ndarray:
         return _host(mask[: self._sequences])
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _host(x: Tensor) -> np.ndarray:

@@ -31,7 +31,7 @@ from lowprec_attn.diagnostics import verdict
 from lowprec_attn.diagnostics.examine import array_file, examination
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.diagnostics.examine.examination import Examination
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.diagnostics.trend import QUANTITIES

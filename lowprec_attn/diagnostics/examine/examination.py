@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import CURED, Arithmetic, advice, measure
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes, not_finite
+from lowprec_attn.diagnostics.measurement import CURED, Arithmetic, advice, measure
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.numerics import Numerics
 

@@ -7,8 +7,8 @@ from xml.etree.ElementTree import Element
 from lowprec_attn.diagnostics.examine import series as trends
 from lowprec_attn.diagnostics.examine import wording
 from lowprec_attn.diagnostics.examine.examination import Examination, heads
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic
 from lowprec_attn.diagnostics.examine.series import Series
+from lowprec_attn.diagnostics.measurement import Arithmetic
 from lowprec_attn.runs.pages.markup import element, table, write_page
 
 _TITLE = "lowprec-attn diagnose"

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from lowprec_attn.diagnostics.examine.examination import Examination, Head
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
 
 LEGEND = (
     "ΣP−1: how far rows of the backward pass's P miss a sum of 1 (RMS). δ share: the errors of δ",

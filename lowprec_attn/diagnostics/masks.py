@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool
 
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.layer import Layer
 
 # By the names of a file, case aside: those of jax.nn, Flax, torch and transformers.
 VISIBLE = ("mask", "attention_mask", "attn_mask")
