@@ -2,13 +2,15 @@
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
-arrays of every layer from a backward pass of your own model; `lowprec_attn.torch.capture` from one
-in PyTorch. `watch` measures some steps of a run, and warns; in PyTorch `lowprec_attn.torch.watch`.
-`trend_ratios` compares a number of every layer with its past and with the other layers.
+arrays of every layer from a backward pass of your own model, `captured` wraps a function of
+attention that it would not see, and `watch` measures some steps of a run, and warns. In PyTorch
+these are `lowprec_attn.torch.capture` and `.watch`. `trend_ratios` compares a number of every layer
+with its past and with the other layers.
 """
 
 from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture
 from lowprec_attn.diagnostics.comparison import Returned
+from lowprec_attn.diagnostics.foreign import captured
 from lowprec_attn.diagnostics.rows import (
     DOMINATED,
     dominated_rows,
@@ -40,6 +42,7 @@ __all__ = [
     "across_steps",
     "attention_signals",
     "capture",
+    "captured",
     "dominated_rows",
     "outer_product_similarity",
     "query_weight_gradient",

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lowprec_attn.diagnostics import Capture, CaptureError
+from lowprec_attn.diagnostics.names import replaced
 from lowprec_attn.torch import bridge, calls
 from lowprec_attn.torch.products import PRODUCTS, Product, input_of
 
@@ -84,7 +85,7 @@ def _captured(mode: "_Capturing") -> Iterator[Capture]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for function, replacement in ((_SDPA, attend), *_flash_attention(mode)):
-            stack.enter_context(_replaced(function, replacement))
+            stack.enter_context(replaced(function, replacement, keeps=__name__))
         bridge.capturing.append(functools.partial(mode.attend, calls.sdpa))
         stack.callback(bridge.capturing.clear)
         stack.enter_context(mode)
@@ -239,22 +240,3 @@ def _refuse(name: str, *_: Any, **__: Any) -> Any:
         f"{name} was called, which capture does not read; for this step use flash_attn_func or "
         "scaled_dot_product_attention, with a batch of one length"
     )
-
-
-@contextlib.contextmanager
-def _replaced(function: Any, replacement: Any) -> Iterator[None]:
-    """Every module that has a name for the function has the replacement there within the block."""
-    found = [
-        (names, name)
-        for module_name, module in list(sys.modules.items())
-        if module_name != __name__ and (names := getattr(module, "__dict__", None)) is not None
-        for name, value in list(names.items())
-        if value is function
-    ]
-    for names, name in found:
-        names[name] = replacement
-    try:
-        yield
-    finally:
-        for names, name in found:
-            names[name] = function
