@@ -20,6 +20,7 @@ from lowprec_attn.diagnostics.capture import Capture, capture
 from lowprec_attn.diagnostics.layer import WITH_HEADS, Layer, of_one_head_size
 from lowprec_attn.diagnostics.measurement import Arithmetic, measure
 from lowprec_attn.diagnostics.rules import RULES, RUNAWAY_SCORE, Signals, runaway
+from lowprec_attn.diagnostics.verdict import SMALL
 from lowprec_attn.errors import OneLineError
 from lowprec_attn.files import open_own, strict_json, writing
 from lowprec_attn.numerics import EXACT, FLASH, Numerics, get_preset
@@ -261,10 +262,15 @@ def _warning(
             f"Errors of δ are {share:.0%} of the gradient that reaches W_Q: use {cure}, whose rows "
             "of dS sum to zero"
         )
-    else:
+    elif share < SMALL * _LARGE_SHARE:
         said = (
             f"Errors of δ are only {share:.1%} of the gradient that reaches W_Q, so the cause is "
             "elsewhere: lower the learning rate, or put norms on q and k"
+        )
+    else:
+        said = (
+            f"Errors of δ are {share:.0%} of the gradient that reaches W_Q, which names no cause: "
+            f"norms on q and k bound scores, a lower learning rate and {cure} are to be tried"
         )
     return (
         f"step {step:,}: scores run away in {'; '.join(places)}. {said}, and resume from a "

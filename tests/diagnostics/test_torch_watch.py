@@ -127,7 +127,8 @@ def test_scores_that_run_away_are_warned_of_once_with_the_action(half, tmp_path,
     [
         (0.31, "Errors of δ are 31% of the gradient that reaches W_Q: use lowprec_attn.torch.atte"),
         (math.nan, "Errors of δ are nan% of the gradient that reaches W_Q: use lowprec_attn.torch"),
-        (0.29, "Errors of δ are only 29.0% of the gradient that reaches W_Q, so the cause is else"),
+        (0.29, "Errors of δ are 29% of the gradient that reaches W_Q, which names no cause: norms"),
+        (0.09, "Errors of δ are only 9.0% of the gradient that reaches W_Q, so the cause is elsew"),
         (None, "The backward pass was not seen: norms on q and k"),
     ],
 )
