@@ -153,7 +153,8 @@ def watch(
 
     Args:
       every: steps between two that are watched.
-      path: of a file to which a JSON line is added at each; with several processes, one has it.
+      path: of a file to which a JSON line is added at each. Of several processes all watch, because
+        they run one program, and one has the path.
       write: a SummaryWriter of TensorBoard, or a function of a step and a flat dict of numbers,
         such as `lambda step, metrics: wandb.log(metrics, step=step)`.
       numerics: the arithmetic of the run's attention, in which its errors are emulated. None: that
