@@ -4,19 +4,14 @@ python docs/examples/capture_hugging_face.py && lowprec-attn diagnose step.npz
 """
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lowprec_attn.diagnostics import TorchCapture
+from lowprec_attn.torch import capture
 
 WORDS, LENGTH = 256, 256
 
 torch.manual_seed(0)
-config = LlamaConfig(  # any model whose attention goes through AttentionInterface
+config = LlamaConfig(  # any model, of Hugging Face or your own
     vocab_size=WORDS,
     hidden_size=128,
     intermediate_size=256,
@@ -29,9 +24,6 @@ model = LlamaForCausalLM(config).to(torch.bfloat16)
 tokens = torch.randint(WORDS, (2, LENGTH))
 batch = {"input_ids": tokens, "labels": tokens}
 
-taken = TorchCapture(AttentionInterface()["sdpa"])
-AttentionInterface.register("capturing", taken)
-AttentionMaskInterface.register("capturing", AttentionMaskInterface()["sdpa"])
-model.set_attn_implementation("capturing")
-model(**batch).loss.backward()  # the step that is to be looked at
+with capture() as taken:
+    model(**batch).loss.backward()  # the step that is to be looked at
 taken.save("step.npz")

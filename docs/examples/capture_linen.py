@@ -24,7 +24,7 @@ class Model(nn.Module):
             attend = nn.MultiHeadDotProductAttention(
                 HEADS,
                 dtype=jnp.bfloat16,
-                # Instead of a mask, of which a capture keeps nothing.
+                # Instead of a mask: kernels skip the tiles above the diagonal.
                 attention_fn=attention.attention_fn(is_causal=True),
             )
             x = x + attend(nn.LayerNorm()(x))

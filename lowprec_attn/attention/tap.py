@@ -1,4 +1,4 @@
-"""Where `diagnostics.capture` reads q, k, v and dO of a call: an identity around O.
+"""Where `diagnostics.capture` reads q, k, v, masks and dO of a call: an identity around O.
 
 Outside of a capture nothing is added to a program.
 """
@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,8 +35,8 @@ class Place(NamedTuple):
     ignored: tuple[str, ...]
 
 
-# (place, q, k, v, dO), called by the running program.
-Receiver = Callable[[Place, np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+# (place, arrays by name), called by the running program.
+Receiver = Callable[[Place, dict[str, np.ndarray]], None]
 
 # How many sequences of a batch are recorded (0: all), None outside of a capture. `jax.jit` keeps a
 # program for each value, so that neither kind of program is taken for the other.
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
-    """Hands q, k, v and dO of every backward pass of attention within the block to a function.
+    """Hands the arrays of every backward pass of attention within the block to a function.
 
     Args:
       receiver: called from a thread of the runtime.
@@ -69,59 +69,75 @@ def receiving(receiver: Receiver, sequences: int) -> Iterator[None]:
 
 def tapped(call: Call, out: Array) -> Array:
     """`out`; where a block of `receiving` is open, the backward pass through it is handed over."""
-    if _sequences.value is None:
+    if not is_open():
         return out
     spec, extras = call.parts[0].spec, call.extras
-    present = {
+    kept = {
         "bias": extras.bias,
         "mask": extras.mask,
         "query_seq_lengths": extras.query_lengths,
         "key_value_seq_lengths": extras.key_lengths,
+    }
+    not_kept = {
         "query_segment_ids": extras.query_segments,
         "scale": extras.scale,
         "query_offset": extras.query_offset,
     }
-    place = Place(
-        next(_numbers),
-        spec.is_causal,
-        None if extras.scale is not None else spec.scale,
-        spec.window,
-        tuple(name for name, value in present.items() if value is not None),
+    q, k, v = planes(*call.arrays)
+    arrays = {"q": q, "k": k, "v": v} | {n: x for n, x in kept.items() if x is not None}
+    return handed_over(
+        arrays,
+        out,
+        is_causal=spec.is_causal,
+        scale=None if extras.scale is not None else spec.scale,
+        window=spec.window,
+        ignored=tuple(name for name, value in not_kept.items() if value is not None),
     )
-    return _tap(place, _sequences.value, *planes(*call.arrays), out)
+
+
+def is_open() -> bool:
+    """Whether a block of `receiving` is open where this is traced."""
+    return _sequences.value is not None
+
+
+def handed_over(arrays: dict[str, Array], out: Array, **facts: Any) -> Array:
+    """`out`, whose backward pass hands over the arrays and dO.
+
+    Args:
+      arrays: by name, q, k and v [B, T, N, H] among them; sequences first, where an array has them.
+      out: O [B, T, N, H].
+      facts: the fields of `Place`, but its number.
+    """
+    assert _sequences.value is not None  # `is_open`
+    return _tap(Place(next(_numbers), **facts), _sequences.value, arrays, out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _tap(
-    place: Place,
-    sequences: int,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    out: Float[Array, "B T N H"],
+    place: Place, sequences: int, arrays: dict[str, Array], out: Float[Array, "B T N H"]
 ) -> Float[Array, "B T N H"]:
     """`out` itself."""
     return out
 
 
 def _forward(
-    place: Place, sequences: int, q: Array, k: Array, v: Array, out: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    return out, tuple(x[: sequences or None] for x in (q, k, v))
+    place: Place, sequences: int, arrays: dict[str, Array], out: Array
+) -> tuple[Array, dict[str, Array]]:
+    return out, {name: x[: sequences or None] for name, x in arrays.items()}
 
 
 def _backward(
-    place: Place, sequences: int, kept: tuple[Array, ...], do: Array
-) -> tuple[None, None, None, Array]:
-    # One call with all four: nothing else would say which dO belongs to which q. It runs where the
-    # backward pass does, once, also under `jax.checkpoint`, which runs the forward pass twice.
-    jax.debug.callback(functools.partial(_hand_over, place), *kept, do[: sequences or None])
-    return None, None, None, do
+    place: Place, sequences: int, kept: dict[str, Array], do: Array
+) -> tuple[None, Array]:
+    # One call with all of them: nothing else would say which dO belongs to which q. It runs where
+    # the backward pass does, once, also under `jax.checkpoint`, which runs the forward pass twice.
+    jax.debug.callback(functools.partial(_hand_over, place), kept | {"do": do[: sequences or None]})
+    return None, do
 
 
 _tap.defvjp(_forward, _backward)
 
 
-def _hand_over(place: Place, *arrays: np.ndarray) -> None:
+def _hand_over(place: Place, arrays: dict[str, np.ndarray]) -> None:
     for receiver in _receivers:
-        receiver(place, *map(np.asarray, arrays))
+        receiver(place, {name: np.asarray(x) for name, x in arrays.items()})

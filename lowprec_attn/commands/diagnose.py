@@ -1,17 +1,20 @@
 """`lowprec-attn diagnose FILE ...`: is low-precision attention the problem of these layers?
 
-It reads q, k, v and, if they are there, dO of one layer or of many, from files. Or it forms them
-by one step of a model: the newest checkpoint of a run directory (`--step`: an earlier one), or a
-Hugging Face GPT-2 on a text. It computes attention in each arithmetic asked for (that of a run in
-its own) and in exact arithmetic, and prints one table of all heads, worst first, and a verdict for
-each layer. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`. For the worst layer
-it tries cures on the same arrays and says what each leaves of the error. Of a run, and of captures
-of several steps (`--series`), it also says which layer leaves its past or the others.
+The first line is the answer. It reads q, k, v and, if they are there, dO of one layer or of many,
+from files. Or it forms them by one step of a model: the newest checkpoint of a run directory
+(`--step`: an earlier one), or a Hugging Face GPT-2 on a text. It computes attention in each
+arithmetic asked for (that of a run in its own) and in exact arithmetic, and prints one table of all
+heads, the nearest to a warning first, a verdict for each layer that shows something, and what to do
+about it in JAX and in PyTorch. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`,
+what to do in `.actions`. For the worst layer it tries cures on the same arrays and says what each
+leaves of the error. Of a run, and of captures of several steps (`--series`), it also says which
+layer leaves its past or the others.
 
 Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot serve.
 """
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +31,9 @@ from lowprec_attn.diagnostics.examine.examination import (
     with_advice,
     worst_first,
 )
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic, keys_per_step
 from lowprec_attn.diagnostics.examine.series import Series
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_output, write_json, writing
 from lowprec_attn.numerics import (
@@ -137,7 +140,6 @@ def run(args: argparse.Namespace) -> int:
                 "go with --numerics NAME"
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
-    print("\n".join(wording.preface(layers, arithmetics)))
     by_source = [
         [
             examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
@@ -148,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
     series = _series(args, by_source)
     examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
+    print("\n".join([wording.headline(examined), "", *wording.preface(layers, arithmetics)]))
     print(f"\n{_table(examined, layers, args.rows)}")
     not_finite = [line for of_source in by_source for line in wording.first_not_finite(of_source)]
     print("\n" + "\n".join([*not_finite, *_verdicts(examined)]))
@@ -267,6 +270,12 @@ def _verdicts(examined: Sequence[Examination]) -> list[str]:
     for name, (first, *others) in wording.verdicts(examined):
         lines.append(f"Verdict{f' for {name}' if name else ''}: {first}")
         lines += [f"  also: {other}" for other in others]
+    lines += wording.others(examined)
+    for kind, texts in wording.actions(examined):
+        lines += ["", f"What to do about {kind}:"]
+        for label, text in texts:
+            lines += textwrap.wrap(f"{label:<9}{text}", 100, initial_indent="  ",
+                                   subsequent_indent=" " * 11)  # fmt: skip
     worths = wording.worths(examined)
     return [
         *lines,
@@ -311,6 +320,7 @@ def _write_json(
             }
             for one in examined
         ],
+        "actions": {kind: dict(lines) for kind, lines in wording.actions(examined)},
         "trend": [trends.as_json(one) for one in series],
     }
     with writing(args.json):

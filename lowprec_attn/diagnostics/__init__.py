@@ -2,12 +2,15 @@
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
-arrays of every layer from a backward pass of your own model, `TorchCapture` from one in PyTorch.
-`trend_ratios` compares a number of every layer with its past and with the other layers.
+arrays of every layer from a backward pass of your own model, `captured` wraps a function of
+attention that it would not see, and `watch` measures some steps of a run, and warns. In PyTorch
+these are `lowprec_attn.torch.capture` and `.watch`. `trend_ratios` compares a number of every layer
+with its past and with the other layers.
 """
 
 from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture
 from lowprec_attn.diagnostics.comparison import Returned
+from lowprec_attn.diagnostics.foreign import captured
 from lowprec_attn.diagnostics.rows import (
     DOMINATED,
     dominated_rows,
@@ -17,8 +20,8 @@ from lowprec_attn.diagnostics.rows import (
 )
 from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.diagnostics.signed_errors import signed_error
-from lowprec_attn.diagnostics.torch_capture import TorchCapture
 from lowprec_attn.diagnostics.trend import TrendRatios, trend_ratios
+from lowprec_attn.diagnostics.watch import Watch, WatchError, watch
 from lowprec_attn.diagnostics.weights import (
     across_steps,
     outer_product_similarity,
@@ -33,11 +36,13 @@ __all__ = [
     "Capture",
     "CaptureError",
     "Returned",
-    "TorchCapture",
     "TrendRatios",
+    "Watch",
+    "WatchError",
     "across_steps",
     "attention_signals",
     "capture",
+    "captured",
     "dominated_rows",
     "outer_product_similarity",
     "query_weight_gradient",
@@ -48,5 +53,6 @@ __all__ = [
     "signed_error",
     "spectral_norm",
     "trend_ratios",
+    "watch",
     "weight_drift",
 ]

@@ -1,4 +1,4 @@
-"""q, k, v and dO of every attention layer of a model, from one backward pass."""
+"""q, k, v, dO and masks of every attention layer of a model, from one backward pass."""
 
 import contextlib
 import io
@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from lowprec_attn.attention import tap
-from lowprec_attn.errors import UserError
+from lowprec_attn.diagnostics import foreign
+from lowprec_attn.diagnostics.foreign import CaptureError
 from lowprec_attn.files import write_atomically, writing
-
-
-class CaptureError(UserError, RuntimeError):
-    """Nothing was captured, or nowhere to; the message says what to do."""
 
 
 class Capture:
@@ -23,9 +20,10 @@ class Capture:
     Attributes:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
         k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes; is_causal; scale, where it was
-        a number; window (left, right), where there was one; and ignored, the names of other
-        arguments that hide keys or change scores (bias, mask, lengths, segments, query_offset, a
-        traced scale), which are not kept. Filled when the block ends.
+        a number; window (left, right), where there was one; mask, bias, query_seq_lengths and
+        key_value_seq_lengths, as they were; and ignored, the names of other arguments that hide
+        keys or change scores (segments, query_offset, a traced scale, dropout), which are not kept.
+        Filled when the block ends.
     """
 
     def __init__(self) -> None:
@@ -59,10 +57,14 @@ class Capture:
 def capture(sequences: int | None = 1) -> Iterator[Capture]:
     """Takes q, k, v and dO of every attention layer that is differentiated within the block.
 
-    For models whose attention is `attention.attention_fn` (Flax Linen and NNX) or
-    `attention.dot_product_attention`. It changes no value. Under `jax.jit` a function is compiled
-    once more for the first block and keeps that program for later blocks; its usual program stays
-    as it is, and is the one that runs outside.
+    It sees this library's functions, `jax.nn.dot_product_attention`, the attention of Flax's
+    modules (Linen and NNX), and functions that `diagnostics.captured` has wrapped. Not seen are
+    names of jax.nn's function in closures, default arguments and `functools.partial`, and
+    executables that were compiled ahead of time: wrap the function there, or call it under jit.
+
+    It changes no value. Under `jax.jit` a function is compiled once more for the first block and
+    keeps that program for later blocks; its usual program stays as it is, and is the one that runs
+    outside.
 
     The block is for one backward pass: it copies arrays to the host and waits for them, which is
     too slow for a training loop, and a second pass would be taken for more layers. A call that runs
@@ -75,7 +77,8 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
         run look at; GPT-2 124M takes 72 MiB for one sequence of 1,024 in bfloat16.
 
     Raises:
-      CaptureError: nothing was differentiated in the block.
+      CaptureError: nothing was differentiated in the block, or Flax forms weights for dropout.
+      TypeError: forward-mode differentiation in the block.
       RuntimeError: within another block.
       ValueError: sequences is below 1.
 
@@ -91,8 +94,8 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     taken = Capture()
     calls: dict[tap.Place, list[dict[str, Any]]] = {}
 
-    def receive(place: tap.Place, *arrays: np.ndarray) -> None:
-        values: dict[str, Any] = dict(zip(("q", "k", "v", "do"), arrays, strict=True))
+    def receive(place: tap.Place, arrays: dict[str, np.ndarray]) -> None:
+        values: dict[str, Any] = dict(arrays)
         values["is_causal"] = place.is_causal
         if place.scale is not None:
             values["scale"] = place.scale
@@ -102,13 +105,14 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
             values["ignored"] = np.array(place.ignored)
         calls.setdefault(place, []).append(values)
 
-    with tap.receiving(receive, sequences or 0):
+    with foreign.seen(), tap.receiving(receive, sequences or 0):
         yield taken
     if not calls:
         raise CaptureError(
-            "nothing was captured: no attention of lowprec_attn was differentiated in the block; "
-            "run jax.grad of the loss there, on a model that calls attention.attention_fn(...) or "
-            "attention.dot_product_attention"
+            "nothing was captured: no attention that is known here was differentiated in the "
+            "block; run jax.grad of the loss there, by jit and not as a compiled executable, and "
+            "wrap a function other than jax.nn's, Flax's and lowprec_attn's by "
+            "diagnostics.captured(function)"
         )
     for i, place in enumerate(sorted(calls)):
         for time, values in enumerate(calls[place]):

@@ -117,6 +117,24 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+RUNAWAY_SCORE = 512.0
+RUNAWAY_HEADS = 2
+
+
+def runaway(signals: Signals) -> tuple[int, ...]:
+    """The heads of a layer whose scores have run away, the worst first; else none.
+
+    It takes `RUNAWAY_HEADS` heads with a largest |score| above `RUNAWAY_SCORE`. A NaN is large. In
+    GPT-2 124M in true bfloat16 this came where FlashAttention's arithmetic made scores grow, and
+    not where rows of dS summed to zero (docs/failure.md).
+    """
+    scores = np.asarray(signals["score_maximum"], np.float32)
+    scores = np.where(np.isnan(scores), np.float32(np.inf), scores)
+    large = int(np.sum(scores > RUNAWAY_SCORE))
+    order = np.argsort(-scores, kind="stable")[: large if large >= RUNAWAY_HEADS else 0]
+    return tuple(order.tolist())
+
+
 class Alarm(NamedTuple):
     """A rule that a layer meets: its worst head, and the value there."""
 

@@ -108,7 +108,51 @@ def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
     findings = _told_apart(
         _told_alone([finding for finding in found if finding], measured), measured
     )
-    return tuple(findings) or (Finding("none", _nothing(measured, rows), warns=False),)
+    return tuple(findings) or (Finding("none", nothing(measured, rows), warns=False),)
+
+
+def nothing(measured: Mapping[str, Signals], rows: int) -> str:
+    """What the largest signals are, where nothing is met; the sentence of the kind `none`.
+
+    Args:
+      measured, rows: as of `judge`.
+    """
+    has_delta = _has_delta(measured)
+    error = "delta_error" if has_delta else "unnormalized_error"
+    largest = _maximum(signals[f"{error}_coherence"] for signals in measured.values())
+    if math.sqrt(rows) < COHERENCE:
+        return (
+            f"no rule is met, but {rows} rows are too few to tell a persistent sign from chance "
+            f"(at least {math.ceil(COHERENCE**2)} are needed)"
+        )
+    sentence = f"nothing found: the largest |score| is {_largest('scores', measured):.4g}"
+    if has_delta:
+        sentence += (
+            f", Σ_j P is off by {_largest('row_sums', measured):.1g}, errors of δ are "
+            f"{_largest('delta', measured):.1%} of the gradient that reaches W_Q"
+        )
+    judged = "δ" if has_delta else "Ō"
+    sentence += f", errors of {judged} have no persistent sign (largest coherence {largest:.1f})"
+    return sentence if has_delta else f"{sentence}; without dO, neither δ nor Σ_j P was judged"
+
+
+def nearness(signals: Signals) -> np.ndarray:
+    """How near each head is to a warning, 1 or more where it is met [N]; infinite for NaN.
+
+    The largest ratio of a rule's signal to its threshold. A rule that warns beside another one
+    alone is as near as the farther of the two. Row sums and errors of δ below `SMALL` of their
+    thresholds are as good as exact, and count nothing.
+    """
+    ratios = {rule.name: rule.value(signals) / rule.threshold for rule in RULES}
+    for rule in RULES:
+        ratio = ratios[rule.name]
+        if rule.name != "scores":
+            ratio = np.where(ratio < SMALL, np.float32(-np.inf), ratio)
+        if rule.only_with is not None:
+            ratio = np.minimum(ratio, ratios[rule.only_with])
+        ratios[rule.name] = ratio
+    values = np.stack(list(ratios.values()))
+    return np.max(np.where(np.isnan(values), np.float32(np.inf), values), axis=0)
 
 
 def coherence_of(signals: Signals, error: str, reference: str, rows: int) -> np.ndarray:
@@ -233,26 +277,6 @@ def _non_finite(signals: Signals) -> np.ndarray:
     ]
     is_finite = np.all(np.isfinite([*errors, signals["score_maximum"]]), axis=0)
     return np.where(is_finite, -np.inf, 1.0)
-
-
-def _nothing(measured: Mapping[str, Signals], rows: int) -> str:
-    has_delta = _has_delta(measured)
-    error = "delta_error" if has_delta else "unnormalized_error"
-    largest = _maximum(signals[f"{error}_coherence"] for signals in measured.values())
-    if math.sqrt(rows) < COHERENCE:
-        return (
-            f"no rule is met, but {rows} rows are too few to tell a persistent sign from chance "
-            f"(at least {math.ceil(COHERENCE**2)} are needed)"
-        )
-    sentence = f"nothing found: the largest |score| is {_largest('scores', measured):.4g}"
-    if has_delta:
-        sentence += (
-            f", Σ_j P is off by {_largest('row_sums', measured):.1g}, errors of δ are "
-            f"{_largest('delta', measured):.1%} of the gradient that reaches W_Q"
-        )
-    judged = "δ" if has_delta else "Ō"
-    sentence += f", errors of {judged} have no persistent sign (largest coherence {largest:.1f})"
-    return sentence if has_delta else f"{sentence}; without dO, neither δ nor Σ_j P was judged"
 
 
 def _has_delta(measured: Mapping[str, Signals]) -> bool:

@@ -12,6 +12,7 @@ from lowprec_attn import attention as jax_attention
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from lowprec_attn import torch as ours  # noqa: E402 (only where there is torch)
+from lowprec_attn.torch import bridge  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -86,7 +87,7 @@ def test_compiled_in_one_graph_it_has_the_same_bits():
 
 def test_it_is_an_operator_as_pytorch_wants_them():
     q, k, v = (x.transpose(1, 2).detach().contiguous().requires_grad_() for x in qkv(length=16))
-    torch.library.opcheck(ours._forward, (q, k, v, 0, True, 0.1))
+    torch.library.opcheck(bridge._forward, (q, k, v, 0, True, 0.1))
 
 
 def test_autocast_sets_the_format():
@@ -98,7 +99,7 @@ def test_autocast_sets_the_format():
 
 def test_tensors_are_handed_over_without_a_copy():
     x = torch.randn(4, 64, dtype=torch.bfloat16)
-    array = ours._to_jax(x)
+    array = bridge._to_jax(x)
     assert array.unsafe_buffer_pointer() == x.data_ptr()
     assert torch.from_dlpack(array).data_ptr() == x.data_ptr()
 

@@ -19,6 +19,7 @@ import sys
 import zipfile
 from html import escape
 from pathlib import Path
+from typing import get_args
 
 import ml_dtypes
 import numpy as np
@@ -28,10 +29,11 @@ from safetensors.numpy import save_file
 from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
 from lowprec_attn.diagnostics import verdict
+from lowprec_attn.diagnostics.actions import ACTIONS
 from lowprec_attn.diagnostics.examine import array_file, examination
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.diagnostics.examine.examination import Examination
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.diagnostics.trend import QUANTITIES
@@ -64,7 +66,12 @@ def verdict_in(text):
 def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
     assert run(save(tmp_path / "a.npz", healthy_arrays(seed))) == 0
     text = capsys.readouterr().out
-    assert verdict_in(text).startswith("Verdict: nothing found: the largest |score| is ")
+    first, *_ = text.splitlines()
+    assert first.startswith("No sign of this in 2 heads: the largest |score| is ")
+    assert "Σ_j P is off by 0.002, errors of δ are 0." in first
+    assert first.endswith(").")
+    assert verdict_in(text) == "Verdict: nothing found."
+    assert "What to do" not in text
     assert "q, k, v, do: two-byte values" in text
     assert "read as bfloat16" in text
 
@@ -73,6 +80,7 @@ def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path
     code = run(save(tmp_path / "a.npz", paper_like_arrays()), "--json", tmp_path / "out.json")
     assert code == 0  # which the sentence says
     text = capsys.readouterr().out
+    assert text.startswith("No warning in 2 heads. Seen, and none by itself: coherence.\n")
     assert "head 1: under published the errors of δ have a persistent sign" in verdict_in(text)
     assert "delta=normalized would leave 0.0% of the mean error" in verdict_in(text)
     assert "(numerics=float32_output 0.0%, numerics=flash 0." in verdict_in(text)
@@ -442,9 +450,11 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
     assert all(row.endswith("scores") for row in rows[:2])
     assert "(3 rows more, none worse; --rows 0 shows all)" in text
     verdicts = [line for line in text.splitlines() if line.startswith("Verdict")]
+    assert text.startswith("Warning in 1 of 3 layers: rate in a/layer_<b>.\n")
     assert verdicts[0].startswith("Verdict for a/layer_<b>: head ")
     assert "rounding is not the cause found here" in verdicts[0]
-    assert all("nothing found" in line for line in verdicts[1:])
+    assert verdicts[1:] == ["Verdict for the 2 other layers: nothing found."]
+    assert "\nWhat to do about rate:\n  JAX      a lower peak of the Optax schedule" in text
     assert "In the lab, rate: " in text
 
     layers = json.loads(record.read_text())["layers"]
@@ -454,13 +464,86 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
 
     html = page.read_text()
     assert "<b>" not in html
-    assert html.count("<tr>") == 1 + 6
+    assert html.count("<tr>") == (1 + 6) + (1 + 4)  # heads, and what to do about the rate
     assert html.count("a/layer_&lt;b&gt;") >= 3
     for sentence in (line.partition(": ")[2] for line in verdicts):
         assert escape(sentence) in html
     assert not re.search("src=|href=|url\\(|@import", html)
     assert '<th class="right">|score|</th>' in html
     assert "prefers-color-scheme: dark" in html
+
+
+def of_size(arrays, layers):
+    """Layers of 12 heads each, whose q is multiplied by what `layers` say."""
+    return {
+        f"layer_{number:02d}/{name}": np.repeat(x[:, :32], 6, 2) * (size if name == "q" else 1)
+        for number, size in enumerate(layers)
+        for name, x in arrays.items()
+    }
+
+
+def test_a_healthy_file_is_answered_by_its_first_line_alone(tmp_path, capsys):
+    path = tmp_path / "a.npz"
+    np.savez(path, **of_size(healthy_arrays(), [1, 1, 1, 5, 1, 1]))
+    assert run(path) == 0
+    text = capsys.readouterr().out
+    scores = re.findall(r"^layer_03 +\d+ \S+ +([\d.]+)", text, re.MULTILINE)
+    first = f"No sign of this in 72 heads of 6 layers: the largest |score| is {scores[0]}, Σ_j P"
+    assert text.startswith(first)
+    assert text.count("Verdict") == 1
+
+
+def test_the_heads_nearest_to_trouble_stand_first(tmp_path, capsys):
+    """By scores, for errors are a large part of a gradient that is next to nothing itself."""
+    arrays = of_size(healthy_arrays(), [1, 6, 2])
+    rng = np.random.default_rng(0)
+    v = 1 + 1e-3 * rng.normal(size=arrays["layer_02/v"].shape)
+    arrays["layer_02/v"] = v.astype(BFLOAT16).astype(np.float32)
+    np.savez(tmp_path / "a.npz", **arrays)
+    assert run(tmp_path / "a.npz", "--rows", "0", "--numerics", "flash") == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines() if line.startswith("layer_0")]
+    scores, shares = ([float(row[n].rstrip("%")) for row in rows] for n in (3, 5))
+    assert scores == sorted(scores, reverse=True)
+    assert {row[0] for row in rows[:12]} == {"layer_01"}
+    assert min(x for x, row in zip(shares, rows, strict=True) if row[0] == "layer_02") > 10
+    assert max(shares[:12]) < 5
+
+
+@pytest.mark.parametrize(
+    ("signals", "expected"),
+    [
+        ({"score_maximum": 28.0}, 28 / 512),
+        ({"score_maximum": 9.0, "query_gradient_error_relative": 0.25}, 9 / 512),
+        ({"score_maximum": 256.0, "query_gradient_error_relative": 3.0}, 0.5),
+        ({"score_maximum": 1024.0, "query_gradient_error_relative": 0.45}, 2.0),
+        ({"score_maximum": 1.0, "p_row_sum_error_rms": 0.009}, 1 / 512),
+        ({"score_maximum": 1.0, "p_row_sum_error_rms": 0.015}, 0.5),
+        ({"score_maximum": 1.0, "p_row_sum_error_rms": math.nan}, math.inf),
+    ],
+)
+def test_how_near_a_head_is_to_a_warning(signals, expected):
+    of_one = {name: np.array([value]) for name, value in signals.items()}
+    np.testing.assert_allclose(verdict.nearness(of_one), [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", sorted(ACTIONS))
+def test_every_warning_ends_in_an_action_for_both(kind):
+    layer = Layer("a.npz", "layer_00", *[healthy_arrays()["q"]] * 3)
+    # Scores grow because of row sums or of δ; by themselves they are a cause of their own.
+    findings = (verdict.Finding(kind, "found"), verdict.Finding("scores", "found"))
+    found = Examination(layer, {}, findings)
+    assert ({*ACTIONS} | {"coherence", "none"}) == {*get_args(verdict.Kind)}
+    told = "\n".join(diagnose._verdicts([found]))
+    kinds = re.findall("^What to do about (.*):$", told, re.MULTILINE)
+    assert kinds == ([kind] if kind in ("row_sums", "delta", "scores") else [kind, "scores"])
+    lines = told.split("\n\n")[1].splitlines()[1:]
+    shown = " ".join(" ".join(lines).split())
+    assert shown == " ".join(f"{label} {words}" for label, words in ACTIONS[kind].lines())
+    assert shown.startswith("JAX ")
+    assert " PyTorch " in shown
+    assert " cost " in shown
+    assert max(map(len, lines)) <= 100
 
 
 def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):

@@ -4,7 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowprec_attn.diagnostics.examine import array_file, masks
+from lowprec_attn.diagnostics import masks
+from lowprec_attn.diagnostics.examine import array_file
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 
 BATCH, ROWS, HEADS, SIZE = 3, 12, 2, 4

@@ -10,8 +10,9 @@ import numpy as np
 
 from lowprec_attn import installation
 from lowprec_attn.attention import validation
-from lowprec_attn.diagnostics.examine import axes, masks
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics import masks
+from lowprec_attn.diagnostics.examine import axes
+from lowprec_attn.diagnostics.layer import Layer, of_one_head_size
 from lowprec_attn.errors import OneLineError, printable
 
 # Upper and lower case alike.
@@ -111,7 +112,7 @@ def _layer(
         arrays, split = axes.rows_first(arrays, orders)
     except ValueError as error:
         raise DiagnoseError(f"{where}: {error}") from error
-    arrays, filled = _of_one_head_size(arrays)
+    arrays, filled = of_one_head_size(arrays)
     _check_shapes(where, arrays, orders)
     # What a file says of itself is in no doubt.
     doubts = [] if layout is None and "layout" in facts else axes.doubts(arrays, orders)
@@ -381,26 +382,6 @@ def _conversions(found: dict[str, np.ndarray]) -> list[str]:
 
 def _is_unnamed_bfloat16(array: np.ndarray) -> bool:
     return array.dtype == np.dtype("V2")
-
-
-def _of_one_head_size(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays with heads, all of one head size, and a note where some had a smaller one.
-
-    Zeros at the end of v and dO add nothing to dO·Vᵀ and to rowsum(dO ∘ O), nor do zeros at the end
-    of q and k to a score. Models with compressed keys and values have v of another head size.
-    """
-    shapes = {w: arrays[w].shape for w in axes.WITH_HEADS if w in arrays}
-    sizes = {w: shape[-1] for w, shape in shapes.items()}
-    are_pairs = sizes["q"] == sizes["k"] and sizes.get("do", sizes["v"]) == sizes["v"]
-    if not are_pairs or sizes["q"] == sizes["v"] or 0 in sizes.values():
-        return arrays, []
-    size, smaller = max(sizes.values()), [w for w in sizes if sizes[w] < max(sizes.values())]
-    ends = {w: [(0, 0)] * 3 + [(0, size - sizes[w])] for w in smaller}
-    note = (
-        f"{', '.join(smaller)}: head size {min(sizes.values())} filled with zeros to {size}"
-        f"{', which count in the RMS of O' if 'v' in smaller else ''}"
-    )
-    return arrays | {w: np.pad(arrays[w], ends[w]) for w in smaller}, [note]
 
 
 def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-WITH_HEADS = ("q", "k", "v", "do")
+from lowprec_attn.diagnostics.layer import WITH_HEADS
+
 _ROWS_FIRST, _HEADS_FIRST = "BTNH", "BNTH"
 
 Arrays = dict[str, np.ndarray]

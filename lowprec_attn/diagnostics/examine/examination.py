@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import CURED, Arithmetic, advice, measure
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.lookalikes import lookalikes, not_finite
+from lowprec_attn.diagnostics.measurement import CURED, Arithmetic, advice, measure
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.numerics import Numerics
 
@@ -47,7 +47,7 @@ class Head(NamedTuple):
       label: of the arithmetic.
       values: every signal by name.
       met: names of the rules that it meets, and `coherence`.
-      severity: the largest ratio of a rule's signal to its threshold.
+      severity: how near it is to a warning, see `verdict.nearness`.
     """
 
     layer: Layer
@@ -136,11 +136,10 @@ def heads(examined: Iterable[Examination]) -> list[Head]:
 
 def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head:
     met = [rule.name for rule in RULES if rule.severity(signals)[head] > -np.inf]
-    ratios = [float(rule.value(signals)[head]) / rule.threshold for rule in RULES]
     coherent = "delta" if "delta_error_rms" in signals else "output"
     coherence = verdict.coherence_of(signals, f"{coherent}_error", f"{coherent}_rms", layer.rows)
     named = (*met, "coherence") if coherence[head] > -np.inf else tuple(met)
-    severity = max(np.inf if np.isnan(ratio) else ratio for ratio in ratios)
+    severity = float(verdict.nearness(signals)[head])
     values = {name: float(value[head]) for name, value in signals.items()}
     return Head(layer, head, label, values, named, severity)
 

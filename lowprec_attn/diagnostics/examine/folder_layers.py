@@ -10,8 +10,8 @@ import numpy as np
 from lowprec_attn import attention
 from lowprec_attn.diagnostics.examine import sequence
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError, read_tensors
-from lowprec_attn.diagnostics.examine.layer import Layer
 from lowprec_attn.diagnostics.examine.run_layers import as_layers
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.files import NotJsonError, read_json, stays_inside
 from lowprec_attn.gpt2 import hugging_face
 from lowprec_attn.gpt2.model import Attend

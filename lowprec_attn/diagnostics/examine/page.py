@@ -7,8 +7,8 @@ from xml.etree.ElementTree import Element
 from lowprec_attn.diagnostics.examine import series as trends
 from lowprec_attn.diagnostics.examine import wording
 from lowprec_attn.diagnostics.examine.examination import Examination, heads
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic
 from lowprec_attn.diagnostics.examine.series import Series
+from lowprec_attn.diagnostics.measurement import Arithmetic
 from lowprec_attn.runs.pages.markup import element, table, write_page
 
 _TITLE = "lowprec-attn diagnose"
@@ -36,14 +36,22 @@ def write(
     layers = [one.layer for one in examined]
     content = [
         element("h1", _TITLE),
+        element("p", wording.headline(examined)),
         *_paragraphs(wording.preface(layers, arithmetics)),
         element("h2", "Verdicts"),
         *_paragraphs(not_finite),
     ]
-    for one, (name, sentences) in zip(examined, wording.verdicts(examined), strict=True):
+    shown = [one for one in examined if one.findings[0].kind != "none"]
+    for one, (name, sentences) in zip(shown, wording.verdicts(examined), strict=True):
         state = "broken" if one.found else "healthy"
         heading = [element("h3", name)] if name else []
         content.append(element("div", *heading, *_paragraphs(sentences), class_=f"state {state}"))
+    content += [
+        element("div", element("p", sentence), class_="state healthy")
+        for sentence in wording.others(examined)
+    ]
+    for kind, lines in wording.actions(examined):
+        content += [element("h2", f"What to do about {kind}"), table(("", ""), lines, ())]
     if worths := wording.worths(examined):
         content.append(element("h2", "What the rules were worth in the lab"))
         content += _paragraphs(f"{kind}: {worth}" for kind, worth in worths)

@@ -11,8 +11,8 @@ from jaxtyping import Int32
 from lowprec_attn import attention
 from lowprec_attn.diagnostics.examine import sequence
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
-from lowprec_attn.diagnostics.examine.layer import Layer
 from lowprec_attn.diagnostics.examine.series import Series
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.trend import QUANTITIES
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import score_scale

@@ -2,12 +2,15 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from lowprec_attn.diagnostics import verdict
+from lowprec_attn.diagnostics.actions import ACTIONS
 from lowprec_attn.diagnostics.examine.examination import Examination, Head
-from lowprec_attn.diagnostics.examine.layer import Layer
-from lowprec_attn.diagnostics.examine.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
 
+_SHOWN = 4  # names of layers
 LEGEND = (
     "ΣP−1: how far rows of the backward pass's P miss a sum of 1 (RMS). δ share: the errors of δ",
     "as a part of the gradient that reaches W_Q. repeat: rows whose largest score repeats; ones:",
@@ -43,13 +46,79 @@ def title(layer: Layer, layers: Sequence[Layer]) -> str:
     return f"{layer.source}:{layer.name}" if layer.name else layer.source
 
 
+def headline(examined: Sequence[Examination]) -> str:
+    """The answer, in one sentence: how many heads show nothing, or what stands where."""
+    layers = [one.layer for one in examined]
+    count = sum(layer.q.shape[2] for layer in layers)
+    of_layers = f" of {len(layers)} layers" if len(layers) > 1 else ""
+    places: dict[str, list[str]] = {}
+    for one in examined:
+        for finding in one.findings:
+            if finding.warns is any(other.found for other in examined):
+                places.setdefault(finding.kind, []).append(title(one.layer, layers))
+    if not any(one.found for one in examined):
+        others = {kind: names for kind, names in places.items() if kind != "none"}
+        if not others:
+            return f"No sign of this in {_many(count, 'head')}{of_layers}: {_largest(examined)}."
+        told = f"Seen, and none by itself: {_listed(others)}."
+        return f"No warning in {_many(count, 'head')}{of_layers}. {told}"
+    warned = sum(one.found for one in examined)
+    return f"Warning in {warned} of {_many(len(layers), 'layer')}: {_listed(places)}."
+
+
 def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
-    """By the title of each layer, its findings as sentences with a full stop."""
+    """By the title of each layer that shows something, its findings as sentences."""
     layers = [one.layer for one in examined]
     return [
         (title(one.layer, layers), [f"{finding.sentence}." for finding in one.findings])
         for one in examined
+        if one.findings[0].kind != "none"
     ]
+
+
+def others(examined: Sequence[Examination]) -> list[str]:
+    """One sentence of the layers that show nothing; none where there is no such layer."""
+    count = sum(one.findings[0].kind == "none" for one in examined)
+    if not count:
+        return []
+    if count == len(examined):
+        return ["Verdict: nothing found."]
+    return [f"Verdict for the {_many(count, 'other layer')}: nothing found."]
+
+
+def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """By each kind that warns, what to do: lines of a label and a text."""
+    kinds = dict.fromkeys(f.kind for one in examined for f in one.findings if f.warns)
+    if kinds.keys() & {"row_sums", "delta"}:  # which are why scores grow
+        kinds.pop("scores", None)
+    return [(kind, ACTIONS[kind].lines()) for kind in kinds]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(places: Mapping[str, Sequence[str]]) -> str:
+    parts = []
+    for kind, names in places.items():
+        shown = ", ".join(name for name in names[:_SHOWN] if name)
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        parts.append(f"{kind} in {shown}{more}" if shown else kind)
+    return "; ".join(parts)
+
+
+def _largest(examined: Sequence[Examination]) -> str:
+    """How large the largest signals of all layers are."""
+    measured = [
+        (one.layer, signals) for one in examined for signals in one.measured.values() if signals
+    ]
+    judged = [(layer, of) for layer, of in measured if "delta_error_rms" in of] or measured
+    by_place = {str(i): signals for i, (_, signals) in enumerate(judged)}
+    said = verdict.nothing(by_place, min(layer.rows for layer, _ in judged))
+    without = sum(one.layer.do is None for one in examined)
+    if 0 < without < len(examined):
+        said += f"; {_many(without, 'layer')} without dO are not in these numbers"
+    return said.removeprefix("nothing found: ")
 
 
 def first_not_finite(examined: Iterable[Examination]) -> list[str]:

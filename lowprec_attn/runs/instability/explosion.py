@@ -17,12 +17,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from lowprec_attn.diagnostics.rules import RUNAWAY_HEADS, RUNAWAY_SCORE
+
 EXCESS_NATS = 0.7
 LASTING_STEPS = 100
 SMOOTHED_STEPS = 50
 BEST_STEPS = 10
-
-RUNAWAY_HEADS = 2
 
 
 class LossWatch:
@@ -88,7 +88,7 @@ def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
 class RunawayRule(NamedTuple):
     """When a run is judged, and above which |score| a head counts."""
 
-    score: float = 512.0
+    score: float = RUNAWAY_SCORE
     step: int = 2000
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Bool
 
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.layer import Layer
 
 # By the names of a file, case aside: those of jax.nn, Flax, torch and transformers.
 VISIBLE = ("mask", "attention_mask", "attn_mask")
@@ -24,8 +24,9 @@ SERVED = (*VISIBLE, *HIDDEN, *BIASES, *LENGTHS)
 REFUSED = {
     **dict.fromkeys(("position_bias", "rel_pos_bias", "alibi", "alibi_slopes"), "adds to scores"),
     **dict.fromkeys(("softcap", "logits_soft_cap", "softmax_cap"), "changes scores"),
+    **dict.fromkeys(("score_mod", "qv"), "changes scores"),
     **dict.fromkeys(("sinks", "sink", "s_aux"), "adds to row sums"),
-    **dict.fromkeys(("block_mask", "dropout_mask", "head_mask"), "hides scores"),
+    **dict.fromkeys(("block_mask", "dropout_mask", "head_mask", "attention_chunk"), "hides scores"),
     **dict.fromkeys(
         ("segment_ids", "query_segment_ids", "key_segment_ids", "key_value_segment_ids"),
         "hides keys of other documents",

@@ -1,8 +1,5 @@
 """Attention for PyTorch by this library's kernels, with rows of dS that sum to zero by default.
 
-    from lowprec_attn.torch import attention
-    torch.nn.functional.scaled_dot_product_attention = attention  # of a whole model
-
 JAX computes on the tensors' own device, a GPU or the CPU. DLPack hands over q, k, v, dO, O and the
 gradients without a copy, and orders the streams of both. Both libraries then allocate on one GPU:
 this module asks JAX not to take three quarters of it at once, if it is imported before JAX is used.
@@ -63,15 +60,15 @@ def attention_fn(
     """
     which = _arithmetic(_Arithmetic(numerics, row_max, implementation))
 
-    def scaled_dot_product_attention(
+    def compute(
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
     ) -> Tensor:
         if attn_mask is not None or dropout_p:
             raise TorchAttentionError(
@@ -102,7 +99,26 @@ def attention_fn(
         out = out.to(query.dtype).transpose(1, 2)
         return out.reshape(*batch, *query.shape[-3:-1], value.shape[-1])
 
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        for attend in capturing:
+            return attend(compute, *given)
+        return compute(*given)
+
     return scaled_dot_product_attention
+
+
+# While a capture is open, what runs a call: of a function and its arguments. At most one.
+capturing: list[Callable[..., Tensor]] = []
 
 
 class _Arithmetic(NamedTuple):

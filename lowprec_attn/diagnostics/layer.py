@@ -6,7 +6,9 @@ import numpy as np
 from jaxtyping import Float
 
 from lowprec_attn.arithmetic.heads import HeadGroup
-from lowprec_attn.diagnostics import Returned
+from lowprec_attn.diagnostics.comparison import Returned
+
+WITH_HEADS = ("q", "k", "v", "do")
 
 
 class Layer(NamedTuple):
@@ -55,3 +57,23 @@ class Layer(NamedTuple):
     def factor(self) -> float:
         """Of q·k in a score."""
         return float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+
+def of_one_head_size(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The arrays with heads, all of one head size, and a note where some had a smaller one.
+
+    Zeros at the end of v and dO add nothing to dO·Vᵀ and to rowsum(dO ∘ O), nor do zeros at the end
+    of q and k to a score. Models with compressed keys and values have v of another head size.
+    """
+    shapes = {w: arrays[w].shape for w in WITH_HEADS if w in arrays}
+    sizes = {w: shape[-1] for w, shape in shapes.items()}
+    are_pairs = sizes["q"] == sizes["k"] and sizes.get("do", sizes["v"]) == sizes["v"]
+    if not are_pairs or sizes["q"] == sizes["v"] or 0 in sizes.values():
+        return arrays, []
+    size, smaller = max(sizes.values()), [w for w in sizes if sizes[w] < max(sizes.values())]
+    ends = {w: [(0, 0)] * 3 + [(0, size - sizes[w])] for w in smaller}
+    note = (
+        f"{', '.join(smaller)}: head size {min(sizes.values())} filled with zeros to {size}"
+        f"{', which count in the RMS of O' if 'v' in smaller else ''}"
+    )
+    return arrays | {w: np.pad(arrays[w], ends[w]) for w in smaller}, [note]

@@ -1,26 +1,32 @@
 """Measures the signals of a layer, and the share of an error that each cure leaves."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
-from lowprec_attn import diagnostics
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import verdict
-from lowprec_attn.diagnostics.examine.layer import Layer
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.signals import attention_signals
 from lowprec_attn.numerics import KvBlock, Numerics, RowMax, StandardMax, get_preset, get_row_max
 
 USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of the error
 CURED = {"delta": "query_gradient_error_relative", "coherence": "delta_error_mean"}
 
-# One program for all layers of a shape, and not one for each.
-_signals = jax.jit(
-    diagnostics.attention_signals,
-    static_argnames=("numerics", "row_max", "scale", "is_causal", "local_window_size"),
+
+# One program for all layers of a shape, and not one for each; without what is not asked for.
+@functools.partial(
+    jax.jit,
+    static_argnames=("names", "numerics", "row_max", "scale", "is_causal", "local_window_size"),
 )
+def _signals(*arrays: Any, names: tuple[str, ...] | None, **options: Any) -> dict[str, Array]:
+    signals = attention_signals(*arrays, **options)
+    return {name: x for name, x in signals.items() if names is None or name in names}
 
 
 class Arithmetic(NamedTuple):
@@ -44,10 +50,17 @@ class Arithmetic(NamedTuple):
         return any(group.numerics.needs_bits for group in self.numerics)
 
 
-def measure(layer: Layer, arithmetic: Arithmetic) -> verdict.Signals:
+def measure(
+    layer: Layer, arithmetic: Arithmetic, names: tuple[str, ...] | None = None
+) -> verdict.Signals:
     """The signals of `diagnostics.attention_signals`, by name, one number per head.
 
     A dO that is zero everywhere counts as none.
+
+    Args:
+      layer: with `is_causal` given.
+      arithmetic: to measure under.
+      names: of the signals; None for all. Of those that a layer has not, none is there.
     """
     do = layer.do if layer.do is not None and np.any(layer.do) else None
     signals = _signals(
@@ -55,6 +68,7 @@ def measure(layer: Layer, arithmetic: Arithmetic) -> verdict.Signals:
         layer.k,
         layer.v,
         do,
+        names=names,
         numerics=arithmetic.numerics,
         row_max=arithmetic.row_max,
         scale=layer.scale,

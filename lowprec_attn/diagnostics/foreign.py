@@ -1,0 +1,194 @@
+"""Capture of attention that is not this library's: jax.nn, Flax's own, and functions of a user.
+
+Within a capture the names that modules have for jax.nn's and Linen's function stand for captured
+ones. Linen's modules hold theirs in a field, which its own interceptor of methods reaches. Flax NNX
+calls jax.nn, unless it forms the weights for dropout: that is refused.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowprec_attn.attention import tap, validation
+from lowprec_attn.diagnostics.names import replaced
+from lowprec_attn.errors import UserError
+
+_SPELLINGS = {
+    "q": ("query", "q"),
+    "k": ("key", "k"),
+    "v": ("value", "v"),
+    "is_causal": ("is_causal", "causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale"),
+    "window": ("local_window_size",),
+}
+_KEPT = ("mask", "bias", "query_seq_lengths", "key_value_seq_lengths")
+# That do not say what is computed, but how.
+_HARMLESS = (
+    *("implementation", "precision", "dtype", "module", "return_residual", "promote_dtype"),
+    *("force_fp32_for_softmax", "einsum_dot_general", "qk_attn_weights_einsum"),
+    *("attn_weights_value_einsum", "broadcast_dropout", "dropout_rng", "deterministic"),
+    *("interpret", "block_sizes", "config"),
+)
+
+# Inside of a captured function: what it calls in turn is the same attention.
+_inside = contextvars.ContextVar("inside", default=False)
+
+
+class CaptureError(UserError, RuntimeError):
+    """Nothing was captured, or it cannot be; the message says what to do."""
+
+
+def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[..., Any]:
+    """The same function of attention, which `diagnostics.capture` and `watch` see.
+
+    For kernels of other libraries and of your own. jax.nn's function and Flax's modules need none.
+    It changes no value, and outside of a capture nothing is added to a program.
+
+    Args:
+      function: of q, k, v (or query, key, value) and whatever else; returns O, or a tuple that
+        begins with it. Kept of its arguments are is_causal (causal), scale (softmax_scale,
+        sm_scale), mask, bias, query_seq_lengths, key_value_seq_lengths and local_window_size, with
+        the meaning that they have in jax.nn. Other ones that are given are named in `ignored`.
+      layout: of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
+
+    Raises:
+      ValueError: another layout, or the function has no arguments of these names.
+
+    Example:
+      >>> attend = diagnostics.captured(my_kernel, layout="BNTH")
+    """
+    if layout not in ("BTNH", "BNTH"):
+        raise ValueError(f"layout must be BTNH or BNTH, got {layout!r}")
+    signature = inspect.signature(function)
+    for name in "qkv":
+        if not {*_SPELLINGS[name]} & signature.parameters.keys():
+            raise ValueError(
+                f"{getattr(function, '__name__', function)} has no argument "
+                f"{' or '.join(_SPELLINGS[name])}; wrap a function that has"
+            )
+
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        if _inside.get() or not tap.is_open():
+            return function(*args, **kwargs)
+        token = _inside.set(True)
+        try:
+            out = function(*args, **kwargs)
+        finally:
+            _inside.reset(token)
+        given = signature.bind(*args, **kwargs).arguments
+        o, *others = out if isinstance(out, tuple) else (out,)
+        o = _tapped(given, signature, o, layout)
+        return (o, *others) if isinstance(out, tuple) else o
+
+    return attend
+
+
+@contextlib.contextmanager
+def seen() -> Iterator[None]:
+    """A block in which jax.nn's and Flax's functions are captured ones."""
+    with contextlib.ExitStack() as stack:
+        usual = jax.nn.dot_product_attention
+        stack.enter_context(replaced(usual, captured(usual), keeps=__name__))
+        linen = sys.modules.get("flax.linen")
+        if linen is not None:
+            of_linen = linen.dot_product_attention
+            attend = captured(of_linen)
+            stack.enter_context(replaced(of_linen, attend, keeps=__name__))
+            stack.enter_context(linen.intercept_methods(_with_attention(of_linen, attend)))
+        for name in ("flax.linen.attention", "flax.nnx.nn.attention"):
+            weights = getattr(sys.modules.get(name), "dot_product_attention_weights", None)
+            if weights is not None:
+                stack.enter_context(replaced(weights, _refusing(weights), keeps=__name__))
+        yield
+
+
+def _with_attention(function: Any, replacement: Any) -> Callable[..., Any]:
+    """An interceptor for Linen: modules whose `attention_fn` is the one call the other."""
+
+    def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if vars(module).get("attention_fn") is not function:
+            return call(*args, **kwargs)
+        object.__setattr__(module, "attention_fn", replacement)  # a module is frozen
+        try:
+            return call(*args, **kwargs)
+        finally:
+            object.__setattr__(module, "attention_fn", function)
+
+    return intercept
+
+
+def _refusing(weights: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(weights)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if not _inside.get():
+            raise CaptureError(
+                "Flax forms attention weights here, for dropout of attention or to sow them, which "
+                "capture does not see: run the step with deterministic=True or dropout_rate=0"
+            )
+        return weights(*args, **kwargs)
+
+    return refuse
+
+
+def _tapped(
+    given: Mapping[str, Any], signature: inspect.Signature, out: jax.Array, layout: str
+) -> jax.Array:
+    def of(which: str) -> Any:
+        return next((given[name] for name in _SPELLINGS[which] if name in given), None)
+
+    def rows_first(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        x = x[None] if x.ndim == 3 else x.reshape(-1, *x.shape[-3:])
+        return x.swapaxes(1, 2) if layout == "BNTH" else x
+
+    # Flax casts q, k and v to the dtype of O within the function.
+    arrays = {which: rows_first(of(which)).astype(out.dtype) for which in "qkv"}
+    arrays |= {name: _kept(given[name]) for name in _KEPT if given.get(name) is not None}
+    ignored = [name for name in given if _is_other(name, given, signature)]
+    scale = of("scale")
+    if isinstance(scale, jax.core.Tracer):
+        ignored.append("scale")
+        scale = None
+    elif scale is None:
+        scale = arrays["q"].shape[-1] ** -0.5
+    rows, keys = arrays["q"].shape[1], arrays["k"].shape[1]
+    o = tap.handed_over(
+        arrays,
+        rows_first(out),
+        is_causal=bool(of("is_causal")),
+        scale=None if scale is None else float(scale),
+        window=validation.window(of("window"), rows, keys),
+        ignored=tuple(ignored),
+    )
+    return (o.swapaxes(1, 2) if layout == "BNTH" else o).reshape(out.shape)
+
+
+def _kept(x: Any) -> jax.Array:
+    """A mask, a bias or lengths; with four axes where it is of pairs."""
+    x = jnp.asarray(x)
+    if x.ndim < 2:
+        return x
+    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+
+
+def _is_other(name: str, given: Mapping[str, Any], signature: inspect.Signature) -> bool:
+    """Whether an argument may change what is computed, and is not kept."""
+    if name == "dropout_rate":
+        return bool(given[name]) and not given.get("deterministic")
+    known = {*_KEPT, *_HARMLESS, *(word for words in _SPELLINGS.values() for word in words)}
+    if name in known:
+        return False
+    default = signature.parameters[name].default
+    value = given[name]
+    is_default = value is default or (np.isscalar(value) and value == default)
+    return not is_default and value is not None and value != () and value != {}

@@ -1,0 +1,279 @@
+"""A watch over a training run: every so many steps, what attention computed, and one warning.
+
+The steps between cost nothing. At a watched step the arrays of one sequence are captured, and
+measured as `diagnose` measures them.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from lowprec_attn.diagnostics import masks
+from lowprec_attn.diagnostics.capture import Capture, capture
+from lowprec_attn.diagnostics.layer import WITH_HEADS, Layer, of_one_head_size
+from lowprec_attn.diagnostics.measurement import Arithmetic, measure
+from lowprec_attn.diagnostics.rules import RULES, RUNAWAY_SCORE, Signals, runaway
+from lowprec_attn.diagnostics.verdict import SMALL
+from lowprec_attn.errors import OneLineError
+from lowprec_attn.files import open_own, strict_json, writing
+from lowprec_attn.numerics import EXACT, FLASH, Numerics, get_preset
+
+_logger = logging.getLogger("lowprec_attn.watch")
+
+_SHARES = next(rule.signals for rule in RULES if rule.name == "delta")
+_LARGE_SHARE = next(rule.threshold for rule in RULES if rule.name == "delta")
+SIGNALS = ("score_maximum", *_SHARES, "p_row_sum_error_rms", "ds_row_sum_rms",
+           "rounded_ds_row_sum_rms")  # fmt: skip
+
+Write = Callable[[int, dict[str, float]], Any]
+
+
+class SummaryWriter(Protocol):
+    """That of TensorBoard, as PyTorch and tensorboardX have it."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Records one number."""
+
+
+class Framework(NamedTuple):
+    """What differs between JAX and PyTorch.
+
+    Attributes:
+      captured: takes the arrays of one pass.
+      cure: what makes rows of dS sum to zero there.
+      on_cpu: whether to measure on the CPU, not on JAX's default device.
+    """
+
+    captured: Callable[[], contextlib.AbstractContextManager[Capture]]
+    cure: str
+    on_cpu: bool = False
+
+
+class WatchError(OneLineError, ValueError):
+    """A layer cannot be watched; the message is one line that says why."""
+
+
+class Watch:
+    """Watches attention at some steps of a run. `watch` makes one for JAX or for PyTorch.
+
+    Attributes:
+      every: steps between two that are watched; the first is a multiple of it, such as 0.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        path: str | Path | None,
+        write: Write | SummaryWriter | None,
+        numerics: Numerics | str | None,
+        framework: Framework,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self.every = every
+        self._path = None if path is None else Path(path)
+        self._write = write
+        self._given = get_preset(numerics) if isinstance(numerics, str) else numerics
+        self._numerics = self._given or EXACT  # of the last watched step
+        self._framework = framework
+        self._ran_away: set[str] = set()  # layers, at the last watched step
+
+    def step(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """A block for the forward and backward pass of a step; empty where it is not watched.
+
+        Args:
+          step: its number, from 0.
+
+        Raises:
+          CaptureError: nothing was captured.
+          WatchError: what a layer computes is not measured, such as a bias.
+          DiskError: the file cannot be written.
+        """
+        return contextlib.nullcontext() if step % self.every else self._watched(step)
+
+    @contextlib.contextmanager
+    def _watched(self, step: int) -> Iterator[None]:
+        with self._framework.captured() as taken:
+            yield
+        layers = {name: _layers(name, values) for name, values in taken.layers.items()}
+        self._numerics = self._given or _of_dtype([one for of in layers.values() for one in of])
+        device = jax.local_devices(backend="cpu")[0] if self._framework.on_cpu else None
+        with jax.default_device(device) if device else contextlib.nullcontext():
+            signals = {name: self._measured(of_name) for name, of_name in layers.items()}
+        self._record(step, signals)
+
+    def _measured(self, layers: list[Layer]) -> dict[str, list[float]]:
+        """The worst of sequences that are padded differently, head by head."""
+        arithmetic = Arithmetic("the run", self._numerics)
+        measured = [measure(layer, arithmetic, SIGNALS) for layer in layers]
+        return {
+            name: np.max([of_one[name] for of_one in measured], axis=0).tolist()
+            for name in SIGNALS
+            if all(name in of_one for of_one in measured)
+        }
+
+    def _record(self, step: int, signals: dict[str, dict[str, list[float]]]) -> None:
+        found = {name: heads for name, of in signals.items() if (heads := runaway(of))}
+        new = {name: found[name] for name in found if name not in self._ran_away}
+        self._ran_away = set(found)
+        if self._path is not None:
+            line = {"step": step, "signals": signals}
+            if found:
+                line["runaway"] = {name: list(heads) for name, heads in found.items()}
+            _append(self._path, line)
+        if self._write is not None:
+            _send(self._write, step, signals)
+        if new:
+            cure = None if self._numerics == EXACT else self._framework.cure
+            _logger.warning("%s", _warning(step, new, signals, cure))
+
+
+def watch(
+    every: int = 500,
+    path: str | Path | None = None,
+    *,
+    write: Write | SummaryWriter | None = None,
+    numerics: Numerics | str | None = None,
+) -> Watch:
+    """Watches the attention of a run in JAX, in Flax with Optax or any other loop.
+
+    Per layer and head: the largest |score|; the errors of δ over W_Q's gradient (over dQ, where
+    W_Q's input is not known); row sums of dS, and of P less 1. It warns by one line of the logger
+    `lowprec_attn.watch` where two heads or more of a layer have scores above 512.
+
+    A step between costs nothing. At a watched step the first sequence of the batch is copied to the
+    host and measured, on JAX's default device; the first of them compiles the step once more.
+
+    Args:
+      every: steps between two that are watched.
+      path: of a file to which a JSON line is added at each. Of several processes all watch, because
+        they run one program, and one has the path.
+      write: a SummaryWriter of TensorBoard, or a function of a step and a flat dict of numbers,
+        such as `lambda step, metrics: wandb.log(metrics, step=step)`.
+      numerics: the arithmetic of the run's attention, in which its errors are emulated. None: that
+        of FlashAttention where q is bfloat16 or float16, `exact` where it is float32.
+
+    Example:
+      >>> watched = watch(every=500, path="attention.jsonl")
+      >>> for step, batch in enumerate(batches):
+      ...     with watched.step(step):
+      ...         params, opt_state, loss = train_step(params, opt_state, batch)
+    """
+    return Watch(every, path, write, numerics, _JAX)
+
+
+_JAX = Framework(capture, 'attention.dot_product_attention(..., numerics="normalized_delta")')
+
+
+def _of_dtype(layers: Sequence[Layer]) -> Numerics:
+    """FlashAttention's arithmetic in the format of the arrays; in float32 none rounds."""
+    formats = {layer.q.dtype.name for layer in layers} - {"float32"}
+    return FLASH.with_format(min(formats)) if formats else EXACT
+
+
+def _layers(name: str, values: Mapping[str, Any]) -> list[Layer]:
+    """A captured layer, without what its masks hide."""
+    for refused in masks.REFUSED.keys() & values.keys():
+        raise WatchError(f"{name}: {refused} {masks.REFUSED[refused]}, which is not measured")
+    if "ignored" in values:
+        ignored = ", ".join(values["ignored"])
+        raise WatchError(f"{name}: {ignored} of the call is not measured; train without, or use it "
+                         "in another way (is_causal, local_window_size)")  # fmt: skip
+    arrays, _ = of_one_head_size({w: values[w] for w in WITH_HEADS if w in values})
+    size, window = values["q"].shape[-1], values.get("window")
+    layer = Layer(
+        "",
+        name,
+        arrays["q"],
+        arrays["k"],
+        arrays["v"],
+        do=arrays.get("do"),
+        x=values.get("x"),
+        is_causal=values["is_causal"],
+        scale=values.get("scale", size**-0.5),
+        window=None if window is None else (int(window[0]), int(window[1])),
+    )
+    hiding = {w: np.asarray(values[w]) for w in masks.SERVED if w in values}
+    try:
+        cut = masks.applied(layer, hiding)
+    except ValueError as error:
+        raise WatchError(f"{name}: {error}") from error
+    return [one._replace(is_causal=bool(one.is_causal)) for one in cut]
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    text = json.dumps(strict_json(line), allow_nan=False)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with writing(path), open(open_own(path, flags), "a") as file:
+        file.write(f"{text}\n")
+
+
+def _send(write: Write | SummaryWriter, step: int, signals: Mapping[str, Signals]) -> None:
+    metrics = {
+        f"attention/{layer}/head_{head}/{name}": float(value)
+        for layer, of_layer in signals.items()
+        for name, values in of_layer.items()
+        for head, value in enumerate(values)
+    }
+    if callable(write):
+        write(step, metrics)
+        return
+    for name, value in metrics.items():
+        write.add_scalar(name, value, step)
+
+
+def _warning(
+    step: int,
+    found: Mapping[str, tuple[int, ...]],
+    signals: Mapping[str, Signals],
+    cure: str | None,
+) -> str:
+    """What was found, and what to do, on one line; without a cure attention rounds nothing."""
+    places = []
+    shares = []
+    for name, heads in found.items():
+        of_layer = signals[name]
+        largest = float(np.asarray(of_layer["score_maximum"])[heads[0]])
+        places.append(
+            f"{name}: heads {', '.join(map(str, heads))} above {RUNAWAY_SCORE:.0f}, the largest "
+            f"{largest:,.0f}"
+        )
+        known = [np.asarray(of_layer[share])[list(heads)] for share in _SHARES if share in of_layer]
+        shares += [float(np.max(known[0]))] if known else []
+    share = float(np.max(shares)) if shares else np.nan  # NaN where one is
+    if cure is None:
+        said = (
+            "Attention is float32, so rounding is not the cause: lower the learning rate, or put "
+            "norms on q and k"
+        )
+    elif not shares:
+        said = (
+            "The backward pass was not seen: norms on q and k, or a lower learning rate, bound "
+            "scores whatever the cause"
+        )
+    elif not share < _LARGE_SHARE:
+        said = (
+            f"Errors of δ are {share:.0%} of the gradient that reaches W_Q: use {cure}, whose rows "
+            "of dS sum to zero"
+        )
+    elif share < SMALL * _LARGE_SHARE:
+        said = (
+            f"Errors of δ are only {share:.1%} of the gradient that reaches W_Q, so the cause is "
+            "elsewhere: lower the learning rate, or put norms on q and k"
+        )
+    else:
+        said = (
+            f"Errors of δ are {share:.0%} of the gradient that reaches W_Q, which names no cause: "
+            f"norms on q and k bound scores, a lower learning rate and {cure} are to be tried"
+        )
+    return (
+        f"step {step:,}: scores run away in {'; '.join(places)}. {said}, and resume from a "
+        "checkpoint at which the largest score was below 100"
+    )

@@ -1,0 +1,22 @@
+"""For PyTorch: attention by this library's kernels, and what attention of any kind computed.
+
+    from lowprec_attn.torch import attention, capture
+    torch.nn.functional.scaled_dot_product_attention = attention  # of a whole model
+
+`attention` has rows of dS that sum to zero by default; `bridge` tells how it works. `capture` takes
+q, k, v and dO of every attention call of a training step, of any model; `watch` measures some steps
+of a run, and warns.
+"""
+
+from lowprec_attn.torch.bridge import TorchAttentionError, attention, attention_fn
+from lowprec_attn.torch.capture import capture
+from lowprec_attn.torch.watch import TorchWatch, watch
+
+__all__ = [
+    "TorchAttentionError",
+    "TorchWatch",
+    "attention",
+    "attention_fn",
+    "capture",
+    "watch",
+]

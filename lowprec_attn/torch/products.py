@@ -1,0 +1,68 @@
+"""Which input a projection had, whose output is q: X of q = X W_Q."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Which argument is X, by function: a Linear's, and Hugging Face's Conv1D and hand-written ones.
+PRODUCTS = {
+    functional.linear: 0,
+    torch.addmm: 1,
+    torch.mm: 0,
+    torch.matmul: 0,
+    Tensor.mm: 0,
+    Tensor.matmul: 0,
+    Tensor.__matmul__: 0,
+}
+_NAMES = ("input", "mat1")
+
+
+class Product(NamedTuple):
+    """X and what came of it, before anything was written into it."""
+
+    x: Tensor | None
+    out: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any, out: Tensor) -> "Product":
+        """Of a call of one of `PRODUCTS`."""
+        place = PRODUCTS[func]
+        x = args[place] if len(args) > place else next((kwargs.get(n) for n in _NAMES), None)
+        is_of_all = out.shape[:-1] == x.shape[:-1] if x is not None else False
+        return cls(x if is_of_all else None, out, out._version)
+
+
+def input_of(q: Tensor, products: Iterable[Product]) -> Tensor | None:
+    """X [B, T, D] where q [B, T, N, H] is a view of X W, with a bias or without; else None.
+
+    A view has the memory of the product's output, and the version of it unless it was changed.
+    """
+    found = (p for p in products if p.x is not None and _is_view(q, p))
+    product = next(found, None)
+    if product is None or product.x is None:
+        return None
+    width = product.out.shape[-1]
+    by_batch, by_row = q.stride(0), q.stride(1)
+    (batch, rows), device = q.shape[:2], product.x.device
+    places = (
+        by_batch * torch.arange(batch, device=device)[:, None]
+        + by_row * torch.arange(rows, device=device)[None]
+    )
+    if torch.any(places % width):  # rows of q are parts of rows of the product
+        return None
+    x = product.x.detach().reshape(-1, product.x.shape[-1])
+    return x[places // width]
+
+
+def _is_view(q: Tensor, product: Product) -> bool:
+    out = product.out
+    return (
+        q.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        and q._version == product.version
+        and out.is_contiguous()
+        and out.storage_offset() == 0
+    )

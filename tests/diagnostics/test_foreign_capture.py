@@ -1,0 +1,244 @@
+"""`diagnostics.capture` of attention of others: jax.nn, Flax, a user's function."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.nn import dot_product_attention  # a name of a user's module
+
+from lowprec_attn import attention
+from lowprec_attn.diagnostics import CaptureError, capture, captured, watch
+from lowprec_attn.diagnostics.examine import array_file
+
+B, T, HEADS, KV_HEADS, SIZE = 2, 12, 4, 2, 8
+WIDTH = HEADS * SIZE
+# Not by names, which a capture replaces.
+ORIGINALS = {"jax": jax.nn.dot_product_attention, "linen": nn.dot_product_attention}
+Q = jax.random.normal(jax.random.key(0), (B, T, HEADS, SIZE))
+K, V = jax.random.normal(jax.random.key(1), (2, B, T, KV_HEADS, SIZE))
+
+
+def restored():
+    assert jax.nn.dot_product_attention is dot_product_attention is ORIGINALS["jax"]
+    assert nn.dot_product_attention is ORIGINALS["linen"]
+
+
+def loss(w, zero=0.0, attend=None):
+    """By any name of jax.nn's function; the gradient by `zero` is dO."""
+    attend = dot_product_attention if attend is None else attend
+    return jnp.sum((attend(Q * w, K, V, is_causal=True) + zero) ** 3)
+
+
+DO = jax.grad(loss, argnums=1)(2.0, jnp.zeros_like(Q))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_function_of_jax(jit, by_name, tmp_path):
+    step = jax.grad(functools.partial(loss) if by_name else
+                    lambda w: loss(w, attend=jax.nn.dot_product_attention))  # fmt: skip
+    step = jax.jit(step) if jit else step
+    expected = step(2.0)  # under jit compiled before the block
+    with capture(None) as taken:
+        assert step(2.0) == expected
+    assert step(2.0) == expected
+    restored()
+    (layer,) = taken.layers.values()
+    for name, array in {"q": Q * 2, "k": K, "v": V}.items():
+        np.testing.assert_array_equal(layer[name], array)
+    np.testing.assert_allclose(layer["do"], DO, rtol=1e-6)
+    taken.save(tmp_path / "a.npz")
+    (read,) = array_file.load(tmp_path / "a.npz")
+    assert (read.is_causal, read.scale, read.notes) == (True, SIZE**-0.5, ())
+
+
+def scanned(w):
+    def body(q, w):
+        return dot_product_attention(q * w, K, V, is_causal=True), None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(body), Q, w * jnp.arange(1.0, 4.0))[0] ** 2)
+
+
+def mapped(w):
+    attend = functools.partial(jax.nn.dot_product_attention, K.repeat(2, 2) * w)
+    return jnp.sum(jax.vmap(attend)(jnp.stack([Q, Q]), jnp.stack([Q, Q])) ** 2)
+
+
+@pytest.mark.parametrize(("function", "times"), [(scanned, 3), (mapped, 2)])
+def test_in_scan_remat_and_vmap_a_call_is_there_as_often_as_it_ran(function, times):
+    with capture(None) as taken:
+        jax.jit(jax.grad(function))(1.0)
+    assert list(taken.layers) == ["layer_00", "layer_00.1", "layer_00.2"][:times]
+    assert all(np.any(layer["do"]) for layer in taken.layers.values())
+    if function is scanned:
+        np.testing.assert_array_equal(taken.layers["layer_00.2"]["q"], Q)
+
+
+def test_masks_lengths_and_windows_of_jax(tmp_path):
+    lengths = jnp.array([T, 9])
+
+    @jax.grad
+    def step(w):
+        one = jax.nn.dot_product_attention(Q * w, K, V, key_value_seq_lengths=lengths)
+        two = jax.nn.dot_product_attention(Q * w, K, V, local_window_size=(3, 0))
+        mask = jnp.tri(T, dtype=bool)
+        return jnp.sum(one + two + jax.nn.dot_product_attention(Q * w, K, V, mask=mask))
+
+    with capture(None) as taken:
+        step(1.0)
+    taken.save(tmp_path / "a.npz")
+    whole, cut, window, causal = array_file.load(tmp_path / "a.npz")
+    assert (whole.k.shape[1], cut.k.shape[1]) == (T, 9)
+    assert (window.window, bool(causal.is_causal)) == ((3, 0), True)
+
+
+class Linen(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        for _ in range(2):
+            layer = nn.MultiHeadDotProductAttention(
+                HEADS, dtype=jnp.bfloat16, dropout_rate=self.dropout, deterministic=False
+            )
+            x = x + layer(x, mask=mask)
+        x = x.astype(jnp.float32)
+        own = nn.dot_product_attention(*[x.reshape(Q.shape)] * 3, mask=mask)
+        return x + own.reshape(x.shape)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, dropout=0.0):
+        self.layers = nnx.List(
+            [
+                nnx.MultiHeadAttention(
+                    HEADS, WIDTH, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0),
+                    dropout_rate=dropout, deterministic=False,
+                )
+                for _ in range(3)
+            ]
+        )  # fmt: skip
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer(x, mask=nnx.make_causal_mask(x[..., 0]))
+        return x
+
+
+X = jax.random.normal(jax.random.key(3), (B, T, WIDTH), jnp.bfloat16)
+
+
+def of_linen(dropout=0.0):
+    model, keys = Linen(dropout), {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    params = jax.jit(model.init)(keys, X)
+    return params, lambda params: model.apply(params, X, rngs=keys)
+
+
+def of_nnx():
+    graph, params, rest = nnx.split(Nnx(), nnx.Param, ...)
+    return params, lambda params: nnx.merge(graph, params, rest)(X)
+
+
+@pytest.mark.parametrize("make", [of_linen, of_nnx])
+def test_models_of_flax_with_their_own_attention(make, tmp_path):
+    params, apply = make()
+
+    def cube(params):
+        return jnp.sum(apply(params).astype(jnp.float32) ** 3)
+
+    step = jax.jit(jax.grad(cube))
+    expected = step(params)
+    with capture(None) as taken:
+        gradient = step(params)
+    restored()
+    jax.tree.map(np.testing.assert_array_equal, gradient, expected)
+    taken.save(tmp_path / "a.npz")
+    layers = array_file.load(tmp_path / "a.npz")
+    assert [layer.name for layer in layers] == ["layer_00", "layer_01", "layer_02"]
+    dtypes = ["bfloat16", "bfloat16", "float32" if make is of_linen else "bfloat16"]
+    assert [layer.q.dtype.name for layer in layers] == dtypes
+    for layer in layers:
+        assert bool(layer.is_causal)
+        assert np.any(layer.do)
+        o = attention.dot_product_attention(
+            *(layer.q, layer.k, layer.v), is_causal=True, numerics="exact", implementation="dense"
+        )
+    if make is of_linen:  # whose last call is added as it is
+        found, expected = (layers[-1].q + o).reshape(X.shape), apply(params)
+        # The layers before are in bfloat16, and run here without jit.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
+
+
+def test_dropout_of_linen_is_named_and_that_of_nnx_refused():
+    params, apply = of_linen(dropout=0.5)
+    with capture() as taken:
+        jax.grad(lambda params: jnp.sum(apply(params).astype(jnp.float32)))(params)
+    assert list(taken.layers["layer_00"]["ignored"]) == ["dropout_rate"]
+    with pytest.raises(CaptureError, match="run the step with deterministic=True"), capture():
+        nnx.grad(lambda model: jnp.sum(model(X).astype(jnp.float32)))(Nnx(dropout=0.5))
+    restored()
+
+
+def heads_first(q, k, v, causal=False, sm_scale=None, softcap=None, tile=None):
+    """A user's kernel, which calls jax.nn and gives more than O."""
+    rows = (x.swapaxes(-3, -2) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(*rows, is_causal=causal, scale=sm_scale)
+    return out.swapaxes(-3, -2), None
+
+
+@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
+    kernel = jax.jit(heads_first, static_argnames=("causal", "softcap", "tile"))
+    attend = captured(kernel if jit else heads_first, layout="BNTH")
+    q, k, v = (x.swapaxes(1, 2) if batch else x[0].swapaxes(0, 1) for x in (Q, K, V))
+
+    def cube(w, zero):
+        o, _ = attend(q * w, k, v, causal=True, sm_scale=0.5, softcap=30.0)
+        return jnp.sum((o + zero) ** 3)
+
+    do = jax.grad(cube, argnums=1)(2.0, jnp.zeros_like(q))
+    with capture(None) as taken:
+        jax.jit(jax.grad(cube))(2.0, 0.0)
+    (layer,) = taken.layers.values()  # and not once more for what it calls
+    np.testing.assert_array_equal(layer["q"], Q * 2 if batch else Q[:1] * 2)
+    do = do.swapaxes(-3, -2)
+    np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5)
+    assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
+    assert list(layer["ignored"]) == ["softcap"]
+
+
+def test_what_is_not_seen_says_so():
+    partial = functools.partial(ORIGINALS["jax"], is_causal=True)
+    message = r"nothing was captured: .*wrap a function other than jax.nn's.*captured\(function\)"
+    for function in (
+        jax.grad(lambda w: jnp.sum(partial(Q * w, K, V))),
+        jax.jit(jax.grad(loss)).lower(2.0).compile(),
+    ):
+        with pytest.raises(CaptureError, match=message), capture():
+            function(2.0)
+    with pytest.raises(TypeError, match="forward-mode"), capture():
+        jax.jvp(loss, (2.0,), (1.0,))
+    restored()
+    with capture() as taken:
+        jax.grad(lambda w: jnp.sum(captured(partial)(Q * w, K, V)))(2.0)
+    assert np.any(taken.layers["layer_00"]["do"])
+    with pytest.raises(ValueError, match="layout must be BTNH or BNTH, got 'THD'"):
+        captured(dot_product_attention, layout="THD")
+    with pytest.raises(ValueError, match="<lambda> has no argument query or q; wrap a function"):
+        captured(lambda x: x)
+
+
+def test_a_watch_sees_them_too(tmp_path):
+    found = {}
+    with watch(every=1, write=lambda step, metrics: found.update(metrics)).step(0):
+        jax.jit(jax.grad(loss))(2.0)
+    scores = np.einsum("btkgh,bskh->bkgts", 2 * Q.reshape(B, T, KV_HEADS, 2, SIZE), K)[0]
+    largest = np.max(np.abs(np.tril(scores)), axis=(2, 3)).ravel() * SIZE**-0.5
+    shown = [found[f"attention/layer_00/head_{n}/score_maximum"] for n in range(HEADS)]
+    np.testing.assert_allclose(shown, largest, rtol=1e-5)
