@@ -34,6 +34,7 @@ class Spec:
       numerics, row_max: the arithmetic.
       scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
       is_causal: row t sees the keys s <= t + `Extras.query_offset`.
+      soft_cap: c of S = c · tanh(scale · q kᵀ / c); None for none.
       window: (left, right); a row at position t (`query_offset` added) sees the keys
         t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
@@ -43,6 +44,7 @@ class Spec:
     numerics: Numerics
     row_max: RowMax
     scale: float
+    soft_cap: float | None = None
     is_causal: bool = False
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
@@ -167,13 +169,33 @@ def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
         return f"block_sizes of type {type(given).__name__} (it takes {taken})"
     if request.spec.numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    return unsupported_mean_key(request)
+    return unsupported_row_sums(request)
 
 
-def unsupported_mean_key(request: Request) -> str | None:
+def unsupported_row_sums(request: Request) -> str | None:
+    """Choices that rely on what rows of dS sum to, where they do not. No implementation serves it.
+
+    With a soft cap rows of dS sum to zero before its derivative multiplies them, and to something
+    else after it: `delta='after_cast'` and `mean_key='subtracted'` take what comes after for zero.
+    """
+    numerics, cap = request.spec.numerics, request.spec.soft_cap
+    if cap is not None:
+        for name, choice in (("delta", "after_cast"), ("mean_key", "subtracted")):
+            if getattr(numerics, name) == choice:
+                return f"{name}={choice} with logits_soft_cap={cap} (rows of dS do not sum to zero)"
+    return _unsupported_mean_key(request)
+
+
+def unsupported_soft_cap(request: Request) -> str | None:
+    """A soft cap, for implementations without one."""
+    cap = request.spec.soft_cap
+    return None if cap is None else f"logits_soft_cap={cap}"
+
+
+def _unsupported_mean_key(request: Request) -> str | None:
     """`mean_key='subtracted'` where some key may be seen by no row, or some row see none.
 
-    Such a key would enter the mean, whatever it holds. No implementation serves it.
+    Such a key would enter the mean, whatever it holds.
     """
     hidden = {
         "a bias": request.has_bias,

@@ -16,6 +16,8 @@ from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.powers import power, power_of_two, whole_max
 from lowprec_attn.arithmetic.products import (
     LOG2E,
+    cap_slope,
+    capped,
     counts_in_scale,
     format_of,
     m_in_scores,
@@ -46,12 +48,20 @@ from lowprec_attn.numerics import Numerics, RowMax, get_format, round_to
 UNSEEN = -jnp.inf
 
 
+class Scores(NamedTuple):
+    """S, float32 [B, K, G, T, S], not yet masked, in units of `score_unit`.
+
+    `slope`: the derivative of the soft cap, which multiplies dS; None without one.
+    """
+
+    s: Array
+    slope: Array | None = None
+
+
 def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
-) -> Array:
-    """S = round_scores(q kᵀ · scale + bias), float32 [B, K, G, T, S], not yet masked.
-
-    In units of `score_unit`.
+) -> Scores:
+    """S = round_scores(q kᵀ · scale + bias), or round_scores(c tanh(q kᵀ · scale / c) + bias).
 
     Args:
       q, k: query rows and keys of the tile.
@@ -59,13 +69,16 @@ def scores(
       spec, extras: the call, for the scale and the rounding.
       place: the tile.
     """
-    s = query_key_products(q, k)
+    s, slope = query_key_products(q, k), None
+    if spec.soft_cap is not None:
+        s = capped(s, spec, extras)
+        slope = cap_slope(s)
     if counts_in_scale(spec, extras):
-        return s
-    s = s * scale_of(spec, extras)
+        return Scores(s, slope)
+    s = s * (scale_of(spec, extras) if spec.soft_cap is None else jnp.float32(spec.soft_cap))
     if bias is not None:
         s = s + bias.astype(jnp.float32)
-    return Rounder.of(spec, extras)(s, "scores", place)
+    return Scores(Rounder.of(spec, extras)(s, "scores", place), slope)
 
 
 def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:

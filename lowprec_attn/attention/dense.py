@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
-from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_mean_key
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
 
 
 def unsupported(request: Request) -> str | None:
@@ -27,7 +27,7 @@ def unsupported(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(dense has one tile of all {rows} queries)"
         )
-    return unsupported_mean_key(request)
+    return unsupported_row_sums(request)
 
 
 def keys_per_step(request: Request) -> int:
@@ -59,7 +59,7 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], layout.Residuals]:
-    place, s, seen = _scores(q, k, extras, spec)
+    place, s, seen, _ = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec)
     state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
@@ -74,9 +74,10 @@ def _backward(
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
     do, dlse = cotangents
-    place, s, seen = _scores(q, k, extras, spec)
+    place, s, seen, slope = _scores(q, k, extras, spec)
     n, dlse = spec.numerics, dlse[..., None]
     tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place, seen)
+    tile = tile._replace(slope=slope)
     if res.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
@@ -109,12 +110,15 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Array, Array | None]:
+def _scores(
+    q: Array, k: Array, extras: Extras, spec: Spec
+) -> tuple[Place, Array, Array | None, Array | None]:
+    """Where the scores lie, masked S, which are seen, and the slope of the soft cap."""
     place = Place(
         span(0, q.shape[-2])[:, None],
         span(0, k.shape[-2])[None],
     )
-    s = softmax.scores(q, k, extras.bias, spec, extras, place)
+    s, slope = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
-    return place, visibility.mask_scores(s, seen, softmax.UNSEEN), seen
+    return place, visibility.mask_scores(s, seen, softmax.UNSEEN), seen, slope

@@ -28,6 +28,7 @@ def dot_product_attention(
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
+    logits_soft_cap: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
@@ -71,6 +72,10 @@ def dot_product_attention(
       mask: True where a query may see a key.
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
         number is too; the kernels decline it.
+      logits_soft_cap: c, such as the 50 of Gemma 2: scores are c · tanh(scale · q kᵀ / c), formed
+        in float32, before a bias is added and a mask hides them; None for no cap. Positive, not
+        traced. `gpu`, `tiled` and `dense` have it. `numerics` of `delta='after_cast'` or
+        `mean_key='subtracted'` are refused beside it: rows of dS do not sum to zero.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
       query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
         and lse = −inf, as has every row that sees no key (where a mask, segments or a negative
@@ -138,6 +143,7 @@ class Options(NamedTuple):
     """
 
     scale: Any = None
+    logits_soft_cap: Any = None
     is_causal: bool = False
     query_seq_lengths: Any = None
     key_value_seq_lengths: Any = None
@@ -214,9 +220,11 @@ def _validated(
         offset,
     )
     window = options.local_window_size
+    scale = 1.0 if extras.scale is not None else validation.scale(options.scale, head_size)
     spec = functools.partial(
         Spec,
-        scale=1.0 if extras.scale is not None else validation.scale(options.scale, head_size),
+        scale=scale,
+        soft_cap=validation.soft_cap(options.logits_soft_cap, scale),
         is_causal=is_causal,
         window=validation.window(window, rows, keys, offset=offset is not None),
         block_sizes=options.block_sizes,

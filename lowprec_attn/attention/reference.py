@@ -3,7 +3,8 @@
 The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_product_attention`):
 
   q k v        queries [B, T, N, H], keys and values [B, S, K, H]; N / K query heads per key head
-  s  (S)       scores q kᵀ · scale + bias                     [B, N, T, S]
+  s  (S)       scores q kᵀ · scale + bias, or                 [B, N, T, S]
+               c tanh(q kᵀ · scale / c) + bias with a soft cap c
   m            what the softmax subtracts from a row of S: its maximum, or what a rule makes of it
   P̄            exp(S − m), the probabilities before division
   l            row sum of P̄
@@ -65,6 +66,7 @@ def attention(
     v: Float[ArrayLike, "B S K H"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Forward:
     """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0, lse = −inf.
@@ -72,6 +74,7 @@ def attention(
     Args:
       q, k, v: arrays of any float dtype.
       scale: factor of q kᵀ, 1/√H by default.
+      soft_cap: c of c tanh(q kᵀ · scale / c) in place of q kᵀ · scale.
       masking: which keys are seen, all by default.
     """
     q, k, v = _float64(q), _float64(k), _float64(v)
@@ -79,6 +82,8 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     masking = masking or Masking()
     s = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    if soft_cap is not None:
+        s = soft_cap * np.tanh(s / soft_cap)
     if masking.bias is not None:
         s = s + np.asarray(masking.bias).astype(np.float64)
     s = np.where(_visible(masking, s.shape), s, -np.inf)
@@ -100,24 +105,29 @@ def backward(
     do: Float[ArrayLike, "B T N H"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Backward:
     """Gradients of sum(dO ∘ O) by q, k and v in float64; dS is the gradient of the bias.
 
     dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
-    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head.
+    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head. With a soft cap
+    dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c).
     """
     q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
-    p = attention(q, k, v, scale=scale, masking=masking).p
+    p = attention(q, k, v, scale=scale, soft_cap=soft_cap, masking=masking).p
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dv = np.einsum("bnts,btnh->bsnh", p, do)
     dp = np.einsum("btnh,bsnh->bnts", do, v)
     delta = np.sum(dp * p, axis=-1, keepdims=True)
     ds = p * (dp - delta)
-    dq = np.einsum("bnts,bsnh->btnh", ds, k) * scale
-    dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale
+    dx = ds
+    if soft_cap is not None:
+        dx = ds * (1 - np.tanh(np.einsum("btnh,bsnh->bnts", q, k) * scale / soft_cap) ** 2)
+    dq = np.einsum("bnts,bsnh->btnh", dx, k) * scale
+    dk = np.einsum("bnts,btnh->bsnh", dx, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
     return Backward(dq, dk, dv, dp, delta[..., 0].transpose(0, 2, 1), ds)
 

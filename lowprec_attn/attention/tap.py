@@ -80,6 +80,7 @@ def tapped(call: Call, out: Array) -> Array:
         "query_segment_ids": extras.query_segments,
         "scale": extras.scale,
         "query_offset": extras.query_offset,
+        "logits_soft_cap": spec.soft_cap,
     }
     place = Place(
         next(_numbers),

@@ -89,7 +89,7 @@ def _forward(
         q_tile = grid.query_rows(tiles.q, i)
 
         def step(j: Index, state: SoftmaxState) -> SoftmaxState:
-            s, seen, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            s, seen, place, _ = _tile_scores(grid, tiles, q_tile, i, j, spec)
             v_tile = grid.key_rows(tiles.v, j)
             new = softmax.softmax_step(state, s, v_tile, spec, extras, place, seen)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
@@ -140,11 +140,12 @@ class _BackwardRows(NamedTuple):
         """total = add(total, j, P and dP, k, place) over the blocks j."""
 
         def step(j: Index, total: Any) -> Any:
-            s, seen, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            found = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            s, seen, place, slope = found
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
             args = v, self.do, self.spec, extras, place, seen
-            tile = backward.backward_tile(s, self.statistics, *args)
+            tile = backward.backward_tile(s, self.statistics, *args)._replace(slope=slope)
             return add(total, j, tile, k, place)
 
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
@@ -315,13 +316,16 @@ def _at_most(block: int, length: Any) -> int:
 
 def _tile_scores(
     grid: Grid, tiles: layout.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
-) -> tuple[Array, Array | None, Place]:
-    """Masked scores of query tile i against key block j, which are seen, and where they lie."""
+) -> tuple[Array, Array | None, Place, Array | None]:
+    """Masked scores of query tile i against key block j, which are seen, and where they lie.
+
+    The last is the slope of the soft cap, None without one.
+    """
     place = grid.place(i, j)
     bias, mask = (
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
     )
-    s = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    s, slope = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
     mask = visibility.unhidden(mask, *grid.segments(tiles.extras, i, j))
     seen = visibility.visible(tiles.extras, spec, place, mask)
     s = visibility.mask_scores(s, seen, softmax.UNSEEN)
@@ -329,4 +333,4 @@ def _tile_scores(
         s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)
     if seen is not None:  # of what pads the last tiles nothing is: it meets what is not finite
         seen = seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]
-    return s, seen, place
+    return s, seen, place, slope

@@ -239,17 +239,52 @@ def scale(value: object, head_size: int) -> float:
         raise ValueError(f"scale must be a Python number here, got the traced {value.aval}")
     if value is None:
         return head_size**-0.5
+    return _real_number("scale", value)
+
+
+def _real_number(name: str, value: object) -> float:
+    """Raises ValueError unless it is one real number, known now, that float32 can hold."""
     kinds = int | float | np.integer | np.floating | np.ndarray | jax.Array
     number = np.asarray(value if isinstance(value, kinds) else "none")
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if isinstance(value, bool) or number.shape != () or not real:
-        raise ValueError(f"scale must be one real number, got {value!r}")
+        raise ValueError(f"{name} must be one real number, got {value!r}")
     exact = float(number)
     with np.errstate(over="ignore"):
         rounded = np.float32(exact)
     if not np.isfinite(rounded) or (exact != 0 and rounded == 0):
-        raise ValueError(f"scale must be a finite number that float32 can hold, got {value!r}")
+        raise ValueError(f"{name} must be a finite number that float32 can hold, got {value!r}")
     return exact
+
+
+def soft_cap(value: object, scale: float) -> float | None:
+    """c of c · tanh(scale · q kᵀ / c), or None.
+
+    Args:
+      value: as the caller gave it.
+      scale: 1 where it is traced.
+
+    Raises:
+      ValueError: it is traced, or not one positive number c of which float32 can hold c and
+        scale / c.
+    """
+    if value is None:
+        return None
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"logits_soft_cap must be a Python number or None, got the traced {value.aval}"
+        )
+    cap = _real_number("logits_soft_cap", value)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be greater than 0, or None for none, got {value!r}")
+    with np.errstate(over="ignore"):
+        factor = np.float32(scale / cap)
+    if not np.isfinite(factor) or (scale != 0 and factor == 0):
+        raise ValueError(
+            f"float32 does not hold scale / logits_soft_cap, the factor of q kᵀ, got {value!r} "
+            f"with scale={scale}"
+        )
+    return cap
 
 
 def traced_scale(value: object) -> Array | None:

@@ -129,9 +129,11 @@ def compare(
       returned: replaces the O and lse of this run of `spec`, where they are that of its rounding.
 
     Raises:
-      ValueError: extras other than the stream, or a `kv_block` that splits rows that must stay
-        whole.
+      ValueError: extras other than the stream, a soft cap, or a `kv_block` that splits rows that
+        must stay whole.
     """
+    if spec.soft_cap is not None:
+        raise ValueError(f"diagnostics take no soft cap, got {spec.soft_cap}")
     if any(x is not None for x in extras._replace(stream=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
@@ -202,7 +204,7 @@ class _Chunk:
     def scores(self, spec: Spec) -> Array:
         """Masked scores of all keys."""
         tiles, place = self.tiles, self.place
-        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
+        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place).s
         seen = (place.cols < self.grid.keys)[None, None, None]
         by_position = visibility.visible(tiles.extras, spec, place, None)
         seen = seen if by_position is None else seen & by_position

@@ -64,6 +64,22 @@ scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the g
 
 and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
 
+With a soft cap c (an argument of the call, not a rounding) S is formed in float32 as
+
+    t  = tanh(q kᵀ · round_float32(scale / c))              S  = round_scores(c t + bias)
+
+before the mask, and where products q kᵀ are multiplied once t stands for S: c = cap · log2 e above.
+tanh is the platform's, off by up to 5 ulp; FlashAttention's `tanh.approx` is off by 2^-11, which at
+a cap of 50 is 0.02 of an exponent. In the backward pass t is that of float32 again, and
+
+    dQ, dK, the gradient of the scale: (1 − t)(1 + t) dS in place of dS, rounded once, at `ds`
+    δ  = 'normalized': r and s as above, and round_probs_bwd(P (1 − t)(1 + t)) k in the place of
+                       round_probs_bwd(P) k
+
+while dV and the gradient of a bias do not see it. Rows of dS sum to zero, since softmax is blind to
+a shift of a row of S. Rows of what follows need not: the cap turns no shift of q kᵀ into a shift of
+S. `delta='after_cast'` and `mean_key='subtracted'`, which take those for zero, are refused.
+
 With `mean_key='subtracted'` the k of dQ is k − k̄ rounded to the format of k, where k̄ is the mean
 of all keys: rows of dS without dlse sum to zero but for what rounding leaves. Of
 what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in exact arithmetic.

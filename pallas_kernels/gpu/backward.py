@@ -20,7 +20,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.backward import delta_from_output, row_shift, scaled_rows
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.powers import HIGH, offset_of
-from lowprec_attn.arithmetic.products import format_of
+from lowprec_attn.arithmetic.products import cap_slope, format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add, whole_exp2
 from pallas_kernels.gpu.problem import (
@@ -90,11 +90,19 @@ class Exponents(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l."""
+    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l.
+
+    `slope` is the derivative of the soft cap, None without one.
+    """
 
     probs: Array
     dp: Array
     undivided: Array
+    slope: Array | None = None
+
+    def behind_cap(self, x: Array) -> Array:
+        """P or dS, the gradient of S, times dS / d(scale · q·k), which is 1 without a soft cap."""
+        return x if self.slope is None else x * self.slope
 
 
 class Program(NamedTuple):
@@ -144,7 +152,10 @@ def _probs_and_dp(
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
-    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.spec.scale)
+    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.unit)
+    s, slope = problem.capped(s), None
+    if problem.spec.soft_cap is not None:
+        slope = cap_slope(s)
     if not n.scores.is_identity:
         s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
@@ -178,17 +189,17 @@ def _probs_and_dp(
         probs = probs * inverse_l
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
-    return _Tile(probs, round_point(dp, "dp", place), undivided)
+    return _Tile(probs, round_point(dp, "dp", place), undivided, slope)
 
 
-def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
-    """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
-    problem = program.problem
-    ds = _unrounded_ds(problem, probs, dp, offset)
+def _rounded_ds(program: Program, tile: _Tile, offset: Array, place: Place) -> Array:
+    """dS · scale behind the cap, rounded at `ds`; without the factor where the sums are scaled."""
+    ds = tile.behind_cap(_unrounded_ds(program.problem, tile, offset))
     return program.round_point(ds, "ds", place)
 
 
-def _unrounded_ds(problem: Problem, probs: Array, dp: Array, offset: Array) -> Array:
+def _unrounded_ds(problem: Problem, tile: _Tile, offset: Array) -> Array:
+    probs, dp = tile.probs, tile.dp
     if problem.scales_last:
         return probs * (dp + offset)
     return probs * multiply_add(
@@ -282,23 +293,22 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             place = problem.place(
                 i, j, keys_first=True
             )  # P and dS are then left operands as they are
-            tile = program.tile(i, j)
             inverse_l = None
             if ref.inverse_l is not None:
                 inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
                 inverse_l = inverse_l[None]
             exponents = Exponents(offset, inverse_l)
-            probs, dp, undivided = _probs_and_dp(
-                program, keys, rows, exponents, tile, place, masked=masked
+            tile = _probs_and_dp(
+                program, keys, rows, exponents, program.tile(i, j), place, masked=masked
             )
             q, do = rows
-            p_rounded = program.round_point(probs, "probs_bwd", place)
+            p_rounded = program.round_point(tile.probs, "probs_bwd", place)
             of_dv, formats = (p_rounded, do), (n.probs_bwd.result_format, format_of(do))
             if n.divided_in_dv == "do":
-                of_dv = undivided, divided(do, start)
+                of_dv = tile.undivided, divided(do, start)
                 formats = n.probs.result_format, n.probs_bwd.result_format
             dv = dv + program.round_point.dot(*of_dv, *formats)
-            ds = _rounded_ds(program, probs, dp, of_dp, place)
+            ds = _rounded_ds(program, tile, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             if apart:
                 apart = [corrected(x, p_rounded, q, start) for x in apart]
@@ -434,7 +444,7 @@ class _BackwardRows(NamedTuple):
         return problem.load_statistics(ref, self.start, valid=valid)[:, None]
 
     def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
-        """The sum of contribution(P, dP, k, place) over the key tiles: an array or several."""
+        """The sum of contribution(P and dP, k, place) over the key tiles: an array or several."""
         return self._sum(contribution, zero, self._range())
 
     def sum_of_rounded(self, contribution: Callable[..., Any], zero: Any) -> Any:
@@ -473,13 +483,13 @@ class _BackwardRows(NamedTuple):
             v = problem.load_values(self.ref.v, j, scalars, batch, head, valid=valid)
             keys = Side(k, v)
             place = problem.place(self.i, j)
-            tile = self.program.tile(self.i, j)
-            probs, dp, _ = _probs_and_dp(
-                self.program, self.rows, keys, self.exponents, tile, place, masked=masked
+            index = self.program.tile(self.i, j)
+            tile = _probs_and_dp(
+                self.program, self.rows, keys, self.exponents, index, place, masked=masked
             )
             of_q = self.ref.k_of_q
             k = keys.for_scores if of_q is None else problem.load_keys(of_q, j, valid=valid)
-            new = contribution(probs, dp, k, place)
+            new = contribution(tile, k, place)
             return jax.tree.map(jnp.add, total, new)
 
         begin, full, end = visited
@@ -507,19 +517,20 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     else:
         of_dp = queries.statistic(ref.dp_offset)
 
-    def product(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
+    def product(tile: _Tile, k: Array, place: Place) -> Array:
+        ds = _rounded_ds(queries.program, tile, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
-    def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
-        p_rounded = round_point(probs, "probs_bwd", place)
+    def with_row_sums(tile: _Tile, k: Array, place: Place) -> tuple[Array, ...]:
+        # Rows of dS sum to zero before the slope of a soft cap, see `arithmetic.backward.row_sums`.
+        p_rounded = round_point(tile.behind_cap(tile.probs), "probs_bwd", place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
-        ds = _unrounded_ds(problem, probs, dp, of_dp)
-        return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
+        ds = _unrounded_ds(problem, tile, of_dp)
+        return product(tile, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, tile.probs)
 
-    def with_rounded_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
-        p_rounded = round_point(probs, "probs_bwd", place)
-        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
+    def with_rounded_sums(tile: _Tile, k: Array, place: Place) -> tuple[Array, ...]:
+        p_rounded = round_point(tile.probs, "probs_bwd", place)
+        ds = _rounded_ds(queries.program, tile, of_dp, place)
         dq, pk = (
             round_point.dot(x, k, rounding.result_format, format_of(k))
             for x, rounding in ((ds, n.ds), (p_rounded, n.probs_bwd))
@@ -544,7 +555,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     elif problem.tiles_per_rounded_product[1] is None:
         dq = queries.sum(product, zero)
     else:
-        (dq,) = queries.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
+        (dq,) = queries.sum_of_rounded(lambda *args: (product(*args),), (zero,))
     if ref.mean is not None:
         # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
         dq = dq - dp_offset(queries.statistic(ref.given), problem) * problem.load_one(ref.mean)
@@ -579,8 +590,8 @@ def _rounded_delta(queries: _BackwardRows, delta: Array) -> Array:
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
     queries = _BackwardRows.of(ref, scalars, problem)
 
-    def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        return jnp.sum(dp * probs, axis=-1, keepdims=True)
+    def contribution(tile: _Tile, k: Array, place: Place) -> Array:
+        return jnp.sum(tile.dp * tile.probs, axis=-1, keepdims=True)
 
     delta = queries.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
     problem.store_statistics(delta_ref, _rounded_delta(queries, delta)[:, 0], queries.start)

@@ -135,6 +135,12 @@ class Problem(common.Problem):
         """Whether P̄ is formed against a whole number in base 2: `arithmetic.powers`."""
         return self.spec.numerics.exponent == "whole_max"
 
+    def capped(self, products: Array) -> Array:
+        """Products q·k as the soft cap leaves them: tanh(scale · q·k / c), or as they are."""
+        if self.spec.soft_cap is None:
+            return products
+        return jnp.tanh(products * np.float32(self.spec.scale / self.spec.soft_cap))
+
     @property
     def counts_ties_by_warp(self) -> bool:
         """Whether the row-max rule counts ties, and a warp holds rows of S whole.

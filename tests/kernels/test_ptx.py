@@ -77,10 +77,11 @@ def ptx(
     head_size: int = 64,
     dtype: str = "bfloat16",
     target: Target = H200,
+    soft_cap: float | None = None,
 ) -> dict[str, str]:
     """The PTX of each kernel of a causal forward and backward pass."""
     x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.dtype(dtype))
-    spec = Spec(numerics=chosen, row_max=rule, scale=0.1, is_causal=True)
+    spec = Spec(numerics=chosen, row_max=rule, scale=0.1, soft_cap=soft_cap, is_causal=True)
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         def attend(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,6 +139,20 @@ def test_bfloat16_roundings_are_there(point: str) -> None:
         changed(ptx(FLASH), ptx(FLASH.replace(**{point: "bfloat16"})), "bfloat16")
         == ROUNDED_IN[point]
     )
+
+
+@pytest.mark.parametrize(("target", "spilled"), [(H200, 0), (A100, 32)], ids=["H200", "A100"])
+@pytest.mark.parametrize("preset", ["flash", "normalized_delta"])
+def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: int) -> None:
+    """`tanh.approx` is off by 2^-11, by 0.02 of an exponent at a cap of 50."""
+    chosen = numerics.PRESETS[preset]
+    texts = ptx(chosen, target=target, soft_cap=50.0)
+    for name, text in texts.items():
+        assert "tanh.approx" not in text, name
+        # Of tanh x = 1 − 2 / (1 + exp 2x), once per score.
+        assert len(re.findall(r"rcp\.approx|div\.full", text)) > 8, name
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
 
 
 def test_matched_rounds_its_probs_in_every_kernel() -> None:

@@ -50,6 +50,7 @@ class Program:
     segments: bool
     mask: tuple[bool, ...] | None
     bias: tuple[bool, ...] | None
+    soft_cap: float | None
 
     @property
     def numerics(self) -> numerics.Numerics:
@@ -108,6 +109,7 @@ def program(number: int, implementation: str) -> Program:
         segments=maybe(0.3),
         mask=span() if maybe(0.3) else None,
         bias=None if in_kernel or not maybe(0.3) else span(),
+        soft_cap=float(rng.uniform(0.5, 4)) if maybe(0.3) else None,
     )
 
 
@@ -126,6 +128,7 @@ def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
                 **static,
                 is_causal=p.is_causal,
                 local_window_size=p.window,
+                logits_soft_cap=p.soft_cap,
                 numerics=p.numerics,
                 row_max=p.row_max,
                 implementation=p.implementation,
@@ -197,6 +200,7 @@ def draw(p: Program, number: int) -> Draw:
         do=do.astype(np.float64),
         dlse=dlse.astype(np.float64),
         scale=h**-0.5 if scale is None else float(scale),
+        soft_cap=p.soft_cap,
         is_causal=p.is_causal,
         window=p.window,
         offset=offset,
@@ -228,9 +232,10 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
 
     A format errs each term by half an ulp; three lie on the way to any result, and one more where
     a score is rounded. A float32 sum errs by an ulp per term, and its scores' error by as much
-    times their size.
+    times their size. A soft cap's derivative is 1 − t², whose t errs by an ulp or two of 1.
     """
-    sizes, score = oracle.sizes(x, seen)
+    sizes = oracle.sizes(x, seen)
+    score = sizes.score
     rounds = p.preset != "exact" or p.dtype != "float32"
     low = EPS["float16" if p.dtype == "float16" else "bfloat16"] if rounds else 0.0
     terms = p.head_size + p.keys + p.rows + 16
@@ -241,8 +246,12 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
     # float16 ends at 2^-24, in P and dS as in a result.
     least = 2.0**-24 * terms if p.dtype == "float16" else 2.0**-100
     result = {
-        name: relative * size + least * (1 + size.max(initial=0.0)) for name, size in sizes.items()
+        name: relative * size + least * (1 + size.max(initial=0.0))
+        for name, size in sizes.of.items()
     }
+    if p.soft_cap is not None:
+        for name, size in sizes.uncapped.items():
+            result[name] += 4 * EPS["float32"] * size
     return result | {"lse": of_scores + 2.0**-100}
 
 

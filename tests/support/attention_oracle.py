@@ -24,6 +24,7 @@ class Problem:
     do: np.ndarray
     dlse: np.ndarray
     scale: float
+    soft_cap: float | None
     is_causal: bool
     window: tuple[int, int] | None
     offset: list[int]
@@ -82,12 +83,21 @@ def attend(x: Problem) -> dict[str, np.ndarray]:
     return result
 
 
+def capped(x: Problem, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scores behind the soft cap, and its derivative."""
+    if x.soft_cap is None:
+        return scores, np.ones_like(scores)
+    # d tanh x / dx = 1 / cosh² x
+    of_cap = np.clip(scores / x.soft_cap, -300, 300)
+    return x.soft_cap * np.tanh(of_cap), np.cosh(of_cap) ** -2.0
+
+
 def _add_row(
     x: Problem, result: dict[str, np.ndarray], row: tuple[int, int, int], h: int, keys: np.ndarray
 ) -> None:
     b, n, t = row
     q, do, k, v = x.q[b, t, n], x.do[b, t, n], x.k[b, keys, h], x.v[b, keys, h]
-    scores = x.scale * (k @ q)
+    scores, slope = capped(x, x.scale * (k @ q))
     if x.bias is not None:
         scores = scores + np.array([entry(x.bias, b, n, t, s) for s in keys])
     lse = np.logaddexp.reduce(scores)
@@ -96,8 +106,8 @@ def _add_row(
     # d p_i / d s_j = p_i (δ_ij − p_j), and d lse / d s_j = p_j.
     jacobian = np.diag(p) - np.outer(p, p)
     ds = jacobian @ (v @ do) + p * x.dlse[b, t, n]
-    result["dq"][b, t, n] = x.scale * (ds @ k)
-    result["dk"][b, keys, h] += x.scale * np.outer(ds, q)
+    result["dq"][b, t, n] = x.scale * ((ds * slope) @ k)
+    result["dk"][b, keys, h] += x.scale * np.outer(ds * slope, q)
     result["dv"][b, keys, h] += np.outer(p, do)
     if x.bias is not None:
         for s, value in zip(keys, ds, strict=True):
@@ -108,7 +118,16 @@ def _add_row(
             result["dbias"][place] += value
 
 
-def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """See `sizes`; `uncapped` are those of dq and dk were the derivative of the soft cap 1."""
+
+    of: dict[str, np.ndarray]
+    uncapped: dict[str, np.ndarray]
+    score: float
+
+
+def sizes(x: Problem, seen: np.ndarray) -> Sizes:
     """Each result with every term made positive: what relative errors of terms add up to.
 
     Also the largest Σ |q||k|·scale + |bias| of a pair that is seen, which a relative error of the
@@ -124,6 +143,7 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
         scale=abs(x.scale),
     )
     result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
+    uncapped = {name: y.copy() for name, y in result.items() if name != "out"}
     result["dv"], largest = np.zeros(x.v.shape), 0.0
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
@@ -135,7 +155,8 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
         bias = np.zeros(keys.size)
         if x.bias is not None:
             bias = np.array([entry(x.bias, b, n, t, s) for s in keys])
-        scores = x.scale * (x.k[b, keys, h] @ x.q[b, t, n]) + bias
+        scores, slope = capped(x, x.scale * (x.k[b, keys, h] @ x.q[b, t, n]))
+        scores = scores + bias
         p = np.exp(scores - np.logaddexp.reduce(scores))
         q, do = positive.q[b, t, n], positive.do[b, t, n]
         k, v = positive.k[b, keys, h], positive.v[b, keys, h]
@@ -143,8 +164,10 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
         dp = v @ do
         ds = p * (dp + p @ dp + positive.dlse[b, t, n])
         result["out"][b, t, n] = p @ v
-        result["dq"][b, t, n] = positive.scale * (ds @ k)
-        result["dk"][b, keys, h] += positive.scale * np.outer(ds, q)
+        uncapped["dq"][b, t, n] = positive.scale * (ds @ k)
+        uncapped["dk"][b, keys, h] += positive.scale * np.outer(ds, q)
+        result["dq"][b, t, n] = positive.scale * ((ds * slope) @ k)
+        result["dk"][b, keys, h] += positive.scale * np.outer(ds * slope, q)
         result["dv"][b, keys, h] += np.outer(p, do)
         if x.bias is not None:
             for s, value in zip(keys, ds, strict=True):
@@ -153,4 +176,4 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
                     0 if size == 1 else i for i, size in zip(index, x.bias.shape, strict=True)
                 )
                 result["dbias"][at] += value
-    return result, largest
+    return Sizes(result, uncapped, largest)

@@ -49,7 +49,9 @@ class Implementation:
     def serves(self, case: "Case") -> bool:
         """Whether the case asks for nothing that the implementation declines."""
         asked = {
-            name for name in ("mask", "bias", "query_offset") if getattr(case, name) is not None
+            name
+            for name in ("mask", "bias", "query_offset", "soft_cap")
+            if getattr(case, name) is not None
         }
         return not self.declines & (asked | {case.dtype})
 
@@ -107,7 +109,7 @@ IMPLEMENTATIONS = {
         kv_block=128,
         block_sizes=TPU_TILES,
         tile=128,
-        declines=frozenset({"bias", "query_offset", "float16"}),
+        declines=frozenset({"bias", "query_offset", "float16", "soft_cap"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -128,6 +130,7 @@ class Case:
     window: int | tuple[int, int] | None = None
     query_offset: int | tuple[int, ...] | str | None = None
     scale: float | None = None
+    soft_cap: float | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: bool = False
@@ -186,6 +189,15 @@ CASES = {
     "bfloat16": Case(dtype="bfloat16", is_causal=True),
     "bfloat16_repeated_maxima": Case(dtype="bfloat16", is_causal=True, values="repeated_maxima"),
     "bfloat16_one_sign": Case(dtype="bfloat16", is_causal=True, values="one_sign_values"),
+    "soft_cap": Case(soft_cap=2.0, values="repeated_maxima"),
+    "soft_cap_large_scores": Case(soft_cap=30.0, is_causal=True, values="large_positive_scores"),
+    "soft_cap_window": Case(
+        rows=40, keys=30, heads=4, soft_cap=1.5, window=(9, 4), key_lengths=(30, 9)
+    ),
+    "soft_cap_bias": Case(
+        soft_cap=2.0, bias=(True, True, True), mask="random", heads=4, query_offset=(4, -3)
+    ),
+    "soft_cap_bfloat16": Case(dtype="bfloat16", soft_cap=3.0, is_causal=True, segments=True),
     "float16_key_lengths": Case(dtype="float16", heads=4, key_lengths=(11, 0)),
 }
 
@@ -325,18 +337,32 @@ def masking(case: Case, arrays: Arrays) -> reference.Masking:
     )
 
 
+def reference_options(case: Case, arrays: Arrays) -> dict[str, Any]:
+    return {"scale": case.scale, "soft_cap": case.soft_cap, "masking": masking(case, arrays)}
+
+
+def slope(case: Case, arrays: Arrays) -> np.ndarray:
+    """The derivative of the soft cap, [B, N, T, S], float64."""
+    if case.soft_cap is None:
+        return np.ones(1)
+    q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
+    products = np.einsum("btnh,bsnh->bnts", q, k.repeat(case.heads // case.kv_heads, 2))
+    return np.cosh(products * (case.scale or case.head_size**-0.5) / case.soft_cap) ** -2.0
+
+
 def oracle(case: Case, arrays: Arrays) -> Arrays:
     """Float64 forward and backward; a gradient of lse enters dS as P ∘ dlse."""
     qkv = (arrays["q"], arrays["k"], arrays["v"])
-    options = {"scale": case.scale, "masking": masking(case, arrays)}
+    options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
     bwd = reference.backward(*qkv, arrays["do"], **options)
     scale = case.scale or case.head_size**-0.5
     extra = fwd.p * arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
     q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
     group = case.heads // case.kv_heads
-    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", extra, k.repeat(group, 2)) * scale
-    dk = np.einsum("bnts,btnh->bsnh", extra, q) * scale
+    behind = extra * slope(case, arrays)
+    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", behind, k.repeat(group, 2)) * scale
+    dk = np.einsum("bnts,btnh->bsnh", behind, q) * scale
     dk = bwd.dk + dk.reshape(*k.shape[:3], group, -1).sum(3)
     result = {"out": fwd.o, "lse": fwd.lse, "dq": dq, "dk": dk, "dv": bwd.dv}
     if "bias" in arrays:
@@ -372,11 +398,14 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
     lse normalises. Each result moves by at most the factor times the sum of the sizes of its terms.
     """
     qkv = (arrays["q"], arrays["k"], arrays["v"])
-    options = {"scale": case.scale, "masking": masking(case, arrays)}
+    options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
     bwd = reference.backward(*qkv, arrays["do"], **options)
     dlse = arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
     ds, scale = np.abs(bwd.ds + fwd.p * dlse), case.scale or case.head_size**-0.5
+    dbias, ds, ulp = ds, ds * slope(case, arrays), plain.EPS32 * largest(fwd.s)
+    if case.soft_cap is not None:  # of 1 − t²: XLA's tanh on a CPU is off by 2.5 ε near t = 1
+        ds = ds + 5 * plain.EPS32 / ulp * dbias
     q, k, v, do = (np.abs(arrays[name].astype(np.float64)) for name in ("q", "k", "v", "do"))
     group = case.heads // case.kv_heads
 
@@ -389,9 +418,8 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
         "dq": np.einsum("bnts,bsnh->btnh", ds, k.repeat(group, 2)) * scale,
         "dk": by_group(np.einsum("bnts,btnh->bsnh", ds, q)) * scale,
         "dv": by_group(np.einsum("bnts,btnh->bsnh", fwd.p, do)),
-        "dbias": ds.sum((0, 1)),
+        "dbias": dbias.sum((0, 1)),
     }
-    ulp = plain.EPS32 * largest(fwd.s)
     return {name: ulp * x.max() for name, x in sizes.items()}
 
 
@@ -423,6 +451,7 @@ def plain_options(
         visited=visited,
         within_lengths=within,
         bias=arrays.get("bias"),
+        soft_cap=case.soft_cap,
     )
 
 
@@ -446,7 +475,15 @@ def run(
     key: jax.Array | None = None,
 ) -> Arrays:
     """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
-    call = Call(implementation, numerics_, row_max, case.scale, case.is_causal, case.window)
+    call = Call(
+        implementation,
+        numerics_,
+        row_max,
+        case.scale,
+        case.is_causal,
+        case.window,
+        case.soft_cap,
+    )
     return as_float32(compiled(call)(*call_arrays(case, arrays), key))
 
 
@@ -491,6 +528,7 @@ class Call:
     scale: float | None
     is_causal: bool
     window: int | tuple[int, int] | None
+    soft_cap: float | None = None
 
     def forward_and_backward(
         self,
@@ -508,6 +546,7 @@ class Call:
                 scale=self.scale,
                 is_causal=self.is_causal,
                 local_window_size=self.window,
+                logits_soft_cap=self.soft_cap,
                 numerics=self.implementation.numerics(self.numerics),
                 row_max=self.row_max,
                 rng_key=key,

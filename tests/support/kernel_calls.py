@@ -123,6 +123,7 @@ def call_of(
         numerics=chosen.replace(kv_block=kv_block),
         row_max=rule,
         scale=case.scale or case.head_size**-0.5,
+        soft_cap=case.soft_cap,
         is_causal=case.is_causal,
         window=harness.sides(case.window),
         block_sizes=sizes,

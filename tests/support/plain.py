@@ -29,6 +29,12 @@ class Options:
     visited: np.ndarray  # True where it may by position alone, whatever the dense mask says
     within_lengths: np.ndarray  # the same without causality
     bias: np.ndarray | None = None
+    soft_cap: float | None = None
+
+    @property
+    def unit(self) -> float:
+        """What scores count in where products are multiplied once."""
+        return self.scale if self.soft_cap is None else self.soft_cap
 
 
 def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
@@ -109,7 +115,7 @@ def raw_scores(opt: Options) -> bool:
     n = opt.numerics
     formed = [n.scores] if n.exponent == "whole_max" else [n.scores, n.stats]
     products = n.exponent in ("scale_first", "unfused", "whole_max")
-    counts = products and opt.bias is None and opt.scale > 0
+    counts = products and opt.bias is None and opt.unit > 0
     return counts and all(x.format.name == "float32" for x in formed)
 
 
@@ -145,8 +151,11 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     n = opt.numerics
     raw, scale_first = raw_scores(opt), n.exponent in ("scale_first", "unfused")
     whole = n.exponent == "whole_max"
-    unit = opt.scale if raw else 1.0
-    s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale / unit)
+    unit = opt.unit if raw else 1.0
+    s = q @ k.swapaxes(-1, -2)
+    if opt.soft_cap is not None:
+        s = np.tanh(s * np.float32(opt.scale / opt.soft_cap))
+    s = s * np.float32(opt.unit / unit)
     s = round_nearest(s if opt.bias is None else s + opt.bias, n.scores)
     s = np.where(opt.seen, s, np.float32(-np.inf))
     m = np.full((*s.shape[:-1], 1), -np.inf, np.float32)
@@ -241,7 +250,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     v = round_nearest(v, n.value)
     fwd = forward(q, k, v, opt, dtype)
 
-    unit = opt.scale if raw_scores(opt) else 1.0
+    unit = opt.unit if raw_scores(opt) else 1.0
     if n.exponent in ("scale_first", "unfused"):
         lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
         apart = n.statistics == "m_and_l"
@@ -266,9 +275,13 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     delta = round_nearest(products.sum(-1, keepdims=True, dtype=np.float32), n.delta_value)
     dlse = inputs["dlse"].swapaxes(1, 2)[..., None]
     scale, tiles = np.float32(opt.scale), tile_slices(n, *p.shape[-2:])
+    slope = np.float32(1)
+    if opt.soft_cap is not None:
+        capped = np.tanh(q @ k.swapaxes(-1, -2) * np.float32(opt.scale / opt.soft_cap))
+        slope = (1 - capped) * (1 + capped)
 
     def rounded_ds(delta: np.ndarray) -> np.ndarray:
-        return round_nearest(p * (dp - delta) * scale, n.ds)
+        return round_nearest(p * (dp - delta) * slope * scale, n.ds)
 
     def sum_over_tiles(shape: tuple[int, ...], product: Callable[..., Any]) -> np.ndarray:
         total = np.zeros(shape, np.float32)
@@ -287,7 +300,8 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
         total = p.sum(-1, keepdims=True, dtype=np.float32)
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
-        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k_of_q)
+        of_pk = round_nearest(p * slope, n.probs_bwd)
+        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (of_pk @ k_of_q)
         delta = delta + moved - dlse
     elif n.delta == "after_cast":
         ds_of_q = rounded_ds(delta)
