@@ -24,6 +24,7 @@ from lowprec_attn.arithmetic.products import (
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.sinks import SinkColumn
 from lowprec_attn.numerics import Format, Numerics, round_to
 
 
@@ -173,6 +174,16 @@ class RowSums(NamedTuple):
     def shift(self) -> Array:
         """By which δ exceeds δ₀."""
         return row_shift(self.p_dp, self.p)
+
+    def with_sink(self, sink: SinkColumn, delta: Array, spec: Spec, extras: Extras) -> "RowSums":
+        """The sums over keys and the sink, whose dP is 0: its dS is −P_sink δ₀, which none rounds.
+
+        Over all columns P sums to one and dS to zero, so it is these sums that δ is formed of.
+        """
+        ds = -sink.p * delta
+        if spec.numerics.delta == "after_cast":
+            ds = ds * scale_of(spec, extras)
+        return RowSums(self.p_dp + ds, self.p + sink.p, self.pk)
 
 
 # Choices of `delta` that ask for the sums, in a pass over the keys before that of dK.

@@ -93,6 +93,7 @@ class Extras(NamedTuple):
       scale: factor of q kᵀ that is not known before the call is run.
       query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
       query_offset: position among the keys of row 0, for causality and the window; None for 0.
+      sinks: scores of one more column for every row of a head, without a key and with v = 0.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -104,6 +105,7 @@ class Extras(NamedTuple):
     query_segments: Int32[Array, "B T"] | None = None
     key_segments: Int32[Array, "B S"] | None = None
     query_offset: Int32[Array, "B"] | None = None
+    sinks: Float[Array, "N"] | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -133,6 +135,7 @@ class Request:
     has_segments: bool = False
     has_traced_scale: bool = False
     has_query_offset: bool = False
+    has_sinks: bool = False
     checks_vma: bool = False
     platform: str | None = None
 
@@ -150,6 +153,7 @@ class Request:
             has_segments=extras.query_segments is not None,
             has_traced_scale=extras.scale is not None,
             has_query_offset=extras.query_offset is not None,
+            has_sinks=extras.sinks is not None,
             checks_vma=checks_varying_types(),
         )
 
@@ -186,19 +190,21 @@ def unsupported_row_sums(request: Request) -> str | None:
     return _unsupported_mean_key(request)
 
 
-def unsupported_soft_cap(request: Request) -> str | None:
-    """A soft cap, for implementations without one."""
-    cap = request.spec.soft_cap
-    return None if cap is None else f"logits_soft_cap={cap}"
+def unsupported_variants(request: Request) -> str | None:
+    """A soft cap or sinks, for implementations without them."""
+    if (cap := request.spec.soft_cap) is not None:
+        return f"logits_soft_cap={cap}"
+    return "sinks" if request.has_sinks else None
 
 
 def _unsupported_mean_key(request: Request) -> str | None:
     """`mean_key='subtracted'` where some key may be seen by no row, or some row see none.
 
-    Such a key would enter the mean, whatever it holds.
+    Such a key would enter the mean, whatever it holds. With sinks rows of dS do not sum to zero.
     """
     hidden = {
         "a bias": request.has_bias,
+        "sinks": request.has_sinks,
         "a mask": request.mask_shape is not None,
         "lengths": request.has_lengths,
         "segments": request.has_segments,

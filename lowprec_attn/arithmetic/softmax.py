@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.places import Place, span, statistic
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.powers import power, power_of_two, whole_max
@@ -81,18 +82,22 @@ def scores(
     return Scores(Rounder.of(spec, extras)(s, "scores", place), slope)
 
 
-def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:
-    """No key seen yet."""
+def initial_state(q: Array, v: Array, spec: Spec, extras: Extras) -> SoftmaxState:
+    """No key seen yet, but the sink where there is one."""
     b, k, g, t, _ = q.shape
     # Like q: under `jax.shard_map` the carry of a loop varies over mesh axes as q does.
     row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
     acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
+    if extras.sinks is not None:
+        start = sinks.start_of_rows(extras.sinks, score_unit(spec, extras), spec)
+        m, l = (jnp.broadcast_to(x, row.shape) for x in start)
+        return SoftmaxState(m, l, acc, aux)
     return SoftmaxState(jnp.full_like(row, UNSEEN), row, acc, aux)
 
 
 def is_empty(m: Array) -> Array:
-    """Whether a row has seen no key."""
+    """Whether a row has seen no key, nor a sink."""
     return m == UNSEEN
 
 
@@ -185,7 +190,7 @@ class Output(NamedTuple):
 
 
 def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: np.dtype) -> Output:
-    """Divides by l. A row that saw no key has O = 0 and lse = −inf.
+    """Divides by l. A row that saw no key has O = 0 and lse = −inf, or the sink.
 
     Args:
       state: after the last step.
@@ -216,5 +221,8 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = round_to(state.aux / of_o, "bfloat16").astype(jnp.bfloat16)
 
     lse = log_sum_exp(m_in_scores(state.m, spec, extras), l, empty, round_point, place)
+    exists = None if extras.sinks is None else sinks.within_lengths(rows, extras)
+    if exists is not None:
+        lse = jnp.where(exists, lse, -jnp.inf)
     apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
     return Output(o, saved, lse[..., 0], apart)

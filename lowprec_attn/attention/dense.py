@@ -7,10 +7,12 @@ arithmetic in tiles.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import backward, layout, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
 
@@ -60,7 +62,7 @@ def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], layout.Residuals]:
     place, s, seen, _ = _scores(q, k, extras, spec)
-    start = softmax.initial_state(q, v, spec)
+    start = softmax.initial_state(q, v, spec, extras)
     state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
@@ -75,7 +77,13 @@ def _backward(
     q, k, v, extras = res.inputs
     do, dlse = cotangents
     place, s, seen, slope = _scores(q, k, extras, spec)
-    n, dlse = spec.numerics, dlse[..., None]
+    n, dlse, sink = spec.numerics, dlse[..., None], None
+    given_dlse = dlse
+    if extras.sinks is not None:
+        sees = jnp.ones((), bool) if seen is None else jnp.any(seen, axis=-1, keepdims=True)
+        unit = score_unit(spec, extras)
+        sink = sinks.column(res.statistics, sees, place.rows, unit, spec, extras)
+        do, dlse = sink.seen(do, dlse)
     tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place, seen)
     tile = tile._replace(slope=slope)
     if res.o_saved is None:
@@ -86,6 +94,8 @@ def _backward(
     k_of_q = k if of_q is None else of_q.k
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
+        if sink is not None:
+            sums = sums.with_sink(sink, delta, spec, extras)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
     else:
@@ -104,7 +114,11 @@ def _backward(
     if extras.scale is not None:
         dscale = backward.scale_gradient(tile, corrected.unrounded, q, k)
     rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
-    return (*rounded, Extras(bias=dbias, scale=dscale))
+    dsinks = None
+    if sink is not None and extras.sinks is not None:
+        of_rows = sink.gradient(corrected.unrounded, given_dlse)
+        dsinks = layout.sum_to_shape(of_rows, extras.sinks.shape).astype(extras.sinks.dtype)
+    return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks))
 
 
 _attend.defvjp(_forward, _backward)

@@ -36,6 +36,7 @@ def dot_product_attention(
     query_offset: int | Int[ArrayLike, "#B"] | Literal["end"] = 0,
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -47,7 +48,7 @@ def dot_product_attention(
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
 
-    Differentiable in q, k, v, bias and a traced scale by a hand-written backward pass whose
+    Differentiable in q, k, v, bias, sinks and a traced scale by a hand-written backward pass whose
     roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
     `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
 
@@ -92,6 +93,11 @@ def dot_product_attention(
       query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
         arithmetic they are a dense mask that is never formed.
       key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
+      sinks: a learned score per query head, as of gpt-oss: one more column for each of its rows,
+        after scale, soft cap and bias, that no mask hides, without key or value. lse includes it. A
+        row that sees no key has lse = the sink, and dlse is the only gradient that it passes on; a
+        row beyond `query_seq_lengths` has lse = −inf. −inf is no sink. The gradient is summed in
+        float32. `mean_key='subtracted'` is refused beside it. `gpu`, `tiled` and `dense` have it.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for
@@ -151,6 +157,7 @@ class Options(NamedTuple):
     query_offset: Any = 0
     query_segment_ids: Any = None
     key_value_segment_ids: Any = None
+    sinks: Any = None
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax()
     rng_key: Key[Array, ""] | None = None
@@ -218,6 +225,7 @@ def _validated(
         validation.traced_scale(options.scale),
         *validation.segments(segments[0], segments[1], (batch, rows), (batch, keys)),
         offset,
+        validation.sinks(options.sinks, heads),
     )
     window = options.local_window_size
     scale = 1.0 if extras.scale is not None else validation.scale(options.scale, head_size)

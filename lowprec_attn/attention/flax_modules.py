@@ -58,7 +58,7 @@ def attention_fn(
       implementation: likewise.
 
     Returns:
-      A function with the keyword arguments that Flax passes, and `query_offset`, see
+      A function with the keyword arguments that Flax passes, and `query_offset` and `sinks`, see
       `dot_product_attention`, for modules of your own. It raises NotImplementedError for
       active dropout (Flax draws one mask over all pairs of a row and a key; without it in memory
       no kernel gives the results of the same key), sown weights, a `precision` and einsum
@@ -91,6 +91,7 @@ def attention_fn(
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         query_offset: Any = None,
+        sinks: Any = None,
     ) -> Array:
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # the softmax is float32 anyway
         refused = {
@@ -124,6 +125,7 @@ def attention_fn(
             is_causal=by_position,
             local_window_size=local_window_size,
             logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
             query_offset=0 if query_offset is None else query_offset,
             numerics=numerics,
             row_max=row_max,

@@ -25,7 +25,7 @@ from jaxtyping import ArrayLike, Bool, Float, Float64, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which keys a row sees, and the bias added to its scores; see `attention`."""
+    """Which keys a row sees, the bias added to its scores, and their sinks; see `attention`."""
 
     is_causal: bool = False
     window: tuple[int, int] | None = None
@@ -36,6 +36,7 @@ class Masking:
     query_segments: Int[np.ndarray, "B T"] | None = None
     key_segments: Int[np.ndarray, "B S"] | None = None
     query_offset: int | Int[np.ndarray, "B"] = 0
+    sinks: Float[np.ndarray, "N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Backward:
     dp: Float64[np.ndarray, "B N T S"]
     delta: Float64[np.ndarray, "B T N"]
     ds: Float64[np.ndarray, "B N T S"]
+    dsinks: Float64[np.ndarray, "N"]
 
 
 def attention(
@@ -69,7 +71,8 @@ def attention(
     soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Forward:
-    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0, lse = −inf.
+    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0 and
+    lse = −inf, or its sink.
 
     Args:
       q, k, v: arrays of any float dtype.
@@ -87,10 +90,11 @@ def attention(
     if masking.bias is not None:
         s = s + np.asarray(masking.bias).astype(np.float64)
     s = np.where(_visible(masking, s.shape), s, -np.inf)
-    m = np.max(s, axis=-1, keepdims=True)
+    sink = _sink_column(masking, s.shape)
+    m = np.maximum(np.max(s, axis=-1, keepdims=True), sink)
     m = np.where(m == -np.inf, 0.0, m)
     p_bar = np.exp(s - m)
-    l = np.sum(p_bar, axis=-1, keepdims=True)
+    l = np.sum(p_bar, axis=-1, keepdims=True) + np.exp(sink - m)
     with np.errstate(divide="ignore"):
         lse = m + np.log(l)
     p = p_bar / np.where(l == 0, 1.0, l)
@@ -112,11 +116,13 @@ def backward(
 
     dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
     dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head. With a soft cap
-    dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c).
+    dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c). The gradient of a sink is
+    −Σ exp(sink − lse) δ over the rows of its head.
     """
     q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
-    p = attention(q, k, v, scale=scale, soft_cap=soft_cap, masking=masking).p
+    forward = attention(q, k, v, scale=scale, soft_cap=soft_cap, masking=masking)
+    p = forward.p
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dv = np.einsum("bnts,btnh->bsnh", p, do)
@@ -129,11 +135,33 @@ def backward(
     dq = np.einsum("bnts,bsnh->btnh", dx, k) * scale
     dk = np.einsum("bnts,btnh->bsnh", dx, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
-    return Backward(dq, dk, dv, dp, delta[..., 0].transpose(0, 2, 1), ds)
+    delta = delta[..., 0].transpose(0, 2, 1)
+    dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * delta, axis=(0, 1))
+    return Backward(dq, dk, dv, dp, delta, ds, dsinks)
+
+
+def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray, "B T N"]:
+    """What is left of a row's sum of P: the weight of its sink."""
+    b, n, t, s = forward.s.shape
+    sink = _sink_column(masking, (b, n, t, s))[..., 0].transpose(0, 2, 1)
+    exists = sink > -np.inf
+    return np.where(exists, np.exp(sink - np.where(exists, forward.lse, 0.0)), 0.0)
 
 
 def _float64(x: ArrayLike) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
+
+
+def _sink_column(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
+    """The sinks as one more column of scores, [B, N, T, 1]; −inf without and beyond the lengths."""
+    b, n, t, _ = shape
+    if masking.sinks is None:
+        return np.full((b, n, t, 1), -np.inf)
+    sink = np.broadcast_to(_float64(masking.sinks)[:, None, None], (b, n, t, 1))
+    if masking.query_lengths is None:
+        return sink
+    exists = np.arange(t)[:, None] < np.asarray(masking.query_lengths)[:, None, None, None]
+    return np.where(exists, sink, -np.inf)
 
 
 def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:

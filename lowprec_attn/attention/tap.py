@@ -81,6 +81,7 @@ def tapped(call: Call, out: Array) -> Array:
         "scale": extras.scale,
         "query_offset": extras.query_offset,
         "logits_soft_cap": spec.soft_cap,
+        "sinks": extras.sinks,
     }
     place = Place(
         next(_numbers),

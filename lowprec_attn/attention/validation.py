@@ -257,6 +257,29 @@ def _real_number(name: str, value: object) -> float:
     return exact
 
 
+def sinks(value: ArrayLike | None, heads: int) -> Array | None:
+    """One float per query head, [N], or None.
+
+    Raises:
+      ValueError: not a float array of that shape, or, where values are known now, one is NaN or
+        +inf.
+    """
+    if value is None:
+        return None
+    x = jnp.asarray(value)
+    if x.shape != (heads,) or x.dtype.name not in INPUT_DTYPES:
+        raise ValueError(
+            f"sinks must be {heads} numbers (one per query head) of {', '.join(INPUT_DTYPES)}, "
+            f"got {x.dtype}{x.shape}"
+        )
+    if _is_known(value):
+        known = np.asarray(value).astype(np.float64)
+        wrong = known[np.isnan(known) | (known == np.inf)]
+        if wrong.size:
+            raise ValueError(f"sinks must be finite, or -inf for none, got {wrong[0]}")
+    return x
+
+
 def soft_cap(value: object, scale: float) -> float | None:
     """c of c · tanh(scale · q kᵀ / c), or None.
 

@@ -135,7 +135,7 @@ def compare(
     if spec.soft_cap is not None:
         raise ValueError(f"diagnostics take no soft cap, got {spec.soft_cap}")
     if any(x is not None for x in extras._replace(stream=None)):
-        raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
+        raise ValueError("diagnostics take no mask, bias, sinks or lengths; cut the arrays instead")
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
     if spec.numerics.exponent == "whole_max":
         extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
@@ -225,7 +225,7 @@ class _Chunk:
             )
             return keep_unvisited(new, state, visited)
 
-        start = softmax.initial_state(self.q, self.tiles.v, spec)
+        start = softmax.initial_state(self.q, self.tiles.v, spec, self.tiles.extras)
         # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)

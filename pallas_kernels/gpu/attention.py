@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
+from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
     Extras,
@@ -36,6 +38,7 @@ from lowprec_attn.arithmetic.request import (
 from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import FORMATS, MODES, KvBlock, Numerics
 from pallas_kernels.gpu.backward import (
+    Found,
     Operands,
     delta_from_probs,
     dp_offset,
@@ -74,6 +77,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := _unsupported_mask(request):
         return reason
+    if request.has_sinks and request.spec.scale == 0:
+        return "sinks with scale=0 (their gradient is found in units of the scale)"
     return _unsupported_numerics(request)
 
 
@@ -171,7 +176,11 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     q, k, v = _separate(arrays)
     tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem(q, k, extras, spec, tile)
-    out = forward(q, k, v, _scalars(extras, spec, q.shape[1], k.shape[1]), problem)
+    scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
+    if extras.sinks is not None:
+        start = sinks.start_of_rows(extras.sinks, problem.score_unit, spec)
+        scalars = scalars._replace(start=start)
+    out = forward(q, k, v, scalars, problem)
     saved, low = None, None
     if spec.numerics.delta != "dp_p":
         halves = spec.numerics.saved_output == "halves"
@@ -201,6 +210,11 @@ def _backward(
     offset = exponent_offset(statistics.subtracted, by_query)
     operands = Operands(q, k, v, do, offset, inverse_l=statistics.inverse_l)
     dlse = dlse.transpose(0, 2, 1)
+    sink = None
+    if extras.sinks is not None:
+        sink = _sink_probabilities(extras.sinks, statistics, extras, by_query)
+        if spec.numerics.delta in SUMS_ROWS:
+            operands = operands._replace(sink=sink)
     if o_saved is None:
         delta = delta_from_probs(operands, scalars, by_query) - dlse
         operands = operands._replace(dp_offset=dp_offset(delta, by_query))
@@ -212,14 +226,37 @@ def _backward(
         of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2)))
         operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=dlse)
     dq, found = query_gradients(operands_of_q, scalars, by_query)
-    operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None)
+    operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None, sink=None)
+    of_extras = Extras()
+    if sink is not None and extras.sinks is not None:
+        dsinks = _sink_gradient(sink, found, by_query).astype(extras.sinks.dtype)
+        of_extras = Extras(sinks=dsinks)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
-        return key_gradients(operands, scalars, by_key), Extras()
-    return (dq, *key_gradients(operands, scalars, by_key)), Extras()
+        return key_gradients(operands, scalars, by_key), of_extras
+    return (dq, *key_gradients(operands, scalars, by_key)), of_extras
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _sink_probabilities(
+    given: Array, statistics: RowStatistics, extras: Extras, problem: Problem
+) -> Array:
+    """P of the sinks [N], [B, N, T]; 0 in rows beyond the lengths."""
+    of_rows = given[None, :, None]
+    p = sinks.probabilities(of_rows, statistics, problem.score_unit, problem.spec)
+    if extras.query_lengths is None:
+        return p
+    exists = span(0, problem.rows)[None] < extras.query_lengths[:, None]
+    return jnp.where(exists[:, None], p, jnp.float32(0))
+
+
+def _sink_gradient(sink: Array, found: Found, problem: Problem) -> Array:
+    """Σ P_sink (dlse − δ) [N], of what dQ's kernel adds to dP, in the units of dS there."""
+    added = found.dp_offset if found.after is None else found.dp_offset - found.after
+    total = jnp.sum(sink * added, axis=(0, 2))
+    return total if problem.scales_last else total / jnp.float32(problem.spec.scale)
 
 
 def _scalars(extras: Extras, spec: Spec, rows: int, keys: int) -> Scalars:

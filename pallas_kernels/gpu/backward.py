@@ -62,6 +62,8 @@ class Operands(NamedTuple):
     `k_of_q` [B, S, K, H], `mean` [B, 1, K, H] and `given` [B, N, T] are the k of dQ, what was taken
     from it, and dlse, with `mean_key='subtracted'`.
 
+    `sink` [B, N, T] is P of the sinks, where rows of dS are summed.
+
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
@@ -79,6 +81,7 @@ class Operands(NamedTuple):
     k_of_q: Any = None
     mean: Any = None
     given: Any = None
+    sink: Any = None
     gradients: Any = None
 
 
@@ -405,6 +408,7 @@ def _over_queries(
         k_of_q=problem.of_key_head(problem.keys),
         mean=problem.of_key_head(1),
         given=statistics,
+        sink=statistics,
     )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
@@ -543,6 +547,9 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         contribution = with_rounded_sums if after_cast else with_row_sums
         dq, pk, *sums = queries.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
+        if ref.sink is not None:  # a column with dP = 0, whose dS none rounds
+            p_sink = queries.statistic(ref.sink)
+            r, s = r + p_sink * of_dp, s + p_sink
         # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
         # Of a row that sees nothing, dlse may be anything.
         dlse = jnp.where(s == 0, jnp.float32(0), queries.statistic(ref.dlse))

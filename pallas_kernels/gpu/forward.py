@@ -95,7 +95,8 @@ def _forward(
         return keep_unvisited(new, state, queries.visits(t))
 
     begin, full, end = problem.key_range(i, batch, scalars, size=problem.step)
-    state = initial_state(problem)
+    sink = None if scalars.start is None else tuple(x[head] for x in scalars.start)
+    state = initial_state(problem, sink)
     several = problem.tiles_per_step > 1
     if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
         # Such a step tells by itself which of its tiles to mask: one loop takes them all.
@@ -111,13 +112,22 @@ def _forward(
     if several:
         # Otherwise q's addresses, which are O's too, would stay in registers during the mainloop.
         start = anew(start, interpret=problem.interpret)
-    _epilogue(state, problem, round_point, start, Outputs(*out))
+    exists = problem.exists(start, batch, scalars) if scalars.start is not None else None
+    _epilogue(state, problem, round_point, start, Outputs(*out), exists)
 
 
 def _epilogue(
-    state: SoftmaxState, problem: Problem, round_point: Rounder, start: Array, out: Outputs
+    state: SoftmaxState,
+    problem: Problem,
+    round_point: Rounder,
+    start: Array,
+    out: Outputs,
+    exists: Array | None,
 ) -> None:
-    """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
+    """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf, or its sink.
+
+    exists: of rows with sinks: which are not beyond the lengths; None: all.
+    """
     place = problem.features(start, problem.tile.query)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
@@ -140,4 +150,6 @@ def _epilogue(
             problem.store_statistics(ref, x[:, 0], start)
     m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
+    if exists is not None:
+        lse = jnp.where(exists, lse, -jnp.inf)
     problem.store_statistics(out.lse, lse[:, 0], start)

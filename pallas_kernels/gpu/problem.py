@@ -332,6 +332,12 @@ class Problem(common.Problem):
         """How many rows of a batch element may see a key."""
         return self.rows if scalars.query_lengths is None else scalars.query_lengths[batch]
 
+    def exists(self, start: Array, batch: Array, scalars: Scalars) -> Array | None:
+        """Which rows of a query tile are not beyond the lengths, [query, 1]; None: all."""
+        if scalars.query_lengths is None:
+            return None
+        return span(start, self.tile.query)[:, None] < scalars.query_lengths[batch]
+
     def valid_keys(self, batch: Array, scalars: Scalars) -> Array | int:
         """How many keys of a batch element some row may see by position.
 

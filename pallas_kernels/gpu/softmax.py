@@ -39,13 +39,19 @@ from pallas_kernels.gpu.query_rows import QueryRows
 _FLOAT32 = get_format("float32")
 
 
-def initial_state(problem: Problem) -> SoftmaxState:
-    """No key seen yet."""
+def initial_state(problem: Problem, start: tuple[Array, Array] | None = None) -> SoftmaxState:
+    """No key seen yet; start: m and l of a sink."""
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     aux = acc if problem.keeps_auxiliary else None
     l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if problem.keeps_partial_sums else row
-    return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+    if start is None:
+        return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+    m, of_l = start
+    if problem.keeps_partial_sums:
+        of_l = of_l * np.float32(1 / LANES)  # a power of two: the parts add up to l exactly
+    m = jnp.maximum(m, jnp.float32(MASKED))
+    return SoftmaxState(jnp.broadcast_to(m, row.shape), jnp.broadcast_to(of_l, l.shape), acc, aux)
 
 
 def step_of_one_tile(

@@ -164,6 +164,17 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
             ((50.0,), r"one real number, got \(50.0,\)"),
         )
     },
+    **{
+        f"sinks={given!r}": (functools.partial(attend, sinks=given), f"sinks must be {text}")
+        for given, text in (
+            (np.zeros(2, np.float32), r"4 numbers \(one per query head\) .* got float32\(2,\)"),
+            (np.zeros((1, 4), np.float32), r"4 numbers .* got float32\(1, 4\)"),
+            (np.zeros(4, np.int32), r"4 numbers .* of float32, .* got int32\(4,\)"),
+            (1.0, r"4 numbers .* got float32\(\)"),
+            (np.array([0, 1, np.nan, 0], np.float32), "finite, or -inf for none, got nan"),
+            (np.array([0, 1, np.inf, 0], np.float32), "finite, or -inf for none, got inf"),
+        )
+    },
     "a cap far below the scale": (
         lambda: attend(logits_soft_cap=1e-30, scale=1e30),
         r"float32 does not hold scale / logits_soft_cap.* got 1e-30 with scale=1e\+30",

@@ -155,6 +155,31 @@ def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: i
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
 
 
+def test_sinks_cost_the_kernels_no_spills() -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for preset in ("flash", "normalized_delta"):
+        spec = Spec(
+            numerics=numerics.PRESETS[preset], row_max=StandardMax(), scale=0.1, is_causal=True
+        )
+
+        def step(*arrays: jax.Array, spec: Spec = spec) -> Any:
+            def attend(q: Any, k: Any, v: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+                return gpu.attention(q, k, v, Extras(sinks=sinks), spec)
+
+            (out, lse), pullback = jax.vjp(attend, *arrays)
+            return out, pullback((jnp.ones_like(out), lse))
+
+        texts = [
+            x
+            for x in dumped(lowered(step, x, x, x, sinks, target=H200))
+            if ".entry attention_" in x
+        ]
+        assert len(texts) == len(KERNELS)
+        for text in texts:
+            assert not any(int(n) for n in re.findall(r"(\d+) bytes spill", assembled(text)))
+
+
 def test_matched_rounds_its_probs_in_every_kernel() -> None:
     """In pairs, and P̄ of the backward kernels once more than P, an operand, and dS."""
     texts = ptx(MATCHED.replace(saved_output="float32"))

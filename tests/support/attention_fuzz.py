@@ -51,6 +51,7 @@ class Program:
     mask: tuple[bool, ...] | None
     bias: tuple[bool, ...] | None
     soft_cap: float | None
+    sinks: bool
 
     @property
     def numerics(self) -> numerics.Numerics:
@@ -110,12 +111,13 @@ def program(number: int, implementation: str) -> Program:
         mask=span() if maybe(0.3) else None,
         bias=None if in_kernel or not maybe(0.3) else span(),
         soft_cap=float(rng.uniform(0.5, 4)) if maybe(0.3) else None,
+        sinks=maybe(0.3),
     )
 
 
 def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
     """(differentiated arrays, others, dO, dlse) -> out, lse and gradients."""
-    names = {"q": "query", "k": "key", "v": "value", "bias": "bias"}
+    names = {"q": "query", "k": "key", "v": "value", "bias": "bias", "sinks": "sinks"}
 
     def run(arrays: dict[str, Any], others: dict[str, Any], do: Any, dlse: Any) -> Any:
         def call(arrays: dict[str, Any]) -> Any:
@@ -173,6 +175,8 @@ def draw(p: Program, number: int) -> Draw:
 
     if p.bias is not None:
         arrays["bias"] = (2 * rng.standard_normal(pairs(p.bias))).astype(np.float32)
+    if p.sinks:
+        arrays["sinks"] = (2 * rng.standard_normal(n)).astype(dtype)
     others: dict[str, np.ndarray] = {}
     if p.mask is not None:
         others["mask"] = rng.random(pairs(p.mask)) < rng.uniform(0.3, 1)
@@ -210,6 +214,7 @@ def draw(p: Program, number: int) -> Draw:
         key_segments=others.get("key_value_segment_ids"),
         mask=others.get("mask"),
         bias=arrays["bias"].astype(np.float64) if "bias" in arrays else None,
+        sinks=arrays["sinks"].astype(np.float64) if p.sinks else None,
     )
     return Draw(arrays, others, do, dlse, problem)
 
@@ -223,7 +228,11 @@ def with_garbage(x: Draw, seen: np.ndarray, rng: np.random.Generator) -> Draw:
     for name, at in (("q", rows), ("k", keys), ("v", keys)):
         arrays[name] = arrays[name].copy()
         arrays[name][at] = rng.choice([np.nan, np.inf, -np.inf])
-    do[rows], dlse[rows] = np.nan, np.inf
+    do[rows] = np.nan
+    if x.problem.sinks is not None:  # dlse of a row that sees nothing reaches the sink
+        lengths = np.array(x.problem.query_lengths)[:, None, None]
+        rows = rows & (np.arange(rows.shape[1])[:, None] >= lengths)
+    dlse[rows] = np.inf
     return Draw(arrays, x.others, do, dlse, x.problem)
 
 

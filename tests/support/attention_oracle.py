@@ -34,6 +34,7 @@ class Problem:
     key_segments: np.ndarray | None
     mask: np.ndarray | None
     bias: np.ndarray | None
+    sinks: np.ndarray | None
 
 
 def may_see(x: Problem, b: int, n: int, t: int, s: int) -> bool:
@@ -67,19 +68,24 @@ def seen_pairs(x: Problem) -> np.ndarray:
 def attend(x: Problem) -> dict[str, np.ndarray]:
     """out, lse, dq, dk, dv, and dbias where there is a bias.
 
-    A row that sees nothing has out 0, lse −inf and no gradient.
+    A row that sees nothing has out 0, lse −inf and no gradient; or lse its sink, which gets dlse.
     """
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
     result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
     result["dv"], result["lse"] = np.zeros(x.v.shape), np.full(x.q.shape[:3], -math.inf)
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
+    if x.sinks is not None:
+        result["dsinks"] = np.zeros(heads)
     seen = seen_pairs(x)
     for b, n, t in np.ndindex(seen.shape[:3]):
         keys = np.flatnonzero(seen[b, n, t])
         if keys.size:
             shared = n * kv_heads // heads  # the key head
             _add_row(x, result, (b, n, t), shared, keys)
+        elif x.sinks is not None and t < x.query_lengths[b]:
+            result["lse"][b, t, n] = x.sinks[n]
+            result["dsinks"][n] += x.dlse[b, t, n]
     return result
 
 
@@ -100,12 +106,17 @@ def _add_row(
     scores, slope = capped(x, x.scale * (k @ q))
     if x.bias is not None:
         scores = scores + np.array([entry(x.bias, b, n, t, s) for s in keys])
+    if x.sinks is not None:  # a key like any other, of value 0
+        scores, v = np.append(scores, x.sinks[n]), np.vstack([v, 0 * v[:1]])
     lse = np.logaddexp.reduce(scores)
     p = np.exp(scores - lse)
     result["out"][b, t, n], result["lse"][b, t, n] = p @ v, lse
     # d p_i / d s_j = p_i (δ_ij − p_j), and d lse / d s_j = p_j.
     jacobian = np.diag(p) - np.outer(p, p)
     ds = jacobian @ (v @ do) + p * x.dlse[b, t, n]
+    if x.sinks is not None:
+        result["dsinks"][n] += ds[-1]
+        p, ds = p[:-1], ds[:-1]
     result["dq"][b, t, n] = x.scale * ((ds * slope) @ k)
     result["dk"][b, keys, h] += x.scale * np.outer(ds * slope, q)
     result["dv"][b, keys, h] += np.outer(p, do)
@@ -147,9 +158,14 @@ def sizes(x: Problem, seen: np.ndarray) -> Sizes:
     result["dv"], largest = np.zeros(x.v.shape), 0.0
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
+    if x.sinks is not None:
+        result["dsinks"] = np.zeros(x.sinks.shape)
     for b, n, t in np.ndindex(seen.shape[:3]):
         keys = np.flatnonzero(seen[b, n, t])
         if not keys.size:
+            if x.sinks is not None and t < x.query_lengths[b]:
+                result["dsinks"][n] += positive.dlse[b, t, n]
+                largest = max(largest, abs(x.sinks[n]))
             continue
         h = n * x.k.shape[2] // x.q.shape[2]
         bias = np.zeros(keys.size)
@@ -157,13 +173,18 @@ def sizes(x: Problem, seen: np.ndarray) -> Sizes:
             bias = np.array([entry(x.bias, b, n, t, s) for s in keys])
         scores, slope = capped(x, x.scale * (x.k[b, keys, h] @ x.q[b, t, n]))
         scores = scores + bias
-        p = np.exp(scores - np.logaddexp.reduce(scores))
+        of_sink = -np.inf if x.sinks is None else x.sinks[n]
+        p = np.exp(scores - np.logaddexp(np.logaddexp.reduce(scores), of_sink))
         q, do = positive.q[b, t, n], positive.do[b, t, n]
         k, v = positive.k[b, keys, h], positive.v[b, keys, h]
         largest = max(largest, float(np.max(positive.scale * (k @ q) + np.abs(bias))))
         dp = v @ do
         ds = p * (dp + p @ dp + positive.dlse[b, t, n])
         result["out"][b, t, n] = p @ v
+        if x.sinks is not None:
+            p_sink = max(1 - p.sum(), 0.0)
+            result["dsinks"][n] += p_sink * (p @ dp + positive.dlse[b, t, n])
+            largest = max(largest, abs(of_sink))
         uncapped["dq"][b, t, n] = positive.scale * (ds @ k)
         uncapped["dk"][b, keys, h] += positive.scale * np.outer(ds, q)
         result["dq"][b, t, n] = positive.scale * ((ds * slope) @ k)

@@ -52,7 +52,7 @@ class Implementation:
             name
             for name in ("mask", "bias", "query_offset", "soft_cap")
             if getattr(case, name) is not None
-        }
+        } | ({"sinks"} if case.sinks else set())
         return not self.declines & (asked | {case.dtype})
 
     def numerics(self, base: Numerics) -> Numerics:
@@ -109,7 +109,7 @@ IMPLEMENTATIONS = {
         kv_block=128,
         block_sizes=TPU_TILES,
         tile=128,
-        declines=frozenset({"bias", "query_offset", "float16", "soft_cap"}),
+        declines=frozenset({"bias", "query_offset", "float16", "soft_cap", "sinks"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -131,6 +131,7 @@ class Case:
     query_offset: int | tuple[int, ...] | str | None = None
     scale: float | None = None
     soft_cap: float | None = None
+    sinks: bool = False
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: bool = False
@@ -197,6 +198,18 @@ CASES = {
     "soft_cap_bias": Case(
         soft_cap=2.0, bias=(True, True, True), mask="random", heads=4, query_offset=(4, -3)
     ),
+    "sinks": Case(sinks=True, heads=4, values="repeated_maxima"),
+    "sinks_large_scores": Case(sinks=True, is_causal=True, values="large_negative_scores"),
+    "sinks_lengths": Case(
+        sinks=True, heads=4, key_lengths=(20, 0), query_lengths=(4, 17), is_causal=True
+    ),
+    "sinks_window_cap": Case(
+        rows=40, keys=20, sinks=True, window=(7, 1), key_lengths=(20, 9), soft_cap=2.0
+    ),
+    "sinks_mask_bias": Case(
+        sinks=True, bias=(True, True, True), mask="empty", heads=4, query_offset=(4, -3)
+    ),
+    "sinks_bfloat16": Case(dtype="bfloat16", sinks=True, is_causal=True, segments=True),
     "soft_cap_bfloat16": Case(dtype="bfloat16", soft_cap=3.0, is_causal=True, segments=True),
     "float16_key_lengths": Case(dtype="float16", heads=4, key_lengths=(11, 0)),
 }
@@ -286,6 +299,10 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         spans = [size if spanned else 1 for spanned, size in zip(case.bias, (b, n, t), strict=True)]
         result["bias"] = 3 * rng.standard_normal((*spans, s)).astype(np.float32)
         result["bias"][..., 0] += 100.0  # exp(bias) alone would overflow
+    if case.sinks:  # one that takes all weight, one next to none, and others like scores
+        result["sinks"] = (2 * rng.standard_normal(n)).astype(np.float32)
+        if case.values == "large_negative_scores":
+            result["sinks"] = np.array([-88.0, -95.0], np.float32)
     if case.mask is not None:
         result["mask"] = _mask(case, rng)
     if case.segments:
@@ -334,6 +351,7 @@ def masking(case: Case, arrays: Arrays) -> reference.Masking:
         query_segments=arrays.get("query_segments"),
         key_segments=arrays.get("key_segments"),
         query_offset=case.offset,
+        sinks=arrays.get("sinks"),
     )
 
 
@@ -365,6 +383,11 @@ def oracle(case: Case, arrays: Arrays) -> Arrays:
     dk = np.einsum("bnts,btnh->bsnh", behind, q) * scale
     dk = bwd.dk + dk.reshape(*k.shape[:3], group, -1).sum(3)
     result = {"out": fwd.o, "lse": fwd.lse, "dq": dq, "dk": dk, "dv": bwd.dv}
+    if "sinks" in arrays:
+        weights = reference.sink_probabilities(fwd, options["masking"])
+        result["dsinks"] = bwd.dsinks + (weights * np.where(weights == 0, 0, arrays["dlse"])).sum(
+            (0, 1)
+        )
     if "bias" in arrays:
         axes = tuple(i for i, size in enumerate(arrays["bias"].shape) if size == 1)
         result["dbias"] = (bwd.ds + extra).sum(axes, keepdims=True)
@@ -419,6 +442,7 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
         "dk": by_group(np.einsum("bnts,btnh->bsnh", ds, q)) * scale,
         "dv": by_group(np.einsum("bnts,btnh->bsnh", fwd.p, do)),
         "dbias": dbias.sum((0, 1)),
+        "dsinks": (np.abs(bwd.delta) + np.abs(arrays["dlse"])).sum((0, 1)),
     }
     return {name: ulp * x.max() for name, x in sizes.items()}
 
@@ -431,8 +455,10 @@ def plain_options(
     rows, cols = np.arange(t)[:, None], np.arange(s)
     at = rows + case.offset[:, None, None, None]
     within = np.ones((b, 1, t, s), bool)
+    exists = np.ones((b, 1, t, 1), bool)
     if case.query_lengths is not None:
-        within = within & (rows < np.array(case.query_lengths)[:, None, None, None])
+        exists = rows < np.array(case.query_lengths)[:, None, None, None]
+        within = within & exists
     if case.key_lengths is not None:
         within = within & (cols < np.array(case.key_lengths)[:, None, None, None])
     if case.window is not None:
@@ -452,6 +478,8 @@ def plain_options(
         within_lengths=within,
         bias=arrays.get("bias"),
         soft_cap=case.soft_cap,
+        sinks=arrays.get("sinks"),
+        exists=exists,
     )
 
 
@@ -508,7 +536,9 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
         rest["query_offset"] = case.offset.astype(np.int32)
     rest["query_segment_ids"] = arrays.get("query_segments")
     rest["key_value_segment_ids"] = arrays.get("key_segments")
-    differentiated = {name: arrays[name] for name in ("q", "k", "v", "bias") if name in arrays}
+    differentiated = {
+        name: arrays[name] for name in ("q", "k", "v", "bias", "sinks") if name in arrays
+    }
     return Operands(differentiated, rest, (arrays["do"], arrays["dlse"]))
 
 

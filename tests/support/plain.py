@@ -30,6 +30,8 @@ class Options:
     within_lengths: np.ndarray  # the same without causality
     bias: np.ndarray | None = None
     soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [N]
+    exists: np.ndarray | None = None  # [B, 1, T, 1], rows within the lengths
 
     @property
     def unit(self) -> float:
@@ -160,6 +162,13 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     s = np.where(opt.seen, s, np.float32(-np.inf))
     m = np.full((*s.shape[:-1], 1), -np.inf, np.float32)
     l = np.zeros_like(m)
+    if opt.sinks is not None:
+        sink = opt.sinks.astype(np.float32)[:, None, None] / np.float32(unit)
+        m = np.broadcast_to(sink, m.shape)
+        l = np.where(m == -np.inf, np.float32(0), np.float32(1))
+        if whole:
+            m, sink = np.broadcast_to(whole_max(sink, LOG2E * unit), m.shape), m
+            l = np.exp2(sink.astype(np.float64) * LOG2E * unit - m).astype(np.float32)
     acc = np.zeros((*s.shape[:-1], v.shape[-1]), np.float32)
     aux = acc
     size = step_of(n, s.shape[-1])
@@ -226,6 +235,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     of_m = np.float32(np.log(2.0) if whole else unit)
     lse = round_nearest(m * of_m + np.log(divisor), n.lse)
     lse = np.where(empty, np.float32(-np.inf), lse)
+    if opt.sinks is not None:
+        lse = np.where(opt.exists, lse, np.float32(-np.inf))
     return Forward(s, o, saved, lse, np.where(empty, np.float32(0), m), divisor)
 
 
@@ -296,9 +307,19 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         k_of_q = round_nearest(k - mean, Rounding(numerics.get_format(dtype)))
         given_back = scale * dlse * mean
     p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
+    p_sink = np.float32(0)
+    if opt.sinks is not None:
+        of_row = opt.sinks.astype(np.float32)[:, None, None]
+        if n.statistics == "m_and_l":
+            of_m = np.float32(np.log(2.0) if n.exponent == "whole_max" else unit)
+            p_sink = np.exp(of_row - fwd.m * of_m) / fwd.l
+        else:
+            p_sink = np.exp(of_row - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
+        p_sink = np.where(opt.exists, p_sink, np.float32(0))
     if n.delta == "normalized":
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
-        total = p.sum(-1, keepdims=True, dtype=np.float32)
+        total = p.sum(-1, keepdims=True, dtype=np.float32) + p_sink
+        r = r - p_sink * delta
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
         of_pk = round_nearest(p * slope, n.probs_bwd)
         ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (of_pk @ k_of_q)
@@ -306,6 +327,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     elif n.delta == "after_cast":
         ds_of_q = rounded_ds(delta)
         r, total = (x.sum(-1, keepdims=True, dtype=np.float32) for x in (ds_of_q, p_r))
+        r, total = r - p_sink * delta * scale, total + p_sink
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
         after = moved - scale * dlse
         correction, of_k = after * (p_r @ k), round_nearest(after * q, n.ds)
@@ -314,8 +336,9 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         delta = delta - dlse
         ds_of_q, correction = rounded_ds(delta), np.float32(0)
     ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
+    of_sink = -p_sink * delta
     if n.delta == "after_cast":
-        ds = ds - p * after / scale
+        ds, of_sink = ds - p * after / scale, of_sink - p_sink * after / scale
     dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k_of_q[..., j, :]))
     dq = dq - correction + given_back
     of_dv = (p_r, do)
@@ -339,6 +362,8 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         result[name] = round_nearest(result[name], grads)
     result = {name: x.swapaxes(1, 2) for name, x in result.items()}
     result["lse"] = fwd.lse[..., 0].swapaxes(1, 2)
+    if opt.sinks is not None:
+        result["dsinks"] = of_sink.sum((0, 2, 3), dtype=np.float32)
     if opt.bias is not None:
         axes = tuple(i for i, size in enumerate(opt.bias.shape) if size == 1)
         result["dbias"] = ds.sum(axes, keepdims=True)
