@@ -207,14 +207,16 @@ def test_a_sink_of_minus_infinity_is_none(implementation: str, preset: str) -> N
         np.testing.assert_array_equal(result[name], x, err_msg=name)
 
 
+@pytest.mark.parametrize("preset", ["flash", "normalized_delta"])
 @pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu"])
 def test_rows_without_a_key_have_the_sink_as_lse_and_rows_beyond_the_lengths_nothing(
-    implementation: str,
+    implementation: str, preset: str
 ) -> None:
     case = harness.Case(sinks=True, query_lengths=(20, 7), key_lengths=(20, 0))
     arrays = harness.inputs(case)
     arrays["do"][1], arrays["dlse"][1, 7:] = np.nan, np.nan
-    result = harness.run(harness.IMPLEMENTATIONS[implementation], case, arrays, FLASH)
+    how = harness.IMPLEMENTATIONS[implementation]
+    result = harness.run(how, case, arrays, numerics.PRESETS[preset])
     assert (result["out"][1] == 0).all()
     np.testing.assert_allclose(result["lse"][1, :7], np.tile(arrays["sinks"], (7, 1)), rtol=3e-7)
     assert (result["lse"][1, 7:] == -np.inf).all()
