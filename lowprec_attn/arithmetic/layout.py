@@ -2,8 +2,9 @@
 
 There are K key heads, with G = N / K query heads each:
 
-  q, dO, O         [B, K, G, T, H]
-  k, v             [B, K, S, H]
+  q                [B, K, G, T, H]
+  k                [B, K, S, H]
+  v; dO, O         [B, K, S, V]; [B, K, G, T, V], where V may be another head size than H
   scores           [B, K, G, T, S]
   row statistics   [B, K, G, T, 1]
 """

@@ -122,6 +122,7 @@ class Request:
     """A request: the spec and the shapes. `unsupported(request)` says whether it can be served.
 
     `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
+    `value_size` is that of the values' heads; None: that of q.
     `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
     """
 
@@ -136,11 +137,14 @@ class Request:
     has_traced_scale: bool = False
     has_query_offset: bool = False
     has_sinks: bool = False
+    value_size: int | None = None
     checks_vma: bool = False
     platform: str | None = None
 
     @classmethod
-    def of(cls, q: Shaped, k: Shaped, extras: Extras, spec: Spec) -> "Request":
+    def of(
+        cls, q: Shaped, k: Shaped, extras: Extras, spec: Spec, v: Shaped | None = None
+    ) -> "Request":
         """The request that a call with these arrays makes."""
         return cls(
             spec=spec,
@@ -154,6 +158,7 @@ class Request:
             has_traced_scale=extras.scale is not None,
             has_query_offset=extras.query_offset is not None,
             has_sinks=extras.sinks is not None,
+            value_size=None if v is None else v.shape[-1],
             checks_vma=checks_varying_types(),
         )
 
@@ -191,9 +196,11 @@ def unsupported_row_sums(request: Request) -> str | None:
 
 
 def unsupported_variants(request: Request) -> str | None:
-    """A soft cap or sinks, for implementations without them."""
+    """A soft cap, sinks or values of another head size, for implementations without them."""
     if (cap := request.spec.soft_cap) is not None:
         return f"logits_soft_cap={cap}"
+    if request.value_size not in (None, request.q_shape[-1]):
+        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
     return "sinks" if request.has_sinks else None
 
 
@@ -234,6 +241,7 @@ def unsupported_by_kernels(request: Request) -> str | None:
         return "query_offset other than 0 with is_causal=True or a local window"
     if not isinstance(request.q_shape[1] + request.kv_shape[1], int):
         return "symbolic lengths"
-    if request.q_shape[-1] not in HEAD_SIZES:
-        return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
+    for size in (request.q_shape[-1], request.value_size):
+        if size is not None and size not in HEAD_SIZES:
+            return f"head size {size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return None

@@ -45,10 +45,10 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 

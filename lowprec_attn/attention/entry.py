@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def dot_product_attention(
     query: Float[ArrayLike, "B T N H"],
     key: Float[ArrayLike, "B S K H"] | None = None,
-    value: Float[ArrayLike, "B S K H"] | None = None,
+    value: Float[ArrayLike, "B S K V"] | None = None,
     bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
@@ -43,7 +43,7 @@ def dot_product_attention(
     implementation: str | None = None,
     block_sizes: Hashable = None,
     return_residual: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
@@ -68,7 +68,8 @@ def dot_product_attention(
         and `value` all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU
         kernels read that array, and write its gradient, in place.
       key: k [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
-      value: v, like k.
+      value: v [B, S, K, V], like k; its head size V, which is that of O, may be another, as in
+        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` have that.
       bias: added to the scores.
       mask: True where a query may see a key.
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
@@ -177,7 +178,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
     """
     operands, unbatched = validation.batched(*arrays[:3])
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
-    validation.check_inputs(q, k, v, names=("query", "key", "value"))
+    validation.check_inputs(q, k, v, names=("query", "key", "value"), any_value_size=True)
     if options.numerics is FLASH and q.dtype == jnp.float32:
         _log_default_in_float32()
     extras, spec = _validated(arrays[3:], options, q, k, unbatched)
@@ -186,7 +187,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
         validation.check_shift(group.numerics, group.row_max)
         validation.check_bits((group.numerics,), options.rng_key)
         part = spec(numerics=group.numerics, row_max=group.row_max)
-        request = Request.of(q, k, extras, part)
+        request = Request.of(q, k, extras, part, v)
         implementations = resolve_by_platform(request, options.implementation)
         parts.append(Part(group.heads, part, implementations))
     return Call(operands, extras, tuple(parts)), unbatched

@@ -2,7 +2,8 @@
 
 The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_product_attention`):
 
-  q k v        queries [B, T, N, H], keys and values [B, S, K, H]; N / K query heads per key head
+  q k v        queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, V]; N / K query heads
+               per key head; V is H but where it is said
   s  (S)       scores q kᵀ · scale + bias, or                 [B, N, T, S]
                c tanh(q kᵀ · scale / c) + bias with a soft cap c
   m            what the softmax subtracts from a row of S: its maximum, or what a rule makes of it
@@ -10,7 +11,7 @@ The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_prod
   l            row sum of P̄
   acc (Ō)      P̄ v, the output before division
   p  (P)       P̄ / l = exp(S − lse), the probabilities
-  o  (O)       Ō / l                                          [B, T, N, H]
+  o  (O)       Ō / l                                          [B, T, N, V]
   lse          m + log l                                      [B, T, N]
   do dp ds     gradients of the loss by O, P and S
   delta (δ)    rowsum(dO ∘ O) = rowsum(dP ∘ P)                [B, T, N]
@@ -45,7 +46,7 @@ class Forward:
 
     s: Float64[np.ndarray, "B N T S"]
     p: Float64[np.ndarray, "B N T S"]
-    o: Float64[np.ndarray, "B T N H"]
+    o: Float64[np.ndarray, "B T N V"]
     lse: Float64[np.ndarray, "B T N"]
 
 
@@ -55,7 +56,7 @@ class Backward:
 
     dq: Float64[np.ndarray, "B T N H"]
     dk: Float64[np.ndarray, "B S K H"]
-    dv: Float64[np.ndarray, "B S K H"]
+    dv: Float64[np.ndarray, "B S K V"]
     dp: Float64[np.ndarray, "B N T S"]
     delta: Float64[np.ndarray, "B T N"]
     ds: Float64[np.ndarray, "B N T S"]
@@ -65,7 +66,7 @@ class Backward:
 def attention(
     q: Float[ArrayLike, "B T N H"],
     k: Float[ArrayLike, "B S K H"],
-    v: Float[ArrayLike, "B S K H"],
+    v: Float[ArrayLike, "B S K V"],
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -105,8 +106,8 @@ def attention(
 def backward(
     q: Float[ArrayLike, "B T N H"],
     k: Float[ArrayLike, "B S K H"],
-    v: Float[ArrayLike, "B S K H"],
-    do: Float[ArrayLike, "B T N H"],
+    v: Float[ArrayLike, "B S K V"],
+    do: Float[ArrayLike, "B T N V"],
     *,
     scale: float | None = None,
     soft_cap: float | None = None,

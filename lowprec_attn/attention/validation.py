@@ -48,13 +48,21 @@ def batched(
 
 
 def check_inputs(
-    q: Array, k: Array, v: Array, names: tuple[str, str, str] = ("q", "k", "v")
+    q: Array,
+    k: Array,
+    v: Array,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    *,
+    any_value_size: bool = False,
 ) -> None:
     """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
 
     Warns where q would be of the other arrays' lengths and heads with two axes exchanged.
 
-    names: what the caller calls them.
+    Args:
+      q, k, v: the arrays.
+      names: what the caller calls them.
+      any_value_size: whether the last axis of v may have another length.
     """
     of_q, of_k, of_v = names
     for name, x in zip(names, (q, k, v), strict=True):
@@ -70,8 +78,11 @@ def check_inputs(
         raise ValueError(
             f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"{of_k} and {of_v} must have the same shape, got {k.shape} and {v.shape}")
+    if k.shape[:3] != v.shape[:3] or (k.shape != v.shape and not any_value_size):
+        same = "batch, length and heads" if any_value_size else "shape"
+        raise ValueError(
+            f"{of_k} and {of_v} must have the same {same}, got {k.shape} and {v.shape}"
+        )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"{of_q} and {of_k} differ in batch or head size: {q.shape} and {k.shape}")
     if q.shape[2] % k.shape[2] != 0:

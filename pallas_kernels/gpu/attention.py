@@ -111,7 +111,8 @@ def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
     q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
     numerics, keys = request.spec.numerics, request.kv_shape[1]
-    return numerics.step_of(keys, block_sizes(q, request.spec).forward.kv)
+    sizes = block_sizes(q, request.spec, request.value_size)
+    return numerics.step_of(keys, sizes.forward.kv)
 
 
 def exponent_of(request: Request) -> str:
@@ -124,10 +125,10 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
 
     Raises:
@@ -174,8 +175,10 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
     q, k, v = _separate(arrays)
-    tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
-    problem = _problem(q, k, extras, spec, tile)
+    tile = _dividing(
+        block_sizes(q, spec, v.shape[-1]).forward, "kv", spec.numerics.kv_block, k.shape[1]
+    )
+    problem = _problem((q, k, v), extras, spec, tile)
     scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     if extras.sinks is not None:
         start = sinks.start_of_rows(extras.sinks, problem.score_unit, spec)
@@ -197,7 +200,10 @@ def _backward(
     do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
-    sizes, scalars = block_sizes(q, spec), _scalars(extras, spec, q.shape[1], k.shape[1])
+    sizes, scalars = (
+        block_sizes(q, spec, v.shape[-1]),
+        _scalars(extras, spec, q.shape[1], k.shape[1]),
+    )
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
         # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
@@ -205,8 +211,8 @@ def _backward(
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(kv_block=kv_block))
         of_queries = _dividing(of_queries, "kv", kv_block, k.shape[1])
         of_keys = _dividing(of_keys, "query", kv_block, q.shape[1])
-    by_query = _problem(q, k, extras, spec, of_queries)
-    by_key = _problem(q, k, extras, spec, of_keys)
+    by_query = _problem((q, k, v), extras, spec, of_queries)
+    by_key = _problem((q, k, v), extras, spec, of_keys)
     offset = exponent_offset(statistics.subtracted, by_query)
     operands = Operands(q, k, v, do, offset, inverse_l=statistics.inverse_l)
     dlse = dlse.transpose(0, 2, 1)
@@ -278,17 +284,29 @@ def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile
     return dataclasses.replace(tile, **{side: size})
 
 
-def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
+def _problem(qkv: _Arrays, extras: Extras, spec: Spec, tile: Tile) -> Problem:
+    q, k, v = qkv
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
     hopper = is_hopper(device_kind())
-    return Problem.of(q, k, extras, spec, tile, interpret=interpret, hopper=hopper)
+    return Problem.of(
+        q,
+        k,
+        extras,
+        spec,
+        tile,
+        interpret=interpret,
+        hopper=hopper,
+        value_size=v.shape[-1],
+    )
 
 
-def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
-    """The tiles of a call: those that it names, or those of the table."""
+def block_sizes(
+    q: Array | jax.ShapeDtypeStruct, spec: Spec, value_size: int | None = None
+) -> BlockSizes:
+    """The tiles of a call: those that it names, or those of the table for the larger head size."""
     if spec.block_sizes is None:
         return default_block_sizes(
-            q.shape[-1],
+            max(q.shape[-1], value_size or 0),
             length=q.shape[1],
             splits=_splits(spec.numerics, q.dtype),
             sums_keys=spec.numerics.delta in SUMS_ROWS,

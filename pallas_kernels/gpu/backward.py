@@ -42,7 +42,9 @@ _DELTA_COLUMNS = 32
 
 
 class Operands(NamedTuple):
-    """q, dO [B, T, N, H], k, v [B, S, K, H], two offsets [B, N, T]; or references to their parts.
+    """q [B, T, N, H], dO [B, T, N, V], k [B, S, K, H], v [B, S, K, V], two offsets [B, N, T].
+
+    Or references to their parts.
 
     Where q, k and v are packed each of them is the whole array.
 
@@ -221,10 +223,14 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         return b, 0, h
 
     q, do = (
-        problem.block(problem.rows, all_rows, plane=plane, heads=problem.group)
+        problem.block(
+            problem.rows, all_rows, plane=plane, heads=problem.group, values=plane is None
+        )
         for plane in (0, None)
     )
-    k, v = (problem.block(problem.keys, all_rows, plane=plane) for plane in (1, 2))
+    k, v = (
+        problem.block(problem.keys, all_rows, plane=plane, values=plane == 2) for plane in (1, 2)
+    )
     statistics = pl.BlockSpec((None, problem.group, problem.rows), lambda j, h, b: (b, h, 0))
     if problem.packed:
         block = (None, problem.tile.kv, 3, None, problem.padded_head)
@@ -232,17 +238,18 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         blocks = [gradients]
     else:
         gradients = None
-        blocks = [problem.block(problem.tile.kv, lambda j, h, b: (b, j, h))] * 2
+        blocks = [
+            problem.block(problem.tile.kv, lambda j, h, b: (b, j, h), values=values)
+            for values in (False, True)
+        ]
     of_rows = {name: statistics for name in ("after", "inverse_l") if getattr(x, name) is not None}
     in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients, **of_rows)
-    out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
+    out = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.k, x.v)][: len(blocks)]
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (problem.kv_tiles, problem.kv_heads, problem.batch)
     # The array that dQ was written into is the last of the operands.
     aliases = {len(jax.tree.leaves(x)) - 1: 0} if problem.packed else {}
-    return tuple(
-        call(_key_gradients, problem, grid, specs, [out] * len(blocks), aliases)(x, scalars)
-    )
+    return tuple(call(_key_gradients, problem, grid, specs, out, aliases)(x, scalars))
 
 
 def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
@@ -256,8 +263,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     keys = Side(k, problem.load_values(ref.v, j, scalars, batch, first_head, valid=valid_keys))
     begin, full, end = problem.query_range(j, batch, scalars)
     first_key = j * problem.tile.kv
-    zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
+    zeros = zeros_of_v = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
+    if problem.padded_value != problem.padded_head:
+        zeros_of_v = jnp.zeros((problem.tile.kv, problem.padded_value), jnp.float32)
     per_product, _ = problem.tiles_per_rounded_product
+
+    def of_keys(which: int, step: int = 0) -> Place:
+        """The place of dK and dV (1, 2)."""
+        return problem.features(first_key, problem.tile.kv, step, values=which == 2)
 
     def add_head(g: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         head = kv_head * problem.group + g
@@ -266,7 +279,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         def divided(do: Array, start: Array) -> Array:
             """dO / l as rounded at `probs_bwd`."""
             rows = span(start, problem.tile.query)[:, None]
-            place = scaled_rows(rows, problem.padded_head)
+            place = scaled_rows(rows, problem.padded_value)
             inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
             do = do.astype(jnp.float32) * inverse_l[:, None]
             return program.round_point(do, "probs_bwd", place)
@@ -285,8 +298,10 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             start = i * problem.tile.query
             rows = Side(
                 *(
-                    problem.load_rows(r, start, problem.tile.query, g, valid=valid_rows)
-                    for r in (ref.q, ref.do)
+                    problem.load_rows(
+                        r, start, problem.tile.query, g, valid=valid_rows, values=values
+                    )
+                    for r, values in ((ref.q, False), (ref.do, True))
                 )
             )
             offset, of_dp = (
@@ -331,10 +346,10 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         def add_product(c: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
             first = jnp.maximum(first, begin)
-            start = (zeros, zeros, *sums[2:])
+            start = (zeros, zeros_of_v, *sums[2:])
             products = add_tiles(first, jnp.clip(full, first, last), last, start)
             dk, dv = (
-                _rounded_product(program, x, problem.features(first_key, problem.tile.kv), c, which)
+                _rounded_product(program, x, of_keys(which), c, which)
                 for which, x in enumerate(products[:2], start=1)
             )
             return sums[0] + dk, sums[1] + dv, *products[2:]
@@ -344,14 +359,16 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
     # Products that are rounded one by one leave what is taken from dK out.
     apart = ref.after is not None and per_product is not None
-    dk, dv, *rest = lax.fori_loop(0, problem.group, add_head, (zeros,) * (2 + apart))
+    dk, dv, *rest = lax.fori_loop(
+        0, problem.group, add_head, (zeros, zeros_of_v, *(zeros,) * apart)
+    )
     dk = sum(rest, start=dk)
     sums = (_scaled_sum(dk, problem), dv)
     # A gradient summed over a group is told apart by the group's first head.
     round_point = problem.rounder(scalars, batch, kv_head * problem.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
-        place = problem.features(first_key, problem.tile.kv, which)
-        problem.store(out, round_point(x, "grads", place), first_key, problem.keys)
+        rounded = round_point(x, "grads", of_keys(which, which))
+        problem.store(out, rounded, first_key, problem.keys, values=which == 2)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
@@ -393,7 +410,7 @@ def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
-    rows = problem.head_rows()
+    rows = problem.head_rows(values=True)
     statistics = pl.BlockSpec((None, None, problem.rows), lambda i, n, b: (b, n, 0))
     every = Operands(
         problem.head_rows(0),
@@ -432,7 +449,10 @@ class _BackwardRows(NamedTuple):
         start = i * problem.tile.query
         valid = problem.valid_rows(batch, scalars)
         rows = Side(
-            *(problem.load_rows(r, start, problem.tile.query, valid=valid) for r in (ref.q, ref.do))
+            *(
+                problem.load_rows(r, start, problem.tile.query, valid=valid, values=values)
+                for r, values in ((ref.q, False), (ref.do, True))
+            )
         )
         offset = problem.load_statistics(ref.offset, start, valid=valid)[:, None]
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))

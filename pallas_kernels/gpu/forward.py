@@ -43,7 +43,7 @@ _BFLOAT16 = get_rounding("bfloat16")
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H], lse [B, N, T], O for δ where it is another, or the lower half of O.
+    """O [B, T, N, V], lse [B, N, T], O for δ where it is another, or the lower half of O.
 
     `apart`, [B, N, T], is what P is formed from where that is not lse.
     """
@@ -59,7 +59,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     n = problem.spec.numerics
     lse, statistics = problem.tile_statistics
     saved = problem.spec.numerics.saved_dtype
-    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    shape = (problem.batch, problem.rows, problem.heads, problem.value_size)
     apart = n.statistics == "m_and_l"
     out = Outputs(
         jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
@@ -67,7 +67,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
         (lse, lse) if apart else None,
     )
-    out_rows = problem.head_rows()
+    out_rows = problem.head_rows(values=True)
     out_specs = Outputs(
         out_rows,
         statistics,
@@ -128,7 +128,7 @@ def _epilogue(
 
     exists: of rows with sinks: which are not beyond the lengths; None: all.
     """
-    place = problem.features(start, problem.tile.query)
+    place = problem.features(start, problem.tile.query, values=True)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if problem.keeps_partial_sums else one(state.l)

@@ -65,6 +65,10 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "share a dtype.*bfloat16, float32, float32",
     ),
     "k unlike v": (lambda: attend(v=x(2, 4, 2, 8)), r"\(2, 5, 2, 8\) and \(2, 4, 2, 8\)"),
+    "lengths of k and v": (
+        lambda: attend(v=x(2, 4, 2, 16)),
+        r"must have the same batch, length and heads, got \(2, 5, 2, 8\) and \(2, 4, 2, 16\)",
+    ),
     "batch": (lambda: attend(k=x(3, 5, 2, 8)), r"\(2, 6, 4, 8\) and \(3, 5, 2, 8\)"),
     "head size": (lambda: attend(k=x(2, 5, 2, 16)), r"\(2, 6, 4, 8\) and \(2, 5, 2, 16\)"),
     "head counts": (

@@ -155,6 +155,25 @@ def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: i
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
 
 
+@pytest.mark.parametrize(("preset", "spilled"), [("flash", 512), ("normalized_delta", 1024)])
+def test_values_of_another_head_size_fit(preset: str, spilled: int) -> None:
+    """192 and 128, as in multi-head latent attention: the tiles are those of 256."""
+    q, v = (jax.ShapeDtypeStruct((1, 256, 2, size), jnp.bfloat16) for size in (192, 128))
+    spec = Spec(
+        numerics=numerics.PRESETS[preset], row_max=StandardMax(), scale=0.07, is_causal=True
+    )
+
+    def step(*qkv: jax.Array) -> Any:
+        (out, lse), pullback = jax.vjp(lambda *x: gpu.attention(*x, Extras(), spec), *qkv)
+        return out, pullback((jnp.ones_like(out), lse))
+
+    texts = [x for x in dumped(lowered(step, q, q, v, target=H200)) if ".entry attention_" in x]
+    assert len(texts) == len(KERNELS)
+    for text in texts:
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled
+
+
 def test_sinks_cost_the_kernels_no_spills() -> None:
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
     sinks = jax.ShapeDtypeStruct((2,), jnp.float32)

@@ -52,6 +52,7 @@ class Program:
     bias: tuple[bool, ...] | None
     soft_cap: float | None
     sinks: bool
+    value_size: int
 
     @property
     def numerics(self) -> numerics.Numerics:
@@ -87,6 +88,7 @@ def program(number: int, implementation: str) -> Program:
     if not in_kernel and maybe(0.5):
         offset = [int(rng.integers(-8, 40)), "array", "end"][rng.integers(3)]
     scale: float | str | None = [None, float(rng.uniform(-0.5, 1)), "traced"][rng.integers(3)]
+    head_size = 16 if in_kernel else int(rng.choice([1, 4, 8]))
     return Program(
         number=number,
         implementation=implementation,
@@ -97,7 +99,7 @@ def program(number: int, implementation: str) -> Program:
         keys=keys,
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_size=16 if in_kernel else int(rng.choice([1, 4, 8])),
+        head_size=head_size,
         dtype=dtype,
         preset=str(rng.choice(PRESETS)),
         # The shift of the rule is too large for float16.
@@ -112,6 +114,9 @@ def program(number: int, implementation: str) -> Program:
         bias=None if in_kernel or not maybe(0.3) else span(),
         soft_cap=float(rng.uniform(0.5, 4)) if maybe(0.3) else None,
         sinks=maybe(0.3),
+        value_size=int(rng.choice([24, 40] if in_kernel else [1, 3, 16]))
+        if maybe(0.3)
+        else head_size,
     )
 
 
@@ -161,7 +166,8 @@ def draw(p: Program, number: int) -> Draw:
     rng = np.random.default_rng([SEED, p.number, number])
     b, t, s, n, kv, h = p.batch, p.rows, p.keys, p.heads, p.kv_heads, p.head_size
     dtype = jnp.dtype(p.dtype)
-    shapes = {"q": (b, t, n, h), "k": (b, s, kv, h), "v": (b, s, kv, h), "do": (b, t, n, h)}
+    of_v = p.value_size
+    shapes = {"q": (b, t, n, h), "k": (b, s, kv, h), "v": (b, s, kv, of_v), "do": (b, t, n, of_v)}
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     if rng.random() < 0.2:
         arrays["q"] *= 4  # one key dominates

@@ -71,7 +71,7 @@ def attend(x: Problem) -> dict[str, np.ndarray]:
     A row that sees nothing has out 0, lse −inf and no gradient; or lse its sink, which gets dlse.
     """
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
-    result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
+    result = {name: np.zeros(y.shape) for name, y in (("out", x.do), ("dq", x.q), ("dk", x.k))}
     result["dv"], result["lse"] = np.zeros(x.v.shape), np.full(x.q.shape[:3], -math.inf)
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
@@ -153,7 +153,7 @@ def sizes(x: Problem, seen: np.ndarray) -> Sizes:
         dlse=np.abs(x.dlse),
         scale=abs(x.scale),
     )
-    result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
+    result = {name: np.zeros(y.shape) for name, y in (("out", x.do), ("dq", x.q), ("dk", x.k))}
     uncapped = {name: y.copy() for name, y in result.items() if name != "out"}
     result["dv"], largest = np.zeros(x.v.shape), 0.0
     if x.bias is not None:

@@ -53,6 +53,7 @@ class Implementation:
             for name in ("mask", "bias", "query_offset", "soft_cap")
             if getattr(case, name) is not None
         } | ({"sinks"} if case.sinks else set())
+        asked |= set() if case.value_size is None else {"value_size"}
         return not self.declines & (asked | {case.dtype})
 
     def numerics(self, base: Numerics) -> Numerics:
@@ -109,7 +110,7 @@ IMPLEMENTATIONS = {
         kv_block=128,
         block_sizes=TPU_TILES,
         tile=128,
-        declines=frozenset({"bias", "query_offset", "float16", "soft_cap", "sinks"}),
+        declines=frozenset({"bias", "query_offset", "float16", "soft_cap", "sinks", "value_size"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -125,6 +126,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     head_size: int = 16
+    value_size: int | None = None
     dtype: str = "float32"
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
@@ -198,6 +200,14 @@ CASES = {
     "soft_cap_bias": Case(
         soft_cap=2.0, bias=(True, True, True), mask="random", heads=4, query_offset=(4, -3)
     ),
+    "small_values": Case(heads=4, head_size=48, value_size=16, is_causal=True),
+    "large_values": Case(rows=9, keys=23, value_size=40, key_lengths=(23, 9), sinks=True),
+    "values_mask_bias": Case(
+        value_size=3, head_size=5, heads=4, bias=(True, False, True), mask="random"
+    ),
+    "values_of_one_padded_size": Case(
+        dtype="bfloat16", head_size=24, value_size=32, soft_cap=2.0, window=(9, 3)
+    ),
     "sinks": Case(sinks=True, heads=4, values="repeated_maxima"),
     "sinks_large_scores": Case(sinks=True, is_causal=True, values="large_negative_scores"),
     "sinks_lengths": Case(
@@ -268,8 +278,9 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
     """q k v do dlse, mask and bias where the case has them; NumPy arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     b, t, s, n, h = case.batch, case.rows, case.keys, case.heads, case.head_size
-    q, do = (rng.standard_normal((b, t, n, h)) for _ in range(2))
-    k, v = (rng.standard_normal((b, s, case.kv_heads, h)) for _ in range(2))
+    of_v = case.value_size or h
+    q, do = (rng.standard_normal((b, t, n, size)) for size in (h, of_v))
+    k, v = (rng.standard_normal((b, s, case.kv_heads, size)) for size in (h, of_v))
     if case.values == "repeated_maxima":
         k[:, s // 2 :] = k[:, : s - s // 2]  # each key twice, in different blocks and rows
         k[:, 1] = k[:, 0]

@@ -346,9 +346,9 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         of_dv = (p_bar, round_nearest(do / fwd.l, n.probs_bwd))
     dk, dv = (
         sum_over_tiles(
-            k.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
+            like.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
         )
-        for a, b in ((ds_of_k, q), of_dv)
+        for like, (a, b) in ((k, (ds_of_k, q)), (v, of_dv))
     )
 
     dk = dk - taken_from_dk
