@@ -181,7 +181,9 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
     problem = _problem((q, k, v), extras, spec, tile)
     scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     if extras.sinks is not None:
-        start = sinks.start_of_rows(extras.sinks, problem.score_unit, spec)
+        of_heads = first_order_only(extras.sinks, "gpu")
+        extras = extras._replace(sinks=of_heads)
+        start = sinks.start_of_rows(of_heads, problem.score_unit, spec)
         scalars = scalars._replace(start=start)
     out = forward(q, k, v, scalars, problem)
     saved, low = None, None

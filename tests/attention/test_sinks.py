@@ -396,6 +396,19 @@ def test_kernels_without_them_say_so(module: Any, monkeypatch: pytest.MonkeyPatc
     assert module.unsupported(Request.of(q, q, given, spec)) == "sinks"
 
 
+def test_the_gpu_kernels_refuse_their_second_derivative_by_name() -> None:
+    q = jnp.ones((1, 16, 1, 16))
+
+    def loss(column: jax.Array) -> jax.Array:
+        return attention.dot_product_attention(
+            q, q, q, sinks=column, implementation="gpu", block_sizes=harness.GPU_TILES
+        ).sum()
+
+    with pytest.raises(NotImplementedError, match="second derivatives of implementation 'gpu'"):
+        jax.hessian(loss)(jnp.zeros(1))
+    assert jax.grad(loss)(jnp.zeros(1)) < 0
+
+
 def test_the_gpu_kernels_refuse_a_scale_of_zero_beside_them() -> None:
     q = jnp.ones((1, 16, 1, 16))
     with pytest.raises(attention.UnsupportedError, match="sinks with scale=0"):

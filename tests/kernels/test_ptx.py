@@ -155,7 +155,7 @@ def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: i
         assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
 
 
-@pytest.mark.parametrize(("preset", "spilled"), [("flash", 512), ("normalized_delta", 1024)])
+@pytest.mark.parametrize(("preset", "spilled"), [("flash", 0), ("normalized_delta", 64)])
 def test_values_of_another_head_size_fit(preset: str, spilled: int) -> None:
     """192 and 128, as in multi-head latent attention: the tiles are those of 256."""
     q, v = (jax.ShapeDtypeStruct((1, 256, 2, size), jnp.bfloat16) for size in (192, 128))
