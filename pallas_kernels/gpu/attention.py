@@ -175,9 +175,8 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
     q, k, v = _separate(arrays)
-    tile = _dividing(
-        block_sizes(q, spec, v.shape[-1]).forward, "kv", spec.numerics.kv_block, k.shape[1]
-    )
+    tile = block_sizes(q, spec, v.shape[-1]).forward
+    tile = _dividing(tile, "kv", spec.numerics.kv_block, k.shape[1])
     problem = _problem((q, k, v), extras, spec, tile)
     scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     if extras.sinks is not None:
@@ -202,10 +201,8 @@ def _backward(
     do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
-    sizes, scalars = (
-        block_sizes(q, spec, v.shape[-1]),
-        _scalars(extras, spec, q.shape[1], k.shape[1]),
-    )
+    sizes = block_sizes(q, spec, v.shape[-1])
+    scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
         # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import slow_among
 from kernel_calls import Call, check_accuracy, compiled, extras_of, kernel_call
 
 from lowprec_attn import attention, numerics
@@ -76,7 +77,9 @@ OF_KERNELS += ["flash_attention_3", "exact", "delta_dp_p"]
 WITH_SINKS = dataclasses.replace(CASE, scale=0.3)
 
 
-@pytest.mark.parametrize("preset", OF_KERNELS)
+@pytest.mark.parametrize(
+    "preset", slow_among(OF_KERNELS, ["published", "delta_dp_p", "normalized_delta"])
+)
 def test_presets_of_kernels_are_as_accurate_as_plain(preset: str) -> None:
     check_accuracy(WITH_SINKS, kernel_call("gpu", WITH_SINKS, numerics.PRESETS[preset]))
 

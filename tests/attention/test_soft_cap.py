@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import slow_among
 from kernel_calls import check_accuracy, compiled, kernel_call, run_plain
 
 from lowprec_attn import attention, numerics
@@ -70,7 +71,7 @@ def test_presets_are_as_accurate_as_plain(
 OF_KERNELS = ["flash", "normalized_delta", "matched", "published", "flash_attention_3", "exact"]
 
 
-@pytest.mark.parametrize("preset", OF_KERNELS)
+@pytest.mark.parametrize("preset", slow_among(OF_KERNELS, ["flash", "exact"]))
 def test_presets_of_kernels_are_as_accurate_as_plain(preset: str) -> None:
     check_accuracy(CASE, kernel_call("gpu", CASE, numerics.PRESETS[preset]))
 

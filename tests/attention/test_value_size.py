@@ -39,13 +39,22 @@ CASE = harness.Case(
     values="repeated_maxima",
 )
 # One of each O that is saved, each operand of dV, and of products rounded tile by tile.
+SLOW = ("flash", "published")
 PRESETS = ["flash", "halves_output", "auxiliary_output", "normalized_delta", "matched", "published"]
 WIDE = dataclasses.replace(CASE, head_size=20, value_size=48)
 
 
 @pytest.mark.parametrize("case", [CASE, WIDE], ids=["small", "large"])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("implementation", ["tiled_odd", "gpu"])
+@pytest.mark.parametrize(
+    ("implementation", "preset"),
+    [
+        *(("tiled_odd", preset) for preset in PRESETS),
+        *(
+            pytest.param("gpu", preset, marks=[pytest.mark.slow] * (preset in SLOW))
+            for preset in PRESETS
+        ),
+    ],
+)
 def test_presets_are_as_accurate_as_plain(
     implementation: str, preset: str, case: harness.Case
 ) -> None:
