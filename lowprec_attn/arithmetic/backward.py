@@ -241,7 +241,7 @@ def query_keys(k: Array, spec: Spec) -> QueryKeys | None:
 
 
 def without_mean(k: Array) -> QueryKeys:
-    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_mean_key`."""
+    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_row_sums`."""
     x = k.astype(jnp.float32)
     mean = jnp.mean(x, axis=-2, keepdims=True)
     return QueryKeys(round_to(x - mean, format_of(k)).astype(k.dtype), mean)
