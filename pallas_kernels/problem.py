@@ -196,21 +196,28 @@ class Problem:
 
     @property
     def score_unit(self) -> float:
-        """What the forward kernel's scores and, but with `whole_max`, m count in: `scale`, or 1.
+        """What the forward kernel's scores and, but with `whole_max`, m count in: `unit`, or 1.
 
         See `counts_in_scale`; a row-max rule is told the unit.
         """
         m_is_a_score = self.spec.numerics.exponent != "whole_max"
         points = ("scores", "shift", "stats") if m_is_a_score else ("scores",)
-        return self.spec.scale if self.counts_in_scale(*points) else 1.0
+        return self.unit if self.counts_in_scale(*points) else 1.0
+
+    @property
+    def unit(self) -> float:
+        """What may be multiplied last: the scale of products q·k, or the cap of tanh(S / c)."""
+        return self.spec.scale if self.spec.soft_cap is None else self.spec.soft_cap
 
     def counts_in_scale(self, *points: Point) -> bool:
         """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.
+
+        Or tanh(S / c) for c · tanh(S / c).
 
         They may where none of the points rounds. The points are those of S and of what it is
         compared with.
         """
         n = self.spec.numerics
         # MASKED stays far below every score in that unit too.
-        in_range = 2.0**-64 < self.spec.scale < 2.0**64
+        in_range = 2.0**-64 < self.unit < 2.0**64
         return in_range and all(getattr(n, point).is_identity for point in points)

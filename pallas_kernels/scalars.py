@@ -11,7 +11,10 @@ from pallas_kernels.rounder import Stream
 
 
 class Scalars(NamedTuple):
-    """Such arrays, or references to them; None where absent. `pairs` are here on GPUs alone."""
+    """Such arrays, or references to them; None where absent. `pairs` are here on GPUs alone.
+
+    `start`, of the GPU's forward kernel: m and l [N] of a head's rows before the first key.
+    """
 
     query_lengths: Any = None
     key_lengths: Any = None
@@ -19,6 +22,7 @@ class Scalars(NamedTuple):
     batch: Any = None
     head: Any = None
     pairs: Pairs | None = None
+    start: tuple[Any, Any] | None = None
 
     @classmethod
     def of(cls, extras: Extras, spec: Spec) -> "Scalars":

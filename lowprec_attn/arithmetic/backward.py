@@ -24,6 +24,7 @@ from lowprec_attn.arithmetic.products import (
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.sinks import SinkColumn
 from lowprec_attn.numerics import Format, Numerics, round_to
 
 
@@ -32,13 +33,19 @@ class BackwardTile(NamedTuple):
 
     `seen` is True where a row sees a key, and broadcasts to them; None: everywhere. P is 0
     elsewhere, but dP and δ may not be finite there. `apart` is P̄ as rounded at `probs`, and 1 / l
-    [B, K, G, T, 1], with `divided_in_dv='do'`.
+    [B, K, G, T, 1], with `divided_in_dv='do'`. `slope` is the derivative of the soft cap.
     """
 
     p: Array
     dp: Array
     seen: Array | None
     apart: tuple[Array, Array] | None = None
+    slope: Array | None = None
+
+    def behind_cap(self, x: Array) -> Array:
+        """P or dS, the gradient of S, times dS / d(scale · q kᵀ), which is 1 without a soft cap."""
+        # Of a hidden pair the slope may not be finite.
+        return x if self.slope is None else _where_seen(self.seen, x * self.slope)
 
 
 def undivided_probabilities(
@@ -168,6 +175,16 @@ class RowSums(NamedTuple):
         """By which δ exceeds δ₀."""
         return row_shift(self.p_dp, self.p)
 
+    def with_sink(self, sink: SinkColumn, delta: Array, spec: Spec, extras: Extras) -> "RowSums":
+        """The sums over keys and the sink, whose dP is 0: its dS is −P_sink δ₀, which none rounds.
+
+        Over all columns P sums to one and dS to zero, so it is these sums that δ is formed of.
+        """
+        ds = -sink.p * delta
+        if spec.numerics.delta == "after_cast":
+            ds = ds * scale_of(spec, extras)
+        return RowSums(self.p_dp + ds, self.p + sink.p, self.pk)
+
 
 # Choices of `delta` that ask for the sums, in a pass over the keys before that of dK.
 SUMS_ROWS = ("normalized", "after_cast")
@@ -184,7 +201,11 @@ def row_sums(
 ) -> RowSums:
     """The sums over the keys of this tile; `delta` is δ₀, [B, K, G, T, 1]."""
     n = spec.numerics
-    p = p_rounded = Rounder.of(spec, extras)(tile.p, "probs_bwd", place)
+    # Rows of dS = P ∘ (dP − δ) sum to zero, because softmax is blind to a shift of a whole row. It
+    # is a shift of S: behind a soft cap, where the slope multiplies dS, rows sum to anything. So
+    # the sums are those of dS and P before it, and what δ lacks takes slope ∘ P from dQ.
+    of_pk = tile.behind_cap(tile.p)
+    p = p_rounded = Rounder.of(spec, extras)(of_pk, "probs_bwd", place)
     if n.delta == "after_cast":
         ds = rounded_ds(tile, delta, spec, extras, place)
     else:
@@ -220,7 +241,7 @@ def query_keys(k: Array, spec: Spec) -> QueryKeys | None:
 
 
 def without_mean(k: Array) -> QueryKeys:
-    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_mean_key`."""
+    """k [B, K, S, H] less the mean of all keys; see `request.unsupported_row_sums`."""
     x = k.astype(jnp.float32)
     mean = jnp.mean(x, axis=-2, keepdims=True)
     return QueryKeys(round_to(x - mean, format_of(k)).astype(k.dtype), mean)
@@ -251,13 +272,13 @@ def corrected(
 
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:
-    """dS = P ∘ (dP − δ), the gradient of the scores and of the bias, before rounding at `ds`."""
+    """dS = P ∘ (dP − δ), the gradient of S and of the bias, before rounding at `ds`."""
     return _where_seen(tile.seen, tile.p * (tile.dp - delta))
 
 
 def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
-    """dS · scale as rounded at `ds`."""
-    scaled = ds_of(tile, delta) * scale_of(spec, extras)
+    """dS · scale as rounded at `ds`; behind a soft cap."""
+    scaled = tile.behind_cap(ds_of(tile, delta)) * scale_of(spec, extras)
     return Rounder.of(spec, extras)(scaled, "ds", place)
 
 
@@ -321,7 +342,8 @@ def scaled_rows(rows: Array, head_size: int) -> Place:
 
 def scale_gradient(tile: BackwardTile, delta: Array, q: Array, k: Array) -> Array:
     """Contribution of one tile to the gradient of a traced scale, Σ dS ∘ q kᵀ, float32."""
-    return jnp.sum(_where_seen(tile.seen, ds_of(tile, delta) * query_key_products(q, k)))
+    ds = tile.behind_cap(ds_of(tile, delta))
+    return jnp.sum(_where_seen(tile.seen, ds * query_key_products(q, k)))
 
 
 def round_gradients(

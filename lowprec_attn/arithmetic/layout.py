@@ -2,8 +2,9 @@
 
 There are K key heads, with G = N / K query heads each:
 
-  q, dO, O         [B, K, G, T, H]
-  k, v             [B, K, S, H]
+  q                [B, K, G, T, H]
+  k                [B, K, S, H]
+  v; dO, O         [B, K, S, V]; [B, K, G, T, V], where V may be another head size than H
   scores           [B, K, G, T, S]
   row statistics   [B, K, G, T, 1]
 """
@@ -39,13 +40,19 @@ class Residuals(NamedTuple):
 
 
 def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
-    """From [B, T, N, H] to arrays grouped by key head; mask and bias to [B|1, K|1, G|1, T, S]."""
+    """From [B, T, N, H] to arrays grouped by key head; see the module.
+
+    Mask and bias to [B|1, K|1, G|1, T, S], sinks to [1, K, G, 1, 1].
+    """
     b, t, n, h = q.shape
     kv_heads = k.shape[2]
     q = q.reshape(b, t, kv_heads, n // kv_heads, h).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     bias, mask = (x if x is None else _group_pairs(x, kv_heads) for x in (extras.bias, extras.mask))
-    return Grouped(q, k, v, extras._replace(bias=bias, mask=mask))
+    sinks = extras.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, n // kv_heads, 1, 1)
+    return Grouped(q, k, v, extras._replace(bias=bias, mask=mask, sinks=sinks))
 
 
 def _group_pairs(x: Array, kv_heads: int) -> Array:

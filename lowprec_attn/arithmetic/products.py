@@ -109,20 +109,45 @@ LOG2E = math.log2(math.e)
 def counts_in_scale(spec: Spec, extras: Extras) -> bool:
     """Whether products q kᵀ stand for S = scale · q kᵀ, where they are multiplied once.
 
+    With a soft cap c it is tanh(S / c) that stands for c · tanh(S / c).
+
     Where S is rounded, or a bias added to it, it has to be formed; likewise where m, its maximum,
     is rounded, and where the scale is not known to be positive. With `whole_max` m is a number of
     its own, M, and may be rounded.
     """
     n = spec.numerics
-    in_range = extras.scale is None and 2.0**-64 < spec.scale < 2.0**24
+    unit = _unit(spec, extras)
+    in_range = unit is not None and 2.0**-64 < unit < 2.0**24
     m_is_a_score = n.exponent in ("scale_first", "unfused") and n.stats.is_identity
     counts = m_is_a_score or n.exponent == "whole_max"
     return counts and in_range and n.scores.is_identity and extras.bias is None
 
 
 def score_unit(spec: Spec, extras: Extras) -> float:
-    """What scores and, but with `whole_max`, m count in: the scale, or 1."""
-    return spec.scale if counts_in_scale(spec, extras) else 1.0
+    """What scores and, but with `whole_max`, m count in: the scale, the soft cap, or 1."""
+    unit = _unit(spec, extras)
+    return unit if unit is not None and counts_in_scale(spec, extras) else 1.0
+
+
+def _unit(spec: Spec, extras: Extras) -> float | None:
+    """What scores would count in; None where it is not known before the call is compiled."""
+    if spec.soft_cap is not None:
+        return spec.soft_cap
+    return spec.scale if extras.scale is None else None
+
+
+def capped(products: Array, spec: Spec, extras: Extras) -> Array:
+    """tanh(scale · q kᵀ / c) of products q kᵀ, float32; scale / c is one factor, rounded once."""
+    assert spec.soft_cap is not None
+    if extras.scale is None:
+        return jnp.tanh(products * jnp.float32(spec.scale / spec.soft_cap))
+    return jnp.tanh(products * (extras.scale / jnp.float32(spec.soft_cap)))
+
+
+def cap_slope(t: Array) -> Array:
+    """The derivative of c · tanh(x / c) at t = tanh(x / c), 1 − t²."""
+    # Of t near 1 the difference is exact, and 1 − t · t would round t · t first.
+    return (jnp.float32(1) - t) * (jnp.float32(1) + t)
 
 
 def powers(s: Array, m: Array, unit: float, of_m: float, exponent: str) -> Array:

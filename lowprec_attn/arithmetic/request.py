@@ -34,6 +34,7 @@ class Spec:
       numerics, row_max: the arithmetic.
       scale: factor of q kᵀ; 1 where `Extras.scale` is the factor.
       is_causal: row t sees the keys s <= t + `Extras.query_offset`.
+      soft_cap: c of S = c · tanh(scale · q kᵀ / c); None for none.
       window: (left, right); a row at position t (`query_offset` added) sees the keys
         t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
@@ -43,6 +44,7 @@ class Spec:
     numerics: Numerics
     row_max: RowMax
     scale: float
+    soft_cap: float | None = None
     is_causal: bool = False
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
@@ -91,6 +93,7 @@ class Extras(NamedTuple):
       scale: factor of q kᵀ that is not known before the call is run.
       query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
       query_offset: position among the keys of row 0, for causality and the window; None for 0.
+      sinks: scores of one more column for every row of a head, without a key and with v = 0.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -102,6 +105,7 @@ class Extras(NamedTuple):
     query_segments: Int32[Array, "B T"] | None = None
     key_segments: Int32[Array, "B S"] | None = None
     query_offset: Int32[Array, "B"] | None = None
+    sinks: Float[Array, "N"] | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -118,6 +122,7 @@ class Request:
     """A request: the spec and the shapes. `unsupported(request)` says whether it can be served.
 
     `checks_vma`: the call is traced under a `jax.shard_map` with `check_vma=True`.
+    `value_size` is that of the values' heads; None: that of q.
     `platform` is what the call is lowered for, such as `cuda`; None: this process's devices.
     """
 
@@ -131,11 +136,15 @@ class Request:
     has_segments: bool = False
     has_traced_scale: bool = False
     has_query_offset: bool = False
+    has_sinks: bool = False
+    value_size: int | None = None
     checks_vma: bool = False
     platform: str | None = None
 
     @classmethod
-    def of(cls, q: Shaped, k: Shaped, extras: Extras, spec: Spec) -> "Request":
+    def of(
+        cls, q: Shaped, k: Shaped, extras: Extras, spec: Spec, v: Shaped | None = None
+    ) -> "Request":
         """The request that a call with these arrays makes."""
         return cls(
             spec=spec,
@@ -148,6 +157,8 @@ class Request:
             has_segments=extras.query_segments is not None,
             has_traced_scale=extras.scale is not None,
             has_query_offset=extras.query_offset is not None,
+            has_sinks=extras.sinks is not None,
+            value_size=None if v is None else v.shape[-1],
             checks_vma=checks_varying_types(),
         )
 
@@ -167,16 +178,40 @@ def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
         return f"block_sizes of type {type(given).__name__} (it takes {taken})"
     if request.spec.numerics.normalize_probs:
         return "normalize_probs (P is normalised before rounding, which needs whole rows)"
-    return unsupported_mean_key(request)
+    return unsupported_row_sums(request)
 
 
-def unsupported_mean_key(request: Request) -> str | None:
+def unsupported_row_sums(request: Request) -> str | None:
+    """Choices that rely on what rows of dS sum to, where they do not. No implementation serves it.
+
+    With a soft cap rows of dS sum to zero before its derivative multiplies them, and to something
+    else after it: `delta='after_cast'` and `mean_key='subtracted'` take what comes after for zero.
+    """
+    numerics, cap = request.spec.numerics, request.spec.soft_cap
+    if cap is not None:
+        for name, choice in (("delta", "after_cast"), ("mean_key", "subtracted")):
+            if getattr(numerics, name) == choice:
+                return f"{name}={choice} with logits_soft_cap={cap} (rows of dS do not sum to zero)"
+    return _unsupported_mean_key(request)
+
+
+def unsupported_variants(request: Request) -> str | None:
+    """A soft cap, sinks or values of another head size, for implementations without them."""
+    if (cap := request.spec.soft_cap) is not None:
+        return f"logits_soft_cap={cap}"
+    if request.value_size not in (None, request.q_shape[-1]):
+        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
+    return "sinks" if request.has_sinks else None
+
+
+def _unsupported_mean_key(request: Request) -> str | None:
     """`mean_key='subtracted'` where some key may be seen by no row, or some row see none.
 
-    Such a key would enter the mean, whatever it holds. No implementation serves it.
+    Such a key would enter the mean, whatever it holds. With sinks rows of dS do not sum to zero.
     """
     hidden = {
         "a bias": request.has_bias,
+        "sinks": request.has_sinks,
         "a mask": request.mask_shape is not None,
         "lengths": request.has_lengths,
         "segments": request.has_segments,
@@ -206,6 +241,7 @@ def unsupported_by_kernels(request: Request) -> str | None:
         return "query_offset other than 0 with is_causal=True or a local window"
     if not isinstance(request.q_shape[1] + request.kv_shape[1], int):
         return "symbolic lengths"
-    if request.q_shape[-1] not in HEAD_SIZES:
-        return f"head size {request.q_shape[-1]} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
+    for size in (request.q_shape[-1], request.value_size):
+        if size is not None and size not in HEAD_SIZES:
+            return f"head size {size} (it takes {HEAD_SIZES[0]} to {HEAD_SIZES[-1]})"
     return None

@@ -11,11 +11,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.places import Place, span, statistic
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.powers import power, power_of_two, whole_max
 from lowprec_attn.arithmetic.products import (
     LOG2E,
+    cap_slope,
+    capped,
     counts_in_scale,
     format_of,
     m_in_scores,
@@ -46,12 +49,20 @@ from lowprec_attn.numerics import Numerics, RowMax, get_format, round_to
 UNSEEN = -jnp.inf
 
 
+class Scores(NamedTuple):
+    """S, float32 [B, K, G, T, S], not yet masked, in units of `score_unit`.
+
+    `slope`: the derivative of the soft cap, which multiplies dS; None without one.
+    """
+
+    s: Array
+    slope: Array | None = None
+
+
 def scores(
     q: Array, k: Array, bias: Array | None, spec: Spec, extras: Extras, place: Place
-) -> Array:
-    """S = round_scores(q kᵀ · scale + bias), float32 [B, K, G, T, S], not yet masked.
-
-    In units of `score_unit`.
+) -> Scores:
+    """S = round_scores(q kᵀ · scale + bias), or round_scores(c tanh(q kᵀ · scale / c) + bias).
 
     Args:
       q, k: query rows and keys of the tile.
@@ -59,27 +70,34 @@ def scores(
       spec, extras: the call, for the scale and the rounding.
       place: the tile.
     """
-    s = query_key_products(q, k)
+    s, slope = query_key_products(q, k), None
+    if spec.soft_cap is not None:
+        s = capped(s, spec, extras)
+        slope = cap_slope(s)
     if counts_in_scale(spec, extras):
-        return s
-    s = s * scale_of(spec, extras)
+        return Scores(s, slope)
+    s = s * (scale_of(spec, extras) if spec.soft_cap is None else jnp.float32(spec.soft_cap))
     if bias is not None:
         s = s + bias.astype(jnp.float32)
-    return Rounder.of(spec, extras)(s, "scores", place)
+    return Scores(Rounder.of(spec, extras)(s, "scores", place), slope)
 
 
-def initial_state(q: Array, v: Array, spec: Spec) -> SoftmaxState:
-    """No key seen yet."""
+def initial_state(q: Array, v: Array, spec: Spec, extras: Extras) -> SoftmaxState:
+    """No key seen yet, but the sink where there is one."""
     b, k, g, t, _ = q.shape
     # Like q: under `jax.shard_map` the carry of a loop varies over mesh axes as q does.
     row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
     acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
+    if extras.sinks is not None:
+        start = sinks.start_of_rows(extras.sinks, score_unit(spec, extras), spec)
+        m, l = (jnp.broadcast_to(x, row.shape) for x in start)
+        return SoftmaxState(m, l, acc, aux)
     return SoftmaxState(jnp.full_like(row, UNSEEN), row, acc, aux)
 
 
 def is_empty(m: Array) -> Array:
-    """Whether a row has seen no key."""
+    """Whether a row has seen no key, nor a sink."""
     return m == UNSEEN
 
 
@@ -172,7 +190,7 @@ class Output(NamedTuple):
 
 
 def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: np.dtype) -> Output:
-    """Divides by l. A row that saw no key has O = 0 and lse = −inf.
+    """Divides by l. A row that saw no key has O = 0 and lse = −inf, or the sink.
 
     Args:
       state: after the last step.
@@ -203,5 +221,8 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
         saved = round_to(state.aux / of_o, "bfloat16").astype(jnp.bfloat16)
 
     lse = log_sum_exp(m_in_scores(state.m, spec, extras), l, empty, round_point, place)
+    exists = None if extras.sinks is None else sinks.within_lengths(rows, extras)
+    if exists is not None:
+        lse = jnp.where(exists, lse, -jnp.inf)
     apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
     return Output(o, saved, lse[..., 0], apart)

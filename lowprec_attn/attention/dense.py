@@ -7,12 +7,14 @@ arithmetic in tiles.
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import backward, layout, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
-from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_mean_key
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
 
 
 def unsupported(request: Request) -> str | None:
@@ -27,7 +29,7 @@ def unsupported(request: Request) -> str | None:
             f"tile_grads={numerics.tile_grads} with kv_block={numerics.kv_block} "
             f"(dense has one tile of all {rows} queries)"
         )
-    return unsupported_mean_key(request)
+    return unsupported_row_sums(request)
 
 
 def keys_per_step(request: Request) -> int:
@@ -43,10 +45,10 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
@@ -59,8 +61,8 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, Array], layout.Residuals]:
-    place, s, seen = _scores(q, k, extras, spec)
-    start = softmax.initial_state(q, v, spec)
+    place, s, seen, _ = _scores(q, k, extras, spec)
+    start = softmax.initial_state(q, v, spec, extras)
     state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
@@ -74,9 +76,16 @@ def _backward(
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
     do, dlse = cotangents
-    place, s, seen = _scores(q, k, extras, spec)
-    n, dlse = spec.numerics, dlse[..., None]
+    place, s, seen, slope = _scores(q, k, extras, spec)
+    n, dlse, sink = spec.numerics, dlse[..., None], None
+    given_dlse = dlse
+    if extras.sinks is not None:
+        sees = jnp.ones((), bool) if seen is None else jnp.any(seen, axis=-1, keepdims=True)
+        unit = score_unit(spec, extras)
+        sink = sinks.column(res.statistics, sees, place.rows, unit, spec, extras)
+        do, dlse = sink.seen(do, dlse)
     tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place, seen)
+    tile = tile._replace(slope=slope)
     if res.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
@@ -85,6 +94,8 @@ def _backward(
     k_of_q = k if of_q is None else of_q.k
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
+        if sink is not None:
+            sums = sums.with_sink(sink, delta, spec, extras)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
     else:
@@ -103,18 +114,25 @@ def _backward(
     if extras.scale is not None:
         dscale = backward.scale_gradient(tile, corrected.unrounded, q, k)
     rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
-    return (*rounded, Extras(bias=dbias, scale=dscale))
+    dsinks = None
+    if sink is not None and extras.sinks is not None:
+        of_rows = sink.gradient(corrected.unrounded, given_dlse)
+        dsinks = layout.sum_to_shape(of_rows, extras.sinks.shape).astype(extras.sinks.dtype)
+    return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks))
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q: Array, k: Array, extras: Extras, spec: Spec) -> tuple[Place, Array, Array | None]:
+def _scores(
+    q: Array, k: Array, extras: Extras, spec: Spec
+) -> tuple[Place, Array, Array | None, Array | None]:
+    """Where the scores lie, masked S, which are seen, and the slope of the soft cap."""
     place = Place(
         span(0, q.shape[-2])[:, None],
         span(0, k.shape[-2])[None],
     )
-    s = softmax.scores(q, k, extras.bias, spec, extras, place)
+    s, slope = softmax.scores(q, k, extras.bias, spec, extras, place)
     mask = visibility.unhidden(extras.mask, extras.query_segments, extras.key_segments)
     seen = visibility.visible(extras, spec, place, mask)
-    return place, visibility.mask_scores(s, seen, softmax.UNSEEN), seen
+    return place, visibility.mask_scores(s, seen, softmax.UNSEEN), seen, slope

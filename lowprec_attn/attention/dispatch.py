@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.hidden import seen_by_any
+from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, planes
 from lowprec_attn.arithmetic.transforms import vary_alike
 from lowprec_attn.attention import dense, tiled
@@ -214,14 +215,30 @@ def _attend(
     seen = None
     if module not in (tiled, dense):  # these drop every hidden pair by themselves
         q, k, _ = planes(*arrays)
-        seen = seen_by_any(extras, spec, q, k, ends_at_lengths=module is gpu)
+        ends_at_lengths = module is gpu and extras.sinks is None
+        seen = seen_by_any(extras, spec, q, k, ends_at_lengths=ends_at_lengths)
     if seen is not None:
         arrays = seen.clean(arrays)
     if len(arrays) == 1 and hasattr(module, "packed_attention"):
         result = module.packed_attention(*arrays, extras, spec)
     else:
         result = module.attention(*planes(*arrays), extras, spec)
-    return result if seen is None else seen.without_gradients(*result)
+    if seen is None:
+        return result
+    o, lse = seen.without_gradients(*result)
+    if extras.sinks is not None:  # the one gradient that a row without keys passes on
+        lse = jnp.where(seen.rows, lse, _lse_without_keys(extras, lse))
+    return o, lse
+
+
+def _lse_without_keys(extras: Extras, lse: Array) -> Array:
+    """The sinks, but −inf in rows beyond the lengths, [B, T, N]."""
+    assert extras.sinks is not None
+    of_rows = jnp.broadcast_to(extras.sinks.astype(jnp.float32), lse.shape)
+    if extras.query_lengths is None:
+        return of_rows
+    exists = span(0, lse.shape[1])[None] < extras.query_lengths[:, None]
+    return jnp.where(exists[..., None], of_rows, -jnp.inf)
 
 
 def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:
@@ -235,5 +252,6 @@ def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...]
     stream = extras.stream
     if stream is not None:
         stream = stream._replace(head=stream.head[query_heads])
-    extras = extras._replace(bias=bias, mask=mask, stream=stream)
+    sinks = None if extras.sinks is None else extras.sinks[query_heads]
+    extras = extras._replace(bias=bias, mask=mask, stream=stream, sinks=sinks)
     return (q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads]), extras

@@ -23,11 +23,12 @@ _log = logging.getLogger(__name__)
 def dot_product_attention(
     query: Float[ArrayLike, "B T N H"],
     key: Float[ArrayLike, "B S K H"] | None = None,
-    value: Float[ArrayLike, "B S K H"] | None = None,
+    value: Float[ArrayLike, "B S K V"] | None = None,
     bias: Float[ArrayLike, "#B #N #T #S"] | None = None,
     mask: Bool[ArrayLike, "#B #N #T #S"] | None = None,
     *,
     scale: float | Float[Array, ""] | None = None,
+    logits_soft_cap: float | None = None,
     is_causal: bool = False,
     query_seq_lengths: Int[ArrayLike, "B"] | None = None,
     key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
@@ -35,18 +36,19 @@ def dot_product_attention(
     query_offset: int | Int[ArrayLike, "#B"] | Literal["end"] = 0,
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
+    sinks: Float[ArrayLike, "N"] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
     implementation: str | None = None,
     block_sizes: Hashable = None,
     return_residual: bool = False,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
 
-    Differentiable in q, k, v, bias and a traced scale by a hand-written backward pass whose
+    Differentiable in q, k, v, bias, sinks and a traced scale by a hand-written backward pass whose
     roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
     `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
 
@@ -66,11 +68,16 @@ def dot_product_attention(
         and `value` all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU
         kernels read that array, and write its gradient, in place.
       key: k [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
-      value: v, like k.
+      value: v [B, S, K, V], like k; its head size V, which is that of O, may be another, as in
+        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` have that.
       bias: added to the scores.
       mask: True where a query may see a key.
       scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
         number is too; the kernels decline it.
+      logits_soft_cap: c, such as the 50 of Gemma 2: scores are c · tanh(scale · q kᵀ / c), formed
+        in float32, before a bias is added and a mask hides them; None for no cap. Positive, not
+        traced. `gpu`, `tiled` and `dense` have it. `numerics` of `delta='after_cast'` or
+        `mean_key='subtracted'` are refused beside it: rows of dS do not sum to zero.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
       query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
         and lse = −inf, as has every row that sees no key (where a mask, segments or a negative
@@ -87,6 +94,11 @@ def dot_product_attention(
       query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
         arithmetic they are a dense mask that is never formed.
       key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
+      sinks: a learned score per query head, as of gpt-oss: one more column for each of its rows,
+        after scale, soft cap and bias, that no mask hides, without key or value. lse includes it. A
+        row that sees no key has lse = the sink, and dlse is the only gradient that it passes on; a
+        row beyond `query_seq_lengths` has lse = −inf. −inf is no sink. The gradient is summed in
+        float32. `mean_key='subtracted'` is refused beside it. `gpu`, `tiled` and `dense` have it.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for
@@ -138,6 +150,7 @@ class Options(NamedTuple):
     """
 
     scale: Any = None
+    logits_soft_cap: Any = None
     is_causal: bool = False
     query_seq_lengths: Any = None
     key_value_seq_lengths: Any = None
@@ -145,6 +158,7 @@ class Options(NamedTuple):
     query_offset: Any = 0
     query_segment_ids: Any = None
     key_value_segment_ids: Any = None
+    sinks: Any = None
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax()
     rng_key: Key[Array, ""] | None = None
@@ -164,7 +178,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
     """
     operands, unbatched = validation.batched(*arrays[:3])
     q, k, v = jax.eval_shape(planes, *operands)  # no more is asked of them here
-    validation.check_inputs(q, k, v, names=("query", "key", "value"))
+    validation.check_inputs(q, k, v, names=("query", "key", "value"), any_value_size=True)
     if options.numerics is FLASH and q.dtype == jnp.float32:
         _log_default_in_float32()
     extras, spec = _validated(arrays[3:], options, q, k, unbatched)
@@ -173,7 +187,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
         validation.check_shift(group.numerics, group.row_max)
         validation.check_bits((group.numerics,), options.rng_key)
         part = spec(numerics=group.numerics, row_max=group.row_max)
-        request = Request.of(q, k, extras, part)
+        request = Request.of(q, k, extras, part, v)
         implementations = resolve_by_platform(request, options.implementation)
         parts.append(Part(group.heads, part, implementations))
     return Call(operands, extras, tuple(parts)), unbatched
@@ -212,11 +226,14 @@ def _validated(
         validation.traced_scale(options.scale),
         *validation.segments(segments[0], segments[1], (batch, rows), (batch, keys)),
         offset,
+        validation.sinks(options.sinks, heads),
     )
     window = options.local_window_size
+    scale = 1.0 if extras.scale is not None else validation.scale(options.scale, head_size)
     spec = functools.partial(
         Spec,
-        scale=1.0 if extras.scale is not None else validation.scale(options.scale, head_size),
+        scale=scale,
+        soft_cap=validation.soft_cap(options.logits_soft_cap, scale),
         is_causal=is_causal,
         window=validation.window(window, rows, keys, offset=offset is not None),
         block_sizes=options.block_sizes,

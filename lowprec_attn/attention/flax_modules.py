@@ -27,6 +27,7 @@ def attention_fn(
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
     rng_key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
@@ -52,12 +53,12 @@ def attention_fn(
       numerics: see `dot_product_attention`.
       row_max: likewise.
       is_causal: row t sees the keys s <= t in every call; False leaves it to the call.
-      local_window_size: see `dot_product_attention`.
+      local_window_size, logits_soft_cap: see `dot_product_attention`.
       rng_key: PRNG key for stochastic points, or a function called at every use that returns one.
       implementation: likewise.
 
     Returns:
-      A function with the keyword arguments that Flax passes, and `query_offset`, see
+      A function with the keyword arguments that Flax passes, and `query_offset` and `sinks`, see
       `dot_product_attention`, for modules of your own. It raises NotImplementedError for
       active dropout (Flax draws one mask over all pairs of a row and a key; without it in memory
       no kernel gives the results of the same key), sown weights, a `precision` and einsum
@@ -69,6 +70,7 @@ def attention_fn(
 
     always_causal = validation.causal(is_causal)
     _check_made(numerics, row_max, local_window_size, rng_key, implementation)
+    validation.soft_cap(logits_soft_cap, 1.0)
 
     # Linen drops every keyword that is not named here, so a **kwargs would lose the mask.
     def attend(
@@ -89,6 +91,7 @@ def attention_fn(
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
         query_offset: Any = None,
+        sinks: Any = None,
     ) -> Array:
         del broadcast_dropout, dropout_rng, force_fp32_for_softmax  # the softmax is float32 anyway
         refused = {
@@ -121,6 +124,8 @@ def attention_fn(
             None if mask is None else mask.astype(jnp.bool_),
             is_causal=by_position,
             local_window_size=local_window_size,
+            logits_soft_cap=logits_soft_cap,
+            sinks=sinks,
             query_offset=0 if query_offset is None else query_offset,
             numerics=numerics,
             row_max=row_max,

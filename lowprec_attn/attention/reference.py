@@ -2,14 +2,16 @@
 
 The legend of all letters in this library (axes B T S N H as in `jax.nn.dot_product_attention`):
 
-  q k v        queries [B, T, N, H], keys and values [B, S, K, H]; N / K query heads per key head
-  s  (S)       scores q kᵀ · scale + bias                     [B, N, T, S]
+  q k v        queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, V]; N / K query heads
+               per key head; V is H but where it is said
+  s  (S)       scores q kᵀ · scale + bias, or                 [B, N, T, S]
+               c tanh(q kᵀ · scale / c) + bias with a soft cap c
   m            what the softmax subtracts from a row of S: its maximum, or what a rule makes of it
   P̄            exp(S − m), the probabilities before division
   l            row sum of P̄
   acc (Ō)      P̄ v, the output before division
   p  (P)       P̄ / l = exp(S − lse), the probabilities
-  o  (O)       Ō / l                                          [B, T, N, H]
+  o  (O)       Ō / l                                          [B, T, N, V]
   lse          m + log l                                      [B, T, N]
   do dp ds     gradients of the loss by O, P and S
   delta (δ)    rowsum(dO ∘ O) = rowsum(dP ∘ P)                [B, T, N]
@@ -24,7 +26,7 @@ from jaxtyping import ArrayLike, Bool, Float, Float64, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Which keys a row sees, and the bias added to its scores; see `attention`."""
+    """Which keys a row sees, the bias added to its scores, and their sinks; see `attention`."""
 
     is_causal: bool = False
     window: tuple[int, int] | None = None
@@ -35,6 +37,7 @@ class Masking:
     query_segments: Int[np.ndarray, "B T"] | None = None
     key_segments: Int[np.ndarray, "B S"] | None = None
     query_offset: int | Int[np.ndarray, "B"] = 0
+    sinks: Float[np.ndarray, "N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Forward:
 
     s: Float64[np.ndarray, "B N T S"]
     p: Float64[np.ndarray, "B N T S"]
-    o: Float64[np.ndarray, "B T N H"]
+    o: Float64[np.ndarray, "B T N V"]
     lse: Float64[np.ndarray, "B T N"]
 
 
@@ -53,25 +56,29 @@ class Backward:
 
     dq: Float64[np.ndarray, "B T N H"]
     dk: Float64[np.ndarray, "B S K H"]
-    dv: Float64[np.ndarray, "B S K H"]
+    dv: Float64[np.ndarray, "B S K V"]
     dp: Float64[np.ndarray, "B N T S"]
     delta: Float64[np.ndarray, "B T N"]
     ds: Float64[np.ndarray, "B N T S"]
+    dsinks: Float64[np.ndarray, "N"]
 
 
 def attention(
     q: Float[ArrayLike, "B T N H"],
     k: Float[ArrayLike, "B S K H"],
-    v: Float[ArrayLike, "B S K H"],
+    v: Float[ArrayLike, "B S K V"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Forward:
-    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0, lse = −inf.
+    """O = softmax(q kᵀ · scale + bias) v in float64. A row that sees no key has O = 0 and
+    lse = −inf, or its sink.
 
     Args:
       q, k, v: arrays of any float dtype.
       scale: factor of q kᵀ, 1/√H by default.
+      soft_cap: c of c tanh(q kᵀ · scale / c) in place of q kᵀ · scale.
       masking: which keys are seen, all by default.
     """
     q, k, v = _float64(q), _float64(k), _float64(v)
@@ -79,13 +86,16 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     masking = masking or Masking()
     s = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    if soft_cap is not None:
+        s = soft_cap * np.tanh(s / soft_cap)
     if masking.bias is not None:
         s = s + np.asarray(masking.bias).astype(np.float64)
     s = np.where(_visible(masking, s.shape), s, -np.inf)
-    m = np.max(s, axis=-1, keepdims=True)
+    sink = _sink_column(masking, s.shape)
+    m = np.maximum(np.max(s, axis=-1, keepdims=True), sink)
     m = np.where(m == -np.inf, 0.0, m)
     p_bar = np.exp(s - m)
-    l = np.sum(p_bar, axis=-1, keepdims=True)
+    l = np.sum(p_bar, axis=-1, keepdims=True) + np.exp(sink - m)
     with np.errstate(divide="ignore"):
         lse = m + np.log(l)
     p = p_bar / np.where(l == 0, 1.0, l)
@@ -96,34 +106,63 @@ def attention(
 def backward(
     q: Float[ArrayLike, "B T N H"],
     k: Float[ArrayLike, "B S K H"],
-    v: Float[ArrayLike, "B S K H"],
-    do: Float[ArrayLike, "B T N H"],
+    v: Float[ArrayLike, "B S K V"],
+    do: Float[ArrayLike, "B T N V"],
     *,
     scale: float | None = None,
+    soft_cap: float | None = None,
     masking: Masking | None = None,
 ) -> Backward:
     """Gradients of sum(dO ∘ O) by q, k and v in float64; dS is the gradient of the bias.
 
     dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
-    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head.
+    dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head. With a soft cap
+    dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c). The gradient of a sink is
+    −Σ exp(sink − lse) δ over the rows of its head.
     """
     q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
-    p = attention(q, k, v, scale=scale, masking=masking).p
+    forward = attention(q, k, v, scale=scale, soft_cap=soft_cap, masking=masking)
+    p = forward.p
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dv = np.einsum("bnts,btnh->bsnh", p, do)
     dp = np.einsum("btnh,bsnh->bnts", do, v)
     delta = np.sum(dp * p, axis=-1, keepdims=True)
     ds = p * (dp - delta)
-    dq = np.einsum("bnts,bsnh->btnh", ds, k) * scale
-    dk = np.einsum("bnts,btnh->bsnh", ds, q) * scale
+    dx = ds
+    if soft_cap is not None:
+        dx = ds * (1 - np.tanh(np.einsum("btnh,bsnh->bnts", q, k) * scale / soft_cap) ** 2)
+    dq = np.einsum("bnts,bsnh->btnh", dx, k) * scale
+    dk = np.einsum("bnts,btnh->bsnh", dx, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
-    return Backward(dq, dk, dv, dp, delta[..., 0].transpose(0, 2, 1), ds)
+    delta = delta[..., 0].transpose(0, 2, 1)
+    dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * delta, axis=(0, 1))
+    return Backward(dq, dk, dv, dp, delta, ds, dsinks)
+
+
+def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray, "B T N"]:
+    """What is left of a row's sum of P: the weight of its sink."""
+    b, n, t, s = forward.s.shape
+    sink = _sink_column(masking, (b, n, t, s))[..., 0].transpose(0, 2, 1)
+    exists = sink > -np.inf
+    return np.where(exists, np.exp(sink - np.where(exists, forward.lse, 0.0)), 0.0)
 
 
 def _float64(x: ArrayLike) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
+
+
+def _sink_column(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:
+    """The sinks as one more column of scores, [B, N, T, 1]; −inf without and beyond the lengths."""
+    b, n, t, _ = shape
+    if masking.sinks is None:
+        return np.full((b, n, t, 1), -np.inf)
+    sink = np.broadcast_to(_float64(masking.sinks)[:, None, None], (b, n, t, 1))
+    if masking.query_lengths is None:
+        return sink
+    exists = np.arange(t)[:, None] < np.asarray(masking.query_lengths)[:, None, None, None]
+    return np.where(exists, sink, -np.inf)
 
 
 def _visible(masking: Masking, shape: tuple[int, ...]) -> np.ndarray:

@@ -149,6 +149,8 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
             specs[name] = PartitionSpec(*axes, None, None)
     if extras.scale is not None:
         specs["scale"] = PartitionSpec()
+    if extras.sinks is not None:
+        specs["sinks"] = PartitionSpec(head_axis)
     if extras.stream is not None:
         # The indices in the stream are global, so each shard draws the bits of its own elements.
         stream: dict[str, Any] = {

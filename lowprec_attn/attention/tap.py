@@ -82,6 +82,8 @@ def tapped(call: Call, out: Array) -> Array:
         "query_segment_ids": extras.query_segments,
         "scale": extras.scale,
         "query_offset": extras.query_offset,
+        "logits_soft_cap": spec.soft_cap,
+        "sinks": extras.sinks,
     }
     q, k, v = planes(*call.arrays)
     arrays = {"q": q, "k": k, "v": v} | {n: x for n, x in kept.items() if x is not None}

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from lowprec_attn.arithmetic import backward, layout, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import RowStatistics, SoftmaxState, keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_in_tiles
 from lowprec_attn.arithmetic.transforms import differentiated_as
@@ -65,10 +66,10 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
@@ -89,7 +90,7 @@ def _forward(
         q_tile = grid.query_rows(tiles.q, i)
 
         def step(j: Index, state: SoftmaxState) -> SoftmaxState:
-            s, seen, place = _tile_scores(grid, tiles, q_tile, i, j, spec)
+            s, seen, place, _ = _tile_scores(grid, tiles, q_tile, i, j, spec)
             v_tile = grid.key_rows(tiles.v, j)
             new = softmax.softmax_step(state, s, v_tile, spec, extras, place, seen)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
@@ -98,7 +99,7 @@ def _forward(
             )
             return keep_unvisited(new, state, visited)
 
-        start = softmax.initial_state(q_tile, v, spec)
+        start = softmax.initial_state(q_tile, v, spec, extras)
         state = lax.fori_loop(grid.kv_begin(i), grid.kv_end(i), step, start)
         rows = span(i * grid.block_q, grid.block_q)[:, None]
         return softmax.finish(state, spec, extras, rows, q.dtype)
@@ -121,6 +122,7 @@ class _Sums(NamedTuple):
     dv: Array
     dbias: Array | None
     dscale: Array | None
+    dsinks: Array | None
 
 
 class _BackwardRows(NamedTuple):
@@ -135,16 +137,38 @@ class _BackwardRows(NamedTuple):
     dlse: Array
     of_q: backward.QueryKeys | None
     spec: Spec
+    sink: sinks.SinkColumn | None = None
+
+    def with_sink(self) -> "_BackwardRows":
+        """The rows with their column of the sinks, and with dO and dlse that reach keys."""
+
+        extras, rows = self.tiles.extras, self.grid.place(self.i, 0).rows
+
+        def step(j: Index, sees: Array) -> Array:
+            grid, mask = self.grid, extras.mask
+            mask = None if mask is None else grid.pairs(mask, self.i, j)
+            mask = visibility.unhidden(mask, *grid.segments(extras, self.i, j))
+            seen = visibility.visible(extras, self.spec, grid.place(self.i, j), mask)
+            # Without anything that hides keys every row sees some.
+            return sees | (seen is None or jnp.any(seen, axis=-1, keepdims=True))
+
+        blocks = self.grid.kv_begin(self.i), self.grid.kv_end(self.i)
+        sees = lax.fori_loop(*blocks, step, jnp.zeros_like(self.dlse, bool))
+        unit = score_unit(self.spec, extras)
+        sink = sinks.column(self.statistics, sees, rows, unit, self.spec, extras)
+        do, dlse = sink.seen(self.do, self.dlse)
+        return self._replace(do=do, dlse=dlse, sink=sink)
 
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
         """total = add(total, j, P and dP, k, place) over the blocks j."""
 
         def step(j: Index, total: Any) -> Any:
-            s, seen, place = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            found = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            s, seen, place, slope = found
             k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
             extras = self.tiles.extras
             args = v, self.do, self.spec, extras, place, seen
-            tile = backward.backward_tile(s, self.statistics, *args)
+            tile = backward.backward_tile(s, self.statistics, *args)._replace(slope=slope)
             return add(total, j, tile, k, place)
 
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
@@ -192,6 +216,8 @@ class _BackwardRows(NamedTuple):
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
         dq, sums = self.over_keys(add, (zero, backward.RowSums(row, row, zero)))
+        if self.sink is not None:
+            sums = sums.with_sink(self.sink, delta, self.spec, extras)
         return backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
 
     def gradients(
@@ -211,7 +237,7 @@ class _BackwardRows(NamedTuple):
             if dscale is not None:
                 dscale = dscale + backward.scale_gradient(tile, delta.unrounded, self.q, k)
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
-            return _Sums(dk, dv, dbias, dscale), dq_sum
+            return _Sums(dk, dv, dbias, dscale, sums.dsinks), dq_sum
 
         start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
         sums, dq_sum = self.over_keys(add, (sums, start))
@@ -247,19 +273,31 @@ def _backward(
             (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
         )
         queries = _BackwardRows(grid, tiles, i, q, do_tile, statistics, dlse_tile, of_q, spec)
+        if extras.sinks is not None:
+            queries = queries.with_sink()
         delta = queries.delta(o_saved)
+
+        def with_dsinks(delta: backward.Delta) -> _Sums:
+            if queries.sink is None or sums.dsinks is None:
+                return sums
+            of_rows = queries.sink.gradient(delta.unrounded, dlse_tile)
+            dsinks = sums.dsinks + layout.sum_to_shape(of_rows, sums.dsinks.shape)
+            return sums._replace(dsinks=dsinks)
+
         if spec.numerics.delta in backward.SUMS_ROWS:
             dq, corrected = queries.corrected(delta)
-            return queries.gradients(sums, corrected, dq)
+            return queries.gradients(with_dsinks(corrected), corrected, dq)
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta - queries.dlse
-        return queries.gradients(sums, backward.Delta(delta, delta), None)
+        unshifted = backward.Delta(delta, delta)
+        return queries.gradients(with_dsinks(unshifted), unshifted, None)
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
-    dbias, dscale = (
-        None if x is None else zeros(x) for x in (tiles.extras.bias, tiles.extras.scale)
+    dbias, dscale, dsinks = (
+        None if x is None else zeros(x)
+        for x in (tiles.extras.bias, tiles.extras.scale, tiles.extras.sinks)
     )
-    sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale)
+    sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale, dsinks)
     sums, dq = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
 
     keys = k.shape[-2]
@@ -268,7 +306,9 @@ def _backward(
     if extras.bias is not None and sums.dbias is not None:
         t, s = extras.bias.shape[-2:]
         dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
-    return (*rounded, Extras(bias=dbias, scale=sums.dscale))
+    if extras.sinks is not None and sums.dsinks is not None:
+        dsinks = sums.dsinks.astype(extras.sinks.dtype)
+    return (*rounded, Extras(bias=dbias, scale=sums.dscale, sinks=dsinks))
 
 
 # A loop that ends at the causal diagonal or a window has a traced length, so JAX has no reverse
@@ -315,13 +355,16 @@ def _at_most(block: int, length: Any) -> int:
 
 def _tile_scores(
     grid: Grid, tiles: layout.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
-) -> tuple[Array, Array | None, Place]:
-    """Masked scores of query tile i against key block j, which are seen, and where they lie."""
+) -> tuple[Array, Array | None, Place, Array | None]:
+    """Masked scores of query tile i against key block j, which are seen, and where they lie.
+
+    The last is the slope of the soft cap, None without one.
+    """
     place = grid.place(i, j)
     bias, mask = (
         None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
     )
-    s = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
+    s, slope = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
     mask = visibility.unhidden(mask, *grid.segments(tiles.extras, i, j))
     seen = visibility.visible(tiles.extras, spec, place, mask)
     s = visibility.mask_scores(s, seen, softmax.UNSEEN)
@@ -329,4 +372,4 @@ def _tile_scores(
         s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)
     if seen is not None:  # of what pads the last tiles nothing is: it meets what is not finite
         seen = seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]
-    return s, seen, place
+    return s, seen, place, slope

@@ -48,13 +48,21 @@ def batched(
 
 
 def check_inputs(
-    q: Array, k: Array, v: Array, names: tuple[str, str, str] = ("q", "k", "v")
+    q: Array,
+    k: Array,
+    v: Array,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    *,
+    any_value_size: bool = False,
 ) -> None:
     """Raises ValueError unless q is [B, T, N, H] and k, v are [B, S, K, H] of one float dtype.
 
     Warns where q would be of the other arrays' lengths and heads with two axes exchanged.
 
-    names: what the caller calls them.
+    Args:
+      q, k, v: the arrays.
+      names: what the caller calls them.
+      any_value_size: whether the last axis of v may have another length.
     """
     of_q, of_k, of_v = names
     for name, x in zip(names, (q, k, v), strict=True):
@@ -70,8 +78,11 @@ def check_inputs(
         raise ValueError(
             f"{', '.join(names)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if k.shape != v.shape:
-        raise ValueError(f"{of_k} and {of_v} must have the same shape, got {k.shape} and {v.shape}")
+    if k.shape[:3] != v.shape[:3] or (k.shape != v.shape and not any_value_size):
+        same = "batch, length and heads" if any_value_size else "shape"
+        raise ValueError(
+            f"{of_k} and {of_v} must have the same {same}, got {k.shape} and {v.shape}"
+        )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"{of_q} and {of_k} differ in batch or head size: {q.shape} and {k.shape}")
     if q.shape[2] % k.shape[2] != 0:
@@ -239,17 +250,75 @@ def scale(value: object, head_size: int) -> float:
         raise ValueError(f"scale must be a Python number here, got the traced {value.aval}")
     if value is None:
         return head_size**-0.5
+    return _real_number("scale", value)
+
+
+def _real_number(name: str, value: object) -> float:
+    """Raises ValueError unless it is one real number, known now, that float32 can hold."""
     kinds = int | float | np.integer | np.floating | np.ndarray | jax.Array
     number = np.asarray(value if isinstance(value, kinds) else "none")
     real = any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer))
     if isinstance(value, bool) or number.shape != () or not real:
-        raise ValueError(f"scale must be one real number, got {value!r}")
+        raise ValueError(f"{name} must be one real number, got {value!r}")
     exact = float(number)
     with np.errstate(over="ignore"):
         rounded = np.float32(exact)
     if not np.isfinite(rounded) or (exact != 0 and rounded == 0):
-        raise ValueError(f"scale must be a finite number that float32 can hold, got {value!r}")
+        raise ValueError(f"{name} must be a finite number that float32 can hold, got {value!r}")
     return exact
+
+
+def sinks(value: ArrayLike | None, heads: int) -> Array | None:
+    """One float per query head, [N], or None.
+
+    Raises:
+      ValueError: not a float array of that shape, or, where values are known now, one is NaN or
+        +inf.
+    """
+    if value is None:
+        return None
+    x = jnp.asarray(value)
+    if x.shape != (heads,) or x.dtype.name not in INPUT_DTYPES:
+        raise ValueError(
+            f"sinks must be {heads} numbers (one per query head) of {', '.join(INPUT_DTYPES)}, "
+            f"got {x.dtype}{x.shape}"
+        )
+    if _is_known(value):
+        known = np.asarray(value).astype(np.float64)
+        wrong = known[np.isnan(known) | (known == np.inf)]
+        if wrong.size:
+            raise ValueError(f"sinks must be finite, or -inf for none, got {wrong[0]}")
+    return x
+
+
+def soft_cap(value: object, scale: float) -> float | None:
+    """c of c · tanh(scale · q kᵀ / c), or None.
+
+    Args:
+      value: as the caller gave it.
+      scale: 1 where it is traced.
+
+    Raises:
+      ValueError: it is traced, or not one positive number c of which float32 can hold c and
+        scale / c.
+    """
+    if value is None:
+        return None
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"logits_soft_cap must be a Python number or None, got the traced {value.aval}"
+        )
+    cap = _real_number("logits_soft_cap", value)
+    if cap <= 0:
+        raise ValueError(f"logits_soft_cap must be greater than 0, or None for none, got {value!r}")
+    with np.errstate(over="ignore"):
+        factor = np.float32(scale / cap)
+    if not np.isfinite(factor) or (scale != 0 and factor == 0):
+        raise ValueError(
+            f"float32 does not hold scale / logits_soft_cap, the factor of q kᵀ, got {value!r} "
+            f"with scale={scale}"
+        )
+    return cap
 
 
 def traced_scale(value: object) -> Array | None:

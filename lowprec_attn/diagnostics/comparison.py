@@ -129,11 +129,15 @@ def compare(
       returned: replaces the O and lse of this run of `spec`, where they are that of its rounding.
 
     Raises:
-      ValueError: extras other than the stream, or a `kv_block` that splits rows that must stay
-        whole.
+      ValueError: extras other than the stream, a soft cap, or a `kv_block` that splits rows that
+        must stay whole.
     """
+    if spec.soft_cap is not None:
+        raise ValueError(f"diagnostics take no soft cap, got {spec.soft_cap}")
     if any(x is not None for x in extras._replace(stream=None)):
-        raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
+        raise ValueError(
+            "diagnostics take no mask, bias or lengths, nor sinks; cut the arrays instead"
+        )
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
     if spec.numerics.exponent == "whole_max":
         extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
@@ -202,7 +206,7 @@ class _Chunk:
     def scores(self, spec: Spec) -> Array:
         """Masked scores of all keys."""
         tiles, place = self.tiles, self.place
-        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
+        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place).s
         seen = (place.cols < self.grid.keys)[None, None, None]
         by_position = visibility.visible(tiles.extras, spec, place, None)
         seen = seen if by_position is None else seen & by_position
@@ -223,7 +227,7 @@ class _Chunk:
             )
             return keep_unvisited(new, state, visited)
 
-        start = softmax.initial_state(self.q, self.tiles.v, spec)
+        start = softmax.initial_state(self.q, self.tiles.v, spec, self.tiles.extras)
         # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)

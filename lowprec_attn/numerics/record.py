@@ -64,6 +64,34 @@ scale) and R = round_probs_bwd(P), the operands of the products, and dlse, the g
 
 and the gradients of a bias and of the scale are those of dS = P ∘ (dP − δ₀ − λ / scale).
 
+With sinks (an argument of the call, a score c_n of every row of head n, without key or value) a row
+starts from m = c_n, l = 1, Ō = 0 instead of m = −inf, l = 0; with `whole_max` from M = ⌈c_n log2 e⌉
+and l = 2^(c_n log2 e − M). Where products q kᵀ stand for S, c_n / scale does for c_n. No point
+rounds it or its P_sink, formed as P is. Over the keys P then sums to 1 − P_sink and, as dP is 0 at
+the sink, dS to P_sink δ. What rows sum to is therefore taken over keys and sink:
+
+    δ  = 'normalized': r = Σ_j P (dP − δ₀) − P_sink δ₀, s = Σ_j P + P_sink
+    λ  = 'after_cast': with −P_sink δ₀ · scale in Σ_j D and P_sink in Σ_j R
+    dc = Σ P_sink (dlse − δ) in float32, over rows and batch, δ as it is in dS
+
+`mean_key='subtracted'`, which takes what rows of dS sum to over the keys for zero, is refused.
+
+With a soft cap c (an argument of the call, not a rounding) S is formed in float32 as
+
+    t  = tanh(q kᵀ · round_float32(scale / c))              S  = round_scores(c t + bias)
+
+before the mask, and where products q kᵀ are multiplied once t stands for S: c = cap · log2 e above.
+tanh is the platform's, off by up to 5 ulp; FlashAttention's `tanh.approx` is off by 2^-11, which at
+a cap of 50 is 0.02 of an exponent. In the backward pass t is that of float32 again, and
+
+    dQ, dK, the gradient of the scale: (1 − t)(1 + t) dS in place of dS, rounded once, at `ds`
+    δ  = 'normalized': r and s as above, and round_probs_bwd(P (1 − t)(1 + t)) k in the place of
+                       round_probs_bwd(P) k
+
+while dV and the gradient of a bias do not see it. Rows of dS sum to zero, since softmax is blind to
+a shift of a row of S. Rows of what follows need not: the cap turns no shift of q kᵀ into a shift of
+S. `delta='after_cast'` and `mean_key='subtracted'`, which take those for zero, are refused.
+
 With `mean_key='subtracted'` the k of dQ is k − k̄ rounded to the format of k, where k̄ is the mean
 of all keys: rows of dS without dlse sum to zero but for what rounding leaves. Of
 what dlse adds, scale · dlse · k̄ is given back, so that dQ is that of k in exact arithmetic.

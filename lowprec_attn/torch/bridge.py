@@ -42,6 +42,7 @@ def attention_fn(
     *,
     numerics: Numerics | str = "normalized_delta",
     row_max: RowMax | str = "standard",
+    logits_soft_cap: float | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Tensor]:
     """A function in place of `torch.nn.functional.scaled_dot_product_attention`.
@@ -49,6 +50,7 @@ def attention_fn(
     Args:
       numerics: a preset's name or a record, see `lowprec_attn.numerics`.
       row_max: a row-max rule.
+      logits_soft_cap: c of scores c · tanh(scale · q kᵀ / c), such as the 50 of Gemma 2.
       implementation: as of `lowprec_attn.attention`; None: the fastest that serves a call.
 
     Returns:
@@ -58,7 +60,7 @@ def attention_fn(
       dtype. Query t sees the keys s <= t with `is_causal`. It raises a TorchAttentionError for a
       mask, dropout, other dtypes or a device that JAX has not.
     """
-    which = _arithmetic(_Arithmetic(numerics, row_max, implementation))
+    which = _arithmetic(_Arithmetic(numerics, row_max, logits_soft_cap, implementation))
 
     def compute(
         query: Tensor,
@@ -124,6 +126,7 @@ capturing: list[Callable[..., Tensor]] = []
 class _Arithmetic(NamedTuple):
     numerics: Numerics | str
     row_max: RowMax | str
+    logits_soft_cap: float | None
     implementation: str | None
 
 
@@ -156,13 +159,14 @@ class _Program:
 def _program(
     shapes: tuple[jax.ShapeDtypeStruct, ...], which: int, is_causal: bool, scale: float
 ) -> _Program:
-    numerics, row_max, implementation = _ARITHMETICS[which]
+    numerics, row_max, logits_soft_cap, implementation = _ARITHMETICS[which]
     attend = functools.partial(
         _jax_attention.dot_product_attention,
         is_causal=is_causal,
         scale=scale,
         numerics=numerics,
         row_max=row_max,
+        logits_soft_cap=logits_soft_cap,
         implementation=implementation,
     )
 

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
+from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
+from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
     Extras,
@@ -36,6 +38,7 @@ from lowprec_attn.arithmetic.request import (
 from lowprec_attn.arithmetic.transforms import first_order_only
 from lowprec_attn.numerics import FORMATS, MODES, KvBlock, Numerics
 from pallas_kernels.gpu.backward import (
+    Found,
     Operands,
     delta_from_probs,
     dp_offset,
@@ -74,6 +77,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := _unsupported_mask(request):
         return reason
+    if request.has_sinks and request.spec.scale == 0:
+        return "sinks with scale=0 (their gradient is found in units of the scale)"
     return _unsupported_numerics(request)
 
 
@@ -106,7 +111,8 @@ def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
     q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
     numerics, keys = request.spec.numerics, request.kv_shape[1]
-    return numerics.step_of(keys, block_sizes(q, request.spec).forward.kv)
+    sizes = block_sizes(q, request.spec, request.value_size)
+    return numerics.step_of(keys, sizes.forward.kv)
 
 
 def exponent_of(request: Request) -> str:
@@ -119,10 +125,10 @@ def exponent_of(request: Request) -> str:
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
 
     Raises:
@@ -169,9 +175,16 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
     q, k, v = _separate(arrays)
-    tile = _dividing(block_sizes(q, spec).forward, "kv", spec.numerics.kv_block, k.shape[1])
-    problem = _problem(q, k, extras, spec, tile)
-    out = forward(q, k, v, _scalars(extras, spec, q.shape[1], k.shape[1]), problem)
+    tile = block_sizes(q, spec, v.shape[-1]).forward
+    tile = _dividing(tile, "kv", spec.numerics.kv_block, k.shape[1])
+    problem = _problem((q, k, v), extras, spec, tile)
+    scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
+    if extras.sinks is not None:
+        of_heads = first_order_only(extras.sinks, "gpu")
+        extras = extras._replace(sinks=of_heads)
+        start = sinks.start_of_rows(of_heads, problem.score_unit, spec)
+        scalars = scalars._replace(start=start)
+    out = forward(q, k, v, scalars, problem)
     saved, low = None, None
     if spec.numerics.delta != "dp_p":
         halves = spec.numerics.saved_output == "halves"
@@ -188,7 +201,8 @@ def _backward(
     do, dlse = first_order_only(cotangents, "gpu")
     arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
-    sizes, scalars = block_sizes(q, spec), _scalars(extras, spec, q.shape[1], k.shape[1])
+    sizes = block_sizes(q, spec, v.shape[-1])
+    scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
         # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
@@ -196,11 +210,16 @@ def _backward(
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(kv_block=kv_block))
         of_queries = _dividing(of_queries, "kv", kv_block, k.shape[1])
         of_keys = _dividing(of_keys, "query", kv_block, q.shape[1])
-    by_query = _problem(q, k, extras, spec, of_queries)
-    by_key = _problem(q, k, extras, spec, of_keys)
+    by_query = _problem((q, k, v), extras, spec, of_queries)
+    by_key = _problem((q, k, v), extras, spec, of_keys)
     offset = exponent_offset(statistics.subtracted, by_query)
     operands = Operands(q, k, v, do, offset, inverse_l=statistics.inverse_l)
     dlse = dlse.transpose(0, 2, 1)
+    sink = None
+    if extras.sinks is not None:
+        sink = _sink_probabilities(extras.sinks, statistics, extras, by_query)
+        if spec.numerics.delta in SUMS_ROWS:
+            operands = operands._replace(sink=sink)
     if o_saved is None:
         delta = delta_from_probs(operands, scalars, by_query) - dlse
         operands = operands._replace(dp_offset=dp_offset(delta, by_query))
@@ -212,14 +231,37 @@ def _backward(
         of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2)))
         operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=dlse)
     dq, found = query_gradients(operands_of_q, scalars, by_query)
-    operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None)
+    operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None, sink=None)
+    of_extras = Extras()
+    if sink is not None and extras.sinks is not None:
+        dsinks = _sink_gradient(sink, found, by_query).astype(extras.sinks.dtype)
+        of_extras = Extras(sinks=dsinks)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
-        return key_gradients(operands, scalars, by_key), Extras()
-    return (dq, *key_gradients(operands, scalars, by_key)), Extras()
+        return key_gradients(operands, scalars, by_key), of_extras
+    return (dq, *key_gradients(operands, scalars, by_key)), of_extras
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _sink_probabilities(
+    given: Array, statistics: RowStatistics, extras: Extras, problem: Problem
+) -> Array:
+    """P of the sinks [N], [B, N, T]; 0 in rows beyond the lengths."""
+    of_rows = given[None, :, None]
+    p = sinks.probabilities(of_rows, statistics, problem.score_unit, problem.spec)
+    if extras.query_lengths is None:
+        return p
+    exists = span(0, problem.rows)[None] < extras.query_lengths[:, None]
+    return jnp.where(exists[:, None], p, jnp.float32(0))
+
+
+def _sink_gradient(sink: Array, found: Found, problem: Problem) -> Array:
+    """Σ P_sink (dlse − δ) [N], of what dQ's kernel adds to dP, in the units of dS there."""
+    added = found.dp_offset if found.after is None else found.dp_offset - found.after
+    total = jnp.sum(sink * added, axis=(0, 2))
+    return total if problem.scales_last else total / jnp.float32(problem.spec.scale)
 
 
 def _scalars(extras: Extras, spec: Spec, rows: int, keys: int) -> Scalars:
@@ -241,17 +283,29 @@ def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile
     return dataclasses.replace(tile, **{side: size})
 
 
-def _problem(q: Array, k: Array, extras: Extras, spec: Spec, tile: Tile) -> Problem:
+def _problem(qkv: _Arrays, extras: Extras, spec: Spec, tile: Tile) -> Problem:
+    q, k, v = qkv
     interpret = isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
     hopper = is_hopper(device_kind())
-    return Problem.of(q, k, extras, spec, tile, interpret=interpret, hopper=hopper)
+    return Problem.of(
+        q,
+        k,
+        extras,
+        spec,
+        tile,
+        interpret=interpret,
+        hopper=hopper,
+        value_size=v.shape[-1],
+    )
 
 
-def block_sizes(q: Array | jax.ShapeDtypeStruct, spec: Spec) -> BlockSizes:
-    """The tiles of a call: those that it names, or those of the table."""
+def block_sizes(
+    q: Array | jax.ShapeDtypeStruct, spec: Spec, value_size: int | None = None
+) -> BlockSizes:
+    """The tiles of a call: those that it names, or those of the table for the larger head size."""
     if spec.block_sizes is None:
         return default_block_sizes(
-            q.shape[-1],
+            max(q.shape[-1], value_size or 0),
             length=q.shape[1],
             splits=_splits(spec.numerics, q.dtype),
             sums_keys=spec.numerics.delta in SUMS_ROWS,

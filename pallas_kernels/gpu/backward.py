@@ -20,7 +20,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.backward import delta_from_output, row_shift, scaled_rows
 from lowprec_attn.arithmetic.places import Place, span, tile_number
 from lowprec_attn.arithmetic.powers import HIGH, offset_of
-from lowprec_attn.arithmetic.products import format_of
+from lowprec_attn.arithmetic.products import cap_slope, format_of
 from lowprec_attn.arithmetic.visibility import mask_scores
 from pallas_kernels.gpu.instructions import exp2, fused_multiply_add, multiply_add, whole_exp2
 from pallas_kernels.gpu.problem import (
@@ -42,7 +42,9 @@ _DELTA_COLUMNS = 32
 
 
 class Operands(NamedTuple):
-    """q, dO [B, T, N, H], k, v [B, S, K, H], two offsets [B, N, T]; or references to their parts.
+    """q [B, T, N, H], dO [B, T, N, V], k [B, S, K, H], v [B, S, K, V], two offsets [B, N, T].
+
+    Or references to their parts.
 
     Where q, k and v are packed each of them is the whole array.
 
@@ -62,6 +64,8 @@ class Operands(NamedTuple):
     `k_of_q` [B, S, K, H], `mean` [B, 1, K, H] and `given` [B, N, T] are the k of dQ, what was taken
     from it, and dlse, with `mean_key='subtracted'`.
 
+    `sink` [B, N, T] is P of the sinks, where rows of dS are summed.
+
     `gradients` is the packed array that dK and dV are written into, with dQ in it.
     """
 
@@ -79,6 +83,7 @@ class Operands(NamedTuple):
     k_of_q: Any = None
     mean: Any = None
     given: Any = None
+    sink: Any = None
     gradients: Any = None
 
 
@@ -90,11 +95,19 @@ class Exponents(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l."""
+    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l.
+
+    `slope` is the derivative of the soft cap, None without one.
+    """
 
     probs: Array
     dp: Array
     undivided: Array
+    slope: Array | None = None
+
+    def behind_cap(self, x: Array) -> Array:
+        """P or dS, the gradient of S, times dS / d(scale · q·k), which is 1 without a soft cap."""
+        return x if self.slope is None else x * self.slope
 
 
 class Program(NamedTuple):
@@ -144,7 +157,10 @@ def _probs_and_dp(
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
-    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.spec.scale)
+    s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.unit)
+    s, slope = problem.capped(s), None
+    if problem.spec.soft_cap is not None:
+        slope = cap_slope(s)
     if not n.scores.is_identity:
         s, factor = round_point(s * factor, "scores", place), np.float32(1)
     log2e = np.float32(LOG2E)
@@ -178,17 +194,17 @@ def _probs_and_dp(
         probs = probs * inverse_l
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
-    return _Tile(probs, round_point(dp, "dp", place), undivided)
+    return _Tile(probs, round_point(dp, "dp", place), undivided, slope)
 
 
-def _rounded_ds(program: Program, probs: Array, dp: Array, offset: Array, place: Place) -> Array:
-    """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
-    problem = program.problem
-    ds = _unrounded_ds(problem, probs, dp, offset)
+def _rounded_ds(program: Program, tile: _Tile, offset: Array, place: Place) -> Array:
+    """dS · scale behind the cap, rounded at `ds`; without the factor where the sums are scaled."""
+    ds = tile.behind_cap(_unrounded_ds(program.problem, tile, offset))
     return program.round_point(ds, "ds", place)
 
 
-def _unrounded_ds(problem: Problem, probs: Array, dp: Array, offset: Array) -> Array:
+def _unrounded_ds(problem: Problem, tile: _Tile, offset: Array) -> Array:
+    probs, dp = tile.probs, tile.dp
     if problem.scales_last:
         return probs * (dp + offset)
     return probs * multiply_add(
@@ -207,10 +223,14 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         return b, 0, h
 
     q, do = (
-        problem.block(problem.rows, all_rows, plane=plane, heads=problem.group)
+        problem.block(
+            problem.rows, all_rows, plane=plane, heads=problem.group, values=plane is None
+        )
         for plane in (0, None)
     )
-    k, v = (problem.block(problem.keys, all_rows, plane=plane) for plane in (1, 2))
+    k, v = (
+        problem.block(problem.keys, all_rows, plane=plane, values=plane == 2) for plane in (1, 2)
+    )
     statistics = pl.BlockSpec((None, problem.group, problem.rows), lambda j, h, b: (b, h, 0))
     if problem.packed:
         block = (None, problem.tile.kv, 3, None, problem.padded_head)
@@ -218,17 +238,18 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
         blocks = [gradients]
     else:
         gradients = None
-        blocks = [problem.block(problem.tile.kv, lambda j, h, b: (b, j, h))] * 2
+        blocks = [
+            problem.block(problem.tile.kv, lambda j, h, b: (b, j, h), values=values)
+            for values in (False, True)
+        ]
     of_rows = {name: statistics for name in ("after", "inverse_l") if getattr(x, name) is not None}
     in_specs = Operands(q, k, v, do, statistics, statistics, gradients=gradients, **of_rows)
-    out = jax.ShapeDtypeStruct(x.k.shape, x.k.dtype)
+    out = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x.k, x.v)][: len(blocks)]
     specs = ((in_specs, jax.tree.map(whole, scalars)), blocks)
     grid = (problem.kv_tiles, problem.kv_heads, problem.batch)
     # The array that dQ was written into is the last of the operands.
     aliases = {len(jax.tree.leaves(x)) - 1: 0} if problem.packed else {}
-    return tuple(
-        call(_key_gradients, problem, grid, specs, [out] * len(blocks), aliases)(x, scalars)
-    )
+    return tuple(call(_key_gradients, problem, grid, specs, out, aliases)(x, scalars))
 
 
 def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
@@ -242,8 +263,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     keys = Side(k, problem.load_values(ref.v, j, scalars, batch, first_head, valid=valid_keys))
     begin, full, end = problem.query_range(j, batch, scalars)
     first_key = j * problem.tile.kv
-    zeros = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
+    zeros = zeros_of_v = jnp.zeros((problem.tile.kv, problem.padded_head), jnp.float32)
+    if problem.padded_value != problem.padded_head:
+        zeros_of_v = jnp.zeros((problem.tile.kv, problem.padded_value), jnp.float32)
     per_product, _ = problem.tiles_per_rounded_product
+
+    def of_keys(which: int, step: int = 0) -> Place:
+        """The place of dK and dV (1, 2)."""
+        return problem.features(first_key, problem.tile.kv, step, values=which == 2)
 
     def add_head(g: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         head = kv_head * problem.group + g
@@ -252,7 +279,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         def divided(do: Array, start: Array) -> Array:
             """dO / l as rounded at `probs_bwd`."""
             rows = span(start, problem.tile.query)[:, None]
-            place = scaled_rows(rows, problem.padded_head)
+            place = scaled_rows(rows, problem.padded_value)
             inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
             do = do.astype(jnp.float32) * inverse_l[:, None]
             return program.round_point(do, "probs_bwd", place)
@@ -271,8 +298,10 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             start = i * problem.tile.query
             rows = Side(
                 *(
-                    problem.load_rows(r, start, problem.tile.query, g, valid=valid_rows)
-                    for r in (ref.q, ref.do)
+                    problem.load_rows(
+                        r, start, problem.tile.query, g, valid=valid_rows, values=values
+                    )
+                    for r, values in ((ref.q, False), (ref.do, True))
                 )
             )
             offset, of_dp = (
@@ -282,23 +311,22 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             place = problem.place(
                 i, j, keys_first=True
             )  # P and dS are then left operands as they are
-            tile = program.tile(i, j)
             inverse_l = None
             if ref.inverse_l is not None:
                 inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
                 inverse_l = inverse_l[None]
             exponents = Exponents(offset, inverse_l)
-            probs, dp, undivided = _probs_and_dp(
-                program, keys, rows, exponents, tile, place, masked=masked
+            tile = _probs_and_dp(
+                program, keys, rows, exponents, program.tile(i, j), place, masked=masked
             )
             q, do = rows
-            p_rounded = program.round_point(probs, "probs_bwd", place)
+            p_rounded = program.round_point(tile.probs, "probs_bwd", place)
             of_dv, formats = (p_rounded, do), (n.probs_bwd.result_format, format_of(do))
             if n.divided_in_dv == "do":
-                of_dv = undivided, divided(do, start)
+                of_dv = tile.undivided, divided(do, start)
                 formats = n.probs.result_format, n.probs_bwd.result_format
             dv = dv + program.round_point.dot(*of_dv, *formats)
-            ds = _rounded_ds(program, probs, dp, of_dp, place)
+            ds = _rounded_ds(program, tile, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             if apart:
                 apart = [corrected(x, p_rounded, q, start) for x in apart]
@@ -318,10 +346,10 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         def add_product(c: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             first, last = c * per_product, jnp.minimum((c + 1) * per_product, end)
             first = jnp.maximum(first, begin)
-            start = (zeros, zeros, *sums[2:])
+            start = (zeros, zeros_of_v, *sums[2:])
             products = add_tiles(first, jnp.clip(full, first, last), last, start)
             dk, dv = (
-                _rounded_product(program, x, problem.features(first_key, problem.tile.kv), c, which)
+                _rounded_product(program, x, of_keys(which), c, which)
                 for which, x in enumerate(products[:2], start=1)
             )
             return sums[0] + dk, sums[1] + dv, *products[2:]
@@ -331,14 +359,16 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
     # Products that are rounded one by one leave what is taken from dK out.
     apart = ref.after is not None and per_product is not None
-    dk, dv, *rest = lax.fori_loop(0, problem.group, add_head, (zeros,) * (2 + apart))
+    dk, dv, *rest = lax.fori_loop(
+        0, problem.group, add_head, (zeros, zeros_of_v, *(zeros,) * apart)
+    )
     dk = sum(rest, start=dk)
     sums = (_scaled_sum(dk, problem), dv)
     # A gradient summed over a group is told apart by the group's first head.
     round_point = problem.rounder(scalars, batch, kv_head * problem.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
-        place = problem.features(first_key, problem.tile.kv, which)
-        problem.store(out, round_point(x, "grads", place), first_key, problem.keys)
+        rounded = round_point(x, "grads", of_keys(which, which))
+        problem.store(out, rounded, first_key, problem.keys, values=which == 2)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
@@ -380,7 +410,7 @@ def _over_queries(
     body: Callable[..., None], x: Operands, scalars: Scalars, problem: Problem, outputs: Any
 ) -> Any:
     """Runs a kernel with one program per query tile and head; outputs: (shape, block) of each."""
-    rows = problem.head_rows()
+    rows = problem.head_rows(values=True)
     statistics = pl.BlockSpec((None, None, problem.rows), lambda i, n, b: (b, n, 0))
     every = Operands(
         problem.head_rows(0),
@@ -395,6 +425,7 @@ def _over_queries(
         k_of_q=problem.of_key_head(problem.keys),
         mean=problem.of_key_head(1),
         given=statistics,
+        sink=statistics,
     )
     given = (None if a is None else spec for a, spec in zip(x, every, strict=True))
     shapes, out_specs = zip(*outputs, strict=True)
@@ -418,7 +449,10 @@ class _BackwardRows(NamedTuple):
         start = i * problem.tile.query
         valid = problem.valid_rows(batch, scalars)
         rows = Side(
-            *(problem.load_rows(r, start, problem.tile.query, valid=valid) for r in (ref.q, ref.do))
+            *(
+                problem.load_rows(r, start, problem.tile.query, valid=valid, values=values)
+                for r, values in ((ref.q, False), (ref.do, True))
+            )
         )
         offset = problem.load_statistics(ref.offset, start, valid=valid)[:, None]
         program = Program(problem, scalars, batch, head, problem.rounder(scalars, batch, head))
@@ -434,7 +468,7 @@ class _BackwardRows(NamedTuple):
         return problem.load_statistics(ref, self.start, valid=valid)[:, None]
 
     def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
-        """The sum of contribution(P, dP, k, place) over the key tiles: an array or several."""
+        """The sum of contribution(P and dP, k, place) over the key tiles: an array or several."""
         return self._sum(contribution, zero, self._range())
 
     def sum_of_rounded(self, contribution: Callable[..., Any], zero: Any) -> Any:
@@ -473,13 +507,13 @@ class _BackwardRows(NamedTuple):
             v = problem.load_values(self.ref.v, j, scalars, batch, head, valid=valid)
             keys = Side(k, v)
             place = problem.place(self.i, j)
-            tile = self.program.tile(self.i, j)
-            probs, dp, _ = _probs_and_dp(
-                self.program, self.rows, keys, self.exponents, tile, place, masked=masked
+            index = self.program.tile(self.i, j)
+            tile = _probs_and_dp(
+                self.program, self.rows, keys, self.exponents, index, place, masked=masked
             )
             of_q = self.ref.k_of_q
             k = keys.for_scores if of_q is None else problem.load_keys(of_q, j, valid=valid)
-            new = contribution(probs, dp, k, place)
+            new = contribution(tile, k, place)
             return jax.tree.map(jnp.add, total, new)
 
         begin, full, end = visited
@@ -507,19 +541,20 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     else:
         of_dp = queries.statistic(ref.dp_offset)
 
-    def product(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
+    def product(tile: _Tile, k: Array, place: Place) -> Array:
+        ds = _rounded_ds(queries.program, tile, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
-    def with_row_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
-        p_rounded = round_point(probs, "probs_bwd", place)
+    def with_row_sums(tile: _Tile, k: Array, place: Place) -> tuple[Array, ...]:
+        # Rows of dS sum to zero before the slope of a soft cap, see `arithmetic.backward.row_sums`.
+        p_rounded = round_point(tile.behind_cap(tile.probs), "probs_bwd", place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
-        ds = _unrounded_ds(problem, probs, dp, of_dp)
-        return product(probs, dp, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, probs)
+        ds = _unrounded_ds(problem, tile, of_dp)
+        return product(tile, k, place), pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, tile.probs)
 
-    def with_rounded_sums(probs: Array, dp: Array, k: Array, place: Place) -> tuple[Array, ...]:
-        p_rounded = round_point(probs, "probs_bwd", place)
-        ds = _rounded_ds(queries.program, probs, dp, of_dp, place)
+    def with_rounded_sums(tile: _Tile, k: Array, place: Place) -> tuple[Array, ...]:
+        p_rounded = round_point(tile.probs, "probs_bwd", place)
+        ds = _rounded_ds(queries.program, tile, of_dp, place)
         dq, pk = (
             round_point.dot(x, k, rounding.result_format, format_of(k))
             for x, rounding in ((ds, n.ds), (p_rounded, n.probs_bwd))
@@ -532,6 +567,9 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         contribution = with_rounded_sums if after_cast else with_row_sums
         dq, pk, *sums = queries.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
         r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
+        if ref.sink is not None:  # a column with dP = 0, whose dS none rounds
+            p_sink = queries.statistic(ref.sink)
+            r, s = r + p_sink * of_dp, s + p_sink
         # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
         # Of a row that sees nothing, dlse may be anything.
         dlse = jnp.where(s == 0, jnp.float32(0), queries.statistic(ref.dlse))
@@ -544,7 +582,7 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
     elif problem.tiles_per_rounded_product[1] is None:
         dq = queries.sum(product, zero)
     else:
-        (dq,) = queries.sum_of_rounded(lambda *tile: (product(*tile),), (zero,))
+        (dq,) = queries.sum_of_rounded(lambda *args: (product(*args),), (zero,))
     if ref.mean is not None:
         # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
         dq = dq - dp_offset(queries.statistic(ref.given), problem) * problem.load_one(ref.mean)
@@ -579,8 +617,8 @@ def _rounded_delta(queries: _BackwardRows, delta: Array) -> Array:
 def _delta(ref: Operands, scalars: Scalars, delta_ref: Any, *, problem: Problem) -> None:
     queries = _BackwardRows.of(ref, scalars, problem)
 
-    def contribution(probs: Array, dp: Array, k: Array, place: Place) -> Array:
-        return jnp.sum(dp * probs, axis=-1, keepdims=True)
+    def contribution(tile: _Tile, k: Array, place: Place) -> Array:
+        return jnp.sum(tile.dp * tile.probs, axis=-1, keepdims=True)
 
     delta = queries.sum(contribution, jnp.zeros((problem.tile.query, 1), jnp.float32))
     problem.store_statistics(delta_ref, _rounded_delta(queries, delta)[:, 0], queries.start)

@@ -43,7 +43,7 @@ _BFLOAT16 = get_rounding("bfloat16")
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, H], lse [B, N, T], O for δ where it is another, or the lower half of O.
+    """O [B, T, N, V], lse [B, N, T], O for δ where it is another, or the lower half of O.
 
     `apart`, [B, N, T], is what P is formed from where that is not lse.
     """
@@ -59,7 +59,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
     n = problem.spec.numerics
     lse, statistics = problem.tile_statistics
     saved = problem.spec.numerics.saved_dtype
-    shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
+    shape = (problem.batch, problem.rows, problem.heads, problem.value_size)
     apart = n.statistics == "m_and_l"
     out = Outputs(
         jax.ShapeDtypeStruct(shape, n.output_dtype(problem.dtype)),
@@ -67,7 +67,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
         (lse, lse) if apart else None,
     )
-    out_rows = problem.head_rows()
+    out_rows = problem.head_rows(values=True)
     out_specs = Outputs(
         out_rows,
         statistics,
@@ -95,7 +95,8 @@ def _forward(
         return keep_unvisited(new, state, queries.visits(t))
 
     begin, full, end = problem.key_range(i, batch, scalars, size=problem.step)
-    state = initial_state(problem)
+    sink = None if scalars.start is None else tuple(x[head] for x in scalars.start)
+    state = initial_state(problem, sink)
     several = problem.tiles_per_step > 1
     if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
         # Such a step tells by itself which of its tiles to mask: one loop takes them all.
@@ -111,14 +112,23 @@ def _forward(
     if several:
         # Otherwise q's addresses, which are O's too, would stay in registers during the mainloop.
         start = anew(start, interpret=problem.interpret)
-    _epilogue(state, problem, round_point, start, Outputs(*out))
+    exists = problem.exists(start, batch, scalars) if scalars.start is not None else None
+    _epilogue(state, problem, round_point, start, Outputs(*out), exists)
 
 
 def _epilogue(
-    state: SoftmaxState, problem: Problem, round_point: Rounder, start: Array, out: Outputs
+    state: SoftmaxState,
+    problem: Problem,
+    round_point: Rounder,
+    start: Array,
+    out: Outputs,
+    exists: Array | None,
 ) -> None:
-    """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf."""
-    place = problem.features(start, problem.tile.query)
+    """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf, or its sink.
+
+    exists: of rows with sinks: which are not beyond the lengths; None: all.
+    """
+    place = problem.features(start, problem.tile.query, values=True)
     one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if problem.keeps_partial_sums else one(state.l)
@@ -140,4 +150,6 @@ def _epilogue(
             problem.store_statistics(ref, x[:, 0], start)
     m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
+    if exists is not None:
+        lse = jnp.where(exists, lse, -jnp.inf)
     problem.store_statistics(out.lse, lse[:, 0], start)

@@ -45,12 +45,14 @@ class Problem(common.Problem):
     """Sizes, tile and machine of one kernel.
 
     Attributes:
+      value_size: V, of v and O; H, `head_size`, is of q and k.
       packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
       tile: query rows and keys of a tile, warps, stages.
       interpret: run in the interpreter.
       hopper: compiled for a GPU of that generation.
     """
 
+    value_size: int
     packed: bool
     tile: Tile
     interpret: bool
@@ -67,8 +69,12 @@ class Problem(common.Problem):
         *,
         interpret: bool,
         hopper: bool,
+        value_size: int | None = None,
     ) -> "Problem":
-        """The problem of a call with these arrays; q and k may be the packed one."""
+        """The problem of a call with these arrays; q and k may be the packed one.
+
+        value_size: None for that of q.
+        """
         return cls(
             spec=spec,
             batch=q.shape[0],
@@ -77,6 +83,7 @@ class Problem(common.Problem):
             heads=q.shape[-2],
             kv_heads=k.shape[-2],
             head_size=q.shape[-1],
+            value_size=value_size or q.shape[-1],
             packed=q.ndim == 5,
             dtype=np.dtype(q.dtype),
             tile=tile,
@@ -90,7 +97,12 @@ class Problem(common.Problem):
     @property
     def padded_head(self) -> int:
         """H rounded up to a power of two: the compiler's tiles have no other sizes."""
-        return 1 << (self.head_size - 1).bit_length()
+        return _padded(self.head_size)
+
+    @property
+    def padded_value(self) -> int:
+        """The same of V."""
+        return _padded(self.value_size)
 
     def query_tile(self, program: Array) -> Array:
         """The query tile of a program. Under causality the longest mainloops start first."""
@@ -135,6 +147,12 @@ class Problem(common.Problem):
         """Whether P̄ is formed against a whole number in base 2: `arithmetic.powers`."""
         return self.spec.numerics.exponent == "whole_max"
 
+    def capped(self, products: Array) -> Array:
+        """Products q·k as the soft cap leaves them: tanh(scale · q·k / c), or as they are."""
+        if self.spec.soft_cap is None:
+            return products
+        return jnp.tanh(products * np.float32(self.spec.scale / self.spec.soft_cap))
+
     @property
     def counts_ties_by_warp(self) -> bool:
         """Whether the row-max rule counts ties, and a warp holds rows of S whole.
@@ -162,6 +180,7 @@ class Problem(common.Problem):
         *,
         plane: int | None = None,
         heads: int | None = None,
+        values: bool = False,
     ) -> pl.BlockSpec:
         """`size` rows of one head, or of `heads` of them, of an array [B, T, N, H].
 
@@ -170,6 +189,7 @@ class Problem(common.Problem):
           index: of a program: batch element, block of rows, head or block of heads.
           plane: of q, k, v (0, 1, 2) or their gradients, which may be packed.
           heads: None for one head, without an axis.
+          values: the array is v, O or dO.
         """
         planes = (plane,) if self.packed and plane is not None else ()
 
@@ -177,7 +197,8 @@ class Problem(common.Problem):
             batch, rows, head = index(*program)
             return batch, rows, *planes, head, 0
 
-        return pl.BlockSpec((None, size, *(None for _ in planes), heads, self.padded_head), place)
+        features = self.padded_value if values else self.padded_head
+        return pl.BlockSpec((None, size, *(None for _ in planes), heads, features), place)
 
     # Of kernels with one program per query tile, query head and batch element:
 
@@ -186,9 +207,9 @@ class Problem(common.Problem):
         """The number of programs."""
         return self.q_tiles, self.heads, self.batch
 
-    def head_rows(self, plane: int | None = None) -> pl.BlockSpec:
-        """All rows of the program's head; plane: see `block`."""
-        return self.block(self.rows, lambda i, n, b: (b, 0, n), plane=plane)
+    def head_rows(self, plane: int | None = None, *, values: bool = False) -> pl.BlockSpec:
+        """All rows of the program's head; plane, values: see `block`."""
+        return self.block(self.rows, lambda i, n, b: (b, 0, n), plane=plane, values=values)
 
     @property
     def head_keys(self) -> tuple[pl.BlockSpec, pl.BlockSpec]:
@@ -197,7 +218,8 @@ class Problem(common.Problem):
         def index(i: Array, n: Array, b: Array) -> tuple[Any, Any, Any]:
             return b, 0, n // self.group
 
-        return self.block(self.keys, index, plane=1), self.block(self.keys, index, plane=2)
+        k = self.block(self.keys, index, plane=1)
+        return k, self.block(self.keys, index, plane=2, values=True)
 
     def of_key_head(self, size: int) -> pl.BlockSpec:
         """`size` rows, all there are, of what its head sees in an array [B, size, K, H]."""
@@ -228,14 +250,20 @@ class Problem(common.Problem):
             return Place(rows[None], cols[:, None])
         return Place(rows[:, None], cols[None])
 
-    def features(self, start: Array, size: int, step: Array | int = 0) -> Place:
-        """The place of rows start ... of an output or gradient, [size, 1] by features [1, H]."""
-        return Place(span(start, size)[:, None], self.feature_columns, step)
+    def features(
+        self, start: Array, size: int, step: Array | int = 0, *, values: bool = False
+    ) -> Place:
+        """The place of rows start ... of a gradient, [size, 1] by features [1, H].
+
+        values: of O, v or its gradient.
+        """
+        rows = span(start, size)[:, None]
+        return Place(rows, self.value_columns if values else span(0, self.padded_head)[None], step)
 
     @property
-    def feature_columns(self) -> Array:
-        """The features of a head, [1, H]."""
-        return span(0, self.padded_head)[None]
+    def value_columns(self) -> Array:
+        """The features of a head of O, [1, V]."""
+        return span(0, self.padded_value)[None]
 
     def key_range(
         self,
@@ -326,6 +354,12 @@ class Problem(common.Problem):
         """How many rows of a batch element may see a key."""
         return self.rows if scalars.query_lengths is None else scalars.query_lengths[batch]
 
+    def exists(self, start: Array, batch: Array, scalars: Scalars) -> Array | None:
+        """Which rows of a query tile are not beyond the lengths, [query, 1]; None: all."""
+        if scalars.query_lengths is None:
+            return None
+        return span(start, self.tile.query)[:, None] < scalars.query_lengths[batch]
+
     def valid_keys(self, batch: Array, scalars: Scalars) -> Array | int:
         """How many keys of a batch element some row may see by position.
 
@@ -339,18 +373,25 @@ class Problem(common.Problem):
         return jnp.minimum(keys, self.valid_rows(batch, scalars)) if self.spec.is_causal else keys
 
     def load_rows(
-        self, ref: Any, start: Array | int, size: int, *index: Any, valid: Array | int
+        self,
+        ref: Any,
+        start: Array | int,
+        size: int,
+        *index: Any,
+        valid: Array | int,
+        values: bool = False,
     ) -> Array:
         """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
-        return self._load(ref, start, size, valid, *index)
+        return self._load(ref, start, size, valid, *index, values=values)
 
     def load_row_parts(
         self, ref: Any, start: Array | int, columns: int, *, valid: Array | int
     ) -> Iterator[Array]:
-        """The rows of a query tile, `columns` (a power of two) or fewer at a time."""
-        columns = min(columns, self.padded_head)
-        for first in range(0, self.padded_head, columns):
-            yield self._load(ref, start, self.tile.query, valid, columns=(first, columns))
+        """The rows of a query tile of O or dO, `columns` (a power of two) or fewer at a time."""
+        columns = min(columns, self.padded_value)
+        for first in range(0, self.padded_value, columns):
+            part = (first, columns)
+            yield self._load(ref, start, self.tile.query, valid, columns=part, values=True)
 
     def load_keys(self, ref: Any, j: Array | int, *, valid: Array | int) -> Array:
         """Tile j of a [keys, H] reference; zeros outside."""
@@ -371,12 +412,13 @@ class Problem(common.Problem):
         valid: Array | int,
     ) -> Array:
         """Tile j of the V that a query head reads, rounded at `value`; zeros outside."""
-        v = self.load_keys(ref, j, valid=valid)
+        kv = self.tile.kv
+        v = self._load(ref, j * kv, kv, valid, values=True)
         if self.spec.numerics.value.is_identity:
             return v
         # Random bits are those of the group's first head.
         round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
-        place = self.features(j * self.tile.kv, self.tile.kv)
+        place = self.features(j * kv, kv, values=True)
         v = round_point(v.astype(jnp.float32), "value", place)
         return v.astype(self.spec.numerics.value_dtype(self.dtype))
 
@@ -388,31 +430,41 @@ class Problem(common.Problem):
         limit: Array | int,
         *index: Any,
         columns: tuple[int, int] | None = None,
+        values: bool = False,
     ) -> Array:
-        columns = columns or (0, self.padded_head)
+        columns = columns or (0, self.padded_value if values else self.padded_head)
         window = ref.at[(pl.ds(start, size), *index, pl.ds(*columns))]
-        mask = self._inside(start, size, limit, columns)
+        mask = self._inside(start, size, limit, columns, values=values)
         return window[...] if mask is None else plt.load(window, mask=mask, other=0)
 
-    def store(self, ref: Any, x: Array, start: Array | int, limit: int) -> None:
-        """Stores a tile [size, H] that lies at rows start ... of `limit`."""
-        mask = self._inside(start, x.shape[0], limit, (0, self.padded_head))
+    def store(
+        self, ref: Any, x: Array, start: Array | int, limit: int, *, values: bool = False
+    ) -> None:
+        """Stores a tile [size, H], or [size, V] of values, at rows start ... of `limit`."""
+        mask = self._inside(start, x.shape[0], limit, (0, x.shape[1]), values=values)
         plt.store(ref, x.astype(ref.dtype), mask=mask)
 
     def store_rows(self, ref: Any, x: Array, start: Array) -> None:
-        """Stores a query tile [size, H] at rows start ... of a [rows, H] reference."""
-        window = ref.at[(pl.ds(start, x.shape[0]), pl.ds(0, self.padded_head))]
-        self.store(window, x, start, self.rows)
+        """Stores a query tile [size, V] of O at rows start ... of a [rows, V] reference."""
+        window = ref.at[(pl.ds(start, x.shape[0]), pl.ds(0, self.padded_value))]
+        self.store(window, x, start, self.rows, values=True)
 
     def _inside(
-        self, start: Array | int, size: int, limit: Array | int, columns: tuple[int, int]
+        self,
+        start: Array | int,
+        size: int,
+        limit: Array | int,
+        columns: tuple[int, int],
+        *,
+        values: bool,
     ) -> Array | None:
         """Where rows start ... and columns (first, count) lie inside; None: everywhere."""
         mask = None
         if not isinstance(limit, int) or limit % size != 0:
             mask = span(start, size)[:, None] < limit
-        if self.padded_head != self.head_size:
-            inside = span(*columns)[None] < self.head_size
+        features = self.value_size if values else self.head_size
+        if _padded(features) != features:
+            inside = span(*columns)[None] < features
             mask = inside if mask is None else mask & inside
         return None if mask is None else jnp.broadcast_to(mask, (size, columns[1]))
 
@@ -438,6 +490,10 @@ def hides_exponent_noise(n: Numerics) -> bool:
     """See `Problem`."""
     rounds_all = not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
     return n.exponent is None and n.statistics == "lse" and rounds_all
+
+
+def _padded(head_size: int) -> int:
+    return 1 << (head_size - 1).bit_length()
 
 
 def whole(x: Array) -> pl.BlockSpec:

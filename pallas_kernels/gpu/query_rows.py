@@ -48,7 +48,7 @@ class QueryRows(NamedTuple):
         problem, q = self.problem, self.q
         place = problem.place(self.i, j)
         s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
-        s = s * np.float32(problem.spec.scale / problem.score_unit)
+        s = problem.capped(s) * np.float32(problem.unit / problem.score_unit)
         s = self.round_point(s, "scores", place)
         if masked is False:
             return s, place

@@ -39,13 +39,19 @@ from pallas_kernels.gpu.query_rows import QueryRows
 _FLOAT32 = get_format("float32")
 
 
-def initial_state(problem: Problem) -> SoftmaxState:
-    """No key seen yet."""
+def initial_state(problem: Problem, start: tuple[Array, Array] | None = None) -> SoftmaxState:
+    """No key seen yet; start: m and l of a sink."""
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
-    acc = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
+    acc = jnp.zeros((problem.tile.query, problem.padded_value), jnp.float32)
     aux = acc if problem.keeps_auxiliary else None
     l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if problem.keeps_partial_sums else row
-    return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+    if start is None:
+        return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+    m, of_l = start
+    if problem.keeps_partial_sums:
+        of_l = of_l * np.float32(1 / LANES)  # a power of two: the parts add up to l exactly
+    m = jnp.maximum(m, jnp.float32(MASKED))
+    return SoftmaxState(jnp.broadcast_to(m, row.shape), jnp.broadcast_to(of_l, l.shape), acc, aux)
 
 
 def step_of_one_tile(
@@ -120,7 +126,7 @@ def step_of_tiles(
 
     start = (
         jnp.zeros_like(state.l),
-        _per_column(alpha, problem.padded_head) * state.acc if adds_up else zero,
+        _per_column(alpha, problem.padded_value) * state.acc if adds_up else zero,
         None if state.aux is None else zero,
     )
     row_sum, pv, aux_pv = over_tiles(add, start)
@@ -179,7 +185,7 @@ class _Step(NamedTuple):
         """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
         problem, round_point = queries.problem, queries.round_point
         rule = problem.spec.row_max
-        out = Place(problem.place(queries.i, t).rows, problem.feature_columns, t * problem.step)
+        out = Place(problem.place(queries.i, t).rows, problem.value_columns, t * problem.step)
         m_old = jnp.full_like(state.m, MASKED) if problem.whole_max else state.m
         m = rule.running_max(r_m, below, m_old, unit=problem.score_unit, is_repeated=is_repeated)
         if problem.whole_max:
@@ -236,7 +242,7 @@ class _Step(NamedTuple):
         alpha_of_l = _per_column(alpha, LANES) if problem.keeps_partial_sums else alpha
         rule = problem.spec.row_max
         l = next_sum(state.l, alpha_of_l, row_sum, rule, round_point, self.out)
-        alpha = _per_column(alpha, problem.padded_head)
+        alpha = _per_column(alpha, problem.padded_value)
         acc = pv if rescaled else next_accumulator(state.acc, alpha, pv, round_point, self.out)
         aux = state.aux
         if aux is not None and aux_pv is not None:

@@ -23,6 +23,7 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
+    unsupported_variants,
 )
 from lowprec_attn.arithmetic.transforms import first_order_only
 from pallas_kernels.pairs import Pairs
@@ -57,6 +58,8 @@ def unsupported(request: Request) -> str | None:
     if not interpreted and (request.platform or jax.default_backend()) != "tpu":
         return "this platform (it needs a TPU, or BlockSizes(interpret=...))"
     if reason := unsupported_by_kernels(request):
+        return reason
+    if reason := unsupported_variants(request):
         return reason
     if request.dtype.name not in FORMATS:
         return f"{request.dtype.name} q, k and v (it takes {' and '.join(FORMATS)})"

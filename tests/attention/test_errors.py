@@ -65,6 +65,10 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "share a dtype.*bfloat16, float32, float32",
     ),
     "k unlike v": (lambda: attend(v=x(2, 4, 2, 8)), r"\(2, 5, 2, 8\) and \(2, 4, 2, 8\)"),
+    "lengths of k and v": (
+        lambda: attend(v=x(2, 4, 2, 16)),
+        r"must have the same batch, length and heads, got \(2, 5, 2, 8\) and \(2, 4, 2, 16\)",
+    ),
     "batch": (lambda: attend(k=x(3, 5, 2, 8)), r"\(2, 6, 4, 8\) and \(3, 5, 2, 8\)"),
     "head size": (lambda: attend(k=x(2, 5, 2, 16)), r"\(2, 6, 4, 8\) and \(2, 5, 2, 16\)"),
     "head counts": (
@@ -148,6 +152,41 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
             True: "True",
         }.items()
     },
+    **{
+        f"logits_soft_cap={cap!r}": (
+            functools.partial(attend, logits_soft_cap=cap),
+            f"logits_soft_cap must be {text}",
+        )
+        for cap, text in (
+            (0.0, "greater than 0, or None for none, got 0.0"),
+            (-50.0, "greater than 0, .* got -50.0"),
+            (float("nan"), "a finite number .* got nan"),
+            (float("inf"), "a finite number .* got inf"),
+            (1e-300, "a finite number .* got 1e-300"),
+            ("50", "one real number, got '50'"),
+            (True, "one real number, got True"),
+            ((50.0,), r"one real number, got \(50.0,\)"),
+        )
+    },
+    **{
+        f"sinks={given!r}": (functools.partial(attend, sinks=given), f"sinks must be {text}")
+        for given, text in (
+            (np.zeros(2, np.float32), r"4 numbers \(one per query head\) .* got float32\(2,\)"),
+            (np.zeros((1, 4), np.float32), r"4 numbers .* got float32\(1, 4\)"),
+            (np.zeros(4, np.int32), r"4 numbers .* of float32, .* got int32\(4,\)"),
+            (1.0, r"4 numbers .* got float32\(\)"),
+            (np.array([0, 1, np.nan, 0], np.float32), "finite, or -inf for none, got nan"),
+            (np.array([0, 1, np.inf, 0], np.float32), "finite, or -inf for none, got inf"),
+        )
+    },
+    "a cap far below the scale": (
+        lambda: attend(logits_soft_cap=1e-30, scale=1e30),
+        r"float32 does not hold scale / logits_soft_cap.* got 1e-30 with scale=1e\+30",
+    ),
+    "traced cap": (
+        lambda: jax.jit(lambda cap: attend(logits_soft_cap=cap))(50.0),
+        r"logits_soft_cap must be a Python number or None, got the traced .*float32\[\]",
+    ),
     "scale of two numbers": (
         lambda: attend(scale=np.ones(2)),
         r"scale must be one real number, got array\(\[1\., 1\.\]\)",
@@ -176,6 +215,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
             ("numerics", "flash2", "unknown numerics 'flash2'; presets are exact, flash, "),
             ("row_max", ["standard", "dyn"], "unknown row-max rule 'dyn'; rules are standard, "),
             ("local_window_size", (1, -1), r"local_window_size must be .* got \(1, -1\)"),
+            ("logits_soft_cap", -1.0, "logits_soft_cap must be greater than 0"),
             ("implementation", "cuda", "unknown implementation 'cuda'; there are hopper, gpu, "),
             ("numerics", STOCHASTIC_OUTPUT, "draws random bits; pass rng_key"),
         )

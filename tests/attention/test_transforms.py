@@ -55,7 +55,7 @@ def test_the_row_maximum_has_no_derivative(rule: RowMax) -> None:
     place = Place(span(0, 2)[:, None], span(0, 3)[None])
 
     def maximum(s: jax.Array) -> jax.Array:
-        start = softmax.initial_state(q, v, spec)
+        start = softmax.initial_state(q, v, spec, Extras())
         return softmax.softmax_step(start, s, v, spec, Extras(), place).m
 
     assert np.all(quick_jit(lambda: jax.jvp(maximum, (s,), (jnp.ones_like(s),)))()[1] == 0)

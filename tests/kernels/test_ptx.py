@@ -77,10 +77,11 @@ def ptx(
     head_size: int = 64,
     dtype: str = "bfloat16",
     target: Target = H200,
+    soft_cap: float | None = None,
 ) -> dict[str, str]:
     """The PTX of each kernel of a causal forward and backward pass."""
     x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.dtype(dtype))
-    spec = Spec(numerics=chosen, row_max=rule, scale=0.1, is_causal=True)
+    spec = Spec(numerics=chosen, row_max=rule, scale=0.1, soft_cap=soft_cap, is_causal=True)
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         def attend(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -138,6 +139,64 @@ def test_bfloat16_roundings_are_there(point: str) -> None:
         changed(ptx(FLASH), ptx(FLASH.replace(**{point: "bfloat16"})), "bfloat16")
         == ROUNDED_IN[point]
     )
+
+
+@pytest.mark.parametrize(("target", "spilled"), [(H200, 0), (A100, 32)], ids=["H200", "A100"])
+@pytest.mark.parametrize("preset", ["flash", "normalized_delta"])
+def test_a_soft_cap_is_a_tanh_of_float32(preset: str, target: Target, spilled: int) -> None:
+    """`tanh.approx` is off by 2^-11, by 0.02 of an exponent at a cap of 50."""
+    chosen = numerics.PRESETS[preset]
+    texts = ptx(chosen, target=target, soft_cap=50.0)
+    for name, text in texts.items():
+        assert "tanh.approx" not in text, name
+        # Of tanh x = 1 − 2 / (1 + exp 2x), once per score.
+        assert len(re.findall(r"rcp\.approx|div\.full", text)) > 8, name
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled, name
+
+
+@pytest.mark.parametrize(("preset", "spilled"), [("flash", 0), ("normalized_delta", 64)])
+def test_values_of_another_head_size_fit(preset: str, spilled: int) -> None:
+    """192 and 128, as in multi-head latent attention: the tiles are those of 256."""
+    q, v = (jax.ShapeDtypeStruct((1, 256, 2, size), jnp.bfloat16) for size in (192, 128))
+    spec = Spec(
+        numerics=numerics.PRESETS[preset], row_max=StandardMax(), scale=0.07, is_causal=True
+    )
+
+    def step(*qkv: jax.Array) -> Any:
+        (out, lse), pullback = jax.vjp(lambda *x: gpu.attention(*x, Extras(), spec), *qkv)
+        return out, pullback((jnp.ones_like(out), lse))
+
+    texts = [x for x in dumped(lowered(step, q, q, v, target=H200)) if ".entry attention_" in x]
+    assert len(texts) == len(KERNELS)
+    for text in texts:
+        report = assembled(text)
+        assert sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)) <= spilled
+
+
+def test_sinks_cost_the_kernels_no_spills() -> None:
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    sinks = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for preset in ("flash", "normalized_delta"):
+        spec = Spec(
+            numerics=numerics.PRESETS[preset], row_max=StandardMax(), scale=0.1, is_causal=True
+        )
+
+        def step(*arrays: jax.Array, spec: Spec = spec) -> Any:
+            def attend(q: Any, k: Any, v: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+                return gpu.attention(q, k, v, Extras(sinks=sinks), spec)
+
+            (out, lse), pullback = jax.vjp(attend, *arrays)
+            return out, pullback((jnp.ones_like(out), lse))
+
+        texts = [
+            x
+            for x in dumped(lowered(step, x, x, x, sinks, target=H200))
+            if ".entry attention_" in x
+        ]
+        assert len(texts) == len(KERNELS)
+        for text in texts:
+            assert not any(int(n) for n in re.findall(r"(\d+) bytes spill", assembled(text)))
 
 
 def test_matched_rounds_its_probs_in_every_kernel() -> None:

@@ -50,6 +50,9 @@ class Program:
     segments: bool
     mask: tuple[bool, ...] | None
     bias: tuple[bool, ...] | None
+    soft_cap: float | None
+    sinks: bool
+    value_size: int
 
     @property
     def numerics(self) -> numerics.Numerics:
@@ -85,6 +88,7 @@ def program(number: int, implementation: str) -> Program:
     if not in_kernel and maybe(0.5):
         offset = [int(rng.integers(-8, 40)), "array", "end"][rng.integers(3)]
     scale: float | str | None = [None, float(rng.uniform(-0.5, 1)), "traced"][rng.integers(3)]
+    head_size = 16 if in_kernel else int(rng.choice([1, 4, 8]))
     return Program(
         number=number,
         implementation=implementation,
@@ -95,7 +99,7 @@ def program(number: int, implementation: str) -> Program:
         keys=keys,
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_size=16 if in_kernel else int(rng.choice([1, 4, 8])),
+        head_size=head_size,
         dtype=dtype,
         preset=str(rng.choice(PRESETS)),
         # The shift of the rule is too large for float16.
@@ -108,12 +112,17 @@ def program(number: int, implementation: str) -> Program:
         segments=maybe(0.3),
         mask=span() if maybe(0.3) else None,
         bias=None if in_kernel or not maybe(0.3) else span(),
+        soft_cap=float(rng.uniform(0.5, 4)) if maybe(0.3) else None,
+        sinks=maybe(0.3),
+        value_size=int(rng.choice([24, 40] if in_kernel else [1, 3, 16]))
+        if maybe(0.3)
+        else head_size,
     )
 
 
 def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
     """(differentiated arrays, others, dO, dlse) -> out, lse and gradients."""
-    names = {"q": "query", "k": "key", "v": "value", "bias": "bias"}
+    names = {"q": "query", "k": "key", "v": "value", "bias": "bias", "sinks": "sinks"}
 
     def run(arrays: dict[str, Any], others: dict[str, Any], do: Any, dlse: Any) -> Any:
         def call(arrays: dict[str, Any]) -> Any:
@@ -126,6 +135,7 @@ def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:
                 **static,
                 is_causal=p.is_causal,
                 local_window_size=p.window,
+                logits_soft_cap=p.soft_cap,
                 numerics=p.numerics,
                 row_max=p.row_max,
                 implementation=p.implementation,
@@ -156,7 +166,8 @@ def draw(p: Program, number: int) -> Draw:
     rng = np.random.default_rng([SEED, p.number, number])
     b, t, s, n, kv, h = p.batch, p.rows, p.keys, p.heads, p.kv_heads, p.head_size
     dtype = jnp.dtype(p.dtype)
-    shapes = {"q": (b, t, n, h), "k": (b, s, kv, h), "v": (b, s, kv, h), "do": (b, t, n, h)}
+    of_v = p.value_size
+    shapes = {"q": (b, t, n, h), "k": (b, s, kv, h), "v": (b, s, kv, of_v), "do": (b, t, n, of_v)}
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     if rng.random() < 0.2:
         arrays["q"] *= 4  # one key dominates
@@ -170,6 +181,8 @@ def draw(p: Program, number: int) -> Draw:
 
     if p.bias is not None:
         arrays["bias"] = (2 * rng.standard_normal(pairs(p.bias))).astype(np.float32)
+    if p.sinks:
+        arrays["sinks"] = (2 * rng.standard_normal(n)).astype(dtype)
     others: dict[str, np.ndarray] = {}
     if p.mask is not None:
         others["mask"] = rng.random(pairs(p.mask)) < rng.uniform(0.3, 1)
@@ -197,6 +210,7 @@ def draw(p: Program, number: int) -> Draw:
         do=do.astype(np.float64),
         dlse=dlse.astype(np.float64),
         scale=h**-0.5 if scale is None else float(scale),
+        soft_cap=p.soft_cap,
         is_causal=p.is_causal,
         window=p.window,
         offset=offset,
@@ -206,6 +220,7 @@ def draw(p: Program, number: int) -> Draw:
         key_segments=others.get("key_value_segment_ids"),
         mask=others.get("mask"),
         bias=arrays["bias"].astype(np.float64) if "bias" in arrays else None,
+        sinks=arrays["sinks"].astype(np.float64) if p.sinks else None,
     )
     return Draw(arrays, others, do, dlse, problem)
 
@@ -219,7 +234,11 @@ def with_garbage(x: Draw, seen: np.ndarray, rng: np.random.Generator) -> Draw:
     for name, at in (("q", rows), ("k", keys), ("v", keys)):
         arrays[name] = arrays[name].copy()
         arrays[name][at] = rng.choice([np.nan, np.inf, -np.inf])
-    do[rows], dlse[rows] = np.nan, np.inf
+    do[rows] = np.nan
+    if x.problem.sinks is not None:  # dlse of a row that sees nothing reaches the sink
+        lengths = np.array(x.problem.query_lengths)[:, None, None]
+        rows = rows & (np.arange(rows.shape[1])[:, None] >= lengths)
+    dlse[rows] = np.inf
     return Draw(arrays, x.others, do, dlse, x.problem)
 
 
@@ -228,9 +247,10 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
 
     A format errs each term by half an ulp; three lie on the way to any result, and one more where
     a score is rounded. A float32 sum errs by an ulp per term, and its scores' error by as much
-    times their size.
+    times their size. A soft cap's derivative is 1 − t², whose t errs by an ulp or two of 1.
     """
-    sizes, score = oracle.sizes(x, seen)
+    sizes = oracle.sizes(x, seen)
+    score = sizes.score
     rounds = p.preset != "exact" or p.dtype != "float32"
     low = EPS["float16" if p.dtype == "float16" else "bfloat16"] if rounds else 0.0
     terms = p.head_size + p.keys + p.rows + 16
@@ -241,8 +261,12 @@ def bounds(p: Program, x: oracle.Problem, seen: np.ndarray) -> dict[str, Any]:
     # float16 ends at 2^-24, in P and dS as in a result.
     least = 2.0**-24 * terms if p.dtype == "float16" else 2.0**-100
     result = {
-        name: relative * size + least * (1 + size.max(initial=0.0)) for name, size in sizes.items()
+        name: relative * size + least * (1 + size.max(initial=0.0))
+        for name, size in sizes.of.items()
     }
+    if p.soft_cap is not None:
+        for name, size in sizes.uncapped.items():
+            result[name] += 4 * EPS["float32"] * size
     return result | {"lse": of_scores + 2.0**-100}
 
 

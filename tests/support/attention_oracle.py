@@ -24,6 +24,7 @@ class Problem:
     do: np.ndarray
     dlse: np.ndarray
     scale: float
+    soft_cap: float | None
     is_causal: bool
     window: tuple[int, int] | None
     offset: list[int]
@@ -33,6 +34,7 @@ class Problem:
     key_segments: np.ndarray | None
     mask: np.ndarray | None
     bias: np.ndarray | None
+    sinks: np.ndarray | None
 
 
 def may_see(x: Problem, b: int, n: int, t: int, s: int) -> bool:
@@ -66,20 +68,34 @@ def seen_pairs(x: Problem) -> np.ndarray:
 def attend(x: Problem) -> dict[str, np.ndarray]:
     """out, lse, dq, dk, dv, and dbias where there is a bias.
 
-    A row that sees nothing has out 0, lse −inf and no gradient.
+    A row that sees nothing has out 0, lse −inf and no gradient; or lse its sink, which gets dlse.
     """
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
-    result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
+    result = {name: np.zeros(y.shape) for name, y in (("out", x.do), ("dq", x.q), ("dk", x.k))}
     result["dv"], result["lse"] = np.zeros(x.v.shape), np.full(x.q.shape[:3], -math.inf)
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
+    if x.sinks is not None:
+        result["dsinks"] = np.zeros(heads)
     seen = seen_pairs(x)
     for b, n, t in np.ndindex(seen.shape[:3]):
         keys = np.flatnonzero(seen[b, n, t])
         if keys.size:
             shared = n * kv_heads // heads  # the key head
             _add_row(x, result, (b, n, t), shared, keys)
+        elif x.sinks is not None and t < x.query_lengths[b]:
+            result["lse"][b, t, n] = x.sinks[n]
+            result["dsinks"][n] += x.dlse[b, t, n]
     return result
+
+
+def capped(x: Problem, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scores behind the soft cap, and its derivative."""
+    if x.soft_cap is None:
+        return scores, np.ones_like(scores)
+    # d tanh x / dx = 1 / cosh² x
+    of_cap = np.clip(scores / x.soft_cap, -300, 300)
+    return x.soft_cap * np.tanh(of_cap), np.cosh(of_cap) ** -2.0
 
 
 def _add_row(
@@ -87,17 +103,22 @@ def _add_row(
 ) -> None:
     b, n, t = row
     q, do, k, v = x.q[b, t, n], x.do[b, t, n], x.k[b, keys, h], x.v[b, keys, h]
-    scores = x.scale * (k @ q)
+    scores, slope = capped(x, x.scale * (k @ q))
     if x.bias is not None:
         scores = scores + np.array([entry(x.bias, b, n, t, s) for s in keys])
+    if x.sinks is not None:  # a key like any other, of value 0
+        scores, v = np.append(scores, x.sinks[n]), np.vstack([v, 0 * v[:1]])
     lse = np.logaddexp.reduce(scores)
     p = np.exp(scores - lse)
     result["out"][b, t, n], result["lse"][b, t, n] = p @ v, lse
     # d p_i / d s_j = p_i (δ_ij − p_j), and d lse / d s_j = p_j.
     jacobian = np.diag(p) - np.outer(p, p)
     ds = jacobian @ (v @ do) + p * x.dlse[b, t, n]
-    result["dq"][b, t, n] = x.scale * (ds @ k)
-    result["dk"][b, keys, h] += x.scale * np.outer(ds, q)
+    if x.sinks is not None:
+        result["dsinks"][n] += ds[-1]
+        p, ds = p[:-1], ds[:-1]
+    result["dq"][b, t, n] = x.scale * ((ds * slope) @ k)
+    result["dk"][b, keys, h] += x.scale * np.outer(ds * slope, q)
     result["dv"][b, keys, h] += np.outer(p, do)
     if x.bias is not None:
         for s, value in zip(keys, ds, strict=True):
@@ -108,7 +129,16 @@ def _add_row(
             result["dbias"][place] += value
 
 
-def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """See `sizes`; `uncapped` are those of dq and dk were the derivative of the soft cap 1."""
+
+    of: dict[str, np.ndarray]
+    uncapped: dict[str, np.ndarray]
+    score: float
+
+
+def sizes(x: Problem, seen: np.ndarray) -> Sizes:
     """Each result with every term made positive: what relative errors of terms add up to.
 
     Also the largest Σ |q||k|·scale + |bias| of a pair that is seen, which a relative error of the
@@ -123,28 +153,42 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
         dlse=np.abs(x.dlse),
         scale=abs(x.scale),
     )
-    result = {name: np.zeros(y.shape) for name, y in (("out", x.q), ("dq", x.q), ("dk", x.k))}
+    result = {name: np.zeros(y.shape) for name, y in (("out", x.do), ("dq", x.q), ("dk", x.k))}
+    uncapped = {name: y.copy() for name, y in result.items() if name != "out"}
     result["dv"], largest = np.zeros(x.v.shape), 0.0
     if x.bias is not None:
         result["dbias"] = np.zeros(x.bias.shape)
+    if x.sinks is not None:
+        result["dsinks"] = np.zeros(x.sinks.shape)
     for b, n, t in np.ndindex(seen.shape[:3]):
         keys = np.flatnonzero(seen[b, n, t])
         if not keys.size:
+            if x.sinks is not None and t < x.query_lengths[b]:
+                result["dsinks"][n] += positive.dlse[b, t, n]
+                largest = max(largest, abs(x.sinks[n]))
             continue
         h = n * x.k.shape[2] // x.q.shape[2]
         bias = np.zeros(keys.size)
         if x.bias is not None:
             bias = np.array([entry(x.bias, b, n, t, s) for s in keys])
-        scores = x.scale * (x.k[b, keys, h] @ x.q[b, t, n]) + bias
-        p = np.exp(scores - np.logaddexp.reduce(scores))
+        scores, slope = capped(x, x.scale * (x.k[b, keys, h] @ x.q[b, t, n]))
+        scores = scores + bias
+        of_sink = -np.inf if x.sinks is None else x.sinks[n]
+        p = np.exp(scores - np.logaddexp(np.logaddexp.reduce(scores), of_sink))
         q, do = positive.q[b, t, n], positive.do[b, t, n]
         k, v = positive.k[b, keys, h], positive.v[b, keys, h]
         largest = max(largest, float(np.max(positive.scale * (k @ q) + np.abs(bias))))
         dp = v @ do
         ds = p * (dp + p @ dp + positive.dlse[b, t, n])
         result["out"][b, t, n] = p @ v
-        result["dq"][b, t, n] = positive.scale * (ds @ k)
-        result["dk"][b, keys, h] += positive.scale * np.outer(ds, q)
+        if x.sinks is not None:
+            p_sink = max(1 - p.sum(), 0.0)
+            result["dsinks"][n] += p_sink * (p @ dp + positive.dlse[b, t, n])
+            largest = max(largest, abs(of_sink))
+        uncapped["dq"][b, t, n] = positive.scale * (ds @ k)
+        uncapped["dk"][b, keys, h] += positive.scale * np.outer(ds, q)
+        result["dq"][b, t, n] = positive.scale * ((ds * slope) @ k)
+        result["dk"][b, keys, h] += positive.scale * np.outer(ds * slope, q)
         result["dv"][b, keys, h] += np.outer(p, do)
         if x.bias is not None:
             for s, value in zip(keys, ds, strict=True):
@@ -153,4 +197,4 @@ def sizes(x: Problem, seen: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
                     0 if size == 1 else i for i, size in zip(index, x.bias.shape, strict=True)
                 )
                 result["dbias"][at] += value
-    return result, largest
+    return Sizes(result, uncapped, largest)

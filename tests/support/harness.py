@@ -49,8 +49,11 @@ class Implementation:
     def serves(self, case: "Case") -> bool:
         """Whether the case asks for nothing that the implementation declines."""
         asked = {
-            name for name in ("mask", "bias", "query_offset") if getattr(case, name) is not None
-        }
+            name
+            for name in ("mask", "bias", "query_offset", "soft_cap")
+            if getattr(case, name) is not None
+        } | ({"sinks"} if case.sinks else set())
+        asked |= set() if case.value_size is None else {"value_size"}
         return not self.declines & (asked | {case.dtype})
 
     def numerics(self, base: Numerics) -> Numerics:
@@ -107,7 +110,7 @@ IMPLEMENTATIONS = {
         kv_block=128,
         block_sizes=TPU_TILES,
         tile=128,
-        declines=frozenset({"bias", "query_offset", "float16"}),
+        declines=frozenset({"bias", "query_offset", "float16", "soft_cap", "sinks", "value_size"}),
     ),
 }
 KERNELS = ("gpu", "tpu")
@@ -123,11 +126,14 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     head_size: int = 16
+    value_size: int | None = None
     dtype: str = "float32"
     is_causal: bool = False
     window: int | tuple[int, int] | None = None
     query_offset: int | tuple[int, ...] | str | None = None
     scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     segments: bool = False
@@ -186,6 +192,35 @@ CASES = {
     "bfloat16": Case(dtype="bfloat16", is_causal=True),
     "bfloat16_repeated_maxima": Case(dtype="bfloat16", is_causal=True, values="repeated_maxima"),
     "bfloat16_one_sign": Case(dtype="bfloat16", is_causal=True, values="one_sign_values"),
+    "soft_cap": Case(soft_cap=2.0, values="repeated_maxima"),
+    "soft_cap_large_scores": Case(soft_cap=30.0, is_causal=True, values="large_positive_scores"),
+    "soft_cap_window": Case(
+        rows=40, keys=30, heads=4, soft_cap=1.5, window=(9, 4), key_lengths=(30, 9)
+    ),
+    "soft_cap_bias": Case(
+        soft_cap=2.0, bias=(True, True, True), mask="random", heads=4, query_offset=(4, -3)
+    ),
+    "small_values": Case(heads=4, head_size=48, value_size=16, is_causal=True),
+    "large_values": Case(rows=9, keys=23, value_size=40, key_lengths=(23, 9), sinks=True),
+    "values_mask_bias": Case(
+        value_size=3, head_size=5, heads=4, bias=(True, False, True), mask="random"
+    ),
+    "values_of_one_padded_size": Case(
+        dtype="bfloat16", head_size=24, value_size=32, soft_cap=2.0, window=(9, 3)
+    ),
+    "sinks": Case(sinks=True, heads=4, values="repeated_maxima"),
+    "sinks_large_scores": Case(sinks=True, is_causal=True, values="large_negative_scores"),
+    "sinks_lengths": Case(
+        sinks=True, heads=4, key_lengths=(20, 0), query_lengths=(4, 17), is_causal=True
+    ),
+    "sinks_window_cap": Case(
+        rows=40, keys=20, sinks=True, window=(7, 1), key_lengths=(20, 9), soft_cap=2.0
+    ),
+    "sinks_mask_bias": Case(
+        sinks=True, bias=(True, True, True), mask="empty", heads=4, query_offset=(4, -3)
+    ),
+    "sinks_bfloat16": Case(dtype="bfloat16", sinks=True, is_causal=True, segments=True),
+    "soft_cap_bfloat16": Case(dtype="bfloat16", soft_cap=3.0, is_causal=True, segments=True),
     "float16_key_lengths": Case(dtype="float16", heads=4, key_lengths=(11, 0)),
 }
 
@@ -243,8 +278,9 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
     """q k v do dlse, mask and bias where the case has them; NumPy arrays of the case's dtype."""
     rng = np.random.default_rng(seed)
     b, t, s, n, h = case.batch, case.rows, case.keys, case.heads, case.head_size
-    q, do = (rng.standard_normal((b, t, n, h)) for _ in range(2))
-    k, v = (rng.standard_normal((b, s, case.kv_heads, h)) for _ in range(2))
+    of_v = case.value_size or h
+    q, do = (rng.standard_normal((b, t, n, size)) for size in (h, of_v))
+    k, v = (rng.standard_normal((b, s, case.kv_heads, size)) for size in (h, of_v))
     if case.values == "repeated_maxima":
         k[:, s // 2 :] = k[:, : s - s // 2]  # each key twice, in different blocks and rows
         k[:, 1] = k[:, 0]
@@ -274,6 +310,10 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         spans = [size if spanned else 1 for spanned, size in zip(case.bias, (b, n, t), strict=True)]
         result["bias"] = 3 * rng.standard_normal((*spans, s)).astype(np.float32)
         result["bias"][..., 0] += 100.0  # exp(bias) alone would overflow
+    if case.sinks:  # one that takes all weight, one next to none, and others like scores
+        result["sinks"] = (2 * rng.standard_normal(n)).astype(np.float32)
+        if case.values == "large_negative_scores":
+            result["sinks"] = np.array([-88.0, -95.0], np.float32)
     if case.mask is not None:
         result["mask"] = _mask(case, rng)
     if case.segments:
@@ -322,23 +362,43 @@ def masking(case: Case, arrays: Arrays) -> reference.Masking:
         query_segments=arrays.get("query_segments"),
         key_segments=arrays.get("key_segments"),
         query_offset=case.offset,
+        sinks=arrays.get("sinks"),
     )
+
+
+def reference_options(case: Case, arrays: Arrays) -> dict[str, Any]:
+    return {"scale": case.scale, "soft_cap": case.soft_cap, "masking": masking(case, arrays)}
+
+
+def slope(case: Case, arrays: Arrays) -> np.ndarray:
+    """The derivative of the soft cap, [B, N, T, S], float64."""
+    if case.soft_cap is None:
+        return np.ones(1)
+    q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
+    products = np.einsum("btnh,bsnh->bnts", q, k.repeat(case.heads // case.kv_heads, 2))
+    return np.cosh(products * (case.scale or case.head_size**-0.5) / case.soft_cap) ** -2.0
 
 
 def oracle(case: Case, arrays: Arrays) -> Arrays:
     """Float64 forward and backward; a gradient of lse enters dS as P ∘ dlse."""
     qkv = (arrays["q"], arrays["k"], arrays["v"])
-    options = {"scale": case.scale, "masking": masking(case, arrays)}
+    options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
     bwd = reference.backward(*qkv, arrays["do"], **options)
     scale = case.scale or case.head_size**-0.5
     extra = fwd.p * arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
     q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
     group = case.heads // case.kv_heads
-    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", extra, k.repeat(group, 2)) * scale
-    dk = np.einsum("bnts,btnh->bsnh", extra, q) * scale
+    behind = extra * slope(case, arrays)
+    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", behind, k.repeat(group, 2)) * scale
+    dk = np.einsum("bnts,btnh->bsnh", behind, q) * scale
     dk = bwd.dk + dk.reshape(*k.shape[:3], group, -1).sum(3)
     result = {"out": fwd.o, "lse": fwd.lse, "dq": dq, "dk": dk, "dv": bwd.dv}
+    if "sinks" in arrays:
+        weights = reference.sink_probabilities(fwd, options["masking"])
+        result["dsinks"] = bwd.dsinks + (weights * np.where(weights == 0, 0, arrays["dlse"])).sum(
+            (0, 1)
+        )
     if "bias" in arrays:
         axes = tuple(i for i, size in enumerate(arrays["bias"].shape) if size == 1)
         result["dbias"] = (bwd.ds + extra).sum(axes, keepdims=True)
@@ -372,11 +432,14 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
     lse normalises. Each result moves by at most the factor times the sum of the sizes of its terms.
     """
     qkv = (arrays["q"], arrays["k"], arrays["v"])
-    options = {"scale": case.scale, "masking": masking(case, arrays)}
+    options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
     bwd = reference.backward(*qkv, arrays["do"], **options)
     dlse = arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
     ds, scale = np.abs(bwd.ds + fwd.p * dlse), case.scale or case.head_size**-0.5
+    dbias, ds, ulp = ds, ds * slope(case, arrays), plain.EPS32 * largest(fwd.s)
+    if case.soft_cap is not None:  # of 1 − t²: XLA's tanh on a CPU is off by 2.5 ε near t = 1
+        ds = ds + 5 * plain.EPS32 / ulp * dbias
     q, k, v, do = (np.abs(arrays[name].astype(np.float64)) for name in ("q", "k", "v", "do"))
     group = case.heads // case.kv_heads
 
@@ -389,9 +452,9 @@ def score_noise(case: Case, arrays: Arrays) -> Arrays:
         "dq": np.einsum("bnts,bsnh->btnh", ds, k.repeat(group, 2)) * scale,
         "dk": by_group(np.einsum("bnts,btnh->bsnh", ds, q)) * scale,
         "dv": by_group(np.einsum("bnts,btnh->bsnh", fwd.p, do)),
-        "dbias": ds.sum((0, 1)),
+        "dbias": dbias.sum((0, 1)),
+        "dsinks": (np.abs(bwd.delta) + np.abs(arrays["dlse"])).sum((0, 1)),
     }
-    ulp = plain.EPS32 * largest(fwd.s)
     return {name: ulp * x.max() for name, x in sizes.items()}
 
 
@@ -403,8 +466,10 @@ def plain_options(
     rows, cols = np.arange(t)[:, None], np.arange(s)
     at = rows + case.offset[:, None, None, None]
     within = np.ones((b, 1, t, s), bool)
+    exists = np.ones((b, 1, t, 1), bool)
     if case.query_lengths is not None:
-        within = within & (rows < np.array(case.query_lengths)[:, None, None, None])
+        exists = rows < np.array(case.query_lengths)[:, None, None, None]
+        within = within & exists
     if case.key_lengths is not None:
         within = within & (cols < np.array(case.key_lengths)[:, None, None, None])
     if case.window is not None:
@@ -423,6 +488,9 @@ def plain_options(
         visited=visited,
         within_lengths=within,
         bias=arrays.get("bias"),
+        soft_cap=case.soft_cap,
+        sinks=arrays.get("sinks"),
+        exists=exists,
     )
 
 
@@ -446,7 +514,15 @@ def run(
     key: jax.Array | None = None,
 ) -> Arrays:
     """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
-    call = Call(implementation, numerics_, row_max, case.scale, case.is_causal, case.window)
+    call = Call(
+        implementation,
+        numerics_,
+        row_max,
+        case.scale,
+        case.is_causal,
+        case.window,
+        case.soft_cap,
+    )
     return as_float32(compiled(call)(*call_arrays(case, arrays), key))
 
 
@@ -471,7 +547,9 @@ def call_arrays(case: Case, arrays: Arrays) -> Operands:
         rest["query_offset"] = case.offset.astype(np.int32)
     rest["query_segment_ids"] = arrays.get("query_segments")
     rest["key_value_segment_ids"] = arrays.get("key_segments")
-    differentiated = {name: arrays[name] for name in ("q", "k", "v", "bias") if name in arrays}
+    differentiated = {
+        name: arrays[name] for name in ("q", "k", "v", "bias", "sinks") if name in arrays
+    }
     return Operands(differentiated, rest, (arrays["do"], arrays["dlse"]))
 
 
@@ -491,6 +569,7 @@ class Call:
     scale: float | None
     is_causal: bool
     window: int | tuple[int, int] | None
+    soft_cap: float | None = None
 
     def forward_and_backward(
         self,
@@ -508,6 +587,7 @@ class Call:
                 scale=self.scale,
                 is_causal=self.is_causal,
                 local_window_size=self.window,
+                logits_soft_cap=self.soft_cap,
                 numerics=self.implementation.numerics(self.numerics),
                 row_max=self.row_max,
                 rng_key=key,

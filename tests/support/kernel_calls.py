@@ -84,9 +84,15 @@ class Call:
         if not self.backward:
             out, lse = self.attend(extras, *qkv)
             return {"out": out, "lse": lse}
-        (out, lse), pullback = jax.vjp(functools.partial(self.attend, extras), *qkv)
-        dq, dk, dv = planes(*pullback((arrays["do"].astype(out.dtype), arrays["dlse"])))
-        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+        def attend(column: Any, *qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.attend(extras._replace(sinks=column), *qkv)
+
+        (out, lse), pullback = jax.vjp(attend, extras.sinks, *qkv)
+        dsinks, *gradients = pullback((arrays["do"].astype(out.dtype), arrays["dlse"]))
+        dq, dk, dv = planes(*gradients)
+        result = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        return result if dsinks is None else result | {"dsinks": dsinks}
 
     def qkv(self, arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         """What `attend` takes: q, k and v, or one array of them."""
@@ -123,6 +129,7 @@ def call_of(
         numerics=chosen.replace(kv_block=kv_block),
         row_max=rule,
         scale=case.scale or case.head_size**-0.5,
+        soft_cap=case.soft_cap,
         is_causal=case.is_causal,
         window=harness.sides(case.window),
         block_sizes=sizes,
@@ -157,7 +164,8 @@ def extras_of(case: harness.Case) -> Extras:
     )
     mask = jnp.asarray(arrays["mask"]) if case.mask is not None else None
     stream = RandomStream(jnp.array(_SEED, jnp.uint32), *indices)
-    return Extras(None, mask, *lengths, stream, None, *segments)
+    column = jnp.asarray(arrays["sinks"]) if case.sinks else None
+    return Extras(None, mask, *lengths, stream, None, *segments, sinks=column)
 
 
 def operands_of(case: harness.Case) -> tuple[dict[str, jax.Array], Extras]:

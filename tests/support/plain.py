@@ -29,6 +29,14 @@ class Options:
     visited: np.ndarray  # True where it may by position alone, whatever the dense mask says
     within_lengths: np.ndarray  # the same without causality
     bias: np.ndarray | None = None
+    soft_cap: float | None = None
+    sinks: np.ndarray | None = None  # [N]
+    exists: np.ndarray | None = None  # [B, 1, T, 1], rows within the lengths
+
+    @property
+    def unit(self) -> float:
+        """What scores count in where products are multiplied once."""
+        return self.scale if self.soft_cap is None else self.soft_cap
 
 
 def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
@@ -109,7 +117,7 @@ def raw_scores(opt: Options) -> bool:
     n = opt.numerics
     formed = [n.scores] if n.exponent == "whole_max" else [n.scores, n.stats]
     products = n.exponent in ("scale_first", "unfused", "whole_max")
-    counts = products and opt.bias is None and opt.scale > 0
+    counts = products and opt.bias is None and opt.unit > 0
     return counts and all(x.format.name == "float32" for x in formed)
 
 
@@ -145,12 +153,22 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     n = opt.numerics
     raw, scale_first = raw_scores(opt), n.exponent in ("scale_first", "unfused")
     whole = n.exponent == "whole_max"
-    unit = opt.scale if raw else 1.0
-    s = q @ k.swapaxes(-1, -2) * np.float32(opt.scale / unit)
+    unit = opt.unit if raw else 1.0
+    s = q @ k.swapaxes(-1, -2)
+    if opt.soft_cap is not None:
+        s = np.tanh(s * np.float32(opt.scale / opt.soft_cap))
+    s = s * np.float32(opt.unit / unit)
     s = round_nearest(s if opt.bias is None else s + opt.bias, n.scores)
     s = np.where(opt.seen, s, np.float32(-np.inf))
     m = np.full((*s.shape[:-1], 1), -np.inf, np.float32)
     l = np.zeros_like(m)
+    if opt.sinks is not None:
+        sink = opt.sinks.astype(np.float32)[:, None, None] / np.float32(unit)
+        m = np.broadcast_to(sink, m.shape)
+        l = np.where(m == -np.inf, np.float32(0), np.float32(1))
+        if whole:
+            m, sink = np.broadcast_to(whole_max(sink, LOG2E * unit), m.shape), m
+            l = np.exp2(sink.astype(np.float64) * LOG2E * unit - m).astype(np.float32)
     acc = np.zeros((*s.shape[:-1], v.shape[-1]), np.float32)
     aux = acc
     size = step_of(n, s.shape[-1])
@@ -217,6 +235,8 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
     of_m = np.float32(np.log(2.0) if whole else unit)
     lse = round_nearest(m * of_m + np.log(divisor), n.lse)
     lse = np.where(empty, np.float32(-np.inf), lse)
+    if opt.sinks is not None:
+        lse = np.where(opt.exists, lse, np.float32(-np.inf))
     return Forward(s, o, saved, lse, np.where(empty, np.float32(0), m), divisor)
 
 
@@ -241,7 +261,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     v = round_nearest(v, n.value)
     fwd = forward(q, k, v, opt, dtype)
 
-    unit = opt.scale if raw_scores(opt) else 1.0
+    unit = opt.unit if raw_scores(opt) else 1.0
     if n.exponent in ("scale_first", "unfused"):
         lse = np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse)
         apart = n.statistics == "m_and_l"
@@ -266,9 +286,13 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     delta = round_nearest(products.sum(-1, keepdims=True, dtype=np.float32), n.delta_value)
     dlse = inputs["dlse"].swapaxes(1, 2)[..., None]
     scale, tiles = np.float32(opt.scale), tile_slices(n, *p.shape[-2:])
+    slope = np.float32(1)
+    if opt.soft_cap is not None:
+        capped = np.tanh(q @ k.swapaxes(-1, -2) * np.float32(opt.scale / opt.soft_cap))
+        slope = (1 - capped) * (1 + capped)
 
     def rounded_ds(delta: np.ndarray) -> np.ndarray:
-        return round_nearest(p * (dp - delta) * scale, n.ds)
+        return round_nearest(p * (dp - delta) * slope * scale, n.ds)
 
     def sum_over_tiles(shape: tuple[int, ...], product: Callable[..., Any]) -> np.ndarray:
         total = np.zeros(shape, np.float32)
@@ -283,15 +307,27 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         k_of_q = round_nearest(k - mean, Rounding(numerics.get_format(dtype)))
         given_back = scale * dlse * mean
     p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
+    p_sink = np.float32(0)
+    if opt.sinks is not None:
+        of_row = opt.sinks.astype(np.float32)[:, None, None]
+        if n.statistics == "m_and_l":
+            of_m = np.float32(np.log(2.0) if n.exponent == "whole_max" else unit)
+            p_sink = np.exp(of_row - fwd.m * of_m) / fwd.l
+        else:
+            p_sink = np.exp(of_row - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
+        p_sink = np.where(opt.exists, p_sink, np.float32(0))
     if n.delta == "normalized":
         r = (p * (dp - delta)).sum(-1, keepdims=True, dtype=np.float32)
-        total = p.sum(-1, keepdims=True, dtype=np.float32)
+        total = p.sum(-1, keepdims=True, dtype=np.float32) + p_sink
+        r = r - p_sink * delta
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
-        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (p_r @ k_of_q)
+        of_pk = round_nearest(p * slope, n.probs_bwd)
+        ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (of_pk @ k_of_q)
         delta = delta + moved - dlse
     elif n.delta == "after_cast":
         ds_of_q = rounded_ds(delta)
         r, total = (x.sum(-1, keepdims=True, dtype=np.float32) for x in (ds_of_q, p_r))
+        r, total = r - p_sink * delta * scale, total + p_sink
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
         after = moved - scale * dlse
         correction, of_k = after * (p_r @ k), round_nearest(after * q, n.ds)
@@ -300,8 +336,9 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         delta = delta - dlse
         ds_of_q, correction = rounded_ds(delta), np.float32(0)
     ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
+    of_sink = -p_sink * delta
     if n.delta == "after_cast":
-        ds = ds - p * after / scale
+        ds, of_sink = ds - p * after / scale, of_sink - p_sink * after / scale
     dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k_of_q[..., j, :]))
     dq = dq - correction + given_back
     of_dv = (p_r, do)
@@ -309,9 +346,9 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         of_dv = (p_bar, round_nearest(do / fwd.l, n.probs_bwd))
     dk, dv = (
         sum_over_tiles(
-            k.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
+            like.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
         )
-        for a, b in ((ds_of_k, q), of_dv)
+        for like, (a, b) in ((k, (ds_of_k, q)), (v, of_dv))
     )
 
     dk = dk - taken_from_dk
@@ -325,6 +362,8 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         result[name] = round_nearest(result[name], grads)
     result = {name: x.swapaxes(1, 2) for name, x in result.items()}
     result["lse"] = fwd.lse[..., 0].swapaxes(1, 2)
+    if opt.sinks is not None:
+        result["dsinks"] = of_sink.sum((0, 2, 3), dtype=np.float32)
     if opt.bias is not None:
         axes = tuple(i for i, size in enumerate(opt.bias.shape) if size == 1)
         result["dbias"] = ds.sum(axes, keepdims=True)

@@ -22,6 +22,7 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
+    unsupported_variants,
 )
 from lowprec_attn.numerics import (
     FLASH,
@@ -61,6 +62,8 @@ def unsupported(request: Request) -> str | None:
     if reason := _unsupported_machine(request):
         return reason
     if reason := unsupported_by_kernels(request):
+        return reason
+    if reason := unsupported_variants(request):
         return reason
     if request.dtype != jnp.bfloat16:
         return f"{request.dtype} (it takes bfloat16)"

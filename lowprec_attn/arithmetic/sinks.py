@@ -1,0 +1,112 @@
+"""Attention sinks: one more column of scores, a learned number per head, without key or value.
+
+It enters m, l and so lse, and takes from the weights of the keys. With P_sink = exp(sink − lse) the
+row sum of P over the keys is 1 − P_sink. Its value is 0, and so is its dP: the gradient of the sink
+is Σ P_sink (dlse − δ) over the rows, and rows of dS sum to P_sink δ over the keys.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from lowprec_attn.arithmetic.powers import power, whole_max
+from lowprec_attn.arithmetic.products import LOG2E, powers
+from lowprec_attn.arithmetic.recurrence import RowStatistics, subtracted_max
+from lowprec_attn.arithmetic.request import Extras, Spec
+
+
+def start_of_rows(sinks: Array, unit: float, spec: Spec) -> tuple[Array, Array]:
+    """m and l before the first key: the sink and 1; or it rounded up, in base 2, and its P̄.
+
+    A sink of −inf is none: m = −inf, l = 0.
+
+    Args:
+      sinks: in units of S, any shape.
+      unit: what scores and m count in.
+      spec: for the exponent.
+    """
+    s = _in_unit(sinks, unit)
+    # As in a step: no derivative goes through m.
+    m = lax.stop_gradient(s)
+    if spec.numerics.exponent == "whole_max":
+        m = whole_max(m, unit * LOG2E)
+        return m, power(s, unit * LOG2E, subtracted_max(m, m == -jnp.inf))
+    return m, jnp.exp(s - subtracted_max(m, m == -jnp.inf))
+
+
+def probabilities(sinks: Array, statistics: RowStatistics, unit: float, spec: Spec) -> Array:
+    """P_sink of rows, unrounded: no product takes it as an operand. 0 where lse is −inf.
+
+    Args:
+      sinks: in units of S, broadcasts to the statistics.
+      statistics: of the rows; m in units of `unit`.
+      unit, spec: as in `start_of_rows`.
+    """
+    subtracted, inverse_l = statistics
+    s = jnp.broadcast_to(_in_unit(sinks, unit), subtracted.shape)
+    exponent = spec.numerics.exponent
+    empty = subtracted == -jnp.inf
+    subtracted = jnp.where(empty, jnp.float32(0), subtracted)
+    if exponent == "whole_max":
+        p = power(s, unit * LOG2E, subtracted)
+    elif exponent in ("scale_first", "unfused"):
+        of_statistic = 1.0 if inverse_l is None else unit
+        p = powers(s, subtracted, unit, of_statistic, exponent)
+    elif inverse_l is None:
+        p = jnp.exp(sinks.astype(jnp.float32) - subtracted)
+    else:
+        p = jnp.exp((s - subtracted) * jnp.float32(unit))
+    p = jnp.where(empty, jnp.float32(0), p)
+    return p if inverse_l is None else p * inverse_l
+
+
+def _in_unit(sinks: Array, unit: float) -> Array:
+    sinks = sinks.astype(jnp.float32)
+    return sinks if unit == 1 else sinks / jnp.float32(unit)
+
+
+class SinkColumn(NamedTuple):
+    """Of rows in the backward pass, [B, K, G, T, 1].
+
+    Attributes:
+      p: P_sink, 0 in rows beyond the lengths, which do not exist.
+      sees: whether a row sees a key.
+    """
+
+    p: Array
+    sees: Array
+
+    def seen(self, do: Array, dlse: Array) -> tuple[Array, Array]:
+        """dO and dlse, 0 in rows that see no key: whatever they are, it reaches no key."""
+        zero = jnp.zeros((), do.dtype)
+        return jnp.where(self.sees, do, zero), jnp.where(self.sees, dlse, jnp.float32(0))
+
+    def gradient(self, delta: Array, dlse: Array) -> Array:
+        """P_sink (dlse − δ) of each row; P_sink dlse where lse is the sink itself.
+
+        Args:
+          delta: δ − dlse of the rows, unrounded.
+          dlse: as given.
+        """
+        of_row = self.p * jnp.where(self.sees, -delta, dlse)
+        return jnp.where(self.p == 0, jnp.float32(0), of_row)
+
+
+def column(
+    statistics: RowStatistics, sees: Array, rows: Array, unit: float, spec: Spec, extras: Extras
+) -> SinkColumn:
+    """The column of the grouped sinks of a call, for rows [T, 1] with these statistics."""
+    assert extras.sinks is not None
+    p = probabilities(extras.sinks, statistics, unit, spec)
+    valid = within_lengths(rows, extras)
+    p = p if valid is None else jnp.where(valid, p, jnp.float32(0))
+    return SinkColumn(p, jnp.broadcast_to(sees, p.shape))
+
+
+def within_lengths(rows: Array, extras: Extras) -> Array | None:
+    """Which rows [T, 1] exist, [B, 1, 1, T, 1]; None: all."""
+    if extras.query_lengths is None:
+        return None
+    return rows[None, None, None] < extras.query_lengths.reshape(-1, 1, 1, 1, 1)
