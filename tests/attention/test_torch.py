@@ -64,6 +64,24 @@ def test_it_is_our_function_of_jax(dtype, causal, numerics):
         assert (x.float() != expected).float().mean() < 1e-3
 
 
+def test_a_soft_cap_is_that_of_the_formula():
+    """In float64, by PyTorch's own derivatives."""
+
+    def capped(q, k, v):
+        s = 3 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 3)
+        s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1).bool(), -torch.inf)
+        return s.softmax(-1) @ v
+
+    arrays = qkv(dtype=torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in arrays]
+    attend = ours.attention_fn(numerics="exact", logits_soft_cap=3.0)
+    found = gradients(attend, arrays, is_causal=True)
+    out = capped(*exact)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).double()
+    for x, expected in zip(found, (out, *torch.autograd.grad(out, exact, do)), strict=True):
+        torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)])
 def test_axes_before_the_heads_are_any(batch):
     arrays = qkv(batch=batch)
