@@ -21,6 +21,7 @@ from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
     STEPS,
+    SUM_COLUMNS,
     BackwardTile,
     BlockSizes,
     ForwardTile,
@@ -30,7 +31,6 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     rounds_products,
 )
 from pallas_kernels.gpu.hopper.forward.kernel import forward
-from pallas_kernels.gpu.hopper.forward.mainloop import SUM_COLUMNS
 from pallas_kernels.gpu.hopper.problem import Problem
 
 PRESETS = (

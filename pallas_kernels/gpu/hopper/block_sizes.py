@@ -13,6 +13,8 @@ from pallas_kernels.gpu.hopper.tuning import tuned
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 STEPS = (64, 128)
+# Columns of ones that P̄ is multiplied with where a product sums it: the fewest of a swizzled tile.
+SUM_COLUMNS = 16
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
 
 BackwardKernel = Literal["query_gradients", "key_gradients"]

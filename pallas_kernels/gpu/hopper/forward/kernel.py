@@ -19,10 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import producer
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, SUM_COLUMNS, ForwardTile
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue
 from pallas_kernels.gpu.hopper.forward.mainloop import (
-    SUM_COLUMNS,
     end_last_tile,
     fill_with_ones,
     mainloop,

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, SUM_COLUMNS, ForwardTile
 from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
 from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax, Sums
@@ -41,9 +41,6 @@ from pallas_kernels.gpu.hopper.problem import Problem
 _Carry = tuple[Sums, Array | None, Softmax]
 # Ō and l of products, Ō′ − Ō, m and l.
 _InOrder = tuple[Sums, Array | None, Array, Array]
-
-# Columns of ones that P̄ is multiplied with where a product sums it: the fewest of a swizzled tile.
-SUM_COLUMNS = 16
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:

@@ -87,8 +87,8 @@ class Softmax(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What products of P̄ have added up: Ō [64, H], and l in each of 16 equal columns, where a
-    product sums it."""
+    """What products of P̄ have added up: Ō [64, H], and l in each of `SUM_COLUMNS` equal columns,
+    where a product sums it."""
 
     out: Array
     row: Array | None
