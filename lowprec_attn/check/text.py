@@ -184,8 +184,8 @@ def _cures(report: Report) -> Iterator[str]:
             "jax.nn.dot_product_attention(…, implementation='xla')."
         )
         yield from _wrapped(
-            "In PyTorch: lowprec_attn.torch.attention (not run on a GPU yet), or SDPBackend.MATH, "
-            "which holds all scores; no fused kernel of its own has a cure."
+            "In PyTorch: lowprec_attn.torch.attention, or SDPBackend.MATH, which holds all scores; "
+            "no fused kernel of its own has a cure."
         )
 
 

@@ -11,6 +11,7 @@ from command import ROOT
 from matplotlib.figure import Figure
 from PIL import Image
 
+from benchmarks import causes_figure
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
 from lowprec_attn.lab import archive, records
@@ -92,6 +93,42 @@ def test_the_page_of_the_first_batch_in_true_bfloat16_has_what_the_records_have(
         (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
         said = [cell.strip().split(", ") for cell in line.split("|")[2:5]]
         assert said == [*columns], name
+
+
+def test_the_page_of_the_causes_in_true_bfloat16_has_what_the_records_have():
+    """Of each seed at the last record; of error, the largest from step 1,000 on."""
+    page = (RESULTS / "true_bfloat16" / "causes" / "README.md").read_text()
+    of_arm = {}
+    for run in causes_figure.runs():
+        of_arm.setdefault(run.arm.name, []).append(run)
+    rows = re.findall(r"^\| `(\w+)`([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == set(of_arm)
+    for name, _, scores, heads, errors in rows:
+        said = zip(*(cells.strip().split(", ") for cells in (scores, heads, errors)), strict=True)
+        for seed, (score, large, error) in enumerate(said, start=1):
+            runs = [run for run in of_arm[name] if run.seed == seed]
+            if score == "–":
+                assert not runs, (name, seed)
+                continue
+            run = runs[0]  # of two, that of the first batch
+            step = max(run.signals)
+            at = f"{causes_figure.last_score(run):,.0f}" + (f" ({step:,})" if step < 2500 else "")
+            assert score.removesuffix(" (batch 1)") == at, (name, seed)
+            found = sum(s > 512 for s in run.signals[step][causes_figure.LAYER]["score_maximum"])
+            assert large == str(found), (name, seed)
+            two_digits = float(f"{causes_figure.largest_error(run):.2g}")
+            assert error == f"{two_digits:,g}", (name, seed)
+
+
+def test_a_rounding_between_δ_and_its_sum_decides_every_run_in_true_bfloat16():
+    rounded = {row.arm for row in causes_figure.ROUNDED}
+    errors = [
+        (run.arm.name in rounded, causes_figure.largest_error(run)) for run in causes_figure.runs()
+    ]
+    broken = [error for of_rounded, error in errors if of_rounded]
+    held = [error for of_rounded, error in errors if not of_rounded]
+    assert (len(broken), len(held)) == (31, 20)
+    assert min(broken) > 0.5 > 0.25 > max(held)
 
 
 def test_the_page_of_nanogpt_has_what_the_records_have():

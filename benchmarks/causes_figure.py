@@ -1,0 +1,133 @@
+"""Which rounding starts the runaway: largest error and largest score of each arm, a dot a run.
+
+    python -m benchmarks.causes_figure docs/images/causes.png
+
+reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.front_figure import LAYER, RESULTS
+from lowprec_attn.lab.records import ArmRecord, read_all
+from lowprec_attn.runs.pages.drawing import write_figure
+
+FIRST_STEP = 1000  # before it no head of layer 1 has saturated
+ALL_ROWS_ONE_KEY = 1e-12  # a head's true gradient of W_Q below this: no row of it sees two keys
+
+# Near Okabe and Ito's, as in the front figure: a rounding lies between δ and Σ P dP, or none.
+_ROUNDED, _NOT_ROUNDED = "#d55e00", "#009e73"
+
+
+class Row(NamedTuple):
+    """An arm and its plain name."""
+
+    arm: str
+    label: str
+
+
+ROUNDED = (
+    Row("flash", "FlashAttention's arithmetic"),
+    Row("flash_ds_float32", "… without the cast of dS"),
+    Row("flash_m_and_l", "… m and l kept apart"),
+    Row("flash_scale_first", "… scaled before shifted"),
+    Row("flash_dynamic_max", "… dynamic maximum"),
+    Row("flash_mean_key_subtracted", "… mean key subtracted"),
+    Row("stochastic_output", "… O rounded stochastically"),
+    Row("flash_rounded_row_sum", "… l of the rounded P̄"),
+    Row("auxiliary_output", "… a second O for δ"),
+    Row("float32_output", "… O in float32 for δ"),
+    Row("halves_output", "… O in two halves for δ"),
+    Row("exact_output", "float32, but O in bfloat16 for δ"),
+    Row("published", "the paper's public code"),
+    Row("published_dynamic_max", "… dynamic maximum"),
+)
+NOT_ROUNDED = (
+    Row("normalized_delta", "rows of dS sum to 0 before the cast"),
+    Row("corrected_after_cast", "… after the cast"),
+    Row("matched", "… in one pass"),
+    Row("delta_dp_p", "δ = rowsum(dP ∘ P)"),
+    Row("exact_ds", "float32, but the cast of dS"),
+    Row("exact_lse", "float32, but lse one number"),
+    Row("exact_scale_first", "float32, but scaled before shifted"),
+    Row("exact", "float32"),
+)
+
+
+def main() -> None:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="the picture")
+    write_figure(parser.parse_args().out, figure())
+
+
+def runs() -> list[ArmRecord]:
+    """The runs that reached step 1,500."""
+    both = [*read_all(RESULTS / "arithmetic"), *read_all(RESULTS / "causes")]
+    return [run for run in both if max(run.signals) >= 1500]
+
+
+def largest_error(run: ArmRecord) -> float:
+    """The largest error of W_Q's gradient over the gradient, of any head, from step 1,000 on.
+
+    It leaves out a head while no row of it sees two keys.
+    """
+
+    def found() -> Iterator[float]:
+        for step, layers in run.signals.items():
+            if step >= FIRST_STEP:
+                of = layers[LAYER]
+                true = of["query_weight_gradient_exact"]
+                errors = of["query_weight_gradient_error_from_total"]
+                yield from (e for e, g in zip(errors, true, strict=True) if g > ALL_ROWS_ONE_KEY)
+
+    return max(found())
+
+
+def last_score(run: ArmRecord) -> float:
+    """The largest |score| of the layer at the last record."""
+    return run.largest("score_maximum", max(run.signals), LAYER)
+
+
+def figure() -> Figure:
+    """Two panels with one row an arm."""
+    drawn = Figure(figsize=(10.4, 7.2), layout="constrained")
+    error, score = drawn.subplots(1, 2, sharey=True)
+    rows = [*ROUNDED, *NOT_ROUNDED]
+    of_all = runs()
+    for axis, value in ((error, largest_error), (score, last_score)):
+        _draw(axis, [[value(run) for run in of_all if run.arm.name == row.arm] for row in rows])
+    error.set_yticks(range(len(rows)), [row.label for row in rows])
+    error.invert_yaxis()
+    error.axvline(0.5, color="gray", lw=1)
+    score.axvline(512, color="gray", lw=1)
+    error.set_title("Largest rounding error over\nthe true gradient of W_Q")
+    score.set_title("Largest attention score\nat the last record")
+    drawn.legend(
+        *score.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False
+    )
+    return drawn
+
+
+def _draw(axis: Axes, values: Sequence[Sequence[float]]) -> None:
+    for color, marker, label, indices in (
+        (_ROUNDED, "o", "a rounding lies between δ and Σ P dP", range(len(ROUNDED))),
+        (_NOT_ROUNDED, "D", "none does", range(len(ROUNDED), len(values))),
+    ):
+        dots = [(value, at) for at in indices for value in values[at]]
+        x, y = zip(*dots, strict=True)
+        axis.scatter(x, y, color=color, marker=marker, alpha=0.75, label=label)
+    axis.axhline(len(ROUNDED) - 0.5, color="gray", lw=0.5)
+    axis.set_xscale("log")
+    axis.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The picture of the causes: every arm of the records has a row, every run a dot."""
+
+import sys
+
+import numpy as np
+import pytest
+from command import ROOT
+from PIL import Image
+
+from benchmarks import causes_figure
+
+
+def test_every_arm_has_a_row_and_every_run_a_dot():
+    runs = causes_figure.runs()
+    rows = [row.arm for row in (*causes_figure.ROUNDED, *causes_figure.NOT_ROUNDED)]
+    assert {run.arm.name for run in runs} == set(rows)
+    assert len(rows) == len(set(rows))
+    for axis in causes_figure.figure().axes:
+        rounded, not_rounded = axis.collections
+        dots = [*rounded.get_offsets(), *not_rounded.get_offsets()]
+        assert len(dots) == len(runs)
+        assert max(at for _, at in rounded.get_offsets()) < len(causes_figure.ROUNDED)
+
+
+@pytest.mark.slow
+def test_the_page_shows_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["causes_figure", str(tmp_path / "causes.png")])
+    causes_figure.main()
+    shown, drawn = (
+        np.asarray(Image.open(folder / "causes.png").convert("L"), np.int32)
+        for folder in (ROOT / "docs" / "images", tmp_path)
+    )
+    assert shown.shape == drawn.shape
+    assert np.mean(np.abs(shown - drawn) > 32) < 1e-3
