@@ -10,13 +10,16 @@ seeds in their order, rate, batch, clipping, Adam. The arms differ in who comput
     flash     PyTorch's FlashAttention-2
     cudnn     cuDNN's, by PyTorch
     float32   PyTorch's memory-efficient attention on q, k and v in float32: the control
+    normalized_delta, matched
+              our kernels by `lowprec_attn.torch.attention_fn`, one changed line of a program: the
+              cures
 
 The queue is that of `lab run`, and run directories are as the trainer makes them. A run that was
 stopped cannot be continued: it takes minutes. Remove its directory to repeat it.
 
 Question:   does nanoGPT's own code break in this regime, too?
 Prediction: `flash` and `cudnn` have two heads or more above 512 by step 2,500 with two seeds of
-            three, `float32` with none.
+            three, `float32` with none. The cures, which have not run, with none either.
 Wrong if:   both hold with three seeds of three. Then what breaks is in our code.
 Decides:    whether our claim about `flash` stands.
 
@@ -54,7 +57,13 @@ from lowprec_attn.lab.experiment import Arm, Experiment
 from lowprec_attn.lab.processes import cpu_slots, gpu_slots
 
 # What an arm is called, and the preset of which our code says that it is the same arithmetic.
-ARMS = {"flash": "flash", "cudnn": "flash", "float32": "exact"}
+ARMS = {
+    "flash": "flash",
+    "cudnn": "flash",
+    "float32": "exact",
+    "normalized_delta": "normalized_delta",
+    "matched": "matched",
+}
 
 
 def main() -> int:

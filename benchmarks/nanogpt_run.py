@@ -3,7 +3,8 @@ r"""One run of `benchmarks.nanogpt_regime`: nanoGPT's model, trained into a run 
     python -m benchmarks.nanogpt_run NANOGPT --config=gpt2_bf16:full --workdir=DIR \
         --config.NAME=VALUE …
 
-config.name says which attention: nanogpt_flash, nanogpt_cudnn or nanogpt_float32.
+config.name says which attention: nanogpt_flash, nanogpt_cudnn, nanogpt_float32, or one of ours,
+nanogpt_normalized_delta or nanogpt_matched.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # the GPU is PyTorch's; before JAX starts below
+# The GPU is PyTorch's; before JAX starts below.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import jax
 import jax.numpy as jnp
 
 from lowprec_attn.commands import config as configs
@@ -33,6 +36,7 @@ from lowprec_attn.runs import environment
 from lowprec_attn.runs.instability.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.torch import attention_fn
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.optimizer import learning_rate
 from lowprec_attn.training.run import open_corpus
@@ -50,6 +54,8 @@ _BACKENDS = {
         SDPBackend.EFFICIENT_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
     ),
 }
+# The arms of our own kernels: their presets.
+_OURS = {f"nanogpt_{preset}": preset for preset in ("normalized_delta", "matched")}
 
 
 def main() -> int:
@@ -61,6 +67,8 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     values = configs.load(args.config, flags)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if values["name"] not in _OURS:
+        jax.config.update("jax_platforms", "cpu")
     return train(train_settings(values), values, args.workdir, args.nanogpt, device)
 
 
@@ -77,11 +85,12 @@ def train(
       0, or EXIT_BROKEN where a loss or gradient is not finite.
 
     Raises:
-      RunError: another nanoGPT, an attention that is none of the three, or a run directory with
+      RunError: another nanoGPT, an attention that is none of the five, or a run directory with
         records of a run that was stopped.
     """
-    if settings.name not in _BACKENDS:
-        raise RunError(f"config.name must be one of {', '.join(_BACKENDS)}, got {settings.name!r}")
+    if settings.name not in {**_BACKENDS, **_OURS}:
+        names = ", ".join({**_BACKENDS, **_OURS})
+        raise RunError(f"config.name must be one of {names}, got {settings.name!r}")
     corpus = open_corpus(settings.data)
     corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
     if RunDir(workdir).begun:
@@ -120,7 +129,7 @@ def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def attention_by(name: str) -> Iterator[None]:
-    """Attention of every call within: that of a name in `_BACKENDS`, or an error of PyTorch's."""
+    """Attention of every call within: that of a name, or an error of who cannot serve it."""
     functional, usual = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
 
     def in_float32(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -128,13 +137,17 @@ def attention_by(name: str) -> Iterator[None]:
             out: torch.Tensor = usual(*(x.float() for x in qkv), **options)
         return out.to(qkv[0].dtype)
 
-    with sdpa_kernel(_BACKENDS[name]):
-        try:
-            if name == "nanogpt_float32":
-                functional.scaled_dot_product_attention = in_float32
+    try:
+        if name in _OURS:
+            functional.scaled_dot_product_attention = attention_fn(numerics=_OURS[name])
             yield
-        finally:
-            functional.scaled_dot_product_attention = usual
+            return
+        if name == "nanogpt_float32":
+            functional.scaled_dot_product_attention = in_float32
+        with sdpa_kernel(_BACKENDS[name]):
+            yield
+    finally:
+        functional.scaled_dot_product_attention = usual
 
 
 def _loop(

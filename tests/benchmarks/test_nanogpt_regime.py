@@ -104,7 +104,8 @@ def test_scores_and_norms_are_those_of_our_diagnostics():
             np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
 
 
-def test_a_run_leaves_what_the_lab_collects(tmp_path, monkeypatch):
+@pytest.mark.parametrize("attention", ["flash", "matched"])
+def test_a_run_leaves_what_the_lab_collects(tmp_path, monkeypatch, attention):
     run = torch_run()
     import torch
 
@@ -113,7 +114,7 @@ def test_a_run_leaves_what_the_lab_collects(tmp_path, monkeypatch):
     text = write_text(tmp_path)
     small = {**TINY, "model.width": 16, "model.vocab_size": 258, "eval_every": 5}
     flags = [f"--config.{name}={value}" for name, value in small.items()]
-    defined = nanogpt_regime.definition(flags, str(text)).with_seeds([1]).select(["flash"])
+    defined = nanogpt_regime.definition(flags, str(text)).with_seeds([1]).select([attention])
     (trial,) = defined.trials
     workdir = tmp_path / "runs"
     workdir.mkdir()
@@ -151,6 +152,22 @@ def test_another_model_and_an_attention_that_cannot_serve_are_refused(tmp_path, 
     qkv = torch.randn(3, 1, 2, 8, 16, dtype=torch.bfloat16)
     with run.attention_by("nanogpt_cudnn"), pytest.raises(RuntimeError, match="No viable backend"):
         torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+
+
+@pytest.mark.parametrize("preset", ["normalized_delta", "matched"])
+def test_an_arm_of_ours_computes_its_preset(preset):
+    run = torch_run()
+    import torch
+
+    from lowprec_attn.torch import attention_fn
+
+    usual = torch.nn.functional.scaled_dot_product_attention
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 1, 2, 64, 16).bfloat16() * 4
+    with run.attention_by(f"nanogpt_{preset}"), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+    assert torch.equal(out, attention_fn(numerics=preset)(*qkv, is_causal=True))
+    assert torch.nn.functional.scaled_dot_product_attention is usual
 
 
 def test_float32_is_the_unfused_attention_of_unrounded_operands_and_products():
