@@ -55,7 +55,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     places.add_argument(
         "--devices",
         metavar="0,1,...",
-        help="GPUs, one arm each (default: all; where there is none, one arm at a time)",
+        help="GPUs, one arm each, or 0+1,2+3: one arm on two (default: all, one each; where there "
+        "is none, one arm at a time)",
     )
     places.add_argument("--jobs", type=int, help="so many arms at a time, bound to no device")
     parser.set_defaults(act=_run, config_flags=[])

@@ -67,14 +67,17 @@ class _Child(NamedTuple):
 
 
 def gpu_slots(devices: Sequence[str] | None = None) -> list[Slot]:
-    """One slot per GPU.
+    """One slot per GPU, or per GPUs that are joined.
 
     Args:
-      devices: as CUDA_VISIBLE_DEVICES names them; None for all that JAX finds.
+      devices: as CUDA_VISIBLE_DEVICES names them, several of one slot as 0+1; None for all that
+        JAX finds, a slot each.
     """
     if devices is None:
         devices = _visible_gpus()
-    return [Slot(f"GPU {name}", {"CUDA_VISIBLE_DEVICES": name}) for name in devices]
+    return [
+        Slot(f"GPU {name}", {"CUDA_VISIBLE_DEVICES": name.replace("+", ",")}) for name in devices
+    ]
 
 
 def cpu_slots(count: int) -> list[Slot]:
