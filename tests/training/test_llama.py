@@ -10,21 +10,26 @@ import numpy as np
 import pytest
 from command import run_here, without_report
 from llama import forward, rotated
+from safetensors.numpy import load_file
 from tiny import LLAMA, llama_config, llama_settings, tiny_config, tiny_settings
 
 from configs import llama_bf16
 from lowprec_attn import attention, diagnostics
 from lowprec_attn.commands.main import main
+from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2.hugging_face import WeightsError
 from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.lab.report.mechanism import mechanism
 from lowprec_attn.llama import hugging_face
 from lowprec_attn.llama.layers import rotate, rotation, swiglu
 from lowprec_attn.runs import metrics
+from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training import models
 from lowprec_attn.training.config import ConfigError, train_settings
 from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.loop import Loop
 from lowprec_attn.training.resources.efficiency import step_flops
+from lowprec_attn.training.saved_model import restore, settings_of, to_hugging_face
 from lowprec_attn.training.signals import make_layers, make_signals
 from lowprec_attn.training.step import make_steps, root_key
 
@@ -351,6 +356,25 @@ def test_a_run_is_diagnosed_in_its_own_arithmetic(whole, tmp_path, capsys):
     assert "8 heads of 2 layers" in capsys.readouterr().out
     layers = json.loads((tmp_path / "out.json").read_text())["layers"]
     assert len(layers) == 2 and "query_weight_gradient_error_relative" in str(layers[0]["signals"])
+
+
+def test_a_run_is_written_for_transformers(whole, tmp_path):
+    workdir, *_ = whole
+    to_hugging_face(workdir, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]  # it has QK-norm
+    settings = hugging_face.model_settings(config, "bfloat16")
+    params = hugging_face.parameters(load_file(tmp_path / "out" / "model.safetensors"), settings)
+    saved = restore(settings_of(workdir), RunDir(workdir))
+    jax.tree.map(np.testing.assert_array_equal, params, saved.params)
+    with pytest.raises(WeightsError, match=r"no llama has soft_cap 5\.0"):
+        of = dataclasses.replace(settings, qk_norm=False, soft_cap=5.0)
+        hugging_face.save(tmp_path / "capped", of, params)
+    config = RunDir(tmp_path / "gpt2").config
+    config.parent.mkdir()
+    config.write_text(json.dumps(tiny_config()))
+    with pytest.raises(RunError, match="its model is gpt2; only llama is written"):
+        to_hugging_face(tmp_path / "gpt2", tmp_path / "out")
 
 
 @pytest.mark.usefixtures("no_report")
