@@ -137,7 +137,7 @@ def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..
 
 
 @jax.custom_vjp
-def _three_times(x: Array) -> tuple[Array, Array, Array]:
+def three_times(x: Array) -> tuple[Array, Array, Array]:
     """x for three products, whose gradients are added in an order of our choice."""
     return x, x, x
 
@@ -150,7 +150,7 @@ def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[A
     return (first + (second + third),)
 
 
-_three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
+three_times.defvjp(lambda x: (three_times(x), None), _sum_of_gradients)
 
 
 class HeadNorm(nnx.Module):
@@ -233,7 +233,7 @@ class CausalSelfAttention(nnx.Module):
     def _projections(self, x: Array) -> tuple[Array, Array, Array]:
         """q, k and v [B, T, N, H] by three products."""
         heads = (*x.shape[:2], self.num_heads, -1)
-        of_query, of_key, of_value = _three_times(x)
+        of_query, of_key, of_value = three_times(x)
         return (
             self.query(of_query).reshape(heads),
             self.key(of_key).reshape(heads),

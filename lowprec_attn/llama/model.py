@@ -23,6 +23,7 @@ from lowprec_attn.gpt2.model import (
     init_std,
     linear,
     require_shape,
+    three_times,
 )
 from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.llama.layers import RMSNorm, normalize_and_rotate, rotation, swiglu
@@ -69,9 +70,10 @@ class LlamaAttention(nnx.Module):
         """The projected output, and what led to it. `tap` is added to O: its gradient is dO."""
         of, (b, t, _) = self.settings, x.shape
         with jax.named_scope("projections"):
-            projected = self.query(x).reshape(b, t, of.heads, of.head_size)
-            k = self.key(x).reshape(b, t, of.kv_heads, of.head_size)
-            v = self.value(x).reshape(b, t, of.kv_heads, of.value_size)
+            of_query, of_key, of_value = three_times(x)
+            projected = self.query(of_query).reshape(b, t, of.heads, of.head_size)
+            k = self.key(of_key).reshape(b, t, of.kv_heads, of.head_size)
+            v = self.value(of_value).reshape(b, t, of.kv_heads, of.value_size)
         with jax.named_scope("rotation"):
             norms = (self.query_norm[...], self.key_norm[...]) if of.qk_norm else (None, None)
             q, k = (
