@@ -13,7 +13,9 @@ Parameters that do the same have the same names: `tokens`, `norm`, and in each o
 `attention` with `query`, `key`, `value` and `out`.
 """
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from flax import nnx
 
@@ -25,7 +27,8 @@ from lowprec_attn.llama.settings import LlamaSettings
 from lowprec_attn.training.settings import Model
 
 _MODULES: dict[type[Model], ModuleType] = {ModelSettings: gpt2, LlamaSettings: llama}
-_DECODERS: dict[type[Model], type[Decoder]] = {ModelSettings: gpt2.GPT2, LlamaSettings: llama.Llama}
+_Make = Callable[[Any, AttentionSettings, nnx.Rngs], Decoder]
+_DECODERS: dict[type[Model], _Make] = {ModelSettings: gpt2.GPT2, LlamaSettings: llama.Llama}
 
 
 def of(settings: Model) -> ModuleType:
@@ -35,8 +38,7 @@ def of(settings: Model) -> ModuleType:
 
 def decoder(settings: Model, attention: AttentionSettings, rngs: nnx.Rngs) -> Decoder:
     """A model with initial weights."""
-    made: Decoder = _DECODERS[type(settings)](settings, attention, rngs)  # type: ignore[call-arg]
-    return made
+    return _DECODERS[type(settings)](settings, attention, rngs)
 
 
 def parameter_count(settings: Model) -> int:

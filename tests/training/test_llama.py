@@ -28,6 +28,8 @@ from lowprec_attn.training import models
 from lowprec_attn.training.config import ConfigError, train_settings
 from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.loop import Loop
+from lowprec_attn.training.qk_clip import largest_scores
+from lowprec_attn.training.resources import memory
 from lowprec_attn.training.resources.efficiency import step_flops
 from lowprec_attn.training.saved_model import restore, settings_of, to_hugging_face
 from lowprec_attn.training.signals import make_layers, make_signals
@@ -266,8 +268,34 @@ def test_it_learns_and_devices_change_nothing():
     program = make_program(spread, devices)
     inputs, targets = map(np.asarray, tokens(spread))
     arrays = devices.put({"inputs": inputs, "targets": targets})
-    _, found = program.train(program.init(root), *arrays, root)
+    step = program.train.lower(program.state, program.batch, program.batch, program.root).compile()
+    analysis = step.memory_analysis()
+    allotted = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    assert allotted / 20 < memory.least_bytes(spread, 8) < allotted
+    _, found = step(program.init(root), *arrays, root)
     np.testing.assert_allclose(float(found.loss), losses[0], rtol=1e-5)
+
+
+def test_the_clip_bounds_scores_behind_the_rotation():
+    """W_Q and W_K act through a rotation, which changes no length."""
+    still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0}
+    options = {**EXACT, **still, "model__kv_heads": 4, "diagnostics_every": 0}
+    settings = llama_settings(**options)
+    steps, state = begin(settings)
+    inputs, targets = (x[0] for x in tokens(settings))
+
+    @jax.jit
+    def scores_of(params):
+        return largest_scores(settings.model, steps.loss(params, inputs, targets)[1])
+
+    before = np.asarray(scores_of(state.params))
+    threshold = float(np.median(before))
+    clips = make_steps(llama_settings(optimizer__qk_clip=threshold, **options), Attend(TILED))
+    new, found = jax.jit(clips.train)(state, *tokens(settings), root_key(settings))
+    np.testing.assert_allclose(
+        scores_of(new.params)[0], np.minimum(before, threshold)[0], rtol=1e-4
+    )
+    assert int(found.heads_clipped) == 4
 
 
 REFUSED = {
