@@ -32,6 +32,7 @@ from lowprec_attn.data.order import OrderRecord, SeededOrder
 from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.files import sha256
+from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
 from lowprec_attn.runs.instability.explosion import LossWatch
 from lowprec_attn.runs.metrics import MetricsWriter
@@ -112,7 +113,7 @@ def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
     """The model of a checkout, in the shape of the settings.
 
     Raises:
-      RunError: its model.py is another.
+      RunError: its model.py is another, or the settings are of another model.
     """
     path = nanogpt / "model.py"
     if not path.is_file() or sha256(path) != MODEL_SHA256:
@@ -121,6 +122,8 @@ def gpt(nanogpt: Path, settings: TrainSettings) -> torch.nn.Module:
     from model import GPT, GPTConfig
 
     of = settings.model
+    if not isinstance(of, ModelSettings):
+        raise RunError(f"nanoGPT has GPT-2 alone, and the config is of {of.architecture}")
     shape = {"n_layer": of.layers, "n_head": of.heads, "n_embd": of.width}
     sizes = {"block_size": of.context, "vocab_size": of.vocab_size}
     made: torch.nn.Module = GPT(GPTConfig(**shape, **sizes, dropout=0.0, bias=bool(of.biases)))

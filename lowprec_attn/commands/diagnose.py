@@ -2,7 +2,7 @@
 
 The first line is the answer. It reads q, k, v and, if they are there, dO of one layer or of many,
 from files. Or it forms them by one step of a model: the newest checkpoint of a run directory
-(`--step`: an earlier one), or a Hugging Face GPT-2 on a text. It computes attention in each
+(`--step`: an earlier one), or a model of Hugging Face on a text. It computes attention in each
 arithmetic asked for (that of a run in its own) and in exact arithmetic, and prints one table of all
 heads, the nearest to a warning first, a verdict for each layer that shows something, and what to do
 about it in JAX and in PyTorch. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`,
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H] of a layer; of several "
         "layers as layer_00/q and so on, as diagnostics.capture saves them; or a run directory; "
-        "or, with --text, the folder of a Hugging Face GPT-2",
+        "or, with --text, the folder of a Hugging Face GPT-2, Llama or Qwen3",
     )
     add(
         "--text",

@@ -20,7 +20,7 @@ EXIT_BAD_INPUT = 1
 # Each module has add_arguments(parser) and run(args). Only the one asked for is imported, because
 # `diagnose` needs the core install alone, the others the trainer's packages.
 _COMMANDS = {
-    "train": "train GPT-2 with a named choice of attention arithmetic",
+    "train": "train GPT-2 or a Llama-style model with a named choice of attention arithmetic",
     "compile": "does a training step fit a TPU slice? without a TPU",
     "diagnose": "what low precision does to your own q, k, v (and dO)",
     "check": "is a kernel's gradient right, and which arithmetic is it? of any library",

@@ -1,4 +1,4 @@
-"""`lowprec-attn train`: trains GPT-2 with a named choice of attention arithmetic.
+"""`lowprec-attn train`: trains a model with a named choice of attention arithmetic.
 
     python train.py --config=configs/gpt2_bf16.py
     python train.py --config=configs/gpt2_bf16.py:full --config.data.path=DIR

@@ -23,6 +23,7 @@ from lowprec_attn.diagnostics.signed_errors import signed_error
 from lowprec_attn.diagnostics.trend import TrendRatios, trend_ratios
 from lowprec_attn.diagnostics.watch import Watch, WatchError, watch
 from lowprec_attn.diagnostics.weights import (
+    Projection,
     across_steps,
     outer_product_similarity,
     query_weight_gradient,
@@ -35,6 +36,7 @@ __all__ = [
     "DOMINATED",
     "Capture",
     "CaptureError",
+    "Projection",
     "Returned",
     "TrendRatios",
     "Watch",

@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.diagnostics.comparison import Returned
+from lowprec_attn.diagnostics.weights import Projection
 
 WITH_HEADS = ("q", "k", "v", "do")
 
@@ -21,6 +22,7 @@ class Layer(NamedTuple):
       do: gradient of the loss by the attention output.
       x: input of W_Q.
       w_q: W_Q.
+      projection: how q follows from X W_Q, None where it is X W_Q.
       o: the attention output, of any shape.
       lse: of any shape.
       is_causal: None where the source does not say.
@@ -39,6 +41,7 @@ class Layer(NamedTuple):
     do: Float[np.ndarray, "B T N H"] | None = None
     x: Float[np.ndarray, "B T D"] | None = None
     w_q: Float[np.ndarray, "D N H"] | None = None
+    projection: Projection | None = None
     o: np.ndarray | None = None
     lse: np.ndarray | None = None
     is_causal: bool | None = None

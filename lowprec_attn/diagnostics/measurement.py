@@ -63,6 +63,7 @@ def measure(
       names: of the signals; None for all. Of those that a layer has not, none is there.
     """
     do = layer.do if layer.do is not None and np.any(layer.do) else None
+    x = None if do is None else layer.x
     signals = _signals(
         layer.q,
         layer.k,
@@ -75,7 +76,8 @@ def measure(
         is_causal=bool(layer.is_causal),
         local_window_size=layer.window,
         returned=layer.returned if arithmetic.numerics is layer.own else None,
-        x=None if do is None else layer.x,
+        x=x,
+        projection=None if x is None else layer.projection,
         rng_key=jax.random.key(0) if arithmetic.needs_bits else None,
     )
     return jax.tree.map(np.asarray, signals)

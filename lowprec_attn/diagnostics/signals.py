@@ -39,6 +39,7 @@ def attention_signals(
     w_k: Float[Array, "D K H"] | None = None,
     rng_key: Key[Array, ""] | None = None,
     returned: Returned | None = None,
+    projection: weights.Projection | None = None,
     common_direction: bool = False,
 ) -> dict[str, Float32[Array, "N ..."]]:
     """What to watch in one attention layer, per query head; the batch is reduced.
@@ -109,11 +110,14 @@ def attention_signals(
       x: input of the query projection.
       w_q, w_k: weights of the projections.
       returned: O, lse and, if known, dQ of the implementation that runs, for these very arrays.
+      projection: how q follows from X W_Q, where it is not X W_Q itself. dQ and PK of whatever is
+        said of W_Q's gradient are then those by X W_Q.
       common_direction: whether to return it. It costs its memory alone.
 
     Raises:
       ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, x without
-        dO, `common_direction` without x, or rows beyond all windows, which see no key.
+        dO, `common_direction` or `projection` without x, or rows beyond all windows, which see no
+        key.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v)
@@ -121,6 +125,7 @@ def attention_signals(
     _check_returned(q, returned)
     if common_direction and x is None:
         raise ValueError("common_direction is one of (PK)ᵀ X, which needs x")
+    _check_projection(q, x, projection)
     heads = q.shape[2]
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
     stream = None if rng_key is None else RandomStream.of(rng_key, q.shape[0], heads)
@@ -132,7 +137,7 @@ def attention_signals(
     )
     signals: list[dict[str, Array]] = []
     for group in groups:
-        whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned)
+        whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned, projection)
         part = _select(whole, np.array(group.heads))
         signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
         if not common_direction:
@@ -164,13 +169,14 @@ class _Arrays(NamedTuple):
     w_k: Array | None
     stream: RandomStream | None
     returned: Returned | None
+    projection: weights.Projection | None
 
 
 def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
     """The query heads `which`, whole groups, with their key heads."""
     group = arrays.q.shape[2] // arrays.k.shape[2]
     kv_which = np.unique(which // group)
-    q, k, v, do, w_q, w_k, stream, returned = arrays
+    q, k, v, do, w_q, w_k, stream, returned, projection = arrays
     return _Arrays(
         q[:, :, which],
         k[:, :, kv_which],
@@ -180,19 +186,23 @@ def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
         None if w_k is None else w_k[:, kv_which],
         None if stream is None else stream._replace(head=stream.head[which]),
         jax.tree.map(lambda x: x[:, :, which], returned),
+        None if projection is None else projection._replace(values=projection.values[:, :, which]),
     )
 
 
 def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
     """The signals of heads that share their arithmetic."""
-    q, k, v, do, w_q, w_k, stream, returned = arrays
+    q, k, v, do, w_q, w_k, stream, returned, projection = arrays
     result = compare(q, k, v, do, Extras(stream=stream), spec, returned)
     signals = _score_signals(result.scores) | _output_signals(result.outputs)
     if result.gradients is not None:
         signals |= _gradient_signals(result.gradients)
         if x is not None:
             dq = None if returned is None else returned.dq
-            signals |= _query_weight_signals(result.gradients, x, spec.scale, dq)
+            rows = result.gradients
+            if projection is not None:
+                rows, dq = _by_projection(rows, dq, projection)
+            signals |= _query_weight_signals(rows, x, spec.scale, dq)
     if w_q is not None:
         signals["query_weight_norm"] = weights.spectral_norm(w_q)
     if w_k is not None:
@@ -240,6 +250,15 @@ def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
         signals |= _named(name, signed_errors.signed_error(x, jnp.zeros_like(x)))
     vanished = (rows.p_row_sum_error < -0.5).astype(jnp.float32)
     return signals | {"vanished_rows": jnp.mean(vanished, axis=(0, 1, 3))}
+
+
+def _by_projection(
+    rows: GradientRows, dq: Array | None, projection: weights.Projection
+) -> tuple[GradientRows, Array | None]:
+    """All parts of dQ, and PK, as gradients by X W_Q: each of them is linear in dS."""
+    pulled = projection.pullback()
+    by_values = rows._replace(pk=pulled(rows.pk), dq=jax.tree.map(pulled, rows.dq))
+    return by_values, None if dq is None else pulled(dq.astype(jnp.float32))
 
 
 def _query_weight_signals(
@@ -309,6 +328,17 @@ def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
             raise ValueError(f"{name} must have shape [{listed}], got {array.shape}")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must be a float array, got {array.dtype}")
+
+
+def _check_projection(q: Array, x: Array | None, projection: weights.Projection | None) -> None:
+    if projection is None:
+        return
+    if x is None:
+        raise ValueError("projection serves the gradient of W_Q, which needs x as well")
+    if projection.values.shape != q.shape:
+        raise ValueError(
+            f"projection.values must have the shape of q {q.shape}, got {projection.values.shape}"
+        )
 
 
 def _check_returned(q: Array, returned: Returned | None) -> None:

@@ -3,10 +3,32 @@
 Weights of a projection are [d, N, H] as in Flax: model width, heads, head size.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, ArrayLike, Float, Float32
+
+
+class Projection(NamedTuple):
+    """How q follows from X W_Q, where it is not X W_Q itself: through RoPE, QK-norm or a factor.
+
+    Attributes:
+      values: X W_Q, [B, T, N, H].
+      query_of: q of such values, head by head, float32 to float32. As a `jax.tree_util.Partial` of
+        a function and its arrays it passes `jit` with them.
+    """
+
+    values: Float[Array, "B T N H"]
+    query_of: Callable[[Float32[Array, "B T n H"]], Float32[Array, "B T n H"]]
+
+    def pullback(self) -> Callable[[Array], Array]:
+        """What turns a gradient by q, or a part of it, into that by X W_Q; linear."""
+        _, pulled = jax.vjp(self.query_of, self.values.astype(jnp.float32))
+        return lambda dq: pulled(dq)[0]
 
 
 def query_weight_gradient(

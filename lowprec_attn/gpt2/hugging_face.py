@@ -1,6 +1,6 @@
 """Weights of a Hugging Face GPT-2 as those of this model: `config.json` and named tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ from flax import nnx
 
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.errors import UserError
-from lowprec_attn.gpt2.model import GPT2
+from lowprec_attn.gpt2.model import GPT2, Decoder
 from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import FLASH, StandardMax
 
@@ -42,7 +42,7 @@ _NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
 
 
 class WeightsError(UserError, ValueError):
-    """Weights that are not those of a GPT-2 that this model computes."""
+    """Weights that are not those of a model that is computed here."""
 
 
 def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSettings:
@@ -55,30 +55,8 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
     Raises:
       WeightsError: it is another model, or a variant of GPT-2 that this one does not compute.
     """
-    kind = config.get("model_type")
-    if kind != "gpt2":
-        raise WeightsError(
-            f"config.json says model_type {kind!r}, and only gpt2 is read; the recipe of "
-            "docs/diagnose.md saves q, k, v and do of any model"
-        )
-    for name, served in _REQUIRED.items():
-        if config.get(name, served[0]) not in served:
-            raise WeightsError(
-                f"config.json says {name} {config[name]!r}, and only {served[0]!r} is computed "
-                "here; the recipe of docs/diagnose.md saves q, k, v and do of any model"
-            )
-    shape: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SHAPE.items()}
-    for ours, value in shape.items():
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not 1 <= value <= LARGEST[ours]:
-            raise WeightsError(
-                f"config.json says {_SHAPE[ours]} {value!r}, not a number from 1 to {LARGEST[ours]}"
-            )
-    if shape["layers"] * shape["heads"] > MOST_HEADS:
-        raise WeightsError(
-            f"config.json says n_layer {shape['layers']} and n_head {shape['heads']}, more than "
-            f"{MOST_HEADS} heads in all"
-        )
+    require_values(config, _REQUIRED)
+    shape = shape_of(config, _SHAPE)
     if shape["width"] % shape["heads"]:
         raise WeightsError(
             f"config.json says n_embd {shape['width']}, no multiple of n_head {shape['heads']}"
@@ -97,6 +75,45 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
         z_loss=0.0,
         biases=True,
     )
+
+
+def require_values(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses a variant of a model; a field that `config.json` leaves out has its first value.
+
+    Raises:
+      WeightsError: a field has a value that is not served.
+    """
+    for name, values in served.items():
+        if config.get(name, values[0]) not in values:
+            raise WeightsError(
+                f"config.json says {name} {config[name]!r}, and only {values[0]!r} is computed "
+                "here; the recipe of docs/diagnose.md saves q, k, v and do of any model"
+            )
+
+
+def shape_of(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The sizes of a model, checked.
+
+    Args:
+      config: of the model.
+      names: by our name of a size, theirs.
+
+    Raises:
+      WeightsError: one is missing or out of range.
+    """
+    shape: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in names.items()}
+    for ours, value in shape.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not 1 <= value <= LARGEST[ours]:
+            raise WeightsError(
+                f"config.json says {names[ours]} {value!r}, not a number from 1 to {LARGEST[ours]}"
+            )
+    if shape["layers"] * shape["heads"] > MOST_HEADS:
+        raise WeightsError(
+            f"config.json says {names['layers']} {shape['layers']} and {names['heads']} "
+            f"{shape['heads']}, more than {MOST_HEADS} heads in all"
+        )
+    return shape
 
 
 def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> Any:
@@ -124,8 +141,20 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
         if part is not None and tensor.shape[-1] == 3 * settings.width:
             tensor = np.split(tensor, 3, axis=-1)[part]
         ours[path] = (source, tensor)
-    # After it is known that they are all there: many layers take minutes.
-    target = nnx.eval_shape(lambda: nnx.state(_model(settings), nnx.Param))
+    return placed(lambda: GPT2(settings, all_heads(settings), nnx.Rngs(0)), ours)
+
+
+def placed(decoder: Callable[[], Decoder], ours: Mapping[str, tuple[str, np.ndarray]]) -> Any:
+    """The parameters of a decoder, float32, from tensors that are all there.
+
+    Args:
+      decoder: makes it. It is asked for its shapes alone, which takes minutes for many layers.
+      ours: by the path of a parameter, their name of the tensor and the tensor.
+
+    Raises:
+      WeightsError: a tensor has another shape or dtype.
+    """
+    target = nnx.eval_shape(lambda: nnx.state(decoder(), nnx.Param))
 
     def value(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
@@ -140,14 +169,10 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
     return jax.tree.map_with_path(value, target)
 
 
-def all_heads(settings: ModelSettings) -> AttentionSettings:
+def all_heads(settings: Any) -> AttentionSettings:
     """`flash` in every head: the arithmetic of a fused kernel, which such a model is run with."""
     heads = group_heads([(FLASH, StandardMax())] * settings.heads)
     return AttentionSettings(layers=(heads,) * settings.layers)
-
-
-def _model(settings: ModelSettings) -> GPT2:
-    return GPT2(settings, all_heads(settings), nnx.Rngs(0))
 
 
 def _sources(layers: int) -> list[tuple[str, str, int | None]]:

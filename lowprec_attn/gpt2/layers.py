@@ -32,27 +32,30 @@ _UNROLLED = 64
 
 @jax.custom_vjp
 def embed(
-    table: Float[Array, "V d"], positions: Float[Array, "C d"], ids: Int[Array, "B T"]
+    table: Float[Array, "V d"], positions: Float[Array, "C d"] | None, ids: Int[Array, "B T"]
 ) -> Float[Array, "B T d"]:
-    """table[ids] + positions[:T], for ids below V and T <= C.
+    """table[ids] + positions[:T], or table[ids], for ids below V and T <= C.
 
     Gradients are float32 sums in an order of their own, the same on every run.
     """
-    return table[ids] + positions[None, : ids.shape[1]]
+    rows = table[ids]
+    return rows if positions is None else rows + positions[None, : ids.shape[1]]
 
 
 def _embed_forward(
-    table: Array, positions: Array, ids: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
+    table: Array, positions: Array | None, ids: Array
+) -> tuple[Array, tuple[Array, Array | None, Array]]:
     return embed(table, positions, ids), (table, positions, ids)
 
 
 def _embed_backward(
-    residuals: tuple[Array, Array, Array], d_out: Array
-) -> tuple[Array, Array, None]:
+    residuals: tuple[Array, Array | None, Array], d_out: Array
+) -> tuple[Array, Array | None, None]:
     table, positions, ids = residuals
     d_out = d_out.astype(jnp.float32)
     d_table = sum_by_id(d_out.reshape(-1, d_out.shape[-1]), ids.reshape(-1), table.shape[0])
+    if positions is None:
+        return d_table.astype(table.dtype), None, None
     summed, _ = lax.scan(
         lambda total, x: (total + x, None), jnp.zeros_like(d_out[0]), d_out, unroll=_UNROLLED
     )

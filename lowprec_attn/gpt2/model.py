@@ -4,6 +4,7 @@ Parameters and the residual stream are float32. The operands of a matrix product
 `activation_dtype` there, as autocast does.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.gpt2.layers import LayerNorm, embed, mlp
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.gpt2.settings import AttentionSettings, InitStd, ModelSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class LayerRecord(NamedTuple):
       o: attention output as handed to the projection, [B, T, N, H].
       residual: the residual stream after the layer, [B, T, d].
       lse: log of the row sums of exp(scores), float32 [B, T, N]; None without a tap.
+      projected: x W_Q, where q follows from it through a norm or a rotation; see `query_of`.
     """
 
     x: Array
@@ -53,6 +55,19 @@ class LayerRecord(NamedTuple):
     o: Array
     residual: Array
     lse: Array | None = None
+    projected: Array | None = None
+
+
+class Attended(NamedTuple):
+    """What the attention of a block gives: its projected output, and fields of `LayerRecord`."""
+
+    y: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    lse: Array | None
+    projected: Array | None
 
 
 class _Linear(nnx.Linear):
@@ -66,14 +81,21 @@ class _Linear(nnx.Linear):
         return rows.reshape(*inputs.shape[:-1], rows.shape[-1])
 
 
-def _linear(
-    settings: ModelSettings, features_in: int, features_out: int, std: float, rngs: nnx.Rngs
+def linear(
+    features_in: int,
+    features_out: int,
+    *,
+    std: float,
+    dtype: Any,
+    use_bias: bool,
+    rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    dtype = jnp.dtype(settings.activation_dtype)
+    """x W + b with float32 parameters and operands in `dtype`; W is normal, of deviation `std`."""
+    dtype = jnp.dtype(dtype)
     return _Linear(
         features_in,
         features_out,
-        use_bias=bool(settings.biases),
+        use_bias=use_bias,
         dtype=dtype,
         param_dtype=jnp.float32,
         kernel_init=nnx.initializers.normal(std),
@@ -83,11 +105,23 @@ def _linear(
     )
 
 
-def init_std(settings: ModelSettings) -> float:
-    """Standard deviation of the initial weights; see `ModelSettings.init`."""
-    d = settings.width
+def _linear(
+    settings: ModelSettings, features_in: int, features_out: int, std: float, rngs: nnx.Rngs
+) -> nnx.Linear:
+    return linear(
+        features_in,
+        features_out,
+        std=std,
+        dtype=settings.activation_dtype,
+        use_bias=bool(settings.biases),
+        rngs=rngs,
+    )
+
+
+def init_std(init: InitStd, d: int) -> float:
+    """Standard deviation of the initial weights at width d; see `ModelSettings.init`."""
     return {"gpt2": 0.02, "small_init": math.sqrt(2 / (5 * d)), "lecun_uniform": (3 * d) ** -0.5}[
-        settings.init
+        init
     ]
 
 
@@ -103,7 +137,7 @@ def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..
 
 
 @jax.custom_vjp
-def _three_times(x: Array) -> tuple[Array, Array, Array]:
+def three_times(x: Array) -> tuple[Array, Array, Array]:
     """x for three products, whose gradients are added in an order of our choice."""
     return x, x, x
 
@@ -116,7 +150,7 @@ def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[A
     return (first + (second + third),)
 
 
-_three_times.defvjp(lambda x: (_three_times(x), None), _sum_of_gradients)
+three_times.defvjp(lambda x: (three_times(x), None), _sum_of_gradients)
 
 
 class HeadNorm(nnx.Module):
@@ -151,7 +185,7 @@ class CausalSelfAttention(nnx.Module):
     def __init__(
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
-        d, std = settings.width, init_std(settings)
+        d, std = settings.width, init_std(settings.init, settings.width)
         self.query = _linear(settings, d, d, std, rngs)
         self.key = _linear(settings, d, d, std, rngs)
         self.value = _linear(settings, d, d, std, rngs)
@@ -167,17 +201,16 @@ class CausalSelfAttention(nnx.Module):
 
     def __call__(
         self, x: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
-    ) -> tuple[Array, tuple[Array, Array, Array, Array], Array | None]:
-        """The projected output; q, k, v, O; lse. `tap` is added to O: its gradient is dO.
-
-        Without a tap lse is None.
-        """
+    ) -> Attended:
+        """The projected output, and what led to it. `tap` is added to O: its gradient is dO."""
         b, t, d = x.shape
         scale = (d // self.num_heads) ** -0.5
         with jax.named_scope("projections"):
             project = self._packed_projection if attend.packed else self._projections
             qkv: tuple[Array, ...] = project(x)
+            projected = None
             if self.qk_norm:
+                projected = planes(*qkv)[0]
                 qkv = self._normalized(qkv)
             if self.scale_placement == "qk":
                 qkv, scale = _scaled_qk(qkv, math.sqrt(scale)), 1.0
@@ -195,12 +228,12 @@ class CausalSelfAttention(nnx.Module):
             o, lse = o
             o = o + tap.astype(o.dtype)
         with jax.named_scope("projections"):
-            return self.out(o.reshape(b, t, d)), (*planes(*qkv), o), lse
+            return Attended(self.out(o.reshape(b, t, d)), *planes(*qkv), o, lse, projected)
 
     def _projections(self, x: Array) -> tuple[Array, Array, Array]:
         """q, k and v [B, T, N, H] by three products."""
         heads = (*x.shape[:2], self.num_heads, -1)
-        of_query, of_key, of_value = _three_times(x)
+        of_query, of_key, of_value = three_times(x)
         return (
             self.query(of_query).reshape(heads),
             self.key(of_key).reshape(heads),
@@ -238,11 +271,15 @@ def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the norm that follows makes the last sum."""
 
+    norm_1: Any  # of another class in a block of another model
+    attention: Any
+    norm_2: Any
+
     def __init__(
         self, settings: ModelSettings, arithmetic: tuple[HeadGroup, ...], rngs: nnx.Rngs
     ) -> None:
         d, dtype = settings.width, jnp.dtype(settings.activation_dtype)
-        std, biased = init_std(settings), bool(settings.biases)
+        std, biased = init_std(settings.init, d), bool(settings.biases)
         self.norm_1 = LayerNorm(d, dtype, rngs, biased)
         self.attention = CausalSelfAttention(settings, arithmetic, rngs)
         self.norm_2 = LayerNorm(d, dtype, rngs, biased)
@@ -269,17 +306,78 @@ class Block(nnx.Module):
         """
         with jax.named_scope("norm"):
             residual, x = self.norm_1(residual, y)
-        y, (q, k, v, o), lse = self.attention(x, attend, key, tap)
+        attended = self.attention(x, attend, key, tap)
         with jax.named_scope("norm"):
-            residual, x_2 = self.norm_2(residual, y)
+            residual, x_2 = self.norm_2(residual, attended.y)
         with jax.named_scope("mlp"):
-            y = mlp(x_2, self.mlp_in, self.mlp_out)
+            y = self.mlp(x_2)
         # Only the record holds this sum: XLA drops it where no record is read.
         after = residual + y.astype(jnp.float32)
-        return residual, y, LayerRecord(x, q, k, v, o, after, lse)
+        q, k, v, o, lse, projected = attended[1:]
+        return residual, y, LayerRecord(x, q, k, v, o, after, lse, projected)
+
+    def mlp(self, x: Array) -> Array:
+        """The second half of the block, [B, T, d]."""
+        return mlp(x, self.mlp_in, self.mlp_out)
 
 
-class GPT2(nnx.Module):
+class Decoder(nnx.Module, abc.ABC):
+    """Blocks over a residual stream, and a norm: what the trainer's models have in common.
+
+    Attributes:
+      blocks: `Block`s.
+      norm: the last norm.
+    """
+
+    blocks: nnx.List
+    norm: Any
+
+    @abc.abstractmethod
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        """The residual stream that the first block reads, float32."""
+
+    @property
+    @abc.abstractmethod
+    def output_table(self) -> Float[Array, "V d"]:
+        """Of logits = hidden · tableᵀ."""
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        attend: Attend,
+        key: Key[Array, ""] | None = None,
+        taps: tuple[Float[Array, "B T N V"], ...] | None = None,
+    ) -> tuple[Float[Array, "B T d"], tuple[LayerRecord, ...]]:
+        """The normalised last hidden state, and one record per layer.
+
+        Args:
+          tokens: ids below vocab_size.
+          attend: attention.
+          key: PRNG key for stochastic rounding.
+          taps: added to every layer's attention output; zeros whose gradients are dO.
+        """
+        with jax.named_scope("embedding"):
+            residual = self.embedded(tokens)
+        y, records = None, []
+        for i, block in enumerate(self.blocks):
+            block_key = None if key is None else jax.random.fold_in(key, i)
+            tap = None if taps is None else taps[i]
+            residual, y, record = block(residual, y, attend, block_key, tap)
+            records.append(record)
+        with jax.named_scope("norm"):
+            return self.norm(residual, y)[1], tuple(records)
+
+
+def require_shape(settings: Any, attention: AttentionSettings) -> None:
+    """Raises ValueError unless `attention` has the layers and heads of the model."""
+    shape = [sum(len(group.heads) for group in layer) for layer in attention.layers]
+    if shape != [settings.heads] * settings.layers:
+        raise ValueError(
+            f"attention has heads {shape}, the model {settings.layers} layers of {settings.heads}"
+        )
+
+
+class GPT2(Decoder):
     """The decoder of Radford et al. (2019), with biases where `settings` ask for them.
 
     Args:
@@ -299,14 +397,9 @@ class GPT2(nnx.Module):
                 f"width {settings.width} does not divide into {settings.heads} heads; "
                 "choose a multiple"
             )
-        shape = [sum(len(group.heads) for group in layer) for layer in attention.layers]
-        if shape != [settings.heads] * settings.layers:
-            raise ValueError(
-                f"attention has heads {shape}, the model {settings.layers} layers "
-                f"of {settings.heads}"
-            )
+        require_shape(settings, attention)
         dtype = jnp.dtype(settings.activation_dtype)
-        normal = nnx.initializers.normal(init_std(settings))
+        normal = nnx.initializers.normal(init_std(settings.init, settings.width))
         embed = {"dtype": jnp.float32, "param_dtype": jnp.float32, "embedding_init": normal}
         self.tokens = nnx.Embed(settings.vocab_size, settings.width, **embed, rngs=rngs)
         if settings.embedding_mean:
@@ -315,47 +408,51 @@ class GPT2(nnx.Module):
         self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
         self.norm = LayerNorm(settings.width, dtype, rngs, bool(settings.biases))
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        attend: Attend,
-        key: Key[Array, ""] | None = None,
-        taps: tuple[Float[Array, "B T N H"], ...] | None = None,
-    ) -> tuple[Float[Array, "B T d"], tuple[LayerRecord, ...]]:
-        """The normalised last hidden state, and one record per layer.
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+        """Rows of the table and of the positions."""
+        return embed(self.tokens.embedding[...], self.positions.embedding[...], tokens)
 
-        Args:
-          tokens: ids below vocab_size.
-          attend: attention.
-          key: PRNG key for stochastic rounding.
-          taps: added to every layer's attention output; zeros whose gradients are dO.
-        """
-        with jax.named_scope("embedding"):
-            residual = embed(self.tokens.embedding[...], self.positions.embedding[...], tokens)
-        y, records = None, []
-        for i, block in enumerate(self.blocks):
-            block_key = None if key is None else jax.random.fold_in(key, i)
-            tap = None if taps is None else taps[i]
-            residual, y, record = block(residual, y, attend, block_key, tap)
-            records.append(record)
-        with jax.named_scope("norm"):
-            return self.norm(residual, y)[1], tuple(records)
+    @property
+    def output_table(self) -> Float[Array, "V d"]:
+        """The embedding table: they are tied."""
+        table: Array = self.tokens.embedding[...]
+        return table
 
 
-def zero_taps(
-    settings: ModelSettings, batch: int, length: int
-) -> tuple[Float[Array, "B T N H"], ...]:
+def zero_taps(settings: Any, batch: int, length: int) -> tuple[Float[Array, "B T N V"], ...]:
     """Taps of every layer that change nothing; the gradient of the loss by them is dO."""
-    shape = (batch, length, settings.heads, settings.width // settings.heads)
+    shape = (batch, length, settings.heads, settings.value_size)
     return tuple(jnp.zeros(shape, jnp.float32) for _ in range(settings.layers))
 
 
 def score_scale(settings: ModelSettings) -> tuple[float, float]:
-    """The factor of q·k in a score, and that of X W_Q in q."""
+    """The factor of q·k in a score, and that of X W_Q in q where `query_of` is None."""
     head_size = settings.width // settings.heads
     if settings.scale_placement == "qk":  # q carries the scale already
         return 1.0, float(head_size**-0.25)
     return float(head_size**-0.5), 1.0
+
+
+def query_of(settings: ModelSettings, weights: Any, length: int) -> jax.tree_util.Partial | None:
+    """How q [B, T, N, H] follows from X W_Q; None where it is that, but for a factor.
+
+    Args:
+      settings: of the model.
+      weights: the parameters of the attention of a layer.
+      length: T.
+    """
+    del length
+    if not settings.qk_norm:
+        return None
+    factor = jnp.float32(score_scale(settings)[1])
+    scale = weights["query_norm"]["norm"]["scale"][...]
+    return jax.tree_util.Partial(_normalized_query, scale, factor)
+
+
+def _normalized_query(scale: Array, factor: Array, values: Array) -> Array:
+    """`HeadNorm` in float32, times the factor."""
+    mean = jnp.mean(values * values, axis=-1, keepdims=True)
+    return factor * values * jax.lax.rsqrt(mean + jnp.float32(1e-6)) * scale[None, None, None]
 
 
 def parameter_count(settings: ModelSettings) -> int:
@@ -368,3 +465,16 @@ def parameter_count(settings: ModelSettings) -> int:
     of_heads = 2 * layers * (d // settings.heads) if settings.qk_norm else 0
     biases = (11 * layers + 1) * d if settings.biases else 0
     return embeddings + layers * 12 * d * d + (2 * layers + 1) * d + of_heads + biases
+
+
+def product_weights(settings: ModelSettings) -> int:
+    """Weights that enter a matrix product: all but the positions; the table is the output layer."""
+    return parameter_count(settings) - settings.context * settings.width
+
+
+def kept_values(settings: ModelSettings) -> int:
+    """Values of a token and layer that the backward pass reads and no compiler computes again.
+
+    The inputs of both halves of a block, q, k, v and O (6 d); the hidden layer of the MLP (4 d).
+    """
+    return 10 * settings.width

@@ -7,7 +7,9 @@ from lowprec_attn.arithmetic.heads import HeadGroup
 
 # What a model can be at most: every layer and head is named before anything is computed, and arrays
 # count in int32.
-LARGEST = {"layers": 4096, "heads": 4096, "width": 2**24, "context": 2**24, "vocab_size": 2**24}
+LARGEST = {"layers": 4096, "heads": 4096, "kv_heads": 4096} | dict.fromkeys(
+    ("width", "head_size", "value_size", "hidden", "context", "vocab_size"), 2**24
+)
 MOST_HEADS = 2**17  # of all layers
 
 InitStd = Literal["gpt2", "small_init", "lecun_uniform"]
@@ -18,6 +20,7 @@ class ModelSettings:
     """Shape and initialisation of the GPT-2 model.
 
     Attributes:
+      architecture: which of the trainer's models it is.
       layers, heads, width: depth L, heads N per layer, model width d (a multiple of heads).
       context: tokens per sequence T.
       vocab_size: rows of the (tied) embedding table; 50304 is GPT-2's 50257 padded.
@@ -53,6 +56,32 @@ class ModelSettings:
     z_loss: float
     biases: bool | None = None  # configs of earlier versions do not have it
     embedding_mean: float = 0.0  # nor this
+    architecture: Literal["gpt2"] = "gpt2"  # nor this
+
+    @property
+    def kv_heads(self) -> int:
+        """K, that of all heads."""
+        return self.heads
+
+    @property
+    def head_size(self) -> int:
+        """H of queries and keys."""
+        return self.width // self.heads
+
+    @property
+    def value_size(self) -> int:
+        """V, that of queries and keys."""
+        return self.head_size
+
+    @property
+    def soft_cap(self) -> None:
+        """Scores have none."""
+        return None
+
+    @property
+    def sinks(self) -> bool:
+        """Heads have none."""
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

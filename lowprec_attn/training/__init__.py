@@ -1,4 +1,4 @@
 """The training of a model: settings, optimizer, step, devices, loop, and what compiling it tells.
 
-Imports what stands below it: `runs`, `data`, `gpt2`, `diagnostics`, `attention`.
+Imports what stands below it: `runs`, `data`, `llama`, `gpt2`, `diagnostics`, `attention`.
 """

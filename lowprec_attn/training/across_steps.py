@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.diagnostics import across_steps
-from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.training.devices import Devices
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import Model, TrainSettings
 from lowprec_attn.training.signals import Directions, Signals
 
 CUMULATIVE = "delta_error_cumulative"
@@ -22,7 +21,7 @@ class AcrossSteps:
 
       outer_product_similarity_across_steps, common_direction_across_steps: of (PK)[T]ᵀ X[T] at
         this measurement and the one before; see `diagnostics.across_steps`. The first measurement
-        of a run has neither, nor has a model with `qk_norm`. Both steps look at their own training
+        of a run has neither. Both steps look at their own training
         batch, whose gradient it is that the paper's equation adds up; so text and weights differ.
       delta_error_cumulative: Σ (δ_lp − δ_hp)[T] over the T tokens of the sequence of every
         measurement up to this one. It grows in proportion to the number of measurements where the
@@ -77,13 +76,9 @@ class AcrossSteps:
         }
 
 
-def direction_shapes(
-    model: ModelSettings, devices: Devices
-) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Shapes and shardings of the directions that a checkpoint holds; None without any."""
-    if model.qk_norm:
-        return None
-    shape = (model.heads, model.width, model.width // model.heads)
+def direction_shapes(model: Model, devices: Devices) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of the directions that a checkpoint holds, if it holds any."""
+    shape = (model.heads, model.width, model.head_size)
     whole = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=devices.replicated)
     return {f"layer_{i}": whole for i in range(model.layers)}
 

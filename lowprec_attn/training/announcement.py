@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from lowprec_attn import attention, hosts
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.data.tokens import Corpus, unigram_loss
-from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.numerics import PRESETS, Numerics, RowMax
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.instability.nonfinite import Culprit
+from lowprec_attn.training.models import parameter_count
 from lowprec_attn.training.resources.efficiency import efficiency
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import Model, TrainSettings
 
 # Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
 _EPOCHS = 4.0
@@ -50,7 +50,7 @@ def _lines(
             f"{settings.variant} ({default} is the default on this device; "
             "--config=FILE:tiny, FILE:short or FILE:full chooses): "
             f"{parameters / 1e6:.1f}M parameters, "
-            f"{model.layers} layers, {model.heads} heads, width {model.width}, "
+            f"{model.layers} layers, {_heads(model)}, width {model.width}, "
             f"context {model.context}",
         ),
         (
@@ -75,6 +75,11 @@ def _lines(
         ("run", str(run_dir)),
     ]
     return lines
+
+
+def _heads(model: Model) -> str:
+    shared = model.kv_heads < model.heads
+    return f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if shared else "")
 
 
 def _length(steps: int, tokens: int, text: int) -> list[tuple[str, str]]:
@@ -128,11 +133,15 @@ def _implementation(
     settings: TrainSettings, numerics: Numerics, row_max: RowMax, platform: str | None
 ) -> str:
     model = settings.model
-    shape = (1, model.context, model.heads, model.width // model.heads)
+    spec = Spec(
+        numerics=numerics, row_max=row_max, scale=1.0, soft_cap=model.soft_cap, is_causal=True
+    )
     request = Request(
-        spec=Spec(numerics=numerics, row_max=row_max, scale=1.0, is_causal=True),
-        q_shape=shape,
-        kv_shape=shape,
+        spec=spec,
+        q_shape=(1, model.context, model.heads, model.head_size),
+        kv_shape=(1, model.context, model.kv_heads, model.head_size),
+        value_size=model.value_size,
+        has_sinks=model.sinks,
         dtype=jnp.dtype(model.activation_dtype),
         platform=platform,
     )

@@ -21,11 +21,14 @@ from lowprec_attn.runs import trackers
 from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.instability.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import (
+    MODELS,
     SEEDS,
     DataSettings,
+    Model,
     OptimizerSettings,
     RollbackSettings,
     TrainSettings,
+    unmeasured,
 )
 
 
@@ -40,23 +43,35 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
       ConfigError: unknown or missing field, wrong type, value out of range.
     """
     sections = {
-        "model": ModelSettings,
         "data": DataSettings,
         "optimizer": OptimizerSettings,
     }
     top = renamed(_mapping(config, ""))
-    built = {name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()}
-    _check_model(built["model"])  # before its layers and heads are gone through
+    model = _model(top.pop("model", None))  # checked before its layers and heads are gone through
     arithmetic = top.pop("attention", None)
     given = {
-        **built,
-        "attention": attention_settings(arithmetic, built["model"]),
-        "rollback": _rollback(top.pop("rollback", None), arithmetic, built["model"]),
+        "model": model,
+        **{name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()},
+        "attention": attention_settings(arithmetic, model),
+        "rollback": _rollback(top.pop("rollback", None), arithmetic, model),
         "loggers": _loggers(top.pop("loggers", None)),
     }
     settings = _record(TrainSettings, top, "", given=given)
     _check(settings)
     return settings
+
+
+def _model(section: Any) -> Model:
+    """The settings of `config.model`, checked."""
+    fields = _mapping(section, "model")
+    name = fields.get("architecture", "gpt2")
+    if not isinstance(name, str) or name not in MODELS:
+        raise ConfigError(
+            f"config.model.architecture must be one of {', '.join(MODELS)}, got {name!r}"
+        )
+    model: Model = _record(MODELS[name], fields, "model")
+    _check_model(model)
+    return model
 
 
 def _loggers(value: Any) -> tuple[str, ...]:
@@ -71,7 +86,7 @@ def _loggers(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _rollback(section: Any, arithmetic: Any, model: ModelSettings) -> RollbackSettings | None:
+def _rollback(section: Any, arithmetic: Any, model: Model) -> RollbackSettings | None:
     """The settings of `config.rollback`; None where there may be none."""
     fields = _mapping(section, "rollback")
     points = _mapping(fields.pop("points", None) or {}, "rollback.points")
@@ -146,6 +161,9 @@ def _check(run: TrainSettings) -> None:
     require("name variant", plain, "letters, digits, and _ - + . within")
     _check_ends(run)
     _check_optimizer(run.optimizer, run.model)
+    if (reason := unmeasured(run.model)) is not None:
+        what = f"0 beside a model with {reason}, which diagnostics do not take"
+        require("diagnostics_every", lambda x: x == 0, what)
     if run.data.path is not None:
         fits, what = "documentation".__eq__, "documentation beside data.path"
         _require("data", run.data, "builtin", fits, what)
@@ -166,21 +184,36 @@ def _check_ends(run: TrainSettings) -> None:
         require("stop_exploded_after", lambda x: x >= LASTING_STEPS, least)
 
 
-def _check_model(model: ModelSettings) -> None:
+def _check_model(model: Model) -> None:
     require = functools.partial(_require, "model", model)
-    for name in ("layers", "heads", "width", "context", "vocab_size"):
+    for name in (field.name for field in dataclasses.fields(model) if field.name in LARGEST):
         most = LARGEST[name]
         require(name, range(1, most + 1).__contains__, f"at least 1 and at most {most}")
     few = f"at most {MOST_HEADS} / heads, {model.heads} here"
     require("layers", lambda x: x * model.heads <= MOST_HEADS, few)
-    require("width", lambda x: x % model.heads == 0, f"a multiple of {model.heads} heads")
+    of_architecture = _check_gpt2 if isinstance(model, ModelSettings) else _check_llama
+    of_architecture(model, require)
     if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
         require("activation_dtype", "bfloat16".__eq__, "bfloat16 if logits_dtype is")
         require("vocab_size", lambda x: x % 2 == 0, "even if logits_dtype is bfloat16")
-    require("z_loss embedding_mean", _is_finite, "0 or more and finite")
+    require("z_loss", _is_finite, "0 or more and finite")
 
 
-def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None:
+def _check_gpt2(model: Any, require: Callable[..., None]) -> None:
+    require("width", lambda x: x % model.heads == 0, f"a multiple of {model.heads} heads")
+    require("embedding_mean", _is_finite, "0 or more and finite")
+
+
+def _check_llama(model: Any, require: Callable[..., None]) -> None:
+    require("kv_heads", lambda x: model.heads % x == 0, f"a divisor of {model.heads} heads")
+    require("head_size", lambda x: x % 2 == 0, "even, for RoPE turns pairs of channels")
+    require("rope_theta", lambda x: 0 < x < math.inf, "positive and finite")
+    require("norm_eps", _is_finite, "0 or more and finite")
+    bound = "positive and finite, or None"
+    require("soft_cap", lambda x: x is None or 0 < x < math.inf, bound)
+
+
+def _check_optimizer(optimizer: OptimizerSettings, model: Model) -> None:
     require = functools.partial(_require, "optimizer", optimizer)
     rates = "peak_lr end_lr eps weight_decay warmup_steps"
     require(rates, _is_finite, "0 or more and finite")
@@ -190,6 +223,8 @@ def _check_optimizer(optimizer: OptimizerSettings, model: ModelSettings) -> None
     require("clip_norm qk_clip", lambda x: x is None or 0 < x < math.inf, bound)
     if model.qk_norm:  # it takes the factors of W_Q and W_K out again
         require("qk_clip", lambda x: x is None, "None beside model.qk_norm")
+    if model.kv_heads < model.heads:  # a factor of W_K would change the other heads of its group
+        require("qk_clip", lambda x: x is None, "None where model.kv_heads is below model.heads")
 
 
 def _is_finite(x: float) -> bool:
@@ -220,7 +255,7 @@ _ARITHMETIC = (
 
 
 def attention_settings(
-    config: Any, model: ModelSettings, rollback: Mapping[str, Any] = MappingProxyType({})
+    config: Any, model: Model, rollback: Mapping[str, Any] = MappingProxyType({})
 ) -> AttentionSettings:
     """The arithmetic of every head from `config.attention`.
 
@@ -259,8 +294,20 @@ def attention_settings(
                 _known(change, _ARITHMETIC, f"{path}.heads[{n}]")
                 options = _overridden(options, change)
             heads.append(_head(options, path))
+        _require_groups(heads, model, path)
         result.append(group_heads(heads))
     return AttentionSettings(layers=tuple(result), implementation=implementation)
+
+
+def _require_groups(heads: list[tuple[Numerics, RowMax]], model: Model, path: str) -> None:
+    """Raises ConfigError where query heads that share a key head differ in their arithmetic."""
+    size = model.heads // model.kv_heads
+    for first in range(0, model.heads, size):
+        if len(set(heads[first : first + size])) > 1:
+            raise ConfigError(
+                f"config.{path}: heads {first} to {first + size - 1} share a key head "
+                f"(model.kv_heads {model.kv_heads}) and must have the same arithmetic"
+            )
 
 
 def _known(section: Mapping[Any, Any], names: tuple[str, ...], path: str) -> None:

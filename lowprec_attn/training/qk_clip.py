@@ -17,13 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int
 
-from lowprec_attn.gpt2.model import LayerRecord, score_scale
-from lowprec_attn.gpt2.settings import ModelSettings
+from lowprec_attn.gpt2.model import LayerRecord
+from lowprec_attn.training.models import score_scale
+from lowprec_attn.training.settings import Model
 
 
-def largest_scores(
-    settings: ModelSettings, records: Sequence[LayerRecord]
-) -> Float32[Array, "L N"]:
+def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[Array, "L N"]:
     """max |q_i · k_j| · scale over all sequences and j ≤ i, for every head of every layer.
 
     Products have the operands of the attention and float32 sums; the point `scores` does not round

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import Fingerprint, read_record
 from lowprec_attn.gpt2.settings import AttentionSettings
+from lowprec_attn.llama import hugging_face
+from lowprec_attn.llama.settings import LlamaSettings
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.config import ConfigError, train_settings
@@ -82,6 +84,25 @@ def restore(
         return None
     attention = _attention(settings, restored.records.get(run_dir.rollbacks.name))
     return SavedModel(restored.step, restored.state.params, devices, attention)
+
+
+def to_hugging_face(path: Path, folder: Path) -> None:
+    """Writes the newest checkpoint of a Llama-style run as transformers reads it.
+
+    Args:
+      path: the run directory.
+      folder: see `llama.hugging_face.save`.
+
+    Raises:
+      UserError: it is no run of such a model, or has no checkpoint.
+    """
+    settings = settings_of(path)
+    if not isinstance(settings.model, LlamaSettings):
+        raise RunError(f"{path}: its model is {settings.model.architecture}; only llama is written")
+    saved = restore(settings, RunDir(path))
+    if saved is None:
+        raise RunError(f"{path}: holds no complete checkpoint; train on, or wait")
+    hugging_face.save(folder, settings.model, saved.params)
 
 
 def _attention(settings: TrainSettings, rollbacks: Fingerprint | None) -> AttentionSettings:

@@ -5,11 +5,37 @@ environment variable.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.llama.settings import LlamaSettings
+
+Model = ModelSettings | LlamaSettings
+MODELS: dict[str, type[Model]] = {"gpt2": ModelSettings, "llama": LlamaSettings}
+"""By `config.model.architecture`, the record of its settings."""
 
 SEEDS = 2**32  # how many there are: JAX takes others modulo this
+
+
+def recorded_model(fields: Mapping[str, Any]) -> Model:
+    """The settings of the model of a run, as its config has recorded them.
+
+    Raises:
+      KeyError, TypeError: it is of another version.
+    """
+    return MODELS[fields.get("architecture", "gpt2")](**fields)
+
+
+def unmeasured(model: Model) -> str | None:
+    """What of a model's attention no diagnostics take, None where they take all of it."""
+    if model.soft_cap is not None:
+        return f"soft_cap {model.soft_cap:g}"
+    if model.sinks:
+        return "sinks"
+    if model.value_size != model.head_size:
+        return f"value_size {model.value_size} beside head_size {model.head_size}"
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +129,7 @@ class TrainSettings:
 
     name: str
     variant: str
-    model: ModelSettings
+    model: Model
     attention: AttentionSettings
     data: DataSettings
     optimizer: OptimizerSettings

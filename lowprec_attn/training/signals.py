@@ -12,10 +12,11 @@ from jaxtyping import Array, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention.dispatch import keys_per_step
-from lowprec_attn.diagnostics import Returned, attention_signals
-from lowprec_attn.gpt2.model import score_scale, zero_taps
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.diagnostics import Projection, Returned, attention_signals
+from lowprec_attn.gpt2.model import zero_taps
+from lowprec_attn.gpt2.settings import AttentionSettings
+from lowprec_attn.training import models
+from lowprec_attn.training.settings import Model, TrainSettings
 from lowprec_attn.training.step import Steps
 
 Signals = dict[str, dict[str, Array]]
@@ -26,23 +27,24 @@ Directions = dict[str, Array]
 class LayerArrays(NamedTuple):
     """What `attention_signals` takes of one layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
 
-    dO lacks the factor by which the loss of these sequences enters the mean over a batch. X is None
-    where q is no linear function of it (`qk_norm`): W_Q's gradient does not follow from dQ then.
-    `returned` is what the attention of the run gave in the same forward pass.
+    dO lacks the factor by which the loss of these sequences enters the mean over a batch.
+    `returned` is what the attention of the run gave in the same forward pass. `projection` is None
+    where q is X W_Q, but for a factor.
     """
 
     q: Array
     k: Array
     v: Array
     do: Array
-    x: Array | None
+    x: Array
     w_q: Array
     w_k: Array
     returned: Returned
+    projection: Projection | None
 
 
 def make_layers(
-    model: ModelSettings, loss: Callable[..., tuple[Array, Any]]
+    model: Model, loss: Callable[..., tuple[Array, Any]]
 ) -> Callable[..., list[LayerArrays]]:
     """A jit-able function (params, inputs, targets [B, T], key) -> the arrays of every layer.
 
@@ -52,7 +54,10 @@ def make_layers(
       model: its shape.
       loss: `Steps.loss` of the model.
     """
-    shape = (model.width, model.heads, model.width // model.heads)
+    shapes = {
+        name: (model.width, heads, model.head_size)
+        for name, heads in (("query", model.heads), ("key", model.kv_heads))
+    }
 
     def layers(
         params: Any, inputs: Array, targets: Array, key: Key[Array, ""]
@@ -63,12 +68,22 @@ def make_layers(
         result = []
         for i, (record, do) in enumerate(zip(records, d_outputs, strict=True)):
             weights = params["blocks"][i]["attention"]
-            w_q, w_k = (weights[name]["kernel"][...].reshape(shape) for name in ("query", "key"))
-            do = do.astype(record.o.dtype)
-            x = None if model.qk_norm else record.x
+            w_q, w_k = (weights[n]["kernel"][...].reshape(shape) for n, shape in shapes.items())
             assert record.lse is not None  # there is a tap
-            returned = Returned(record.o, record.lse)
-            result.append(LayerArrays(record.q, record.k, record.v, do, x, w_q, w_k, returned))
+            query_of = models.of(model).query_of(model, weights, inputs.shape[1])
+            result.append(
+                LayerArrays(
+                    q=record.q,
+                    k=record.k,
+                    v=record.v,
+                    do=do.astype(record.o.dtype),
+                    x=record.x,
+                    w_q=w_q,
+                    w_k=w_k,
+                    returned=Returned(record.o, record.lse),
+                    projection=None if query_of is None else Projection(record.projected, query_of),
+                )
+            )
         return result
 
     return layers
@@ -79,17 +94,16 @@ def make_signals(
 ) -> Callable[..., tuple[Signals, Directions]]:
     """A jit-able function (params, inputs, targets [B, T], key) -> the signals of every layer.
 
-    They are {layer_0: {name: [N]}, ...}, and the layers' directions, which are empty with
-    `qk_norm`. It runs the model forward and backward once, and compares each layer's attention
-    with exact arithmetic. q, k, v and dO are those of training on these sequences; see
-    `LayerArrays`.
+    They are {layer_0: {name: [N]}, ...}, and the layers' directions. It runs the model forward and
+    backward once, and compares each layer's attention with exact arithmetic. q, k, v and dO are
+    those of training on these sequences; see `LayerArrays`.
     """
     layers_of = make_layers(settings.model, steps.loss)
-    scale, factor = score_scale(settings.model)
+    scale, factor = models.score_scale(settings.model)
 
     def of_layer(
         numerics: tuple[HeadGroup, ...], arrays: LayerArrays, key: Key[Array, ""]
-    ) -> tuple[dict[str, Array], Array | None]:
+    ) -> tuple[dict[str, Array], Array]:
         """The signals of a layer, and its direction."""
         layer = attention_signals(
             **arrays._asdict(),
@@ -97,12 +111,11 @@ def make_signals(
             scale=scale,
             is_causal=True,
             rng_key=key,
-            common_direction=arrays.x is not None,
+            common_direction=True,
         )
-        if arrays.x is None:
-            return layer, None
-        for name in ("query_weight_gradient_error", "query_weight_gradient_exact"):
-            layer[name] *= jnp.float32(factor)
+        if arrays.projection is None:
+            for name in ("query_weight_gradient_error", "query_weight_gradient_exact"):
+                layer[name] *= jnp.float32(factor)
         return layer, layer.pop("common_direction")
 
     def signals(
@@ -112,7 +125,7 @@ def make_signals(
         alike: dict[tuple[HeadGroup, ...], list[int]] = {}
         for i, arrays in enumerate(layers):
             alike.setdefault(as_computed(settings.attention, i, arrays), []).append(i)
-        result: dict[int, tuple[dict[str, Array], Array | None]] = {}
+        result: dict[int, tuple[dict[str, Array], Array]] = {}
         for numerics, indices in alike.items():
             # A loop over layers of one arithmetic compiles them once. Unrolled, twelve of them took
             # longer to compile than the training step.
@@ -122,7 +135,7 @@ def make_signals(
             for place, i in enumerate(indices):
                 result[i] = jax.tree.map(lambda x, place=place: x[place], measured)
         found = [(f"layer_{i}", *result[i]) for i in sorted(result)]
-        directions = {name: direction for name, _, direction in found if direction is not None}
+        directions = {name: direction for name, _, direction in found}
         return {name: layer for name, layer, _ in found}, directions
 
     return signals

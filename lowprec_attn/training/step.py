@@ -11,11 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from lowprec_attn.gpt2.loss import cross_entropy
-from lowprec_attn.gpt2.model import GPT2, Attend
-from lowprec_attn.gpt2.settings import AttentionSettings, ModelSettings
+from lowprec_attn.gpt2.model import Attend, Decoder
+from lowprec_attn.gpt2.settings import AttentionSettings
+from lowprec_attn.training import models
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
 from lowprec_attn.training.qk_clip import clipped, largest_scores
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import Model, TrainSettings
 
 
 class TrainState(NamedTuple):
@@ -137,7 +138,7 @@ def make_steps(
 
 
 def make_loss(
-    model_settings: ModelSettings, attention: AttentionSettings, attend: Attend
+    model_settings: Model, attention: AttentionSettings, attend: Attend
 ) -> Callable[..., tuple[Array, Any]]:
     """`Steps.loss` of a model."""
     graph = nnx.graphdef(
@@ -155,7 +156,7 @@ def make_loss(
         model = nnx.merge(graph, params)
         hidden, records = model(inputs, attend, key if needs_key else None, taps)
         with jax.named_scope("loss"):
-            table, of = model.tokens.embedding[...], model_settings
+            table, of = model.output_table, model_settings
             return cross_entropy(hidden, table, targets, of.logits_dtype, of.z_loss), records
 
     return loss_fn
@@ -202,8 +203,8 @@ def step_key(root: Key[Array, ""], step: Int[Array, ""]) -> Key[Array, ""]:
     return jax.random.fold_in(root, step)
 
 
-def _model(settings: ModelSettings, attention: AttentionSettings, key: Key[Array, ""]) -> GPT2:
-    return GPT2(settings, attention, nnx.Rngs(key))
+def _model(settings: Model, attention: AttentionSettings, key: Key[Array, ""]) -> Decoder:
+    return models.decoder(settings, attention, nnx.Rngs(key))
 
 
 def _gathered(

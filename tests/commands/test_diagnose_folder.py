@@ -132,7 +132,6 @@ def test_a_folder_is_examined_layer_by_layer(folder, capsys):
 
 
 REFUSED = [
-    ({"model_type": "llama"}, {}, "model_type 'llama', and only gpt2"),
     ({"activation_function": "relu"}, {}, "activation_function 'relu', and only 'gelu_new'"),
     ({"n_head": 3}, {}, "n_embd 16, no multiple of n_head 3"),
     ({"n_layer": None}, {}, "n_layer None, not a number"),

@@ -14,6 +14,7 @@ from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.optimizer import learning_rate
 from pallas_kernels.gpu import attention as gpu
 
+LLAMA = experiment.load(ROOT / "configs" / "llama_true_bfloat16.toml")
 REGIME = experiment.load(ROOT / "configs" / "true_bfloat16.toml")
 
 
@@ -85,16 +86,47 @@ def test_rates_are_compared_at_one_sum():
     np.testing.assert_allclose(list(sums.values()), expected, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", ["delta", "rates", "recipes"])
+def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
+    of_llama, of_regime = settings_by_arm(LLAMA), settings_by_arm(REGIME)
+    one, other = of_llama["flash"], of_regime["flash"]
+    changed = {"optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.end_lr"}
+    assert differing(one, dataclasses.replace(other, model=one.model)) == {
+        *changed,
+        *("name", "steps"),
+    }
+    for arithmetic in ("flash", "exact", "normalized_delta", "matched"):
+        arm = of_llama[arithmetic]
+        assert differing(arm, one) == ({"attention"} if arithmetic != "flash" else set())
+        assert differing(of_llama[f"{arithmetic}_qk_norm"], arm) == {"model.qk_norm"}
+        ours, theirs = (
+            {group.numerics for layer in arms[arithmetic].attention.layers for group in layer}
+            for arms in (of_llama, of_regime)
+        )
+        assert ours == theirs
+    assert len(of_llama) == 8
+    rate = learning_rate(one.optimizer, one.steps)
+    of_one = sum(float(rate(step)) for step in range(one.steps))
+    rate = learning_rate(other.optimizer, other.steps)
+    np.testing.assert_allclose(of_one, sum(float(rate(s)) for s in range(3000)), rtol=0.01)
+
+
+ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")} | {"llama": LLAMA}
+
+
+@pytest.mark.parametrize("name", ASKED)
 def test_arms_run_on_the_kernels_of_the_regime(name):
-    for arm, settings in settings_by_arm(questions_of(name)).items():
+    for arm, settings in settings_by_arm(ASKED[name]).items():
         (group,) = {group for layer in settings.attention.layers for group in layer}
-        numerics = group.numerics
-        assert (settings.attention.implementation, numerics.exponent) == ("gpu", "shift_first")
+        numerics, model = group.numerics, settings.model
+        exponent = "whole_max" if arm.startswith("matched") else "shift_first"
+        assert (settings.attention.implementation, numerics.exponent) == ("gpu", exponent)
         spec = Spec(numerics=numerics, row_max=group.row_max, scale=0.125, is_causal=True)
-        shape = (1, settings.model.context, 12, 64)
         request = Request(
-            spec=spec, q_shape=shape, kv_shape=shape, dtype=jnp.dtype("bfloat16"), platform="cuda"
+            spec=spec,
+            q_shape=(1, model.context, model.heads, model.head_size),
+            kv_shape=(1, model.context, model.kv_heads, model.head_size),
+            dtype=jnp.dtype("bfloat16"),
+            platform="cuda",
         )
         assert gpu.unsupported(request) is None, arm
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from configs import gpt2_bf16
+from configs import gpt2_bf16, llama_bf16
 from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.settings import TrainSettings
 
@@ -12,6 +12,22 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     """The `tiny` config as plain dicts, shrunk to 2 layers; `changes` use dotted names."""
     config = gpt2_bf16.get_config("tiny").to_dict()
     config["model"].update(layers=2, heads=2, width=32, context=32, vocab_size=257)
+    return _small(config, changes)
+
+
+# Two query heads a key head, of a size that is not width over heads.
+LLAMA = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 32, "head_size": 16, "value_size": 16}
+LLAMA |= {"hidden": 48, "context": 32, "vocab_size": 257}
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """The same of the Llama-style model."""
+    config = llama_bf16.get_config("tiny").to_dict()
+    config["model"].update(LLAMA)
+    return _small(config, changes)
+
+
+def _small(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     config["optimizer"].update(warmup_steps=2)
     config.update(steps=6, batch_size=8, diagnostics_every=3, checkpoint_every=2, eval_every=3)
     config.update(eval_batches=1)
@@ -27,6 +43,11 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
 def tiny_settings(**changes: Any) -> TrainSettings:
     """The settings of `tiny_config`."""
     return train_settings(tiny_config(**changes))
+
+
+def llama_settings(**changes: Any) -> TrainSettings:
+    """The settings of `llama_config`."""
+    return train_settings(llama_config(**changes))
 
 
 def with_optimizer(settings: TrainSettings, **changes: Any) -> TrainSettings:

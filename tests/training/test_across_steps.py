@@ -4,10 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny_settings
+from tiny import llama_settings, tiny_settings
 
+from lowprec_attn import attention
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.training.across_steps import CUMULATIVE, AcrossSteps, direction_shapes
 from lowprec_attn.training.devices import make_program, run_devices
+from lowprec_attn.training.signals import make_signals
+from lowprec_attn.training.step import make_steps, root_key
 
 SIMILARITY = "outer_product_similarity_across_steps"
 COSINE = "common_direction_across_steps"
@@ -52,13 +56,15 @@ def test_errors_of_delta_are_added_up_over_tokens_and_steps_from_what_was_record
     assert sums.tolist() == [32.0, 32.0]
 
 
-def test_with_qk_norm_there_is_no_direction_to_keep():
-    across = make_across(model__qk_norm=True)
-    for _ in range(2):
-        assert across.join({"layer_0": {}}, {}) == {"layer_0": {}}
-        assert across.directions is None
-    settings = tiny_settings(devices=1, model__qk_norm=True)
-    assert direction_shapes(settings.model, run_devices(settings)) is None
+def test_directions_have_the_shape_that_a_checkpoint_asks_for():
+    settings = llama_settings(devices=1)  # where head size is not width over heads
+    steps = make_steps(settings, Attend(attention.dot_product_attention))
+    params = jax.eval_shape(steps.init, root_key(settings)).params
+    ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    of = make_signals(settings, steps)
+    _, made = jax.eval_shape(of, params, ids, ids, jax.random.key(0))
+    asked = direction_shapes(settings.model, run_devices(settings))
+    assert {n: x.shape for n, x in made.items()} == {n: x.shape for n, x in asked.items()}
 
 
 @pytest.mark.slow

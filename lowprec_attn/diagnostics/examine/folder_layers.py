@@ -1,6 +1,7 @@
-"""Reads the layers of a Hugging Face GPT-2: one step of its weights on a text."""
+"""Reads the layers of a Hugging Face GPT-2, Llama or Qwen3: one step of its weights on a text."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from lowprec_attn.diagnostics.examine.array_file import DiagnoseError, read_tens
 from lowprec_attn.diagnostics.examine.run_layers import as_layers
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.files import NotJsonError, read_json, stays_inside
-from lowprec_attn.gpt2 import hugging_face
+from lowprec_attn.gpt2 import hugging_face as gpt2
 from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.llama import hugging_face as llama
 from lowprec_attn.training.devices import compiler_options
 from lowprec_attn.training.signals import make_layers
 from lowprec_attn.training.step import make_loss
@@ -22,6 +24,7 @@ from lowprec_attn.training.step import make_loss
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # What autocast trains such a model in, whatever format its weights are stored in.
 _ACTIVATIONS = "bfloat16"
+_READERS = {"gpt2": gpt2, **dict.fromkeys(llama.MODEL_TYPES, llama)}
 
 
 def is_one(path: Path) -> bool:
@@ -46,13 +49,15 @@ def load(path: Path, text: Path | None) -> list[Layer]:
         raise DiagnoseError(
             f"{path}: weights alone hold no q, k and v; add --text FILE for the model to run on"
         )
-    settings = hugging_face.model_settings(_json(path / _CONFIG), _ACTIVATIONS)
-    params = hugging_face.parameters(_tensors(path), settings)
+    config = _json(path / _CONFIG)
+    reader = _reader(config)
+    settings = reader.model_settings(config, _ACTIVATIONS)
+    params = reader.parameters(_tensors(path), settings)
     ids = sequence.load(
         text, settings.context, settings.vocab_size, lambda: sequence.of_folder(path)
     )
     attend = Attend(attention.dot_product_attention)
-    loss = make_loss(settings, hugging_face.all_heads(settings), attend)
+    loss = make_loss(settings, gpt2.all_heads(settings), attend)
     layers_of = jax.jit(
         make_layers(settings, loss), compiler_options=compiler_options(jax.default_backend())
     )
@@ -60,6 +65,17 @@ def load(path: Path, text: Path | None) -> list[Layer]:
     note = f"one step in {_ACTIVATIONS} and flash, on the first {ids.shape[1]} tokens of {text}"
     layers = as_layers(str(path), settings, arrays)
     return [layer._replace(notes=(note,)) for layer in layers]
+
+
+def _reader(config: dict[str, Any]) -> ModuleType:
+    """The module that reads such a model."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _READERS:
+        raise DiagnoseError(
+            f"config.json says model_type {kind!r}, and only {', '.join(_READERS)} are read; the "
+            "recipe of docs/diagnose.md saves q, k, v and do of any model"
+        )
+    return _READERS[kind]
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:

@@ -15,15 +15,14 @@ from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.trend import QUANTITIES
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2.model import score_scale
-from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training.models import score_scale
 from lowprec_attn.training.run import open_corpus
 from lowprec_attn.training.saved_model import restore, settings_of, val_sha256_of
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import Model, TrainSettings, unmeasured
 from lowprec_attn.training.signals import LayerArrays, as_computed, make_layers
 from lowprec_attn.training.step import make_loss, root_key, step_key
 
@@ -50,6 +49,8 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
         missing = " and no ".join(name for name, there in parts.items() if not there)
         raise DiagnoseError(f"{path}: neither a file nor a run directory: it has no {missing}")
     settings = settings_of(path)
+    if (reason := unmeasured(settings.model)) is not None:
+        raise DiagnoseError(f"{path}: its model has {reason}, which diagnostics do not take")
     ids, of_text = _sequence(settings, val_sha256_of(path), text)
     try:
         step, layers = _layers(settings, run_dir, ids, last_step)
@@ -158,7 +159,7 @@ def _layers(
     return saved.step, layers
 
 
-def as_layers(source: str, model: ModelSettings, arrays: Sequence[LayerArrays]) -> list[Layer]:
+def as_layers(source: str, model: Model, arrays: Sequence[LayerArrays]) -> list[Layer]:
     """The layers of a model, by their numbers, on the host."""
     scale, _ = score_scale(model)
     return [
@@ -170,6 +171,7 @@ def as_layers(source: str, model: ModelSettings, arrays: Sequence[LayerArrays]) 
             copy.v,
             do=copy.do,
             x=copy.x,
+            projection=copy.projection,
             is_causal=True,
             scale=scale,
             returned=copy.returned,

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.numerics import Numerics, Point
 from lowprec_attn.training.config import attention_settings
+from lowprec_attn.training.settings import recorded_model
 
 NEITHER = "–"
 
@@ -33,7 +33,7 @@ def mechanism(config: Mapping[str, Any]) -> str:
     Raises:
       KeyError, TypeError, ConfigError: it is none.
     """
-    model = ModelSettings(**{**_LATER_FIELDS, **config["model"]})
+    model = recorded_model({**_LATER_FIELDS, **config["model"]})
     dtype = jnp.dtype(model.activation_dtype)
     layers = attention_settings(config["attention"], model).layers
     arithmetic = {group.numerics for layer in layers for group in layer}

@@ -8,9 +8,9 @@ structured sparsity. Those of TPUs are from Google's pages on the generation.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lowprec_attn.gpt2.model import parameter_count
-from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs.history import History
+from lowprec_attn.training import models
+from lowprec_attn.training.settings import Model, recorded_model
 
 _GIB = 2**30
 
@@ -64,16 +64,16 @@ PEAKS: Mapping[str, float] = {
 """Operations per second of one device, by what JAX calls its kind."""
 
 
-def step_flops(model: ModelSettings, tokens: int) -> float:
+def step_flops(model: Model, tokens: int) -> float:
     """Operations of the matrix products of a forward and backward pass over `tokens` tokens.
 
-    A token takes 6 operations per weight that enters a matrix product; the embedding does, as the
-    output layer. Attention takes 3.5 times its causal forward pass of 2·T·d per token and layer.
-    Recomputation does not count.
+    A token takes 6 operations per weight that enters a matrix product; the embedding does where it
+    is the output layer. Attention has 4 products over q or k and 3 over v, each of T operations per
+    token and channel, since causality leaves half of the keys. Recomputation does not count.
     """
-    weights = parameter_count(model) - model.context * model.width
-    attention = 3.5 * 2 * model.context * model.width * model.layers
-    return tokens * (6.0 * weights + attention)
+    weights = models.of(model).product_weights(model)
+    channels = model.heads * (4 * model.head_size + 3 * model.value_size)
+    return tokens * (6.0 * weights + float(model.context * channels * model.layers))
 
 
 def efficiency(history: History, tokens_per_second: float) -> str:
@@ -87,7 +87,7 @@ def efficiency(history: History, tokens_per_second: float) -> str:
     if peak is None:
         return f"No share of the peak is given: that of device {kind!r} is not known here."
     try:
-        model = ModelSettings(**history.config["model"])
+        model = recorded_model(history.config["model"])
     except (KeyError, TypeError):
         return "No share of the peak is given: the config is not of this version."
     if model.activation_dtype != "bfloat16":

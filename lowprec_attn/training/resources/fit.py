@@ -21,10 +21,10 @@ from jax.experimental import topologies
 
 from lowprec_attn import installation
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, make_program, mesh_over
+from lowprec_attn.training.models import parameter_count
 from lowprec_attn.training.resources.efficiency import GENERATIONS, step_flops
 from lowprec_attn.training.settings import TrainSettings
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from lowprec_attn.errors import RunError
-from lowprec_attn.gpt2.model import parameter_count
+from lowprec_attn.training import models
 from lowprec_attn.training.devices import Devices
+from lowprec_attn.training.models import parameter_count
 from lowprec_attn.training.settings import TrainSettings
 
 # Of a container, in bytes, or "max"; the second of version 1 of control groups.
@@ -32,9 +33,9 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     """What every device holds at once, at least, during a training step, in bytes.
 
     Float32 parameters and Adam's two moments; of every token and layer what the backward pass reads
-    and no compiler computes again, in the format of the activations: the inputs of both halves of a
-    block, q, k, v and O (6 d) and the hidden layer of the MLP (4 d); and the larger of two things
-    that need not be there together: gradients, and the scores of `dense` in the last layer.
+    and no compiler computes again (`kept_values` of the model), in the format of the activations;
+    and the larger of two things that need not be there together: gradients, and the scores of
+    `dense` in the last layer.
 
     Args:
       settings: of the run.
@@ -45,7 +46,7 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     moments = 8 / devices if settings.shard_optimizer else 8
     state = int((4 + moments) * parameters)
     sequences = settings.batch_size // settings.accumulation_steps // devices
-    values = 10 * model.width * model.layers * sequences * model.context
+    values = models.of(model).kept_values(model) * model.layers * sequences * model.context
     activations = values * jnp.dtype(model.activation_dtype).itemsize
     # dP in float32 as it leaves its product, beside S, which a compiler may keep in 16 bits.
     scores = (4 + 2) * sequences * _dense_heads(settings) * model.context**2

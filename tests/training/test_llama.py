@@ -1,0 +1,426 @@
+"""The Llama-style model in the trainer; its logits are compared in tests/commands."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from command import run_here, without_report
+from llama import forward, rotated
+from safetensors.numpy import load_file
+from tiny import LLAMA, llama_config, llama_settings, tiny_config, tiny_settings
+
+from configs import llama_bf16
+from lowprec_attn import attention, diagnostics
+from lowprec_attn.commands.main import main
+from lowprec_attn.errors import RunError
+from lowprec_attn.gpt2.hugging_face import WeightsError
+from lowprec_attn.gpt2.model import Attend
+from lowprec_attn.lab.report.mechanism import mechanism
+from lowprec_attn.llama import hugging_face
+from lowprec_attn.llama.layers import rotate, rotation, swiglu
+from lowprec_attn.runs import metrics
+from lowprec_attn.runs.run_dir import RunDir
+from lowprec_attn.training import models
+from lowprec_attn.training.config import ConfigError, train_settings
+from lowprec_attn.training.devices import make_program, run_devices
+from lowprec_attn.training.loop import Loop
+from lowprec_attn.training.qk_clip import largest_scores
+from lowprec_attn.training.resources import memory
+from lowprec_attn.training.resources.efficiency import step_flops
+from lowprec_attn.training.saved_model import restore, settings_of, to_hugging_face
+from lowprec_attn.training.signals import make_layers, make_signals
+from lowprec_attn.training.step import make_steps, root_key
+
+TILED = functools.partial(attention.dot_product_attention, implementation="tiled")
+EXACT = {"model__activation_dtype": "float32", "attention__numerics": "exact", "devices": 1}
+
+
+def tokens(settings, seed=0):
+    """Inputs and targets [A, B/A, T] of a text that can be learnt: runs of consecutive ids."""
+    model = settings.model
+    start = np.random.default_rng(seed).integers(0, model.vocab_size, (settings.batch_size, 1))
+    ids = (start + np.arange(model.context + 1)) % model.vocab_size
+    shape = (settings.accumulation_steps, -1, model.context)
+    return tuple(jnp.asarray(x.reshape(shape), jnp.int32) for x in (ids[:, :-1], ids[:, 1:]))
+
+
+def begin(settings):
+    steps = make_steps(settings, Attend(TILED))
+    return steps, jax.jit(steps.init)(root_key(settings))
+
+
+SIZES = {"full": 124_766_976, "350m": 354_731_008, "1b": 1_179_191_296}
+
+
+@pytest.mark.parametrize("variant", SIZES)
+def test_the_sizes_have_the_parameters_that_the_config_states(variant):
+    settings = train_settings(llama_bf16.get_config(variant).to_dict())
+    steps = make_steps(settings, Attend(TILED))
+    params = jax.eval_shape(steps.init, root_key(settings)).params
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert count == models.parameter_count(settings.model) == SIZES[variant]
+    assert f"{count / 1e6:,.1f}" in llama_bf16.__doc__
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__tied": True, "model__qk_norm": True},
+        {"model__sinks": True, "model__value_size": 8, "diagnostics_every": 0},
+    ],
+)
+def test_parameters_are_counted_as_they_are(changes):
+    settings = llama_settings(**changes)
+    _, state = begin(settings)
+    leaves = jax.tree.leaves(state.params)
+    assert models.parameter_count(settings.model) == sum(x.size for x in leaves)
+    matrices = sum(x.size for x in leaves if x.ndim == 2)
+    looked_up = 0 if settings.model.tied else 257 * 32
+    per_token = 6 * (models.of(settings.model).product_weights(settings.model))
+    of_vectors = sum(x.size for x in leaves if x.ndim == 1)
+    assert per_token == 6 * (matrices + of_vectors - looked_up)
+    # Half of 32 keys on average; q, k: 1 product forward and 3 back, v: 1 and 2; 2 layers, 4 heads.
+    channels = 4 * 16 + 3 * settings.model.value_size
+    assert step_flops(settings.model, 10) == 10 * (per_token + 2 * 4 * 32 * channels)
+
+
+def test_rope_is_that_of_hugging_face_in_float64():
+    x = np.random.default_rng(0).standard_normal((2, 40, 3, 16)).astype(np.float32)
+    ours = rotate(jnp.asarray(x), *rotation(40, 16, 100.0))
+    expected = np.stack([rotated(each.astype(np.float64), 100.0) for each in x])
+    # An angle of up to 39 is off by 2⁻²⁴ of it, entries are of size 4.
+    np.testing.assert_allclose(ours, expected, atol=4 * 39 * 2.0**-23)
+
+
+def test_scores_of_rotated_vectors_depend_on_their_distance_alone():
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+    tables = rotation(40, 16, 100.0)
+    q, k = (jnp.asarray(np.broadcast_to(x, (1, 40, 1, 16))) for x in (q, k))
+    q, k = (rotate(x, *tables)[0, :, 0] for x in (q, k))
+    scores = np.asarray(jnp.einsum("th,sh->ts", q, k, precision="highest"))
+    for distance in (0, 3, 20):
+        same = np.diagonal(scores, -distance)
+        np.testing.assert_allclose(same, same[0], atol=16 * 4 * 39 * 2.0**-23)
+    assert np.ptp(scores[-1]) > 1
+
+
+def test_the_gradient_of_swiglu_is_that_of_its_formula():
+    gate, up, d = np.random.default_rng(0).standard_normal((3, 5, 7)).astype(np.float32)
+    _, pullback = jax.vjp(swiglu, jnp.asarray(gate), jnp.asarray(up))
+    _, plain = jax.vjp(lambda g, u: jax.nn.silu(g) * u, jnp.asarray(gate), jnp.asarray(up))
+    d = jnp.asarray(d)
+    for ours, expected in zip(pullback(d), plain(d), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_share_a_key_head_are_heads_with_equal_keys():
+    settings = llama_settings(**EXACT)
+    inputs, targets = (x[0] for x in tokens(settings))
+    steps, state = begin(settings)
+    whole = make_steps(llama_settings(model__kv_heads=4, **EXACT), Attend(TILED))
+
+    def loss_of(heads):
+        """With these of the two key heads, and of the value heads, for the four query heads."""
+
+        def chosen(path, x):
+            name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+            if not name.endswith(("key/kernel", "value/kernel")):
+                return x
+            return x.reshape(32, 2, 16)[:, np.array(heads)].reshape(32, 64)
+
+        params = jax.tree_util.tree_map_with_path(chosen, state.params)
+        return jax.jit(lambda p: whole.loss(p, inputs, targets)[0])(params)
+
+    grouped = jax.jit(lambda p: steps.loss(p, inputs, targets)[0])(state.params)
+    np.testing.assert_allclose(loss_of([0, 0, 1, 1]), grouped, rtol=1e-6)
+    assert abs(loss_of([0, 1, 0, 1]) - grouped) > 1e-5
+
+
+VARIANTS = {
+    "soft_cap": {"model__soft_cap": 0.5},
+    "sinks": {"model__sinks": True},
+    "value_size": {"model__value_size": 8},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_attention_have_the_loss_of_the_formula(variant):
+    settings = llama_settings(diagnostics_every=0, **EXACT, **VARIANTS[variant])
+    model = settings.model
+    steps, state = begin(settings)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, state.params)  # scores that count
+    sinks = None
+    if model.sinks:
+        sinks = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+        for i in range(2):
+            params["blocks"][i]["attention"]["sinks"][...] = jnp.asarray(sinks[i])
+    flat = {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
+    weights = {
+        source: flat[path].T if path.endswith("/kernel") else flat[path]
+        for path, source in hugging_face._sources(model).items()
+    }
+    plain = dataclasses.replace(model, soft_cap=None, sinks=False, value_size=model.head_size)
+    config = hugging_face._config(plain)
+    inputs, targets = (x[0, :1] for x in tokens(settings))
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: steps.loss(p, inputs, targets)[0]))(params)
+    inputs, targets = (np.asarray(x[0]) for x in (inputs, targets))
+
+    def of_formula(**options):
+        logits, _ = forward(weights, inputs, config, **options)
+        lse = np.log(np.exp(logits).sum(-1))
+        return (lse - logits[np.arange(len(targets)), targets]).mean()
+
+    np.testing.assert_allclose(loss, of_formula(soft_cap=model.soft_cap, sinks=sinks), rtol=1e-5)
+    if variant != "value_size":
+        assert abs(of_formula() - loss) > 1e-3
+    assert all(np.any(g) and np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        functools.partial(llama_settings, model__qk_norm=False),
+        functools.partial(llama_settings, model__qk_norm=True),
+        functools.partial(tiny_settings, model__qk_norm=True, model__scale_placement="qk"),
+    ],
+    ids=["llama", "llama with qk_norm", "gpt2 with qk_norm"],
+)
+def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
+    settings = made(**EXACT)
+    model = settings.model
+    steps, state = begin(settings)
+    params = jax.tree.map(lambda x: 4 * x if x.ndim == 2 else x, state.params)
+    for i in range(2):  # scales that take part
+        of_layer = params["blocks"][i]["attention"]
+        if model.qk_norm:
+            scale = of_layer["query_norm"]
+            scale = scale if model.architecture == "llama" else scale["norm"]["scale"]
+            scale[...] = 1 + 0.3 * jax.random.normal(jax.random.key(i), scale[...].shape)
+    inputs, targets = (x[0] for x in tokens(settings))
+    args = (params, inputs, targets, jax.random.key(0))
+    grads = jax.jit(jax.grad(lambda *a: steps.loss(*a)[0]))(*args)
+    layers = jax.jit(make_layers(model, steps.loss))(*args)
+    signals, _ = jax.jit(make_signals(settings, steps))(*args)
+    scale, _ = models.score_scale(model)
+    for i, layer in enumerate(layers):
+        exact = grads["blocks"][i]["attention"]["query"]["kernel"][...].reshape(layer.w_q.shape)
+        _, pullback = jax.vjp(
+            lambda q, of=layer: TILED(q, of.k, of.v, is_causal=True, scale=scale, numerics="exact"),
+            layer.q,
+        )
+        dq = layer.projection.pullback()(pullback(layer.do)[0])
+        tolerance = 1e-5 * float(jnp.max(jnp.abs(exact)))
+        ours = diagnostics.query_weight_gradient(dq, layer.x)
+        np.testing.assert_allclose(ours, exact, atol=tolerance)
+        norms = np.sqrt((np.asarray(exact, np.float64) ** 2).sum(axis=(0, 2)))
+        found = signals[f"layer_{i}"]["query_weight_gradient_exact"]
+        np.testing.assert_allclose(found, norms, rtol=1e-4)
+
+
+def test_the_measured_error_of_w_q_is_the_sum_of_its_sources():
+    """The rotated parts and the rotated whole agree; `flash` rounds P̄, O, P and dS."""
+    settings = llama_settings(model__qk_norm=True, **{**EXACT, "attention__numerics": "flash"})
+    steps, state = begin(settings)
+    args = (state.params, *(x[0] for x in tokens(settings)), jax.random.key(0))
+    layer = jax.jit(make_layers(settings.model, steps.loss))(*args)[1]
+    call = functools.partial(TILED, is_causal=True, numerics="flash")
+    _, pullback = jax.vjp(lambda q: call(q, layer.k, layer.v), layer.q)
+    arrays = layer._asdict()
+    arrays["returned"] = layer.returned._replace(dq=pullback(layer.do)[0])
+    signals = diagnostics.attention_signals(**arrays, numerics="flash", is_causal=True)
+    total = signals["query_weight_gradient_error_from_total"]
+    # dQ itself is rounded to bfloat16 beside the sources.
+    measured = signals["query_weight_gradient_error_measured"]
+    np.testing.assert_allclose(measured, total, rtol=0.2)
+    assert (np.asarray(total) > 1e-4).all()
+
+
+def test_projections_that_do_not_fit_are_named():
+    q = jnp.zeros((1, 4, 2, 8))
+    projection = diagnostics.Projection(q[:, :2], lambda x: x)
+    with pytest.raises(ValueError, match="projection serves the gradient of W_Q, which needs x"):
+        diagnostics.attention_signals(q, q, q, q, numerics="exact", projection=projection)
+    with pytest.raises(ValueError, match=r"must have the shape of q \(1, 4, 2, 8\), got \(1, 2"):
+        diagnostics.attention_signals(
+            q, q, q, q, x=q[:, :, 0], numerics="exact", projection=projection
+        )
+
+
+def test_it_learns_and_devices_change_nothing():
+    settings = llama_settings(devices=1, steps=20, optimizer__weight_decay=0.1)
+    steps, state = begin(settings)
+    train = jax.jit(functools.partial(steps.train, root=root_key(settings)))
+    losses = []
+    for _ in range(20):
+        state, found = train(state, *tokens(settings))
+        losses.append(float(found.loss))
+    assert losses[-1] < losses[0] - 0.5
+    spread = llama_settings(devices=8, steps=20, shard_optimizer=True)
+    devices, root = run_devices(spread), root_key(spread)
+    program = make_program(spread, devices)
+    inputs, targets = map(np.asarray, tokens(spread))
+    arrays = devices.put({"inputs": inputs, "targets": targets})
+    step = program.train.lower(program.state, program.batch, program.batch, program.root).compile()
+    analysis = step.memory_analysis()
+    allotted = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    assert allotted / 20 < memory.least_bytes(spread, 8) < allotted
+    _, found = step(program.init(root), *arrays, root)
+    np.testing.assert_allclose(float(found.loss), losses[0], rtol=1e-5)
+
+
+def test_the_clip_bounds_scores_behind_the_rotation():
+    """W_Q and W_K act through a rotation, which changes no length."""
+    still = {"optimizer__peak_lr": 0.0, "optimizer__end_lr": 0.0}
+    options = {**EXACT, **still, "model__kv_heads": 4, "diagnostics_every": 0}
+    settings = llama_settings(**options)
+    steps, state = begin(settings)
+    inputs, targets = (x[0] for x in tokens(settings))
+
+    @jax.jit
+    def scores_of(params):
+        return largest_scores(settings.model, steps.loss(params, inputs, targets)[1])
+
+    before = np.asarray(scores_of(state.params))
+    threshold = float(np.median(before))
+    clips = make_steps(llama_settings(optimizer__qk_clip=threshold, **options), Attend(TILED))
+    new, found = jax.jit(clips.train)(state, *tokens(settings), root_key(settings))
+    np.testing.assert_allclose(
+        scores_of(new.params)[0], np.minimum(before, threshold)[0], rtol=1e-4
+    )
+    assert int(found.heads_clipped) == 4
+
+
+REFUSED = {
+    "architecture": ({"model__architecture": "mamba"}, "one of gpt2, llama, got 'mamba'"),
+    "kv_heads": ({"model__kv_heads": 3}, "kv_heads must be a divisor of 4 heads, got 3"),
+    "head_size": ({"model__head_size": 15}, "head_size must be even, .*, got 15"),
+    "hidden": ({"model__hidden": 0}, "hidden must be at least 1"),
+    "soft_cap": ({"model__soft_cap": 0.0}, "soft_cap must be positive and finite, or None"),
+    "field": ({"model__biases": True}, "unknown field config.model.biases"),
+    "qk_clip": ({"optimizer__qk_clip": 1.0}, "None where model.kv_heads is below model.heads"),
+    "diagnostics of a cap": (
+        {"model__soft_cap": 5.0},
+        "diagnostics_every must be 0 beside a model with soft_cap 5, which diagnostics do not take",
+    ),
+    "diagnostics of sinks": ({"model__sinks": True}, "0 beside a model with sinks, "),
+    "diagnostics of values": ({"model__value_size": 8}, "value_size 8 beside head_size 16"),
+    "a group": (
+        {"attention__heads": {1: {"numerics": "exact"}}},
+        r"attention\.layers\[0\]: heads 0 to 1 share a key head .* the same arithmetic",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained_is_one_line(case):
+    changes, words = REFUSED[case]
+    with pytest.raises(ConfigError, match=words) as error:
+        llama_settings(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_group_may_differ_and_the_lab_knows_its_mechanism():
+    heads = {2: {"numerics": "exact"}, 3: {"numerics": "exact"}}
+    config = llama_config(attention__heads=heads)
+    first, second = train_settings(config).attention.layers[0]
+    assert (first.heads, second.heads) == ((0, 1), (2, 3))
+    assert mechanism(config) == mechanism(tiny_config(attention__numerics="flash")) == "B (output)"
+
+
+class KilledError(BaseException):
+    """The process ends."""
+
+
+# Fields of command.TINY, and the shape above.
+RUN = {"config": "configs/llama_bf16.py:tiny"} | {f"model__{n}": x for n, x in LLAMA.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text, compiled_once):
+    """A run of the command line that ended, and what runs another like it."""
+    run = functools.partial(run_here, attention__implementation="tiled", data__path=text, **RUN)
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    with without_report():
+        said, _ = run(workdir, model__qk_norm=True)
+    return workdir, run, said
+
+
+@pytest.mark.usefixtures("no_report")
+def test_an_interrupted_run_ends_with_the_same_bits(whole, tmp_path, monkeypatch):
+    workdir, run, said = whole
+    assert "4 heads (2 of keys)" in said
+    before = Loop._before
+
+    def killed(self, step):
+        before(self, step)
+        if step == 7:
+            raise KilledError
+
+    monkeypatch.setattr(Loop, "_before", killed)
+    with pytest.raises(KilledError):
+        run(tmp_path / "run", model__qk_norm=True)
+    monkeypatch.setattr(Loop, "_before", before)
+    said, _ = run(tmp_path / "run", model__qk_norm=True)
+    assert "resuming at step 4" in said
+    for name in ("metrics.jsonl", "data_order.txt"):
+        assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
+    last = [r["signals"] for r in metrics.read(workdir / "metrics.jsonl") if "signals" in r][-1]
+    # Of W_Q behind norm and rotation, and joined to the measurement before.
+    names = {"query_weight_gradient_error_relative", "common_direction_across_steps"}
+    assert names <= last["layer_1"].keys() and len(last["layer_1"]["score_maximum"]) == 4
+
+
+def test_a_run_is_diagnosed_in_its_own_arithmetic(whole, tmp_path, capsys):
+    workdir, *_ = whole
+    assert main(["diagnose", str(workdir), f"--json={tmp_path / 'out.json'}"]) in (0, 3)
+    assert "8 heads of 2 layers" in capsys.readouterr().out
+    layers = json.loads((tmp_path / "out.json").read_text())["layers"]
+    assert len(layers) == 2 and "query_weight_gradient_error_relative" in str(layers[0]["signals"])
+
+
+def test_a_run_is_written_for_transformers(whole, tmp_path):
+    workdir, *_ = whole
+    to_hugging_face(workdir, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]  # it has QK-norm
+    settings = hugging_face.model_settings(config, "bfloat16")
+    params = hugging_face.parameters(load_file(tmp_path / "out" / "model.safetensors"), settings)
+    saved = restore(settings_of(workdir), RunDir(workdir))
+    jax.tree.map(np.testing.assert_array_equal, params, saved.params)
+    with pytest.raises(WeightsError, match=r"no llama has soft_cap 5\.0"):
+        of = dataclasses.replace(settings, qk_norm=False, soft_cap=5.0)
+        hugging_face.save(tmp_path / "capped", of, params)
+    config = RunDir(tmp_path / "gpt2").config
+    config.parent.mkdir()
+    config.write_text(json.dumps(tiny_config()))
+    with pytest.raises(RunError, match="its model is gpt2; only llama is written"):
+        to_hugging_face(tmp_path / "gpt2", tmp_path / "out")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_model_without_diagnostics_trains_stops_and_says_so(whole, tmp_path, capsys):
+    _, run, _ = whole
+    options = {"model__soft_cap": 5.0, "model__sinks": True, "model__value_size": 8}
+    options |= {"diagnostics_every": 0, "steps": 3, "model__layers": 1}
+    run(tmp_path / "run", **options)
+    assert main(["diagnose", str(tmp_path / "run")]) == 1
+    said = capsys.readouterr().err
+    assert "its model has soft_cap 5, which diagnostics do not take" in said
+    # A loss that is not finite ends without signals, and names what went first.
+    said, _ = run(
+        tmp_path / "broken",
+        code=3,
+        optimizer__peak_lr=1e38,
+        optimizer__warmup_steps=0,
+        optimizer__clip_norm=None,
+        **options,
+    )
+    assert "first non-finite value" in said
