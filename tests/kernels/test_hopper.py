@@ -825,7 +825,11 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         (request(has_segments=True), "lengths, segments and dense masks"),
         (request(mask_shape=(1, 1, 128, 128)), "lengths, segments and dense masks"),
         (request(has_bias=True), "a dense bias"),
-        (request(window=(8, 8)), "a local window"),
+        (
+            request(window=(8, 8), sizes=dataclasses.replace(SIZES, unordered=True)),
+            "a local window with unordered=True",
+        ),
+        (request(PUBLISHED, window=(8, 8)), "a local window with tile_grads=bfloat16"),
         (request(scale=-0.125), "scale=-0.125 (it takes numbers above 0)"),
         (request(row_max=PublishedMax()), "row_max=PublishedMax"),
         (
@@ -901,6 +905,7 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
         (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (request(PUBLISHED, head_size=128, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(window=(8, 8), sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:

@@ -74,13 +74,13 @@ def unsupported(request: Request) -> str | None:
             return f"{length} {name} (it takes multiples of {ROWS})"
     if request.has_lengths or request.has_segments or request.mask_shape is not None:
         return "lengths, segments and dense masks"
-    if spec.window is not None:
-        return "a local window"
     if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and (reason := _unsupported_unordered(spec.numerics)):
+        return reason
+    if reason := _unsupported_together(spec):
         return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
@@ -98,6 +98,14 @@ def _unsupported_unordered(n: Numerics) -> str | None:
     if n.saved_output == "halves":
         return "saved_output=halves with unordered=True (which takes same, float32 or auxiliary)"
     return None
+
+
+def _unsupported_together(spec: Spec) -> str | None:
+    """What of a call beside plain or causal attention, where kernels have other mainloops."""
+    which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
+    if not _is_unordered(spec) and not rounds_products(spec.numerics):
+        return None
+    return None if spec.window is None else f"a local window with {which}"
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Spec
 from lowprec_attn.numerics import MASKED
 from pallas_kernels.gpu.hopper.block_sizes import (
+    ROWS,
     STEPS,
     BlockSizes,
     Tile,
@@ -31,6 +33,31 @@ LOG2E = math.log2(math.e)
 # Bytes of what programs walk over at a time if the longest tiles come first: it stays in the L2
 # cache, of 50 MiB, beside what else goes through it.
 _WALKED_AT_A_TIME = 32 * 2**20
+
+
+class KeySteps(NamedTuple):
+    """The key steps that 64 query rows visit, counted from the first of their program's tile.
+
+    Attributes:
+      full: steps from it on take a mask.
+      end: how many there are.
+      begin: the first step, where not all tiles begin with step 0.
+      clear: steps before it take a mask too, where there are any.
+    """
+
+    full: Array
+    end: Array
+    begin: Array | None = None
+    clear: Array | None = None
+
+    def of(self, t: Array) -> Array:
+        """The t-th one, among all steps of the keys."""
+        return t if self.begin is None else self.begin + t
+
+    def takes_mask(self, t: Array) -> Array:
+        """Whether the rows do not see all keys of the t-th one."""
+        beyond = t >= self.full
+        return beyond if self.clear is None else beyond | (t < self.clear)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,13 +282,67 @@ class Problem:
             end = jnp.minimum(end, lax.div(first + (size + step - 1), jnp.int32(step)))
         return full, end
 
-    def query_steps(self, first: Array, step: int) -> tuple[Array, Array]:
-        """(begin, end): the keys from `first` on are seen by queries of these steps."""
+    def program_steps(self, start: Array, tile: Tile) -> tuple[Array | None, Array]:
+        """(begin, length): the key steps that a program visits for the rows from `start` on."""
+        _, end = self.key_steps(start, tile.owned, tile.step)
+        if self.spec.window is None:
+            return None, end
+        left, right = self.spec.window
+        step, steps = jnp.int32(tile.step), -(-self.keys // tile.step)
+        # One step there is always, for the mainloop begins with it: rows that lie beyond all keys
+        # that they could see take the last.
+        begin = jnp.minimum(lax.div(jnp.maximum(start - left, 0), step), steps - 1)
+        if not self.spec.is_causal:
+            reach = start + (tile.owned + right + tile.step - 1)
+            end = jnp.minimum(end, lax.div(reach, step))
+        return begin, end - begin
+
+    def consumer_steps(
+        self, row: Array, tile: Tile, begin: Array | None, last: Array | None
+    ) -> KeySteps:
+        """Those of 64 rows, of a program that visits `last` steps from `begin` on.
+
+        last: None for the program's own end, if these are all of its rows.
+        """
+        full, end = self.key_steps(row, ROWS, tile.step)
+        if self.spec.window is None:
+            return KeySteps(full, end)
+        left, right = self.spec.window
+        step = jnp.int32(tile.step)
+        if begin is None or last is None:
+            begin, last = self.program_steps(row, tile)
+            assert begin is not None
+        if self.spec.is_causal:
+            last = end - begin
+        else:  # warpgroups of a program end together
+            full = jnp.minimum(full, lax.div(row + (right + 1), step))
+        # The last row is the first that does not see a key on the left.
+        clear = lax.div(jnp.maximum(row + (ROWS - 1 - left), 0) + (tile.step - 1), step)
+        return KeySteps(full - begin, last, begin, clear - begin)
+
+    def query_steps(self, first: Array, tile: Tile) -> tuple[Array, Array]:
+        """(begin, end): a program's keys, from `first` on, are seen by queries of these steps."""
+        step = tile.step
         end = first * 0 + (-(-self.rows // step))
+        if self.spec.window is not None:
+            left, right = self.spec.window
+            before = first if self.spec.is_causal else jnp.maximum(first - right, 0)
+            reach = lax.div(first + (tile.owned + left + step - 1), jnp.int32(step))
+            end = jnp.minimum(end, reach)
+            return jnp.minimum(lax.div(before, jnp.int32(step)), end), end
         if not self.spec.is_causal:
             return first * 0, end
         # Queries before the first key see none of them.
         return jnp.minimum(lax.div(first, jnp.int32(step)), end), end
+
+    def hides_from_queries(self, key: Array, row: Array, step: int) -> Array | None:
+        """Whether some of 64 keys are hidden from some of the rows row ... row + step − 1; None:
+        what pads the last tiles alone, which is zero, or not stored."""
+        if self.spec.window is None:
+            return key + (ROWS - 1) > row if self.spec.is_causal else None
+        left, right = self.spec.window
+        reach = row if self.spec.is_causal else row + right
+        return (key + (ROWS - 1) > reach) | (key < row + (step - 1 - left))
 
     def mask_keys(self, s: Array, row: Array, key: Array, masked: Array | float = MASKED) -> Array:
         """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see."""
@@ -280,8 +361,18 @@ class Problem:
         seen = rows >= keys if self.spec.is_causal else keys < self.keys
         if self.spec.is_causal and self.keys < self.rows:
             seen = seen & (keys < self.keys)
+        if self.spec.window is not None:
+            left, right = self.spec.window
+            seen = seen & (keys >= rows - left)
+            if not self.spec.is_causal:
+                seen = seen & (keys <= rows + right)
         return jnp.where(seen, s, masked)
 
     def masks_steps(self, step: int) -> bool:
         """Whether some visited step of so many keys is not seen in full."""
-        return self.spec.is_causal or self.keys % step != 0
+        return self.spec.is_causal or self.keys % step != 0 or self.hides_steps
+
+    @property
+    def hides_steps(self) -> bool:
+        """Whether a row may see no key of its first step: m is then MASKED for a while."""
+        return self.spec.window is not None

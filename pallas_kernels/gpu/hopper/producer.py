@@ -70,12 +70,13 @@ def load_query_tiles(
         # second stage of it.
         pl.when(work.is_valid)(load_rows)
         # Up to the last step that any consumer's rows see.
-        _, end = problem.key_steps(start, tile.owned, tile.step)
+        begin, end = problem.program_steps(start, tile)
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
 
         def parts(t: Array) -> list[Ref]:
-            place = (work.batch, t * tile.step, tile.step, kv_head)
+            step = t if begin is None else begin + t
+            place = (work.batch, step * tile.step, tile.step, kv_head)
             return [problem.part(ref, *place, plane=plane) for ref, plane in ((k, 1), (v, 2))]
 
         def load_keys(t: Array, n: Array) -> Array:

@@ -42,16 +42,16 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 _PROBS, _DQ = range(2)  # the consumer that sums P k, and that which sums dQ
 
 
 class _SharedRows(NamedTuple):
-    """64 query rows of a program, and the key steps 0 ... end − 1.
+    """64 query rows of a program, and the key steps that they visit.
 
-    `tiles` and `steps` count what the program has done before; steps before `full` take no mask.
+    `tiles` and `steps` count what the program has done before.
     """
 
     problem: Problem
@@ -61,8 +61,12 @@ class _SharedRows(NamedTuple):
     steps: Array
     work: WorkTile
     row: Array
-    full: Array
-    end: Array
+    keys: KeySteps
+
+    @property
+    def end(self) -> Array:
+        """How many steps there are."""
+        return self.keys.end
 
     @property
     def exchanged(self) -> Array:
@@ -102,10 +106,10 @@ def _each_tile(
         tiles, steps = done
         work = scheduler.work_tile(program, u)
         row = work.block * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
-        rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, full, end)
+        keys = problem.consumer_steps(row, tile, None, None)
+        rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, keys)
         pl.when(work.is_valid)(lambda: consume(rows))
-        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, end, 0)
+        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, keys.end, 0)
 
     done = (jnp.int32(0), jnp.int32(0))
     tiles, steps = lax.fori_loop(0, scheduler.count(program), consume_tile, done)
@@ -147,7 +151,7 @@ def _add_to_pk(
     s = _product(Q, shared.k.get(n), rows)
     # Otherwise the place of every entry would be kept in registers, for the mask.
     row = rows.row + opaque_zero(n, interpret=problem.sizes.interpret)
-    p = probs(s, offset, row, t, rows.full, rows.tile.step, problem)
+    p = probs(s, offset, row, t, rows.keys, rows.tile.step, problem)
     if inverse_l is not None:
         p = p * along_rows(inverse_l, p.shape)
     # Given away before P k is multiplied: the other waits for it.

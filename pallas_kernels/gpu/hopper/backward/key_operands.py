@@ -89,7 +89,7 @@ def steps_of(
     problem: Problem, tile: BackwardTile, key: Array, is_valid: Array, first: Array
 ) -> Steps:
     """The steps of the tile that begins with a key, none if there is no tile."""
-    begin, end = problem.query_steps(key, tile.step)
+    begin, end = problem.query_steps(key, tile)
     return Steps(first, begin, jnp.where(is_valid, end - begin, 0))
 
 
@@ -137,9 +137,9 @@ def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Prob
         # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
         # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
-    if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
+    if (hides := problem.hides_from_queries(key, row, s.shape[1])) is not None:
         mask = partial(problem.mask_queries, log2_p, key, row)
-        log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
+        log2_p = lax.cond(hides, mask, lambda: log2_p)
     found = powers.recomputed(log2_p, problem)
     if not problem.saves_inverse_l:
         return found

@@ -148,9 +148,9 @@ def _consume(
         tiles, steps = done
         work = scheduler.work_tile(program, u)
         start = work.block * tile.owned
-        _, last = problem.key_steps(start, tile.owned, tile.step)
+        begin, last = problem.program_steps(start, tile)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
+        keys = problem.consumer_steps(row, tile, begin, last)
 
         def differentiate() -> None:
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
@@ -162,11 +162,11 @@ def _consume(
             if not problem.sums_rows:
                 of_dp = of_dp + dlse
             rows = BackwardRows(
-                problem, tile, shared, ping_pong, me, tiles, steps, row, full, offset, of_dp
+                problem, tile, shared, ping_pong, me, tiles, steps, row, keys, offset, of_dp
             )
             if x.inverse_l is not None:
                 rows = rows._replace(inverse_l=of_rows(x.inverse_l, work, row))
-            total, *others = mainloop(end, rows)
+            total, *others = mainloop(rows)
             lacks = None
             if problem.sums_rows:
                 pk, r, s = others
@@ -176,7 +176,7 @@ def _consume(
                 total = total - along_rows(lacks, total.shape) * pk
             # The kernel of dK and dV reads it, so that kernels run one after the other.
             shared.delta[me] = rows.of_dp
-            producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+            producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             _epilogue(out, total, lacks, work, rows)
 
         pl.when(work.is_valid)(differentiate)

@@ -25,7 +25,7 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 )
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -160,9 +160,9 @@ def correction_of_dk(q: Array, after: Array, problem: Problem) -> Array:
 
 
 def probs(
-    s: Array, offset: Array, row: Array, t: Array, full: Array, step: int, problem: Problem
+    s: Array, offset: Array, row: Array, t: Array, keys: KeySteps, step: int, problem: Problem
 ) -> Array:
-    """P, not rounded, of q kᵀ [64, step] of step t; those before `full` take no mask.
+    """P, not rounded, of q kᵀ [64, step] of the t-th of the steps that the rows visit.
 
     Where l is saved apart it is P̄, as `recomputed_probs` says.
 
@@ -175,6 +175,6 @@ def probs(
         # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     if problem.masks_steps(step):
-        mask = partial(problem.mask_keys, log2_p, row, t * step)
-        log2_p = lax.cond(t >= full, mask, lambda: log2_p)
+        mask = partial(problem.mask_keys, log2_p, row, keys.of(t) * step)
+        log2_p = lax.cond(keys.takes_mask(t), mask, lambda: log2_p)
     return powers.recomputed(log2_p, problem)

@@ -34,7 +34,7 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 
 # What is carried from tile to tile: tiles and steps that are done, and what is due of the last one.
 _Carry = tuple[Array, Array, Due | None]
@@ -142,12 +142,12 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
         tiles, steps, due = carry
         work = scheduler.work_tile(program, u)
         # Steps are counted for the whole program: all consumers go through all of `last`, though
-        # the rows of one may see fewer (`end`).
+        # the rows of one may see fewer (`keys.end`).
         start = work.block * tile.owned
-        _, last = problem.key_steps(start, tile.owned, tile.step)
+        begin, last = problem.program_steps(start, tile)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
-        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, row, full, end)
+        keys = problem.consumer_steps(row, tile, begin, last)
+        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, row, keys)
 
         def attend(due: Due | None) -> Due | None:
             if overlaps:
@@ -158,7 +158,7 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
             # JAX's own kernel has such a loop behind its mainloop, too. In long steps all consumers
             # end together.
             if not problem.rounds_products:
-                producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+                producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             epilogue(out, rows, softmax, acc, auxiliary, work.batch, work.head)
             return None
 
@@ -169,11 +169,12 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
         return tiles, steps, due
 
     zero = jnp.int32(0)
-    none = zero, zero, nothing_due(problem, tile) if overlaps else None
-    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, none)
+    nothing = zero, zero, nothing_due(problem, tile) if overlaps else None
+    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, nothing)
     ping_pong.end()
     if overlaps:
-        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, zero, zero)
+        none = KeySteps(zero, zero)
+        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, none)
         end_last_tile(due, out, rows)
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
     if not tile.overlap_tiles:

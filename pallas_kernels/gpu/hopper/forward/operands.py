@@ -8,7 +8,7 @@ from pallas_kernels.gpu.hopper.block_sizes import ForwardTile
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
 
 
 class Outputs(NamedTuple):
@@ -50,7 +50,7 @@ class ForwardMemory(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """64 query rows of a consumer warpgroup, which sees the key steps 0 ... end − 1.
+    """64 query rows of a consumer warpgroup.
 
     Attributes:
       problem, tile, shared: of the kernel.
@@ -58,8 +58,7 @@ class QueryRows(NamedTuple):
       me: the consumer.
       tiles, steps: what the program has done before, which counts the fillings of its pipelines.
       row: the first row.
-      full: steps before it take no mask.
-      end: how many steps there are.
+      keys: the steps that they visit.
     """
 
     problem: Problem
@@ -70,8 +69,12 @@ class QueryRows(NamedTuple):
     tiles: Array
     steps: Array
     row: Array
-    full: Array
-    end: Array
+    keys: KeySteps
+
+    @property
+    def end(self) -> Array:
+        """How many steps they visit."""
+        return self.keys.end
 
 
 class Softmax(NamedTuple):

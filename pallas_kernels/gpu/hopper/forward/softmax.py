@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.recurrence import subtracted_max
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
@@ -50,11 +51,11 @@ def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
         # Masked scores would tie with each other: each gets a number of its own.
         apart = _tests_ties(problem, rows.tile)
         masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
-        return problem.mask_keys(s, rows.row, t * step + first, masked)
+        return problem.mask_keys(s, rows.row, rows.keys.of(t) * step + first, masked)
 
     # A branch, so that steps below the diagonal do not pay. FlashAttention-3 has a loop of its own
     # for masked steps; here that was no faster.
-    return lax.cond(t >= rows.full, mask, lambda: s)
+    return lax.cond(rows.keys.takes_mask(t), mask, lambda: s)
 
 
 def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile) -> Softmax:
@@ -178,6 +179,9 @@ def offset(m: Array, problem: Problem) -> Array:
     """What the exponent of P̄ takes away [64]."""
     if problem.whole_max:
         return powers.offset(m)
+    if problem.hides_steps:
+        # Of rows that have seen no key P̄ is 0, not 1, nor NaN where the unit makes m infinite.
+        m = subtracted_max(m)
     return m * np.float32(problem.log2_unit)
 
 
