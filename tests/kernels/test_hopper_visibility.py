@@ -60,9 +60,7 @@ def call(
     case: Case, chosen: Numerics = FLASH, rule: RowMax | None = None, sizes: BlockSizes = SIZES
 ) -> Any:
     step = sizes.forward.step
-    return call_of(
-        case, chosen, rule or StandardMax(), sizes, kv_block=step, implementation=hopper
-    )
+    return call_of(case, chosen, rule or StandardMax(), sizes, kv_block=step, implementation=hopper)
 
 
 def cooperative(sizes: BlockSizes = SIZES) -> BlockSizes:

@@ -109,7 +109,9 @@ def _each_tile(
         keys = problem.consumer_steps(row, tile, None, None)
         rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, keys)
         pl.when(work.is_valid)(lambda: consume(rows))
-        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, keys.end, 0)
+        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(
+            work.is_valid, keys.end, 0
+        )
 
     done = (jnp.int32(0), jnp.int32(0))
     tiles, steps = lax.fori_loop(0, scheduler.count(program), consume_tile, done)
