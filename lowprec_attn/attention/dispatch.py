@@ -125,6 +125,10 @@ def _not_run_on_hopper(request: Request) -> list[str]:
     new = [f"{point}={x}" for point, x in _NOT_RUN_ON_HOPPER.items() if found[point] == x]
     if request.spec.window is not None:
         new.append("a local window")
+    if request.has_segments:
+        new.append("segments")
+    if request.has_lengths:
+        new.append("lengths")
     return new
 
 

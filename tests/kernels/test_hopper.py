@@ -821,9 +821,11 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         ),
         (request(rows=100), "100 queries (it takes multiples of 64)"),
         (request(keys=72), "72 keys (it takes multiples of 64)"),
-        (request(has_lengths=True), "lengths, segments and dense masks"),
-        (request(has_segments=True), "lengths, segments and dense masks"),
-        (request(mask_shape=(1, 1, 128, 128)), "lengths, segments and dense masks"),
+        (
+            request(PUBLISHED, has_lengths=True, has_segments=True),
+            "segments, lengths with tile_grads=bfloat16",
+        ),
+        (request(mask_shape=(1, 1, 128, 128)), "a dense mask"),
         (request(has_bias=True), "a dense bias"),
         (
             request(window=(8, 8), sizes=dataclasses.replace(SIZES, unordered=True)),
@@ -906,6 +908,8 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (request(PUBLISHED, head_size=128, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
         (request(window=(8, 8), sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_lengths=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_segments=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:

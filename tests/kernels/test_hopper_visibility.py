@@ -12,7 +12,7 @@ from gpu.product_races import check_products
 from harness import Case
 from kernel_calls import call_of, check_accuracy, compiled, operands_of, run
 
-from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import (
     CORRECTED_AFTER_CAST,
     FLASH,
@@ -48,6 +48,7 @@ TALL = dataclasses.replace(
 CASE = Case(
     batch=1, rows=320, keys=320, heads=1, kv_heads=1, head_size=64, dtype="bfloat16", is_causal=True
 )
+BATCH = jnp.int32(0)
 FULL = dataclasses.replace(CASE, is_causal=False)
 
 
@@ -98,6 +99,61 @@ def test_windows(name: str, chosen: Numerics, rule: RowMax, sizes: BlockSizes) -
     check_accuracy(WINDOWS[name], call(WINDOWS[name], chosen, rule, sizes))
 
 
+HIDDEN = {
+    "segments": dataclasses.replace(CASE, batch=2, rows=192, keys=192, segments=True),
+    "not causal, lengths": dataclasses.replace(
+        FULL, keys=256, segments=True, query_lengths=(300,), key_lengths=(170,)
+    ),
+    "lengths": dataclasses.replace(
+        CASE, batch=2, rows=192, keys=192, query_lengths=(150, 0), key_lengths=(70, 192)
+    ),
+    "no key at all": dataclasses.replace(FULL, rows=128, keys=64, key_lengths=(0,)),
+    "window": dataclasses.replace(CASE, segments=True, window=(50, 0), values="repeated_maxima"),
+    "head 128": dataclasses.replace(CASE, rows=192, keys=192, head_size=128, segments=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "rule", "sizes"),
+    [
+        *((name, FLASH, StandardMax(), SIZES) for name in list(HIDDEN)[:-2]),
+        ("not causal, lengths", MATCHED, StandardMax(), TALL),
+        ("window", FLASH, DynamicMax(), TALL),
+        ("head 128", NORMALIZED_DELTA, StandardMax(), cooperative()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_segments_and_lengths(name: str, chosen: Numerics, rule: RowMax, sizes: BlockSizes) -> None:
+    check_accuracy(HIDDEN[name], call(HIDDEN[name], chosen, rule, sizes))
+
+
+def test_packed_arrays_with_segments_give_the_same_bits() -> None:
+    case = dataclasses.replace(CASE, rows=128, keys=128, segments=True)
+    result, expected = (run(case, dataclasses.replace(call(case), packed=p)) for p in (True, False))
+    for name, x in expected.items():
+        np.testing.assert_array_equal(result[name], x)
+
+
+def test_tiles_of_other_segments_are_not_read() -> None:
+    """What they hold, NaN, reaches no sum; nor does a mask of ids, where there is one segment."""
+    case = dataclasses.replace(FULL, rows=384, keys=384, segments=True)
+    of = call(case)
+    arrays, extras = operands_of(case)
+    ids = jnp.arange(384, dtype=jnp.int32)[None] // 128
+    extras = extras._replace(query_segments=ids, key_segments=ids)
+    clean = harness.as_float32(compiled(of)(arrays, extras))
+    poisoned = {
+        name: x.at[:, 128:256].set(jnp.nan) if x.shape[1] == 384 else x
+        for name, x in arrays.items()
+        if name in ("q", "k", "v", "do", "dlse")
+    }
+    result = harness.as_float32(compiled(of)(poisoned, extras))
+    for name, x in clean.items():
+        assert np.isnan(result[name][:, 128:256]).all()
+        for others in (slice(0, 128), slice(256, None)):
+            np.testing.assert_array_equal(result[name][:, others], x[:, others])
+
+
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_tiles_beyond_a_window_are_not_read(is_causal: bool) -> None:
     """What they hold, NaN, reaches no sum."""
@@ -122,6 +178,65 @@ def seen_in_window(rows: int, keys: int, spec: Spec) -> np.ndarray:
     assert spec.window is not None
     left, right = spec.window
     return (key >= row - left) & (key <= (row if spec.is_causal else row + right))
+
+
+@pytest.mark.parametrize("order", ["sorted", "shuffled", "few", "extreme"])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_steps_of_segments(order: str, lengths: bool) -> None:
+    """All that some row of a tile sees are visited; of sorted ids no others; masks where needed."""
+    from pallas_kernels.gpu.hopper.segments import Segments
+
+    rng = np.random.default_rng(0)
+    rows, keys, batch = 512, 640, 6
+    ids = [np.sort(rng.integers(0, 5, (batch, size))) for size in (rows, keys)]
+    if order == "shuffled":
+        ids = [rng.permuted(x, axis=1) for x in ids]
+    elif order == "few":  # most rows see nothing
+        ids[1] = ids[1] + 4
+    elif order == "extreme":
+        largest = np.iinfo(np.int32).max
+        ids = [np.array([-largest - 1, -1, 0, 1, largest])[x] for x in ids]
+    seen = ids[0][:, :, None] == ids[1][:, None]
+    extras = Extras(
+        query_segments=jnp.asarray(ids[0], jnp.int32), key_segments=jnp.asarray(ids[1], jnp.int32)
+    )
+    if lengths:
+        of_rows, of_keys = ([size, 0, size - 1, 129, 64, 200] for size in (rows, keys))
+        extras = extras._replace(query_lengths=jnp.array(of_rows), key_lengths=jnp.array(of_keys))
+        for x, row, key in zip(seen, of_rows, of_keys, strict=True):
+            x[row:] = x[:, key:] = False
+    segments = Segments.of(extras, rows, keys)
+    assert segments is not None
+    found = np.asarray(segments.rows)[:, :rows, None] == np.asarray(segments.keys)[:, None, :keys]
+    np.testing.assert_array_equal(found, seen)
+    for tile in (ForwardTile(), ForwardTile(warpgroups=3, step=64)):
+        by_query = segments.by_query(tile, -(-rows // tile.owned)).bounds
+        by_key = segments.by_key(tile, -(-keys // tile.owned)).bounds
+        tight = order in ("sorted", "extreme") and not lengths
+        for i in range(batch):
+            check_bounds(np.asarray(by_query)[:, i], seen[i], tile, tight=tight)
+            check_bounds(np.asarray(by_key)[:, i], seen[i].T, tile, tight=tight)
+
+
+def check_bounds(bounds: np.ndarray, seen: np.ndarray, tile: ForwardTile, *, tight: bool) -> None:
+    steps = by_blocks(seen, 1, tile.step)
+    visited = by_blocks(steps.any(axis=2), 0, tile.owned).any(axis=1)
+    for i in range(-(-len(seen) // ROWS)):
+        begin, end, clear, full = bounds[:, i]
+        needed = np.flatnonzero(visited[i * ROWS // tile.owned])
+        assert not needed.size or (begin <= needed[0] and needed[-1] < end)
+        if tight:
+            assert end - begin <= (needed[-1] + 1 - needed[0] if needed.size else 0)
+        of_block = seen[i * ROWS : (i + 1) * ROWS]
+        for t in range(clear, full):
+            assert of_block[:, t * tile.step : (t + 1) * tile.step].all()
+        if tight:  # every step within, but the last, which the end of the arrays may cut
+            whole = [
+                t
+                for t in range(begin, end)
+                if of_block[:, t * tile.step : (t + 1) * tile.step].all()
+            ]
+            assert not whole or (clear <= whole[0] and whole[-1] < full)
 
 
 def by_blocks(x: np.ndarray, axis: int, size: int) -> np.ndarray:
@@ -163,7 +278,7 @@ def problem_of(rows: int, keys: int, spec: Spec) -> Any:
 
 def check_key_steps(problem: Any, seen: np.ndarray, tile: ForwardTile) -> None:
     start = jnp.arange(0, problem.rows, tile.owned, dtype=jnp.int32)
-    begin, length = problem.program_steps(start, tile)
+    begin, length = problem.program_steps(start, BATCH, tile, None)
     begin, end = np.asarray(begin), np.asarray(begin + length)
     by_step = by_blocks(seen, 1, tile.step)
     by_tile = by_blocks(by_step.any(axis=2), 0, tile.owned).any(axis=1)
@@ -174,7 +289,8 @@ def check_key_steps(problem: Any, seen: np.ndarray, tile: ForwardTile) -> None:
             assert (first, last) == (steps[0], steps[-1] + 1)
     row = jnp.arange(0, len(seen), ROWS, dtype=jnp.int32)
     own = np.asarray(row) // tile.owned
-    keys = problem.consumer_steps(row, tile, jnp.asarray(begin[own]), jnp.asarray(length)[own])
+    program = jnp.asarray(begin[own]), jnp.asarray(length)[own]
+    keys = problem.consumer_steps(row, BATCH, tile, None, program)
     for t in range(int(length.max())):
         step, visits = np.asarray(keys.of(jnp.int32(t))), t < np.asarray(keys.end)
         mask = np.asarray(keys.takes_mask(jnp.int32(t)))
@@ -190,7 +306,7 @@ def check_key_steps(problem: Any, seen: np.ndarray, tile: ForwardTile) -> None:
 
 def check_query_steps(problem: Any, seen: np.ndarray, tile: BackwardTile) -> None:
     first = jnp.arange(0, problem.keys, tile.owned, dtype=jnp.int32)
-    begin, end = (np.asarray(x) for x in problem.query_steps(first, tile))
+    begin, end = (np.asarray(x) for x in problem.query_steps(first, BATCH, tile, None))
     by_step = by_blocks(seen, 0, tile.step).any(axis=1)
     by_tile = by_blocks(by_step, 1, tile.owned).any(axis=2).T
     for visited, i, j in zip(by_tile, begin, end, strict=True):

@@ -72,15 +72,15 @@ def unsupported(request: Request) -> str | None:
     for name, length in (("queries", request.q_shape[1]), ("keys", request.kv_shape[1])):
         if length % ROWS:
             return f"{length} {name} (it takes multiples of {ROWS})"
-    if request.has_lengths or request.has_segments or request.mask_shape is not None:
-        return "lengths, segments and dense masks"
+    if request.mask_shape is not None:
+        return "a dense mask"
     if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and (reason := _unsupported_unordered(spec.numerics)):
         return reason
-    if reason := _unsupported_together(spec):
+    if reason := _unsupported_together(request):
         return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
@@ -100,12 +100,19 @@ def _unsupported_unordered(n: Numerics) -> str | None:
     return None
 
 
-def _unsupported_together(spec: Spec) -> str | None:
+def _unsupported_together(request: Request) -> str | None:
     """What of a call beside plain or causal attention, where kernels have other mainloops."""
+    spec = request.spec
     which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
     if not _is_unordered(spec) and not rounds_products(spec.numerics):
         return None
-    return None if spec.window is None else f"a local window with {which}"
+    asked = {
+        "a local window": spec.window is not None,
+        "segments": request.has_segments,
+        "lengths": request.has_lengths,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    return f"{', '.join(given)} with {which}" if given else None
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:
@@ -191,7 +198,8 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    step = block_sizes(request.q_shape, request.spec).forward.step
+    hidden = request.has_segments or request.has_lengths
+    step = block_sizes(request.q_shape, request.spec, has_segments=hidden).forward.step
     kv_block = request.spec.numerics.kv_block
     return kv_block if isinstance(kv_block, int) else step
 
@@ -209,18 +217,19 @@ def attention(
     spec: Spec,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says."""
-    return _attend((q, k, v), spec)
+    return _attend((q, k, v), extras, spec)
 
 
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """The same of q, k and v in one array, read, and its gradient written, in place."""
-    return _attend((qkv,), spec)
+    return _attend((qkv,), extras, spec)
 
 
-def _attend(arrays: tuple[Array, ...], spec: Spec) -> tuple[Array, Array]:
+def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, Array]:
     # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 
-    return attend(arrays, spec)
+    read = ("query_lengths", "key_lengths", "query_segments", "key_segments")
+    return attend(arrays, Extras(**{name: getattr(extras, name) for name in read}), spec)

@@ -26,6 +26,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
 )
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.machine.types import Ref
+from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import LongestFirstScheduler, StaticScheduler
 
 LOG2E = math.log2(math.e)
@@ -70,6 +71,7 @@ class Problem:
       dtype: of q, k, v, dO and the gradients.
       packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
       sizes: the tiles.
+      has_segments: whether ids hide keys, see `segments`.
     """
 
     spec: Spec
@@ -82,9 +84,12 @@ class Problem:
     dtype: np.dtype
     packed: bool
     sizes: BlockSizes
+    has_segments: bool = False
 
     @classmethod
-    def of(cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes) -> "Problem":
+    def of(
+        cls, q: Array, k: Array, spec: Spec, sizes: BlockSizes, *, has_segments: bool = False
+    ) -> "Problem":
         """The problem of a call with these arrays; q and k may be the packed one.
 
         Raises:
@@ -102,6 +107,7 @@ class Problem:
             dtype=np.dtype(q.dtype),
             packed=q.ndim == 5,
             sizes=sizes,
+            has_segments=has_segments,
         )
 
     @property
@@ -239,13 +245,21 @@ class Problem:
 
     def by_query(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
         """Query tiles, all heads."""
-        tiles = -(-self.vector_rows // tile.owned)
-        return self._scheduler(tile, tiles, self.heads, self.keys / self.group, longest_last=True)
+        tiles, walked = self.query_tiles(tile), self.keys / self.group
+        return self._scheduler(tile, tiles, self.heads, walked, longest_last=True)
 
     def by_key(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
         """Key tiles, all key heads."""
-        tiles = -(-self.keys // tile.owned)
+        tiles = self.key_tiles(tile)
         return self._scheduler(tile, tiles, self.kv_heads, self.rows * self.group)
+
+    def query_tiles(self, tile: Tile) -> int:
+        """Query tiles of a head."""
+        return -(-self.vector_rows // tile.owned)
+
+    def key_tiles(self, tile: Tile) -> int:
+        """Key tiles of a head."""
+        return -(-self.keys // tile.owned)
 
     def _scheduler(
         self, tile: Tile, tiles: int, heads: int, walked: float, *, longest_last: bool = False
@@ -282,46 +296,69 @@ class Problem:
             end = jnp.minimum(end, lax.div(first + (size + step - 1), jnp.int32(step)))
         return full, end
 
-    def program_steps(self, start: Array, tile: Tile) -> tuple[Array | None, Array]:
+    def program_steps(
+        self, start: Array, batch: Array, tile: Tile, segments: Segments | None
+    ) -> tuple[Array | None, Array]:
         """(begin, length): the key steps that a program visits for the rows from `start` on."""
         _, end = self.key_steps(start, tile.owned, tile.step)
-        if self.spec.window is None:
+        if not self.hides_steps:
             return None, end
-        left, right = self.spec.window
-        step, steps = jnp.int32(tile.step), -(-self.keys // tile.step)
-        # One step there is always, for the mainloop begins with it: rows that lie beyond all keys
-        # that they could see take the last.
-        begin = jnp.minimum(lax.div(jnp.maximum(start - left, 0), step), steps - 1)
-        if not self.spec.is_causal:
-            reach = start + (tile.owned + right + tile.step - 1)
-            end = jnp.minimum(end, lax.div(reach, step))
-        return begin, end - begin
+        begin = start * 0
+        if self.spec.window is not None:
+            left, right = self.spec.window
+            step, steps = jnp.int32(tile.step), -(-self.keys // tile.step)
+            # Rows that lie beyond all keys that they could see take the last step.
+            begin = jnp.minimum(lax.div(jnp.maximum(start - left, 0), step), steps - 1)
+            if not self.spec.is_causal:
+                reach = start + (tile.owned + right + tile.step - 1)
+                end = jnp.minimum(end, lax.div(reach, step))
+        if segments is not None:
+            first, last = segments.visited(batch, start)
+            begin, end = jnp.maximum(begin, first), jnp.minimum(end, last)
+        # One step there is always, for the mainloop begins with it.
+        return begin, jnp.maximum(end - begin, 1)
 
     def consumer_steps(
-        self, row: Array, tile: Tile, begin: Array | None, last: Array | None
+        self,
+        row: Array,
+        batch: Array,
+        tile: Tile,
+        segments: Segments | None,
+        program: tuple[Array | None, Array] | None = None,
     ) -> KeySteps:
-        """Those of 64 rows, of a program that visits `last` steps from `begin` on.
-
-        last: None for the program's own end, if these are all of its rows.
-        """
+        """Those of 64 rows; program: its `program_steps`, None where it has no more rows."""
         full, end = self.key_steps(row, ROWS, tile.step)
-        if self.spec.window is None:
+        if not self.hides_steps:
             return KeySteps(full, end)
-        left, right = self.spec.window
-        step = jnp.int32(tile.step)
-        if begin is None or last is None:
-            begin, last = self.program_steps(row, tile)
-            assert begin is not None
-        if self.spec.is_causal:
-            last = end - begin
-        else:  # warpgroups of a program end together
-            full = jnp.minimum(full, lax.div(row + (right + 1), step))
-        # The last row is the first that does not see a key on the left.
-        clear = lax.div(jnp.maximum(row + (ROWS - 1 - left), 0) + (tile.step - 1), step)
+        begin, last = program or self.program_steps(row, batch, tile, segments)
+        assert begin is not None
+        if self.spec.is_causal:  # otherwise warpgroups of a program end together
+            last = jnp.clip(end - begin, 1, last)
+        clear = row * 0
+        if self.spec.window is not None:
+            left, right = self.spec.window
+            step = jnp.int32(tile.step)
+            if not self.spec.is_causal:
+                full = jnp.minimum(full, lax.div(row + (right + 1), step))
+            # The last row is the first that does not see a key on the left.
+            clear = lax.div(jnp.maximum(row + (ROWS - 1 - left), 0) + (tile.step - 1), step)
+        if segments is not None:
+            alike, differs = segments.alike(batch, row)
+            clear, full = jnp.maximum(clear, alike), jnp.minimum(full, differs)
         return KeySteps(full - begin, last, begin, clear - begin)
 
-    def query_steps(self, first: Array, tile: Tile) -> tuple[Array, Array]:
+    def query_steps(
+        self, first: Array, batch: Array, tile: Tile, segments: Segments | None
+    ) -> tuple[Array, Array]:
         """(begin, end): a program's keys, from `first` on, are seen by queries of these steps."""
+        begin, end = self._query_steps(first, tile)
+        if segments is not None:
+            of_ids = segments.visited(batch, first)
+            end = jnp.minimum(end, of_ids[1])
+            begin = jnp.minimum(jnp.maximum(begin, of_ids[0]), end)
+        return begin, end
+
+    def _query_steps(self, first: Array, tile: Tile) -> tuple[Array, Array]:
         step = tile.step
         end = first * 0 + (-(-self.rows // step))
         if self.spec.window is not None:
@@ -344,18 +381,30 @@ class Problem:
         reach = row if self.spec.is_causal else row + right
         return (key + (ROWS - 1) > reach) | (key < row + (step - 1 - left))
 
-    def mask_keys(self, s: Array, row: Array, key: Array, masked: Array | float = MASKED) -> Array:
-        """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see."""
+    def mask_keys(
+        self,
+        s: Array,
+        row: Array,
+        key: Array,
+        masked: Array | float = MASKED,
+        alike: Array | None = None,
+    ) -> Array:
+        """Scores [queries, keys] of the tile at (row, key), `masked` where a row does not see.
+
+        alike: which pairs have one id, where there are any.
+        """
         # By global indices, not by the diagonal of a tile: tiles need not be square.
         rows, keys = rows_and_columns(s.shape, row, key)
-        return self._masked(s, rows, keys, masked)
+        return self._masked(s, rows, keys, masked, alike)
 
-    def mask_queries(self, s: Array, key: Array, row: Array) -> Array:
+    def mask_queries(self, s: Array, key: Array, row: Array, alike: Array | None = None) -> Array:
         """Scores [keys, queries] of the tile at (key, row), MASKED where a row does not see."""
         keys, rows = rows_and_columns(s.shape, key, row)
-        return self._masked(s, rows, keys, MASKED)
+        return self._masked(s, rows, keys, MASKED, alike)
 
-    def _masked(self, s: Array, rows: Array, keys: Array, masked: Array | float) -> Array:
+    def _masked(
+        self, s: Array, rows: Array, keys: Array, masked: Array | float, alike: Array | None
+    ) -> Array:
         # Without causality only what pads the last keys is masked: k's rows of zeros score 0, not
         # −inf.
         seen = rows >= keys if self.spec.is_causal else keys < self.keys
@@ -366,6 +415,8 @@ class Problem:
             seen = seen & (keys >= rows - left)
             if not self.spec.is_causal:
                 seen = seen & (keys <= rows + right)
+        if alike is not None:
+            seen = seen & alike
         return jnp.where(seen, s, masked)
 
     def masks_steps(self, step: int) -> bool:
@@ -375,4 +426,4 @@ class Problem:
     @property
     def hides_steps(self) -> bool:
         """Whether a row may see no key of its first step: m is then MASKED for a while."""
-        return self.spec.window is not None
+        return self.spec.window is not None or self.has_segments

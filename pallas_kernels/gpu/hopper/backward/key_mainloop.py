@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyMemory, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyIds, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant
@@ -25,6 +25,7 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -40,6 +41,8 @@ class Keys(NamedTuple):
       key: the first key.
       work: the program's tile.
       dq: what adds to dQ, if it is summed here.
+      segments: of the kernel, where ids hide keys.
+      ids: of the keys, once the tile has begun.
     """
 
     problem: Problem
@@ -52,6 +55,8 @@ class Keys(NamedTuple):
     key: Array
     work: WorkTile
     dq: DqAccumulator | None
+    segments: Segments | None
+    ids: KeyIds | None = None
 
     @property
     def end(self) -> Array:
@@ -167,7 +172,7 @@ def _factors_of_ds(
     _, step = keys.steps.of(t, keys.work.head, problem.group)
     row = step * tile.step
     me, key = keys.me, keys.key
-    if keys.dq is not None or problem.saves_inverse_l:
+    if keys.dq is not None or problem.saves_inverse_l or problem.has_segments:
         # Otherwise descriptors and the places of scores are kept in registers, and others spilled.
         me, key = (x + unknown_zero(n) for x in (me, key))
     k, v = (keys.shared.keys.get(keys.tiles, me, buffer=b) for b in (0, 1))
@@ -188,7 +193,7 @@ def _factors_of_ds(
     # Passed on when products are started: passed on when done, it was slower forward.
     ping_pong.arrive()
     plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
-    probs = key_operands.probs(s, q, n, key, row, problem)
+    probs = key_operands.probs(s, q, n, key, row, problem, keys.ids)
     plgpu.wgmma_wait(0)
     # Added before P is rounded: its registers are free when those of the rounded P are needed.
     return probs, key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem)

@@ -19,6 +19,7 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 
 
 class BackwardRows(NamedTuple):
@@ -33,6 +34,7 @@ class BackwardRows(NamedTuple):
       keys: the steps that they visit.
       offset, of_dp: [64], what the exponent of P and dS add.
       inverse_l: [64], 1 / l, a factor of P where it is saved apart.
+      ids: [64], of the rows, if there are any.
     """
 
     problem: Problem
@@ -47,6 +49,7 @@ class BackwardRows(NamedTuple):
     offset: Array
     of_dp: Array
     inverse_l: Array | None = None
+    ids: Array | None = None
 
 
 # Σ dS and Σ P of a row, in parts, where they are summed; otherwise nothing.
@@ -172,7 +175,10 @@ def _probs_and_dp(
     plgpu.wgmma_wait(1)
     if end_step is not None:
         shared.k.consumer_release(n - 1)
-    p = probs(s, rows.offset, row, t, rows.keys, rows.tile.step, problem)
+    same_ids = None
+    if rows.ids is not None:
+        same_ids = partial(same, rows.ids, shared.k.get(n, buffer=IDS_OF_KEYS))
+    p = probs(s, rows.offset, row, t, rows.keys, problem, same_ids)
     plgpu.wgmma_wait(0)
     shared.v.consumer_release(n)  # sooner than k, so that v may have fewer stages
     return p, problem.rounded(dp)

@@ -146,12 +146,16 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     shared.k.consumer_wait(n)
     q, k = shared.q.get(rows.tiles, rows.me), shared.k.get(n)
     s = add_product(no_score, q, k.T, interpret=interpret)
-    shared.k.consumer_release(n)
+    if rows.ids is None:
+        shared.k.consumer_release(n)
     softmax = softmax_step(masked(s, rows, t), m, l, rows.problem, rows.tile)
     sums = _scaled(sums, softmax.alpha)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, n, rows)
     _wait_for_v(n, rows)
     operand = as_operand(softmax.probs, shared.probs.at[rows.me])
+    if rows.ids is not None:
+        # Threads have read them: the interpreter wants what `as_operand` commits before the next.
+        shared.k.consumer_release(n)
     sums = _add_products(sums, operand, n, rows, interpret=interpret)
     shared.v.consumer_release(n)
     return sums, auxiliary, softmax.m, softmax.l
@@ -301,5 +305,10 @@ def _begin_scores(t: Array, rows: QueryRows) -> Array:
 def _finish_scores(s: Array, t: Array, rows: QueryRows, *, later: int) -> Array:
     """Waits for them, while so many products that were started later run; takes the mask."""
     plgpu.wgmma_wait(later)  # products end in the order in which they were started
+    if rows.ids is None:
+        rows.shared.k.consumer_release(rows.steps + t)
+        return masked(s, rows, t)
+    # The mask reads the ids, which come and go with k.
+    s = masked(s, rows, t)
     rows.shared.k.consumer_release(rows.steps + t)
-    return masked(s, rows, t)
+    return s

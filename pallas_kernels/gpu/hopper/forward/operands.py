@@ -9,6 +9,16 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import Segments
+
+
+class Inputs(NamedTuple):
+    """q, k, v (or one packed array each); `segments`, where ids hide keys."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    segments: Segments | None = None
 
 
 class Outputs(NamedTuple):
@@ -29,7 +39,8 @@ class ForwardMemory(NamedTuple):
     """Shared memory.
 
     Attributes:
-      q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages.
+      q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages. Ids of
+        keys, if there are any, are a second buffer of k's.
       statistics: lse and offset on their way out, a vector of each for every consumer.
       probs: P̄ of every consumer, where products take it from memory (`from_memory`).
       saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
@@ -59,6 +70,7 @@ class QueryRows(NamedTuple):
       tiles, steps: what the program has done before, which counts the fillings of its pipelines.
       row: the first row.
       keys: the steps that they visit.
+      ids: [64], of the rows, if there are any.
     """
 
     problem: Problem
@@ -70,6 +82,7 @@ class QueryRows(NamedTuple):
     steps: Array
     row: Array
     keys: KeySteps
+    ids: Array | None = None
 
     @property
     def end(self) -> Array:

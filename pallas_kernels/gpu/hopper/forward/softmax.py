@@ -30,6 +30,7 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 )
 from pallas_kernels.gpu.hopper.machine.maxima import masks, maxima
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 
 # Keys of a step whose exponentials come before an early wait for P̄V: as many as FlashAttention-3's
 # machine code has there.
@@ -51,7 +52,10 @@ def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
         # Masked scores would tie with each other: each gets a number of its own.
         apart = _tests_ties(problem, rows.tile)
         masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
-        return problem.mask_keys(s, rows.row, rows.keys.of(t) * step + first, masked)
+        alike = None
+        if rows.ids is not None:
+            alike = same(rows.ids, rows.shared.k.get(rows.steps + t, buffer=IDS_OF_KEYS))
+        return problem.mask_keys(s, rows.row, rows.keys.of(t) * step + first, masked, alike)
 
     # A branch, so that steps below the diagonal do not pay. FlashAttention-3 has a loop of its own
     # for masked steps; here that was no faster.
