@@ -185,10 +185,11 @@ def probs(
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
     step = s.shape[1]
     if problem.masks_steps(step):
+        key = keys.of(t) * step
 
         def mask() -> Array:
             alike = None if same_ids is None else same_ids()
-            return problem.mask_keys(log2_p, row, keys.of(t) * step, alike=alike)
+            return problem.mask_keys(log2_p, row, key, alike=alike)
 
         log2_p = lax.cond(keys.takes_mask(t), mask, lambda: log2_p)
     return powers.recomputed(log2_p, problem)
