@@ -129,6 +129,10 @@ def _not_run_on_hopper(request: Request) -> list[str]:
         new.append("segments")
     if request.has_lengths:
         new.append("lengths")
+    if (cap := request.spec.soft_cap) is not None:
+        new.append(f"logits_soft_cap={cap}")
+    if request.has_sinks:
+        new.append("sinks")
     return new
 
 

@@ -22,7 +22,6 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
-    unsupported_variants,
 )
 from lowprec_attn.numerics import (
     FLASH,
@@ -51,6 +50,8 @@ _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
+# tanh errs by 2^-21 whatever it is, and a score by that times the cap.
+_LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 
@@ -63,8 +64,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := unsupported_by_kernels(request):
         return reason
-    if reason := unsupported_variants(request):
-        return reason
+    if request.value_size not in (None, request.q_shape[-1]):
+        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
     if request.dtype != jnp.bfloat16:
         return f"{request.dtype} (it takes bfloat16)"
     if request.q_shape[-1] not in HEAD_SIZES:
@@ -86,6 +87,8 @@ def unsupported(request: Request) -> str | None:
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
         return f"{reason} at head size {head_size}"
     if reason := _unsupported_numerics(spec.numerics):
+        return reason
+    if reason := _unsupported_cap_or_sinks(request):
         return reason
     return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
 
@@ -110,9 +113,34 @@ def _unsupported_together(request: Request) -> str | None:
         "a local window": spec.window is not None,
         "segments": request.has_segments,
         "lengths": request.has_lengths,
+        f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None,
+        "sinks": request.has_sinks,
     }
     given = [name for name, is_given in asked.items() if is_given]
     return f"{', '.join(given)} with {which}" if given else None
+
+
+def _unsupported_cap_or_sinks(request: Request) -> str | None:
+    spec, sizes = request.spec, request.spec.block_sizes
+    named = {f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None}
+    named["sinks"] = request.has_sinks
+    given = [name for name, is_given in named.items() if is_given]
+    if not given:
+        return None
+    # The sums of rows would have to know the sink's column, and P k the derivative of the cap.
+    if (delta := spec.numerics.delta) != "do_o":
+        return f"{', '.join(given)} with delta={delta} (it takes do_o)"
+    if request.has_sinks and isinstance(sizes, BlockSizes) and sizes.forward.sum_by_product:
+        return "sinks with sum_by_product=True"
+    if spec.soft_cap is None:
+        return None
+    if spec.soft_cap > _LARGEST_CAP:
+        return f"logits_soft_cap={spec.soft_cap} (it takes up to {_LARGEST_CAP})"
+    if is_wide(request.q_shape[-1]):  # there P goes from one consumer to another
+        return f"logits_soft_cap={spec.soft_cap} at head size {request.q_shape[-1]}"
+    if isinstance(sizes, BlockSizes) and sizes.key_gradients.cooperative:
+        return f"logits_soft_cap={spec.soft_cap} with cooperative=True"
+    return None
 
 
 def _unsupported_if_wide(spec: Spec) -> str | None:
@@ -198,8 +226,11 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    hidden = request.has_segments or request.has_lengths
-    step = block_sizes(request.q_shape, request.spec, has_segments=hidden).forward.step
+    given = {
+        "has_segments": request.has_segments or request.has_lengths,
+        "has_sinks": request.has_sinks,
+    }
+    step = block_sizes(request.q_shape, request.spec, **given).forward.step
     kv_block = request.spec.numerics.kv_block
     return kv_block if isinstance(kv_block, int) else step
 
@@ -231,5 +262,5 @@ def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Arra
     # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 
-    read = ("query_lengths", "key_lengths", "query_segments", "key_segments")
+    read = ("query_lengths", "key_lengths", "query_segments", "key_segments", "sinks")
     return attend(arrays, Extras(**{name: getattr(extras, name) for name in read}), spec)

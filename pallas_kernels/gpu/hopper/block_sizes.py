@@ -342,6 +342,8 @@ def default_block_sizes(
     rounds_products: bool = False,
     counts_ties: bool = False,
     has_segments: bool = False,
+    has_sinks: bool = False,
+    soft_cap: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, of the table `tuning.toml`, tuned on one NVIDIA H200.
 
@@ -362,6 +364,8 @@ def default_block_sizes(
         rounded, as by `published`.
       counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does.
       has_segments: whether ids hide keys, those of segments or of lengths.
+      has_sinks: whether rows begin with a sink's m and l.
+      soft_cap: whether scores are capped, whose derivative takes registers.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
@@ -389,6 +393,8 @@ def default_block_sizes(
         "rounds_products": rounds_products,
         "counts_ties": counts_ties,
         "has_segments": has_segments,
+        "has_sinks": has_sinks,
+        "soft_cap": soft_cap,
     }
     return BlockSizes(
         forward=ForwardTile(**tuned("forward", call)),
@@ -398,13 +404,15 @@ def default_block_sizes(
     )
 
 
-def block_sizes(shape: Sequence[int], spec: Spec, *, has_segments: bool = False) -> BlockSizes:
+def block_sizes(
+    shape: Sequence[int], spec: Spec, *, has_segments: bool = False, has_sinks: bool = False
+) -> BlockSizes:
     """The tiles of a call: those that it names, or those of the table.
 
     Args:
       shape: of q [B, T, N, H], or of the packed array [B, T, 3, N, H].
       spec: its static part.
-      has_segments: see `default_block_sizes`.
+      has_segments, has_sinks: see `default_block_sizes`.
     """
     if spec.block_sizes is None:
         kv_block = spec.numerics.kv_block
@@ -421,6 +429,8 @@ def block_sizes(shape: Sequence[int], spec: Spec, *, has_segments: bool = False)
             rounds_products=rounds_products(spec.numerics),
             counts_ties=isinstance(spec.row_max, DynamicMax),
             has_segments=has_segments,
+            has_sinks=has_sinks,
+            soft_cap=spec.soft_cap is not None,
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -24,6 +24,7 @@ from pallas_kernels.gpu.hopper.block_sizes import (
     keeps_auxiliary,
     rounds_products,
 )
+from pallas_kernels.gpu.hopper.machine.instructions import tanh
 from pallas_kernels.gpu.hopper.machine.layouts import extended, rows_and_columns
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.segments import Segments
@@ -116,9 +117,26 @@ class Problem:
         return self.heads // self.kv_heads
 
     @property
+    def unit(self) -> float:
+        """What scores and m count in: the scale of q·k, or the cap of tanh(S / cap)."""
+        return self.spec.scale if self.spec.soft_cap is None else self.spec.soft_cap
+
+    @property
     def log2_unit(self) -> float:
-        """exp(S) is 2 to the power of q·k times this."""
-        return self.spec.scale * LOG2E
+        """exp(S) is 2 to the power of a score times this."""
+        return self.unit * LOG2E
+
+    @property
+    def computes_places(self) -> bool:
+        """Whether the kernel of dK and dV has no registers for places of scores in them."""
+        return self.has_segments or self.spec.soft_cap is not None
+
+    def capped(self, products: Array) -> Array:
+        """Scores of q·k: tanh(scale · q·k / cap), or as they are."""
+        if self.spec.soft_cap is None:
+            return products
+        factor = self.spec.scale / self.spec.soft_cap
+        return tanh(products, factor, interpret=self.sizes.interpret)
 
     @property
     def scales_last(self) -> bool:

@@ -18,6 +18,7 @@ from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
 from pallas_kernels.gpu.hopper.segments import Segments
+from pallas_kernels.gpu.hopper.sinks import gradient, start_of_rows, without_beyond
 
 # q, k and v, or one packed array of them.
 Arrays = tuple[Array, ...]
@@ -45,12 +46,16 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, A
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
-    problem = _problem(q, k, spec, segments)
-    out = forward(q, k, v, problem, segments)
+    problem = _problem(q, k, spec, extras, segments)
+    start = None
+    if extras.sinks is not None:
+        extras = extras._replace(sinks=first_order_only(extras.sinks, "hopper"))
+        start = start_of_rows(extras.sinks, problem)
+    out = forward(q, k, v, problem, segments, start)
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
         saved, low = out.o, out.saved
-    lse = out.lse[..., : q.shape[1]].transpose(0, 2, 1)
+    lse = without_beyond(out.lse[..., : q.shape[1]].transpose(0, 2, 1), extras)
     return (out.o, lse), _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l)
 
 
@@ -62,19 +67,22 @@ def _backward(
     arrays, extras, o_saved, o_low, offset, inverse_l = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
-    problem = _problem(q, k, spec, segments)
+    problem = _problem(q, k, spec, extras, segments)
     if problem.sums_queries:
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
     inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments)
     dq, dp_offset, *correction = query_gradients(inputs, problem)
+    of_extras = Extras()
+    if extras.sinks is not None:
+        of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
     keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, *correction, segments=segments)
     if not problem.packed:
-        return (dq, *key_gradients(keys, problem)), Extras()
+        return (dq, *key_gradients(keys, problem)), of_extras
     # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
     gradients = jax.new_ref(dq)
     key_gradients(keys, problem, gradients=gradients)
-    return (gradients[...],), Extras()
+    return (gradients[...],), of_extras
 
 
 def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> Arrays:
@@ -95,7 +103,7 @@ def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Proble
 attend.defvjp(_forward, _backward)
 
 
-def _problem(q: Array, k: Array, spec: Spec, segments: Segments | None) -> Problem:
-    hidden = segments is not None
-    sizes = block_sizes(q.shape, spec, has_segments=hidden)
-    return Problem.of(q, k, spec, sizes, has_segments=hidden)
+def _problem(q: Array, k: Array, spec: Spec, extras: Extras, segments: Segments | None) -> Problem:
+    given = {"has_segments": segments is not None}
+    sizes = block_sizes(q.shape, spec, has_sinks=extras.sinks is not None, **given)
+    return Problem.of(q, k, spec, sizes, **given)

@@ -159,7 +159,7 @@ def probs(
     problem: Problem,
     ids: KeyIds | None = None,
 ) -> Array:
-    """Pᵀ, not rounded, of k qᵀ [64, step] of the keys and rows from `key` and `row` on.
+    """Pᵀ, not rounded, of scores [64, step] of the keys and rows from `key` and `row` on.
 
     The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the rows' ids.
     """

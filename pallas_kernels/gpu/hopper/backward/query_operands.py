@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
+from lowprec_attn.arithmetic.products import cap_slope
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
@@ -167,6 +168,8 @@ def probs(
 ) -> Array:
     """P, not rounded, of q kᵀ [64, step] of the t-th of the steps that the rows visit.
 
+    Behind a soft cap it is P times the cap's derivative, the factor of dS.
+
     Where l is saved apart it is P̄, as `recomputed_probs` says.
 
     Args:
@@ -177,6 +180,7 @@ def probs(
       problem: of the kernel.
       same_ids: which pairs have one id, where there are any.
     """
+    s = problem.capped(s)
     if problem.whole_max:
         interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
         log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
@@ -192,4 +196,5 @@ def probs(
             return problem.mask_keys(log2_p, row, key, alike=alike)
 
         log2_p = lax.cond(keys.takes_mask(t), mask, lambda: log2_p)
-    return powers.recomputed(log2_p, problem)
+    found = powers.recomputed(log2_p, problem)
+    return found if problem.spec.soft_cap is None else found * cap_slope(s)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -36,7 +37,14 @@ from pallas_kernels.gpu.hopper.forward.operands import (
     Outputs,
     QueryRows,
 )
-from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
+from pallas_kernels.gpu.hopper.machine.layouts import (
+    LANES,
+    PER_ROW,
+    along_rows,
+    load,
+    tiles_of,
+    vectors_of,
+)
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
@@ -49,9 +57,14 @@ _Carry = tuple[Array, Array, Due | None]
 
 
 def forward(
-    q: Array, k: Array, v: Array, problem: Problem, segments: Segments | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    segments: Segments | None = None,
+    start: Array | None = None,
 ) -> Outputs:
-    """Runs the kernel; q, k and v may be one packed array."""
+    """Runs the kernel; q, k and v may be one packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -67,7 +80,7 @@ def forward(
         out["inverse_l"] = statistics
     if segments is not None:
         segments = segments.by_query(tile, problem.query_tiles(tile))
-    given, structure = jax.tree.flatten(Inputs(q, k, v, segments))
+    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start))
     shared: Scratch = _shared_memory(problem, tile)
     kernel = plgpu.kernel(
         partial(_kernel, structure=structure, names=tuple(out), problem=problem, tile=tile),
@@ -171,6 +184,11 @@ def _consume(
             rows = all_rows
             if x.segments is not None:
                 rows = rows._replace(ids=ids_of_block(x.segments.rows, work.batch, row))
+            if x.start is not None:
+                m, l = (load(x.start.at[i, work.head], PER_ROW, straight=False) for i in (0, 1))
+                # In parts, as l is kept: a power of two of them.
+                parts = along_rows(l * np.float32(1 / LANES), (ROWS, LANES))
+                rows = rows._replace(start=(m, parts))
             if overlaps:
                 assert due is not None
                 softmax, acc = overlapped_mainloop(due, out, rows)

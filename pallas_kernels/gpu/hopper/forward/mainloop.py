@@ -19,6 +19,7 @@ from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
 from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax, Sums
 from pallas_kernels.gpu.hopper.forward.softmax import (
+    before_first_step,
     begin_softmax_step,
     end_softmax_step,
     masked,
@@ -89,7 +90,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
         sums = Sums(due.acc, None)
-        sums, softmax = _advance(first, sums, due.softmax, *no_key_yet(), rows)
+        sums, softmax = _advance(first, sums, due.softmax, *before_first_step(rows), rows)
         _store_due(due, sums.out, out, rows)
         return _rounded(softmax, rows.problem)
 
@@ -134,7 +135,9 @@ def _run_in_order(
     """One product after the other, P̄ from shared memory: for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
-    sums, auxiliary, m, l = lax.fori_loop(0, rows.end, step, (sums, auxiliary, *no_key_yet()))
+    sums, auxiliary, m, l = lax.fori_loop(
+        0, rows.end, step, (sums, auxiliary, *before_first_step(rows))
+    )
     return Softmax(m, l, m, m), sums, auxiliary
 
 
@@ -178,7 +181,7 @@ def _prologue(rows: QueryRows) -> Softmax:
     s = _begin_scores(first, rows)
     rows.ping_pong.arrive()  # as soon as the product is started, not when it is done
     s = _finish_scores(s, first, rows, later=0)
-    return softmax_step(s, *no_key_yet(), rows.problem, rows.tile)
+    return softmax_step(s, *before_first_step(rows), rows.problem, rows.tile)
 
 
 def _run_steps(sums: Sums, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:

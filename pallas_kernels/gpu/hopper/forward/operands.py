@@ -13,12 +13,16 @@ from pallas_kernels.gpu.hopper.segments import Segments
 
 
 class Inputs(NamedTuple):
-    """q, k, v (or one packed array each); `segments`, where ids hide keys."""
+    """q, k, v (or one packed array each); `segments`, where ids hide keys.
+
+    `start`: m and l of a row before its first key, [2, N, 64], where there are sinks.
+    """
 
     q: Ref
     k: Ref
     v: Ref
     segments: Segments | None = None
+    start: Ref = None
 
 
 class Outputs(NamedTuple):
@@ -71,6 +75,7 @@ class QueryRows(NamedTuple):
       row: the first row.
       keys: the steps that they visit.
       ids: [64], of the rows, if there are any.
+      start: m and l before the first step, where there are sinks.
     """
 
     problem: Problem
@@ -83,6 +88,7 @@ class QueryRows(NamedTuple):
     row: Array
     keys: KeySteps
     ids: Array | None = None
+    start: tuple[Array, Array] | None = None
 
     @property
     def end(self) -> Array:

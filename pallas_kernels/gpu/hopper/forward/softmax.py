@@ -1,8 +1,8 @@
-"""One step of online softmax: the mask, the new maximum, the exponentials.
+"""One step of online softmax: the cap, the mask, the new maximum, the exponentials.
 
-S and m count in units of `scale`; of `whole_max` m is M, in base 2, and P̄ counts as in `powers`.
-Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a test says that
-there may be some (`ForwardTile.tests_ties`).
+S and m count in units of `scale`, or of the cap; of `whole_max` m is M, in base 2, and P̄ counts as
+in `powers`. Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a
+test says that there may be some (`ForwardTile.tests_ties`).
 """
 
 from functools import partial
@@ -37,14 +37,20 @@ from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 _EARLY_KEYS = 16
 
 
+def before_first_step(rows: QueryRows) -> tuple[Array, Array]:
+    """m and l: those of no key, or of the sink."""
+    return no_key_yet() if rows.start is None else rows.start
+
+
 def no_key_yet() -> tuple[Array, Array]:
     """m and l of rows that have seen none."""
     return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
 
 
 def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
-    """The scores of step t, from its `first` key on, MASKED where a row does not see."""
+    """The scores of step t, from its `first` key on; capped, MASKED where a row does not see."""
     problem, step = rows.problem, rows.tile.step
+    s = problem.capped(s)
     if not problem.masks_steps(step):
         return s
 
@@ -145,7 +151,7 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
 def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:
     """The new m [64], and α."""
     interpret = problem.sizes.interpret
-    rule, unit = problem.spec.row_max, problem.spec.scale
+    rule, unit = problem.spec.row_max, problem.unit
 
     def is_repeated(s: Array, tolerance: float) -> Array:
         least = along_rows(r_m, s.shape) - np.float32(tolerance)
