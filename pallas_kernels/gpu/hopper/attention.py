@@ -2,9 +2,9 @@
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
 products), the O that δ sees rounded or not, in halves or O′, δ normalised or not or corrected after
-the cast, what `matched` has, and the standard and the dynamic maximum; and, with tiles of the
-caller's, the products that `published` rounds as well (`long_steps`). `unsupported` names what it
-declines; the general GPU kernels serve that.
+the cast, what `matched` has, and the standard and the dynamic maximum; local windows, segments and
+lengths, soft caps and sinks; and, with tiles of the caller's, the products that `published` rounds
+as well (`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
 takes two more here and three more there. `matched` has no product more; the correction after the
