@@ -59,14 +59,19 @@ def prepare(
     shape: Shape, options: dict[str, Any], implementation: str, *, backward: bool
 ) -> tuple[Timed, int]:
     """The compiled candidate, and calls of a sample. Raises where it declines."""
-    how = {"scale": shape.head_size**-0.5, "is_causal": True, "implementation": implementation}
-    attend: Callable[..., jax.Array]
+    how: dict[str, Any] = {
+        "scale": shape.head_size**-0.5,
+        "is_causal": True,
+        "implementation": implementation,
+    }
+    attention: Any = dot_product_attention
     if implementation == "cudnn":
         if missing := set(options) - _OF_CUDNN:
             raise NotImplementedError(f"jax.nn has no {', '.join(sorted(missing))}")
-        attend = functools.partial(jax.nn.dot_product_attention, **options, **how)
+        attention = jax.nn.dot_product_attention
     else:
-        attend = functools.partial(dot_product_attention, **options, **how, numerics="flash")
+        how["numerics"] = "flash"
+    attend = functools.partial(attention, **options, **how)
 
     def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Results:
         o, pullback = jax.vjp(attend, q, k, v)
@@ -77,7 +82,7 @@ def prepare(
 
     keys = jax.random.split(jax.random.key(0), 4)
     inputs = tuple(jax.random.normal(key, shape.qkv, jnp.bfloat16) for key in keys)
-    # At a tenth of an H200's rate, if nothing is skipped: no sample is shorter than about that.
+    # At half of an H200's rate, if nothing is skipped.
     seconds = shape.flops(backward=backward) / 4e14
     calls = max(math.ceil(_SECONDS / seconds), 1)
     timed = in_one_program(both if backward else forward, inputs, calls)

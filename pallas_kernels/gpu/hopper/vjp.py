@@ -49,8 +49,8 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, A
     problem = _problem(q, k, spec, extras, segments)
     start = None
     if extras.sinks is not None:
-        extras = extras._replace(sinks=first_order_only(extras.sinks, "hopper"))
-        start = start_of_rows(extras.sinks, problem)
+        sinks = first_order_only(extras.sinks, "hopper")
+        start, extras = start_of_rows(sinks, problem), extras._replace(sinks=sinks)
     out = forward(q, k, v, problem, segments, start)
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
@@ -72,11 +72,12 @@ def _backward(
         return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
     inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments)
-    dq, dp_offset, *correction = query_gradients(inputs, problem)
+    dq, dp_offset, *found = query_gradients(inputs, problem)
+    correction = found[0] if found else None
     of_extras = Extras()
     if extras.sinks is not None:
         of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
-    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, *correction, segments=segments)
+    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments)
     if not problem.packed:
         return (dq, *key_gradients(keys, problem)), of_extras
     # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
