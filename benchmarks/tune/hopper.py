@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -261,16 +262,19 @@ def inputs(q: Array, k: Array, v: Array, do: Array, spec: Spec, sizes: BlockSize
     dlse = jnp.zeros_like(out.offset)  # the loss depends on O alone
     of_queries = QueryInputs(q, k, v, do, o, out.offset, dlse, low, out.inverse_l)
     _, dp_offset, *correction = query_gradients(of_queries, problem)
-    return *(x for x in of_queries if x is not None), dp_offset, *correction
+    return *jax.tree.leaves(of_queries), dp_offset, *correction
 
 
 def _taken(arrays: Results, problem: Problem) -> tuple[QueryInputs, KeyInputs]:
     """Of `inputs`."""
     optional = {"o_low": problem.saves_halves, "inverse_l": problem.saves_inverse_l}
+    optional["segments"] = problem.has_segments
     names = [name for name in QueryInputs._fields if optional.get(name, True)]
-    x = QueryInputs(**dict(zip(names, arrays, strict=False)))
-    dp_offset, *correction = arrays[len(names) :]
-    return x, KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset, x.inverse_l, *correction)
+    given: dict[str, Any] = dict(zip(names, arrays, strict=False))
+    x = QueryInputs(**given)
+    dp_offset, *found = arrays[len(names) :]
+    correction = found[0] if found else None
+    return x, KeyInputs(x.q, x.k, x.v, x.do, x.offset, dp_offset, x.inverse_l, correction)
 
 
 def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Results]:

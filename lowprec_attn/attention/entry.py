@@ -76,7 +76,7 @@ def dot_product_attention(
         number is too; the kernels decline it.
       logits_soft_cap: c, such as the 50 of Gemma 2: scores are c · tanh(scale · q kᵀ / c), formed
         in float32, before a bias is added and a mask hides them; None for no cap. Positive, not
-        traced. `gpu`, `tiled` and `dense` have it. `numerics` of `delta='after_cast'` or
+        traced. `hopper`, `gpu`, `tiled` and `dense` have it. `numerics` of `delta='after_cast'` or
         `mean_key='subtracted'` are refused beside it: rows of dS do not sum to zero.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
       query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
@@ -98,7 +98,8 @@ def dot_product_attention(
         after scale, soft cap and bias, that no mask hides, without key or value. lse includes it. A
         row that sees no key has lse = the sink, and dlse is the only gradient that it passes on; a
         row beyond `query_seq_lengths` has lse = −inf. −inf is no sink. The gradient is summed in
-        float32. `mean_key='subtracted'` is refused beside it. `gpu`, `tiled` and `dense` have it.
+        float32. `mean_key='subtracted'` is refused beside it. `hopper`, `gpu`, `tiled` and
+        `dense` have it.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
         query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
         which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for

@@ -22,7 +22,6 @@ from lowprec_attn.arithmetic import backward, sinks
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH
-from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
 
 pytestmark = [
@@ -386,17 +385,18 @@ def test_mean_key_is_refused_beside_them() -> None:
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("module", [hopper, tpu], ids=["hopper", "tpu"])
-def test_kernels_without_them_say_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_unsupported_machine", lambda request: None)
+def test_tpu_kernels_are_without_them() -> None:
     q = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
-    sizes = {hopper: harness.HOPPER_TILES, tpu: harness.TPU_TILES}[module]
     spec = Spec(
-        numerics=FLASH, row_max=numerics.StandardMax(), scale=0.1, is_causal=True, block_sizes=sizes
+        numerics=FLASH,
+        row_max=numerics.StandardMax(),
+        scale=0.1,
+        is_causal=True,
+        block_sizes=harness.TPU_TILES,
     )
     given = Extras(sinks=jnp.zeros(1))
-    assert module.unsupported(Request.of(q, q, Extras(), spec)) is None
-    assert module.unsupported(Request.of(q, q, given, spec)) == "sinks"
+    assert tpu.unsupported(Request.of(q, q, Extras(), spec)) is None
+    assert tpu.unsupported(Request.of(q, q, given, spec)) == "sinks"
 
 
 def test_the_gpu_kernels_refuse_their_second_derivative_by_name() -> None:

@@ -25,7 +25,6 @@ from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import comparison
 from lowprec_attn.numerics import EXACT, FLASH
 from pallas_kernels.gpu import backward as gpu_backward
-from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
 
 pytestmark = [
@@ -338,17 +337,18 @@ def test_what_relies_on_row_sums_is_refused_by_name() -> None:
                 )
 
 
-@pytest.mark.parametrize("module", [hopper, tpu], ids=["hopper", "tpu"])
-def test_kernels_without_it_say_so(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_unsupported_machine", lambda request: None)
+def test_tpu_kernels_are_without_it() -> None:
     q = jax.ShapeDtypeStruct((1, 256, 1, 64), jnp.bfloat16)
-    sizes = {hopper: harness.HOPPER_TILES, tpu: harness.TPU_TILES}[module]
     spec = Spec(
-        numerics=FLASH, row_max=numerics.StandardMax(), scale=0.1, is_causal=True, block_sizes=sizes
+        numerics=FLASH,
+        row_max=numerics.StandardMax(),
+        scale=0.1,
+        is_causal=True,
+        block_sizes=harness.TPU_TILES,
     )
-    assert module.unsupported(Request.of(q, q, Extras(), spec)) is None
+    assert tpu.unsupported(Request.of(q, q, Extras(), spec)) is None
     capped = dataclasses.replace(spec, soft_cap=2.0)
-    assert module.unsupported(Request.of(q, q, Extras(), capped)) == "logits_soft_cap=2.0"
+    assert tpu.unsupported(Request.of(q, q, Extras(), capped)) == "logits_soft_cap=2.0"
 
 
 def test_diagnostics_refuse_it() -> None:

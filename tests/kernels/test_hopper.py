@@ -794,6 +794,7 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         row_max=options.pop("row_max", StandardMax()),
         scale=options.pop("scale", 0.125),
         window=options.pop("window", None),
+        soft_cap=options.pop("soft_cap", None),
         block_sizes=options.pop("sizes", SIZES),
     )
     rows, keys = options.pop("rows", 128), options.pop("keys", 128)
@@ -821,11 +822,49 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
         ),
         (request(rows=100), "100 queries (it takes multiples of 64)"),
         (request(keys=72), "72 keys (it takes multiples of 64)"),
-        (request(has_lengths=True), "lengths, segments and dense masks"),
-        (request(has_segments=True), "lengths, segments and dense masks"),
-        (request(mask_shape=(1, 1, 128, 128)), "lengths, segments and dense masks"),
+        (
+            request(PUBLISHED, has_lengths=True, has_segments=True),
+            "segments, lengths with tile_grads=bfloat16",
+        ),
+        (request(mask_shape=(1, 1, 128, 128)), "a dense mask"),
+        (request(value_size=128), "values of head size 128 beside 64 of query"),
+        (
+            request(PUBLISHED, soft_cap=30.0, has_sinks=True),
+            "logits_soft_cap=30.0, sinks with tile_grads=bfloat16",
+        ),
+        (
+            request(NORMALIZED_DELTA, soft_cap=30.0),
+            "logits_soft_cap=30.0 with delta=normalized (it takes do_o)",
+        ),
+        (
+            request(CORRECTED_AFTER_CAST, has_sinks=True),
+            "sinks with delta=after_cast (it takes do_o)",
+        ),
+        (
+            request(
+                MATCHED,
+                has_sinks=True,
+                sizes=dataclasses.replace(SIZES, forward=ForwardTile(sum_by_product=True)),
+            ),
+            "sinks with sum_by_product=True",
+        ),
+        (request(soft_cap=2000.0), "logits_soft_cap=2000.0 (it takes up to 1024)"),
+        (request(soft_cap=30.0, head_size=256), "logits_soft_cap=30.0 at head size 256"),
+        (
+            request(
+                soft_cap=30.0,
+                sizes=dataclasses.replace(
+                    SIZES, key_gradients=BackwardTile(step=64, cooperative=True)
+                ),
+            ),
+            "logits_soft_cap=30.0 with cooperative=True",
+        ),
         (request(has_bias=True), "a dense bias"),
-        (request(window=(8, 8)), "a local window"),
+        (
+            request(window=(8, 8), sizes=dataclasses.replace(SIZES, unordered=True)),
+            "a local window with unordered=True",
+        ),
+        (request(PUBLISHED, window=(8, 8)), "a local window with tile_grads=bfloat16"),
         (request(scale=-0.125), "scale=-0.125 (it takes numbers above 0)"),
         (request(row_max=PublishedMax()), "row_max=PublishedMax"),
         (
@@ -901,6 +940,11 @@ def test_what_it_declines_is_named_with_who_serves_it(asked: Request, reason: st
         (request(rows=100, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
         (request(PUBLISHED, sizes=None, platform="cuda"), "NVIDIA H200", "hopper"),
         (request(PUBLISHED, head_size=128, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(window=(8, 8), sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_lengths=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_segments=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(has_sinks=True, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
+        (request(soft_cap=30.0, sizes=None, platform="cuda"), "NVIDIA H200", "gpu"),
     ],
 )
 def test_the_fastest_that_serves_is_chosen(asked: Request, kind: str, name: str) -> None:

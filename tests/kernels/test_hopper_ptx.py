@@ -78,6 +78,72 @@ def numbered(*args: Any, kernel: Callable[..., Any], kernel_name: str, **options
 _NUMBERS = itertools.count()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A call whose rows see some keys alone, or with a cap or sinks."""
+
+    window: tuple[int, int] | None = None
+    soft_cap: float | None = None
+    has_segments: bool = False
+    has_lengths: bool = False
+    has_sinks: bool = False
+
+    def extras(self, shape: tuple[int, ...]) -> Extras:
+        """Its arrays, beside q of this shape."""
+        batch, length, heads, _ = shape
+        shapes: dict[str, Any] = {}
+        if self.has_segments:
+            ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+            shapes |= {"query_segments": ids, "key_segments": ids}
+        if self.has_lengths:
+            of_elements = jax.ShapeDtypeStruct((batch,), jnp.int32)
+            shapes |= {"query_lengths": of_elements, "key_lengths": of_elements}
+        if self.has_sinks:
+            shapes["sinks"] = jax.ShapeDtypeStruct((heads,), jnp.float32)
+        return Extras(**shapes)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(window=(512, 0)),
+        Variant(has_segments=True, has_lengths=True),
+        Variant(soft_cap=50.0),
+        Variant(has_sinks=True),
+        Variant(window=(512, 0), has_segments=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", ["gpt2", "long64", "long128"])
+def test_variants_spill_no_more_than_plain_calls(shape: str, variant: Variant) -> None:
+    of = SHAPES[shape]
+    spec = Spec(
+        numerics=FLASH,
+        row_max=StandardMax(),
+        scale=of.head_size**-0.5,
+        is_causal=True,
+        window=variant.window,
+        soft_cap=variant.soft_cap,
+    )
+
+    def step(extras: Extras, *qkv: jax.Array) -> Any:
+        def attend(sinks: Any, *qkv: jax.Array) -> Any:
+            return hopper.attention(*qkv, extras._replace(sinks=sinks), spec)
+
+        results, pullback = jax.vjp(attend, extras.sinks, *qkv)
+        return results, pullback(results)
+
+    x = jax.ShapeDtypeStruct(of.qkv, jnp.bfloat16)
+    found = compiled(step, variant.extras(of.qkv), x, x, x)
+    assert found.ptx.keys() == set(KERNELS)
+    for kernel, bounds in SPILLED.items():
+        # Both masks at once spill a little more: forward at head size 128, in dK and dV at 64.
+        more = 20 if variant.window is not None and variant.has_segments else 0
+        most = bounds[hopper.HEAD_SIZES.index(of.head_size)] + more
+        assert found.spilled[kernel] <= most, kernel
+        assert not re.search(SERIALIZED, found.reports[kernel]), kernel
+
+
 @functools.cache
 def code(
     head_size: int,
@@ -114,7 +180,7 @@ def code(
     return found
 
 
-def compiled(step: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> Code:
+def compiled(step: Callable[..., Any], *shapes: Any) -> Code:
     """The Hopper kernels of a function, for an H200."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
         jax.clear_caches()

@@ -34,7 +34,8 @@ Where to find what:
 
   attention            what is served, and the entry; vjp: the passes, under one `custom_vjp`
   block_sizes          ForwardTile, BackwardTile and what is legal; tuning, tuning.toml: the table
-  problem              one call: sizes, masks, parts of arrays
+  problem              one call: sizes, windows, masks, parts of arrays
+  segments, sinks      ids that hide keys, of segments and lengths; a row's m and l before its keys
   tile_scheduler       which program has which tiles, and in which order
   producer             loads, of every attention kernel
   forward/kernel       memory and roles; forward/mainloop: the steps; forward/softmax: the causal

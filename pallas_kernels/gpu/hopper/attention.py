@@ -2,9 +2,9 @@
 
 Serves bfloat16 with the roundings of FlashAttention-2 and -3 (P̄, O, P and dS as operands of matrix
 products), the O that δ sees rounded or not, in halves or O′, δ normalised or not or corrected after
-the cast, what `matched` has, and the standard and the dynamic maximum; and, with tiles of the
-caller's, the products that `published` rounds as well (`long_steps`). `unsupported` names what it
-declines; the general GPU kernels serve that.
+the cast, what `matched` has, and the standard and the dynamic maximum; local windows, segments and
+lengths, soft caps and sinks; and, with tiles of the caller's, the products that `published` rounds
+as well (`long_steps`). `unsupported` names what it declines; the general GPU kernels serve that.
 
 The floors are those of `pallas_kernels.gpu.attention`: its products are the same, but for O′, which
 takes two more here and three more there. `matched` has no product more; the correction after the
@@ -22,7 +22,6 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_by_kernels,
     unsupported_in_tiles,
-    unsupported_variants,
 )
 from lowprec_attn.numerics import (
     FLASH,
@@ -51,6 +50,8 @@ _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
+# tanh errs by 2^-21 whatever it is, and a score by that times the cap.
+_LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 
 
@@ -63,8 +64,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     if reason := unsupported_by_kernels(request):
         return reason
-    if reason := unsupported_variants(request):
-        return reason
+    if request.value_size not in (None, request.q_shape[-1]):
+        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
     if request.dtype != jnp.bfloat16:
         return f"{request.dtype} (it takes bfloat16)"
     if request.q_shape[-1] not in HEAD_SIZES:
@@ -72,20 +73,22 @@ def unsupported(request: Request) -> str | None:
     for name, length in (("queries", request.q_shape[1]), ("keys", request.kv_shape[1])):
         if length % ROWS:
             return f"{length} {name} (it takes multiples of {ROWS})"
-    if request.has_lengths or request.has_segments or request.mask_shape is not None:
-        return "lengths, segments and dense masks"
-    if spec.window is not None:
-        return "a local window"
+    if request.mask_shape is not None:
+        return "a dense mask"
     if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
         return f"row_max={type(spec.row_max).__name__} (it takes StandardMax and DynamicMax)"
     if _is_unordered(spec) and (reason := _unsupported_unordered(spec.numerics)):
         return reason
+    if reason := _unsupported_together(request):
+        return reason
     head_size = request.q_shape[-1]
     if is_wide(head_size) and (reason := _unsupported_if_wide(spec)):
         return f"{reason} at head size {head_size}"
     if reason := _unsupported_numerics(spec.numerics):
+        return reason
+    if reason := _unsupported_cap_or_sinks(request):
         return reason
     return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
 
@@ -97,6 +100,46 @@ def _unsupported_unordered(n: Numerics) -> str | None:
             return f"{name}={found} with unordered=True (which takes {taken})"
     if n.saved_output == "halves":
         return "saved_output=halves with unordered=True (which takes same, float32 or auxiliary)"
+    return None
+
+
+def _unsupported_together(request: Request) -> str | None:
+    """What of a call beside plain or causal attention, where kernels have other mainloops."""
+    spec = request.spec
+    which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
+    if not _is_unordered(spec) and not rounds_products(spec.numerics):
+        return None
+    asked = {
+        "a local window": spec.window is not None,
+        "segments": request.has_segments,
+        "lengths": request.has_lengths,
+        f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None,
+        "sinks": request.has_sinks,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    return f"{', '.join(given)} with {which}" if given else None
+
+
+def _unsupported_cap_or_sinks(request: Request) -> str | None:
+    spec, sizes = request.spec, request.spec.block_sizes
+    named = {f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None}
+    named["sinks"] = request.has_sinks
+    given = [name for name, is_given in named.items() if is_given]
+    if not given:
+        return None
+    # The sums of rows would have to know the sink's column, and P k the derivative of the cap.
+    if (delta := spec.numerics.delta) != "do_o":
+        return f"{', '.join(given)} with delta={delta} (it takes do_o)"
+    if request.has_sinks and isinstance(sizes, BlockSizes) and sizes.forward.sum_by_product:
+        return "sinks with sum_by_product=True"
+    if spec.soft_cap is None:
+        return None
+    if spec.soft_cap > _LARGEST_CAP:
+        return f"logits_soft_cap={spec.soft_cap} (it takes up to {_LARGEST_CAP})"
+    if is_wide(request.q_shape[-1]):  # there P goes from one consumer to another
+        return f"logits_soft_cap={spec.soft_cap} at head size {request.q_shape[-1]}"
+    if isinstance(sizes, BlockSizes) and sizes.key_gradients.cooperative:
+        return f"logits_soft_cap={spec.soft_cap} with cooperative=True"
     return None
 
 
@@ -183,7 +226,11 @@ def _listed(choices: tuple[object, ...]) -> str:
 
 def keys_per_step(request: Request) -> int:
     """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
-    step = block_sizes(request.q_shape, request.spec).forward.step
+    given = {
+        "has_segments": request.has_segments or request.has_lengths,
+        "has_sinks": request.has_sinks,
+    }
+    step = block_sizes(request.q_shape, request.spec, **given).forward.step
     kv_block = request.spec.numerics.kv_block
     return kv_block if isinstance(kv_block, int) else step
 
@@ -201,18 +248,19 @@ def attention(
     spec: Spec,
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says."""
-    return _attend((q, k, v), spec)
+    return _attend((q, k, v), extras, spec)
 
 
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
     """The same of q, k and v in one array, read, and its gradient written, in place."""
-    return _attend((qkv,), spec)
+    return _attend((qkv,), extras, spec)
 
 
-def _attend(arrays: tuple[Array, ...], spec: Spec) -> tuple[Array, Array]:
+def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, Array]:
     # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 
-    return attend(arrays, spec)
+    read = ("query_lengths", "key_lengths", "query_segments", "key_segments", "sinks")
+    return attend(arrays, Extras(**{name: getattr(extras, name) for name in read}), spec)

@@ -341,6 +341,9 @@ def default_block_sizes(
     unordered: bool = False,
     rounds_products: bool = False,
     counts_ties: bool = False,
+    has_segments: bool = False,
+    has_sinks: bool = False,
+    soft_cap: bool = False,
 ) -> BlockSizes:
     """The tiles of a head size, of the table `tuning.toml`, tuned on one NVIDIA H200.
 
@@ -360,6 +363,9 @@ def default_block_sizes(
       rounds_products: whether a step of `kv_block` keys is made of parts, for its products are
         rounded, as by `published`.
       counts_ties: whether the forward kernel looks for repeated maxima, as `DynamicMax` does.
+      has_segments: whether ids hide keys, those of segments or of lengths.
+      has_sinks: whether rows begin with a sink's m and l.
+      soft_cap: whether scores are capped, whose derivative takes registers.
 
     Raises:
       ValueError: at head size 256, steps of 128 keys, Ō′ or an unordered dQ; rounded products at
@@ -386,6 +392,9 @@ def default_block_sizes(
         "unordered": unordered,
         "rounds_products": rounds_products,
         "counts_ties": counts_ties,
+        "has_segments": has_segments,
+        "has_sinks": has_sinks,
+        "soft_cap": soft_cap,
     }
     return BlockSizes(
         forward=ForwardTile(**tuned("forward", call)),
@@ -395,10 +404,15 @@ def default_block_sizes(
     )
 
 
-def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
+def block_sizes(
+    shape: Sequence[int], spec: Spec, *, has_segments: bool = False, has_sinks: bool = False
+) -> BlockSizes:
     """The tiles of a call: those that it names, or those of the table.
 
-    shape: of q [B, T, N, H], or of the packed array [B, T, 3, N, H].
+    Args:
+      shape: of q [B, T, N, H], or of the packed array [B, T, 3, N, H].
+      spec: its static part.
+      has_segments, has_sinks: see `default_block_sizes`.
     """
     if spec.block_sizes is None:
         kv_block = spec.numerics.kv_block
@@ -414,6 +428,9 @@ def block_sizes(shape: Sequence[int], spec: Spec) -> BlockSizes:
             long=is_long(shape[1], is_causal=spec.is_causal),
             rounds_products=rounds_products(spec.numerics),
             counts_ties=isinstance(spec.row_max, DynamicMax),
+            has_segments=has_segments,
+            has_sinks=has_sinks,
+            soft_cap=spec.soft_cap is not None,
         )
     assert isinstance(spec.block_sizes, BlockSizes)  # `unsupported` declines any other
     return spec.block_sizes

@@ -5,6 +5,7 @@ copy engine (TMA), as far ahead as they have stages.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +14,7 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward.key_operands import (
     CORRECTION,
+    IDS_OF_ROWS,
     OFFSET,
     KeyInputs,
     KeyMemory,
@@ -24,13 +26,21 @@ from pallas_kernels.gpu.hopper.machine.pipeline import Copy, Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
+
+
+class LoadedKeys(NamedTuple):
+    """The keys and values, or the packed array; `segments`, where ids hide keys."""
+
+    k: Ref
+    v: Ref
+    segments: Segments | None
 
 
 def load_query_tiles(
     rows: tuple[Ref, ...],
-    k: Ref,
-    v: Ref,
+    keys: LoadedKeys,
     pipelines: tuple[Pipeline, Pipeline, Pipeline],
     problem: Problem,
     tile: Tile,
@@ -42,7 +52,7 @@ def load_query_tiles(
 
     Args:
       rows: arrays whose rows belong to the queries, q first; one buffer of their pipeline each.
-      k, v: the keys and values, or the packed array.
+      keys: k, v, and the ids of keys, which come with k.
       pipelines: of the rows, of k and of v.
       problem, tile: of the kernel.
       most: see `set_registers`.
@@ -70,17 +80,24 @@ def load_query_tiles(
         # second stage of it.
         pl.when(work.is_valid)(load_rows)
         # Up to the last step that any consumer's rows see.
-        _, end = problem.key_steps(start, tile.owned, tile.step)
+        begin, end = problem.program_steps(start, work.batch, tile, keys.segments)
         end = jnp.where(work.is_valid, end, 0)
         kv_head = lax.div(work.head, jnp.int32(problem.group))
 
         def parts(t: Array) -> list[Ref]:
-            place = (work.batch, t * tile.step, tile.step, kv_head)
-            return [problem.part(ref, *place, plane=plane) for ref, plane in ((k, 1), (v, 2))]
+            step = t if begin is None else begin + t
+            place = (work.batch, step * tile.step, tile.step, kv_head)
+            planes = ((keys.k, 1), (keys.v, 2))
+            return [problem.part(ref, *place, plane=plane) for ref, plane in planes]
 
         def load_keys(t: Array, n: Array) -> Array:
-            for pipeline, part in zip((of_k, of_v), parts(t), strict=True):
-                pipeline.producer_load(n, (part, 0, ()))
+            with_k: list[Copy] = []
+            if keys.segments is not None:
+                first = (t if begin is None else begin + t) * tile.step
+                ids = keys.segments.keys.at[work.batch, pl.ds(first, tile.step)]
+                with_k.append((ids, IDS_OF_KEYS, ()))
+            for pipeline, part, others in zip((of_k, of_v), parts(t), (with_k, ()), strict=True):
+                pipeline.producer_load(n, (part, 0, ()), *others)
             return n + 1
 
         def load_long_step(i: Array, _: None) -> None:
@@ -122,7 +139,7 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
         tiles, first = done
         work = scheduler.work_tile(program, u)
         start = work.block * tile.owned
-        steps = steps_of(problem, tile, start, work.is_valid, first)
+        steps = steps_of(problem, tile, start, work, first, x.segments)
         pl.when(work.is_valid)(partial(load_keys, tiles, start, work))
 
         def load_queries(t: Array, n: Array) -> Array:
@@ -140,6 +157,9 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
                 of_q.append(vector_of(x.offset))
             else:
                 of_q += [vector_of(x.offset, 0), vector_of(x.inverse_l, 1)]
+            if x.segments is not None:
+                ids = x.segments.rows.at[work.batch, pl.ds(row, tile.step)]
+                of_q.append((ids, IDS_OF_ROWS, ()))
             shared.q.producer_load(n, *of_q)
             of_do = [rows_of(0, x.do), vector_of(x.dp_offset)]
             if x.correction is not None:

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
-from lowprec_attn.arithmetic.request import Spec
+from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.arithmetic.transforms import first_order_only
 from pallas_kernels.gpu.hopper.backward import dq_accumulator
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
@@ -17,6 +17,8 @@ from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import block_sizes
 from pallas_kernels.gpu.hopper.forward.kernel import forward
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import Segments
+from pallas_kernels.gpu.hopper.sinks import gradient, start_of_rows, without_beyond
 
 # q, k and v, or one packed array of them.
 Arrays = tuple[Array, ...]
@@ -24,70 +26,85 @@ Arrays = tuple[Array, ...]
 
 class _Residuals(NamedTuple):
     arrays: Arrays
+    extras: Extras
     o_saved: Array
     o_low: Array | None
     offset: Array
     inverse_l: Array | None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def attend(arrays: Arrays, spec: Spec) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def attend(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
     """O and lse."""
-    return _forward(arrays, spec)[0]
+    return _forward(arrays, extras, spec)[0]
 
 
 # Each under `jit`: layers with equal calls share one trace and one lowering of its kernels, which
 # take seconds.
-@partial(jax.jit, static_argnums=1)
-def _forward(arrays: Arrays, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+@partial(jax.jit, static_argnums=2)
+def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    problem = _problem(q, k, spec)
-    out = forward(q, k, v, problem)
+    segments = Segments.of(extras, q.shape[1], k.shape[1])
+    problem = _problem(q, k, spec, extras, segments)
+    start = None
+    if extras.sinks is not None:
+        sinks = first_order_only(extras.sinks, "hopper")
+        start, extras = start_of_rows(sinks, problem), extras._replace(sinks=sinks)
+    out = forward(q, k, v, problem, segments, start)
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
         saved, low = out.o, out.saved
-    lse = out.lse[..., : q.shape[1]].transpose(0, 2, 1)
-    return (out.o, lse), _Residuals(arrays, saved, low, out.offset, out.inverse_l)
+    lse = without_beyond(out.lse[..., : q.shape[1]].transpose(0, 2, 1), extras)
+    return (out.o, lse), _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l)
 
 
 @partial(jax.jit, static_argnums=0)
-def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Arrays]:
+def _backward(
+    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Arrays, Extras]:
     do, dlse = first_order_only(cotangents, "hopper")
-    arrays, o_saved, o_low, offset, inverse_l = res
+    arrays, extras, o_saved, o_low, offset, inverse_l = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
-    problem = _problem(q, k, spec)
+    segments = Segments.of(extras, q.shape[1], k.shape[1])
+    problem = _problem(q, k, spec, extras, segments)
     if problem.sums_queries:
-        return _unordered_backward(res, do, dlse, problem)
+        return _unordered_backward(res, do, dlse, problem), Extras()
     dlse = dlse.transpose(0, 2, 1)
-    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l)
-    dq, dp_offset, *correction = query_gradients(inputs, problem)
-    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, *correction)
+    inputs = QueryInputs(q, k, v, do, o_saved, offset, dlse, o_low, inverse_l, segments)
+    dq, dp_offset, *found = query_gradients(inputs, problem)
+    correction = found[0] if found else None
+    of_extras = Extras()
+    if extras.sinks is not None:
+        of_extras = Extras(sinks=gradient(extras, offset, inverse_l, dp_offset, problem))
+    keys = KeyInputs(q, k, v, do, offset, dp_offset, inverse_l, correction, segments)
     if not problem.packed:
-        return ((dq, *key_gradients(keys, problem)),)
+        return (dq, *key_gradients(keys, problem)), of_extras
     # A mutable array, for the second kernel writes planes 1 and 2 of what the first has written.
     gradients = jax.new_ref(dq)
     key_gradients(keys, problem, gradients=gradients)
-    return ((gradients[...],),)
+    return (gradients[...],), of_extras
 
 
-def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> tuple[Arrays]:
+def _unordered_backward(res: _Residuals, do: Array, dlse: Array, problem: Problem) -> Arrays:
     """All three gradients by one kernel, see `dq_accumulator`."""
-    arrays, o_saved, _, offset, _ = res
+    arrays, _, o_saved, _, offset, _ = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     sums = dq_accumulator.sums(problem)
     dp_offset = dq_accumulator.offset_of_dp(o_saved, do, dlse, problem)
     keys = KeyInputs(q, k, v, do, offset, dp_offset)
     if not problem.packed:
         dk, dv = key_gradients(keys, problem, dq=sums)
-        return ((dq_accumulator.rounded(sums, problem), dk, dv),)
+        return dq_accumulator.rounded(sums, problem), dk, dv
     gradients = jax.new_ref(lax.empty(q.shape, q.dtype))
     key_gradients(keys, problem, gradients=gradients, dq=sums)
-    return ((gradients[...].at[:, :, 0].set(dq_accumulator.rounded(sums, problem)),),)
+    return (gradients[...].at[:, :, 0].set(dq_accumulator.rounded(sums, problem)),)
 
 
 attend.defvjp(_forward, _backward)
 
 
-def _problem(q: Array, k: Array, spec: Spec) -> Problem:
-    return Problem.of(q, k, spec, block_sizes(q.shape, spec))
+def _problem(q: Array, k: Array, spec: Spec, extras: Extras, segments: Segments | None) -> Problem:
+    given = {"has_segments": segments is not None}
+    sizes = block_sizes(q.shape, spec, has_sinks=extras.sinks is not None, **given)
+    return Problem.of(q, k, spec, sizes, **given)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward import key_operands
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyMemory, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyIds, KeyInputs, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import opaque_zero
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
@@ -28,13 +28,14 @@ from pallas_kernels.gpu.hopper.machine.wgmma import (
     begin_product,
 )
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 _VALUES, _KEYS = range(2)  # the consumer that sums dV, and that which sums dK
 
 
 class _SharedKeys(NamedTuple):
-    """64 keys of a program; `tiles`: what was done before."""
+    """64 keys of a program; `tiles`: what was done before; `ids`: once the tile has begun."""
 
     problem: Problem
     tile: BackwardTile
@@ -43,24 +44,28 @@ class _SharedKeys(NamedTuple):
     steps: Steps
     key: Array
     work: WorkTile
+    segments: Segments | None
+    ids: KeyIds | None = None
 
 
 # Starts and ends the t-th step of one consumer: adds its product to the sum.
 _Step = Callable[[Array, Accumulator, _SharedKeys], None]
 
 
-def consume(dk: Ref, dv: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile) -> None:
+def consume(
+    x: KeyInputs, dk: Ref, dv: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile
+) -> None:
     """All tiles of a program, by both consumers."""
     # A sum of 64 rows and 256 features has 128 registers in a thread: two do not fit into 232.
     set_registers(tile.warpgroups, producer=False)
     me = lax.axis_index("warpgroup")
 
     def sum_values() -> None:
-        steps = _consume(_VALUES, _add_to_dv, dv, shared, problem, tile)
+        steps = _consume(_VALUES, _add_to_dv, x, dv, shared, problem, tile)
         shared.probs.producer_tail(steps)
 
     def sum_keys() -> None:
-        _consume(_KEYS, _add_to_dk, dk, shared, problem, tile)
+        _consume(_KEYS, _add_to_dk, x, dk, shared, problem, tile)
 
     pl.when(me == _VALUES)(sum_values)
     pl.when(me == _KEYS)(sum_keys)
@@ -68,20 +73,28 @@ def consume(dk: Ref, dv: Ref, shared: KeyMemory, problem: Problem, tile: Backwar
 
 
 def _consume(
-    me: int, add: _Step, out: Ref, shared: KeyMemory, problem: Problem, tile: BackwardTile
+    me: int,
+    add: _Step,
+    x: KeyInputs,
+    out: Ref,
+    shared: KeyMemory,
+    problem: Problem,
+    tile: BackwardTile,
 ) -> Array:
     """All tiles of one of the two, each step of which is `add`; how many steps that were."""
 
     def begin(work: WorkTile, tiles: Array, key: Array, steps: Steps) -> Callable[[], None]:
-        keys = _SharedKeys(problem, tile, shared, tiles, steps, key, work)
+        keys = _SharedKeys(problem, tile, shared, tiles, steps, key, work, x.segments)
         return partial(_differentiate, me, add, out, keys)
 
-    return key_operands.each_tile(lax.axis_index("program"), problem, tile, begin)
+    return key_operands.each_tile(lax.axis_index("program"), problem, tile, x.segments, begin)
 
 
 def _differentiate(me: int, add: _Step, out: Ref, keys: _SharedKeys) -> None:
     """One tile: mainloop and epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
+    if me == _VALUES:
+        keys = keys._replace(ids=KeyIds.of(keys.segments, work.batch, keys.key))
     shared.keys.consumer_wait(keys.tiles)
     total = pl.run_scoped(partial(_mainloop, add, keys), accumulator(ROWS, problem.head_size))
     if me == _KEYS and problem.scales_last:
@@ -111,7 +124,7 @@ def _add_to_dv(t: Array, dv: Accumulator, keys: _SharedKeys) -> None:
     s = _product(shared.keys.get(keys.tiles, 0, buffer=0), q.get(n), problem)
     # Otherwise the place of every entry would be kept in registers, for the mask.
     key = keys.key + opaque_zero(n, interpret=problem.sizes.interpret)
-    probs = key_operands.probs(s, q, n, key, step * keys.tile.step, problem)
+    probs = key_operands.probs(s, q, n, key, step * keys.tile.step, problem, keys.ids)
     q.consumer_release(n)
     # Given away before dV is multiplied: the other waits for it.
     shared.probs.produce(n, probs)

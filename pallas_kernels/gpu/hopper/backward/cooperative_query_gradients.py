@@ -42,16 +42,17 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.warpgroups import set_registers
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, ids_of_block, same
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 _PROBS, _DQ = range(2)  # the consumer that sums P k, and that which sums dQ
 
 
 class _SharedRows(NamedTuple):
-    """64 query rows of a program, and the key steps 0 ... end − 1.
+    """64 query rows of a program, and the key steps that they visit.
 
-    `tiles` and `steps` count what the program has done before; steps before `full` take no mask.
+    `tiles` and `steps` count what the program has done before.
     """
 
     problem: Problem
@@ -61,8 +62,12 @@ class _SharedRows(NamedTuple):
     steps: Array
     work: WorkTile
     row: Array
-    full: Array
-    end: Array
+    keys: KeySteps
+
+    @property
+    def end(self) -> Array:
+        """How many steps there are."""
+        return self.keys.end
 
     @property
     def exchanged(self) -> Array:
@@ -78,11 +83,11 @@ def consume(
     me = lax.axis_index("warpgroup")
 
     def sum_keys() -> None:
-        exchanged = _each_tile(shared, problem, tile, partial(_sum_keys, x))
+        exchanged = _each_tile(x, shared, problem, tile, partial(_sum_keys, x))
         shared.probs.producer_tail(exchanged)
 
     def differentiate() -> None:
-        _each_tile(shared, problem, tile, partial(_differentiate, x, out))
+        _each_tile(x, shared, problem, tile, partial(_differentiate, x, out))
 
     pl.when(me == _PROBS)(sum_keys)
     pl.when(me == _DQ)(differentiate)
@@ -90,6 +95,7 @@ def consume(
 
 
 def _each_tile(
+    x: QueryInputs,
     shared: QueryMemory,
     problem: Problem,
     tile: BackwardTile,
@@ -102,10 +108,12 @@ def _each_tile(
         tiles, steps = done
         work = scheduler.work_tile(program, u)
         row = work.block * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
-        rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, full, end)
+        keys = problem.consumer_steps(row, work.batch, tile, x.segments)
+        rows = _SharedRows(problem, tile, shared, tiles, steps, work, row, keys)
         pl.when(work.is_valid)(lambda: consume(rows))
-        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(work.is_valid, end, 0)
+        return tiles + work.is_valid.astype(jnp.int32), steps + jnp.where(
+            work.is_valid, keys.end, 0
+        )
 
     done = (jnp.int32(0), jnp.int32(0))
     tiles, steps = lax.fori_loop(0, scheduler.count(program), consume_tile, done)
@@ -124,10 +132,16 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
     inverse_l = None
     if x.inverse_l is not None:
         inverse_l = of_rows(x.inverse_l, rows.work, rows.row)
+    ids = None
+    if x.segments is not None:
+        ids = ids_of_block(x.segments.rows, rows.work.batch, rows.row)
     shared.rows.consumer_wait(rows.tiles)
 
     def mainloop(pk: Accumulator) -> Array:
-        lax.fori_loop(0, rows.end, lambda t, _: _add_to_pk(t, pk, offset, inverse_l, rows), None)
+        def add(t: Array, _: None) -> None:
+            _add_to_pk(t, pk, offset, inverse_l, ids, rows)
+
+        lax.fori_loop(0, rows.end, add, None)
         return plgpu.wgmma_accumulator_load(pk, wait_n=None)
 
     pk = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
@@ -139,7 +153,12 @@ def _sum_keys(x: QueryInputs, rows: _SharedRows) -> None:
 
 
 def _add_to_pk(
-    t: Array, pk: Accumulator, offset: Array, inverse_l: Array | None, rows: _SharedRows
+    t: Array,
+    pk: Accumulator,
+    offset: Array,
+    inverse_l: Array | None,
+    ids: Array | None,
+    rows: _SharedRows,
 ) -> None:
     """P k of step t; gives P away."""
     n, problem, shared = rows.steps + t, rows.problem, rows.shared
@@ -147,7 +166,10 @@ def _add_to_pk(
     s = _product(Q, shared.k.get(n), rows)
     # Otherwise the place of every entry would be kept in registers, for the mask.
     row = rows.row + opaque_zero(n, interpret=problem.sizes.interpret)
-    p = probs(s, offset, row, t, rows.full, rows.tile.step, problem)
+    same_ids = None
+    if ids is not None:
+        same_ids = partial(same, ids, shared.k.get(n, buffer=IDS_OF_KEYS))
+    p = probs(s, offset, row, t, rows.keys, problem, same_ids)
     if inverse_l is not None:
         p = p * along_rows(inverse_l, p.shape)
     # Given away before P k is multiplied: the other waits for it.

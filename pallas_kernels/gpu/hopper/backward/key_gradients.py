@@ -8,8 +8,10 @@ warpgroup has no registers for two sums, two warpgroups share 64 keys: `cooperat
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -43,10 +45,13 @@ def key_gradients(
       dq: the sums of `dq_accumulator`, as a mutable array, to which dS k is added.
     """
     tile = problem.sizes.key_gradients
+    if x.segments is not None:
+        x = x._replace(segments=x.segments.by_key(tile, problem.key_tiles(tile)))
+    inputs, structure = jax.tree.flatten(x)
     shape = (problem.batch, problem.keys, problem.kv_heads, problem.head_size)
     shared: Scratch = _shared_memory(problem, tile, sums_queries=dq is not None)
     kernel = plgpu.kernel(
-        partial(_kernel, names=x.given, problem=problem, tile=tile),
+        partial(_kernel, structure=structure, problem=problem, tile=tile),
         out_type=[jax.ShapeDtypeStruct(shape, problem.dtype)] * (0 if problem.packed else 2),
         scratch_types=[shared],
         grid=(problem.by_key(tile).grid,),
@@ -57,7 +62,7 @@ def key_gradients(
         kernel_name="attention_key_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return tuple(kernel(*(ref for ref in (*x, dq, gradients) if ref is not None)))
+    return tuple(kernel(*inputs, *(ref for ref in (dq, gradients) if ref is not None)))
 
 
 def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) -> KeyMemory:
@@ -76,6 +81,9 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     if problem.saves_inverse_l:
         of_q[OFFSET] = vectors_of((tile.stages, 2, tile.step))
         copies["q"] += 1
+    if problem.has_segments:
+        of_q.append(vectors_of((tile.stages, tile.step), jnp.int32))
+        copies["q"] += 1
     if problem.corrects_after_cast:
         of_do.append(queries)
         copies["do"] += 1
@@ -90,9 +98,9 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
     )
 
 
-def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: BackwardTile) -> None:
-    x = KeyInputs(**dict(zip(names, refs, strict=False)))
-    *out, scratch = refs[len(names) :]
+def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) -> None:
+    x = jax.tree.unflatten(structure, refs[: structure.num_leaves])
+    *out, scratch = refs[structure.num_leaves :]
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
     shared = scratch._replace(
@@ -105,13 +113,14 @@ def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: Backward
     if tile.cooperative:
         shared = shared._replace(probs=Exchange(scratch.probs))
         consume = cooperative_key_gradients.consume
-        pl.when(me < consumers)(lambda: consume(dk, dv, shared, problem, tile))
+        pl.when(me < consumers)(lambda: consume(x, dk, dv, shared, problem, tile))
         return
     sums = None if dq is None else DqAccumulator(dq, scratch.dq, problem, tile, me)
-    pl.when(me < consumers)(lambda: _consume(dk, dv, sums, shared, problem, tile))
+    pl.when(me < consumers)(lambda: _consume(x, dk, dv, sums, shared, problem, tile))
 
 
 def _consume(
+    x: KeyInputs,
     dk: Ref,
     dv: Ref,
     dq: DqAccumulator | None,
@@ -131,10 +140,10 @@ def _consume(
 
     def begin(work: WorkTile, tiles: Array, start: Array, steps: Steps) -> Callable[[], None]:
         key = start + me * ROWS
-        keys = Keys(problem, tile, shared, ping_pong, me, tiles, steps, key, work, dq)
+        keys = Keys(problem, tile, shared, ping_pong, me, tiles, steps, key, work, dq, x.segments)
         return partial(_differentiate, dk, dv, keys)
 
-    key_operands.each_tile(program, problem, tile, begin)
+    key_operands.each_tile(program, problem, tile, x.segments, begin)
     ping_pong.end()
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
 
@@ -142,6 +151,7 @@ def _consume(
 def _differentiate(dk: Ref, dv: Ref, keys: Keys) -> None:
     """One tile: mainloop and epilogue."""
     problem, shared, work = keys.problem, keys.shared, keys.work
+    keys = keys._replace(ids=key_operands.KeyIds.of(keys.segments, work.batch, keys.key))
     shared.keys.consumer_wait(keys.tiles)
     copies = []
     for buffer, total in enumerate(mainloop(keys)):

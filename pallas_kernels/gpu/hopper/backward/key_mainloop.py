@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.products import cap_slope
 from pallas_kernels.gpu.hopper.backward import key_operands
 from pallas_kernels.gpu.hopper.backward.dq_accumulator import DqAccumulator
-from pallas_kernels.gpu.hopper.backward.key_operands import KeyMemory, Steps
+from pallas_kernels.gpu.hopper.backward.key_operands import KeyIds, KeyMemory, Steps
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
 from pallas_kernels.gpu.hopper.machine.instruction_order import unknown_zero
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, constant
@@ -25,6 +26,7 @@ from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -40,6 +42,8 @@ class Keys(NamedTuple):
       key: the first key.
       work: the program's tile.
       dq: what adds to dQ, if it is summed here.
+      segments: of the kernel, where ids hide keys.
+      ids: of the keys, once the tile has begun.
     """
 
     problem: Problem
@@ -52,6 +56,8 @@ class Keys(NamedTuple):
     key: Array
     work: WorkTile
     dq: DqAccumulator | None
+    segments: Segments | None
+    ids: KeyIds | None = None
 
     @property
     def end(self) -> Array:
@@ -156,8 +162,10 @@ def _step(t: Array, dk: Accumulator, dv: Accumulator, keys: Keys) -> None:
 
 def _factors_of_ds(
     t: Array, keys: Keys, end_step: Callable[[], None] | None = None
-) -> tuple[Array, Array]:
-    """Pᵀ and (dP − δ)ᵀ of the t-th step, not rounded; the latter times scale, if not last.
+) -> tuple[Array, Array, Array]:
+    """Pᵀ of the t-th step, and two factors of dSᵀ: Pᵀ and (dP − δ)ᵀ; none rounded.
+
+    Pᵀ as a factor is behind a soft cap; (dP − δ)ᵀ is times scale, if not last.
 
     end_step: starts the products of the step before, if `overlap_steps`.
     """
@@ -167,7 +175,7 @@ def _factors_of_ds(
     _, step = keys.steps.of(t, keys.work.head, problem.group)
     row = step * tile.step
     me, key = keys.me, keys.key
-    if keys.dq is not None or problem.saves_inverse_l:
+    if keys.dq is not None or problem.saves_inverse_l or problem.computes_places:
         # Otherwise descriptors and the places of scores are kept in registers, and others spilled.
         me, key = (x + unknown_zero(n) for x in (me, key))
     k, v = (keys.shared.keys.get(keys.tiles, me, buffer=b) for b in (0, 1))
@@ -184,19 +192,33 @@ def _factors_of_ds(
         _release(t - 1, keys)
     if keys.dq is None and not tile.overlap_steps:
         do.consumer_wait(n)
-    dp = begin_product(v, do.get(n), interpret=interpret)
+    begin_dp = partial(begin_product, v, do.get(n), interpret=interpret)
+    caps = problem.spec.soft_cap is not None
+    # At head size 128 there are no registers for P, the derivative of the cap and dP at once.
+    is_later = caps and problem.head_size > ROWS
+    dp = None if is_later else begin_dp()
     # Passed on when products are started: passed on when done, it was slower forward.
     ping_pong.arrive()
-    plgpu.wgmma_wait(1)  # for S alone: dP is multiplied beside the exponentials
-    probs = key_operands.probs(s, q, n, key, row, problem)
+    plgpu.wgmma_wait(0 if is_later else 1)  # for S alone: dP is multiplied beside the exponentials
+    s = problem.capped(s)
+    probs = factor = key_operands.probs(s, q, n, key, row, problem, keys.ids)
+    if caps:
+        factor, probs = probs * cap_slope(s), probs.astype(problem.dtype)
+    dp = begin_dp() if dp is None else dp
     plgpu.wgmma_wait(0)
     # Added before P is rounded: its registers are free when those of the rounded P are needed.
-    return probs, key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem)
+    return (
+        probs,
+        factor,
+        key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem),
+    )
 
 
-def _rounded(probs: Array, shifted_dp: Array, problem: Problem) -> tuple[Array, Array]:
+def _rounded(
+    probs: Array, factor: Array, shifted_dp: Array, problem: Problem
+) -> tuple[Array, Array]:
     """Pᵀ and dSᵀ, rounded."""
-    return probs.astype(problem.dtype), (probs * shifted_dp).astype(problem.dtype)
+    return probs.astype(problem.dtype), (factor * shifted_dp).astype(problem.dtype)
 
 
 def _begin_sums(

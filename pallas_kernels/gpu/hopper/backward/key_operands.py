@@ -1,7 +1,6 @@
 """What the kernels of dK and dV share: their arrays, their memory, the numbers of 64 keys."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import powers
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile
+from pallas_kernels.gpu.hopper.block_sizes import BackwardTile
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
 from pallas_kernels.gpu.hopper.machine.instructions import multiply_add
 from pallas_kernels.gpu.hopper.machine.layouts import PER_COLUMN, along_columns
@@ -20,6 +19,7 @@ from pallas_kernels.gpu.hopper.machine.layouts import load as load_values
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import Segments, ids_of_block, same
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -27,7 +27,8 @@ class KeyInputs(NamedTuple):
     """q, k, v (or one packed array each), dO; what exponent and dP add, [B, N, `vector_rows`].
 
     Arrays outside of the kernel, references inside. `inverse_l`, of `vector_rows`, is a factor of P
-    where it is saved apart; `correction` that of `query_operands.Gradients`.
+    where it is saved apart; `correction` that of `query_operands.Gradients`; `segments`: where ids
+    hide keys.
     """
 
     q: Ref
@@ -38,11 +39,7 @@ class KeyInputs(NamedTuple):
     dp_offset: Ref
     inverse_l: Ref = None
     correction: Ref = None
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """Names of those that are there."""
-        return tuple(name for name, x in self._asdict().items() if x is not None)
+    segments: Segments | None = None
 
 
 class KeyMemory(NamedTuple):
@@ -51,7 +48,8 @@ class KeyMemory(NamedTuple):
     Attributes:
       keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
       q, do: pipelines of q and of dO, each with its offsets as a second buffer; 1 / l is beside q's
-        offsets, and what corrects dK is a third buffer of dO's.
+        offsets, and what corrects dK is a third buffer of dO's. Ids of rows, if there are any, are
+        a third buffer of q's.
       operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
       dq: of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
@@ -82,21 +80,51 @@ class Steps(NamedTuple):
         return kv_head * group + lax.div(t, self.length), self.begin + lax.rem(t, self.length)
 
 
-OFFSET, CORRECTION = 1, 2  # buffers of the pipelines of q and of dO beside the matrix itself
+class KeyIds(NamedTuple):
+    """Of 64 keys: their ids, and the query steps clear ... full − 1, which have no others."""
+
+    of_keys: Array
+    clear: Array
+    full: Array
+
+    @classmethod
+    def of(cls, segments: Segments | None, batch: Array, key: Array) -> "KeyIds | None":
+        """Those of the keys from `key` on, if there are any."""
+        if segments is None:
+            return None
+        ids = ids_of_block(segments.keys, batch, key)
+        return cls(ids, *segments.alike(batch, key))
+
+    def hide(self, step: Array) -> Array:
+        """Whether some pair of a step's may have two."""
+        return (step < self.clear) | (step >= self.full)
+
+
+OFFSET, CORRECTION, IDS_OF_ROWS = (
+    1,
+    2,
+    2,
+)  # buffers of the pipelines of q and of dO beside the matrix itself
 
 
 def steps_of(
-    problem: Problem, tile: BackwardTile, key: Array, is_valid: Array, first: Array
+    problem: Problem,
+    tile: BackwardTile,
+    key: Array,
+    work: WorkTile,
+    first: Array,
+    segments: Segments | None,
 ) -> Steps:
     """The steps of the tile that begins with a key, none if there is no tile."""
-    begin, end = problem.query_steps(key, tile.step)
-    return Steps(first, begin, jnp.where(is_valid, end - begin, 0))
+    begin, end = problem.query_steps(key, work.batch, tile, segments)
+    return Steps(first, begin, jnp.where(work.is_valid, end - begin, 0))
 
 
 def each_tile(
     program: Array,
     problem: Problem,
     tile: BackwardTile,
+    segments: Segments | None,
     begin: Callable[[WorkTile, Array, Array, Steps], Callable[[], None]],
 ) -> Array:
     """Does what `begin` returns for every tile of a program; how many steps they have.
@@ -104,7 +132,7 @@ def each_tile(
     Args:
       program: of the grid. Asked for by the caller, before the ping-pong starts: what is asked
         for when changes how the assembler allots registers.
-      problem, tile: of the kernel.
+      problem, tile, segments: of the kernel.
       begin: takes the tile, how many the program has done before, the first key, and its steps.
     """
     scheduler = problem.by_key(tile)
@@ -113,7 +141,7 @@ def each_tile(
         tiles, first = done
         work = scheduler.work_tile(program, u)
         key = work.block * tile.owned
-        steps = steps_of(problem, tile, key, work.is_valid, first)
+        steps = steps_of(problem, tile, key, work, first, segments)
         pl.when(work.is_valid)(begin(work, tiles, key, steps))
         return tiles + work.is_valid.astype(jnp.int32), first + steps.length * problem.group
 
@@ -122,10 +150,18 @@ def each_tile(
     return steps
 
 
-def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Problem) -> Array:
-    """Pᵀ, not rounded, of k qᵀ [64, step] of the keys and rows from `key` and `row` on.
+def probs(
+    s: Array,
+    q: Pipeline,
+    n: Array,
+    key: Array,
+    row: Array,
+    problem: Problem,
+    ids: KeyIds | None = None,
+) -> Array:
+    """Pᵀ, not rounded, of scores [64, step] of the keys and rows from `key` and `row` on.
 
-    The n-th filling of q's pipeline has what the exponent adds, and 1 / l.
+    The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the rows' ids.
     """
     # Beside 1 / l it has a place in its buffer, which is memory that head size 256 does not have.
     place = (0,) if problem.saves_inverse_l else ()
@@ -137,9 +173,17 @@ def probs(s: Array, q: Pipeline, n: Array, key: Array, row: Array, problem: Prob
         # P from lse, not from a softmax: one multiply-add and one exponential (FlashAttention-2,
         # Algorithm 2), with lse·log2(e) formed once, by the forward kernel.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + of_rows
-    if problem.spec.is_causal:  # what pads the last tiles is zero, or not stored
-        mask = partial(problem.mask_queries, log2_p, key, row)
-        log2_p = lax.cond(key + (ROWS - 1) > row, mask, lambda: log2_p)
+    hides = problem.hides_from_queries(key, row, s.shape[1])
+    if ids is not None:
+        by_ids = ids.hide(lax.div(row, jnp.int32(s.shape[1])))
+        hides = by_ids if hides is None else hides | by_ids
+    if hides is not None:
+
+        def mask() -> Array:
+            alike = None if ids is None else same(ids.of_keys, q.get(n, buffer=IDS_OF_ROWS))
+            return problem.mask_queries(log2_p, key, row, alike)
+
+        log2_p = lax.cond(hides, mask, lambda: log2_p)
     found = powers.recomputed(log2_p, problem)
     if not problem.saves_inverse_l:
         return found

@@ -9,6 +9,7 @@ where a warpgroup has no registers for both, two share 64 rows: `cooperative_que
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import ids_of_block
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -56,6 +58,9 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
     Of a packed array, dQ is the first plane of an array like it; the others are not written.
     """
     tile = problem.sizes.query_gradients
+    if x.segments is not None:
+        x = x._replace(segments=x.segments.by_query(tile, problem.query_tiles(tile)))
+    given, structure = jax.tree.flatten(x)
     shared: Scratch = _shared_memory(x, problem, tile)
     out = [
         jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
@@ -64,7 +69,7 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
     if problem.corrects_after_cast:
         out.append(jax.ShapeDtypeStruct(x.do.shape, x.q.dtype))
     kernel = plgpu.kernel(
-        partial(_kernel, names=x.given, problem=problem, tile=tile),
+        partial(_kernel, structure=structure, problem=problem, tile=tile),
         out_type=out,
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
@@ -75,7 +80,7 @@ def query_gradients(x: QueryInputs, problem: Problem) -> tuple[Array, ...]:
         kernel_name="attention_query_gradients",
         **interpreter(on=problem.sizes.interpret),
     )
-    return tuple(kernel(*(a for a in x if a is not None)))
+    return tuple(kernel(*given))
 
 
 def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> QueryMemory:
@@ -91,6 +96,9 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
         tiles_of((stages, tile.step, problem.head_size), problem.dtype)
         for stages in (tile.stages, tile.stages_of_v)
     )
+    of_k = [k]
+    if problem.has_segments:
+        of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
     operand: Scratch = None
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
@@ -102,7 +110,7 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
             copies=len(loaded) * own,
             consumers=consumers,
         ),
-        k=Pipeline.types(tile.stages, [k], copies=1, consumers=consumers),
+        k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
         # Of two cooperative consumers one alone reads v.
         v=Pipeline.types(
             tile.stages_of_v, [v], copies=1, consumers=1 if tile.cooperative else consumers
@@ -113,9 +121,9 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
     )
 
 
-def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: BackwardTile) -> None:
-    x = QueryInputs(**dict(zip(names, refs, strict=False)))
-    *of_out, scratch = refs[len(names) :]
+def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) -> None:
+    x = jax.tree.unflatten(structure, refs[: structure.num_leaves])
+    *of_out, scratch = refs[structure.num_leaves :]
     out = Gradients(*of_out)
     shared = scratch._replace(
         rows=Pipeline(scratch.rows, tile.owned_stages),
@@ -125,8 +133,9 @@ def _kernel(*refs: Ref, names: tuple[str, ...], problem: Problem, tile: Backward
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
     rows = (x.q, x.do) if problem.is_wide else (x.q, x.do, x.o, x.o_low)[: 3 + problem.saves_halves]
     pipelines = shared.rows, shared.k, shared.v
+    keys = producer.LoadedKeys(x.k, x.v, x.segments)
     load = partial(producer.load_query_tiles, most=problem.is_wide)
-    pl.when(me == consumers)(lambda: load(rows, x.k, x.v, pipelines, problem, tile))
+    pl.when(me == consumers)(lambda: load(rows, keys, pipelines, problem, tile))
     if tile.cooperative:
         shared = shared._replace(probs=Exchange(scratch.probs))
     consume = cooperative_query_gradients.consume if tile.cooperative else _consume
@@ -148,9 +157,9 @@ def _consume(
         tiles, steps = done
         work = scheduler.work_tile(program, u)
         start = work.block * tile.owned
-        _, last = problem.key_steps(start, tile.owned, tile.step)
+        visited = _, last = problem.program_steps(start, work.batch, tile, x.segments)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
+        keys = problem.consumer_steps(row, work.batch, tile, x.segments, visited)
 
         def differentiate() -> None:
             offset, dlse = (of_rows(vectors, work, row) for vectors in (x.offset, x.dlse))
@@ -162,11 +171,13 @@ def _consume(
             if not problem.sums_rows:
                 of_dp = of_dp + dlse
             rows = BackwardRows(
-                problem, tile, shared, ping_pong, me, tiles, steps, row, full, offset, of_dp
+                problem, tile, shared, ping_pong, me, tiles, steps, row, keys, offset, of_dp
             )
+            if x.segments is not None:
+                rows = rows._replace(ids=ids_of_block(x.segments.rows, work.batch, row))
             if x.inverse_l is not None:
                 rows = rows._replace(inverse_l=of_rows(x.inverse_l, work, row))
-            total, *others = mainloop(end, rows)
+            total, *others = mainloop(rows)
             lacks = None
             if problem.sums_rows:
                 pk, r, s = others
@@ -176,7 +187,7 @@ def _consume(
                 total = total - along_rows(lacks, total.shape) * pk
             # The kernel of dK and dV reads it, so that kernels run one after the other.
             shared.delta[me] = rows.of_dp
-            producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+            producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             _epilogue(out, total, lacks, work, rows)
 
         pl.when(work.is_valid)(differentiate)

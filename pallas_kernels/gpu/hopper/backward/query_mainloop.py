@@ -18,7 +18,8 @@ from pallas_kernels.gpu.hopper.machine.layouts import LANES, TILE, along_rows, b
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 
 
 class BackwardRows(NamedTuple):
@@ -30,9 +31,10 @@ class BackwardRows(NamedTuple):
       me: the consumer.
       tiles, steps: what the program has done before.
       row: the first row.
-      full: steps before it take no mask.
+      keys: the steps that they visit.
       offset, of_dp: [64], what the exponent of P and dS add.
       inverse_l: [64], 1 / l, a factor of P where it is saved apart.
+      ids: [64], of the rows, if there are any.
     """
 
     problem: Problem
@@ -43,19 +45,20 @@ class BackwardRows(NamedTuple):
     tiles: Array
     steps: Array
     row: Array
-    full: Array
+    keys: KeySteps
     offset: Array
     of_dp: Array
     inverse_l: Array | None = None
+    ids: Array | None = None
 
 
 # Σ dS and Σ P of a row, in parts, where they are summed; otherwise nothing.
 _Sums = tuple[Array, ...]
 
 
-def mainloop(end: Array, rows: BackwardRows) -> tuple[Array, ...]:
-    """Σ dS k over the steps before `end`; where rows are summed Σ P k too, Σ dS and Σ P [64]."""
-    problem = rows.problem
+def mainloop(rows: BackwardRows) -> tuple[Array, ...]:
+    """Σ dS k over all steps; where rows are summed Σ P k too, Σ dS and Σ P [64]."""
+    problem, end = rows.problem, rows.keys.end
     if (inverse_l := rows.inverse_l) is not None and not problem.sums_rows:
         # dS = P̄ ∘ (dP / l − δ / l), a multiply-add an entry, as many instructions as P ∘ (dP − δ).
         rows = rows._replace(of_dp=rows.of_dp * inverse_l)
@@ -172,7 +175,10 @@ def _probs_and_dp(
     plgpu.wgmma_wait(1)
     if end_step is not None:
         shared.k.consumer_release(n - 1)
-    p = probs(s, rows.offset, row, t, rows.full, rows.tile.step, problem)
+    same_ids = None
+    if rows.ids is not None:
+        same_ids = partial(same, rows.ids, shared.k.get(n, buffer=IDS_OF_KEYS))
+    p = probs(s, rows.offset, row, t, rows.keys, problem, same_ids)
     plgpu.wgmma_wait(0)
     shared.v.consumer_release(n)  # sooner than k, so that v may have fewer stages
     return p, problem.rounded(dp)

@@ -1,6 +1,6 @@
 """What the kernels of dQ share: their arrays, their memory, and the numbers of 64 rows."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.backward import row_shift
+from lowprec_attn.arithmetic.products import cap_slope
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS
 from pallas_kernels.gpu.hopper.machine.exchange import Exchange
@@ -25,7 +26,8 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 )
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import Segments
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -35,7 +37,7 @@ class QueryInputs(NamedTuple):
     `offset`, of `vector_rows`, is what the exponent of P adds: −lse·log2(e), or see
     `forward.operands.Outputs`, as for `inverse_l`, also of `vector_rows`. `dlse` is the gradient
     of lse, which enters dS = P ∘ (dP − δ + dlse) beside δ. `o_low` is the lower half of O, where δ
-    sees both.
+    sees both. `segments`: where ids hide keys.
     """
 
     q: Ref
@@ -47,11 +49,7 @@ class QueryInputs(NamedTuple):
     dlse: Ref
     o_low: Ref = None
     inverse_l: Ref = None
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """Names of those that are there."""
-        return tuple(name for name, x in self._asdict().items() if x is not None)
+    segments: Segments | None = None
 
 
 class Gradients(NamedTuple):
@@ -160,21 +158,43 @@ def correction_of_dk(q: Array, after: Array, problem: Problem) -> Array:
 
 
 def probs(
-    s: Array, offset: Array, row: Array, t: Array, full: Array, step: int, problem: Problem
+    s: Array,
+    offset: Array,
+    row: Array,
+    t: Array,
+    keys: KeySteps,
+    problem: Problem,
+    same_ids: Callable[[], Array] | None = None,
 ) -> Array:
-    """P, not rounded, of q kᵀ [64, step] of step t; those before `full` take no mask.
+    """P, not rounded, of q kᵀ [64, step] of the t-th of the steps that the rows visit.
+
+    Behind a soft cap it is P times the cap's derivative, the factor of dS.
 
     Where l is saved apart it is P̄, as `recomputed_probs` says.
 
-    offset: what the exponent adds [64].
+    Args:
+      s: q kᵀ.
+      offset: what the exponent adds [64].
+      row: the first one.
+      t, keys: of the steps.
+      problem: of the kernel.
+      same_ids: which pairs have one id, where there are any.
     """
+    s = problem.capped(s)
     if problem.whole_max:
         interpret, added = problem.sizes.interpret, along_rows(offset, s.shape)
         log2_p = multiply_add(s, problem.log2_unit, added, interpret=interpret)
     else:
         # P from lse, as in FlashAttention-2's Algorithm 2: no maximum is looked for again.
         log2_p = problem.rounded(s) * np.float32(problem.log2_unit) + along_rows(offset, s.shape)
+    step = s.shape[1]
     if problem.masks_steps(step):
-        mask = partial(problem.mask_keys, log2_p, row, t * step)
-        log2_p = lax.cond(t >= full, mask, lambda: log2_p)
-    return powers.recomputed(log2_p, problem)
+        key = keys.of(t) * step
+
+        def mask() -> Array:
+            alike = None if same_ids is None else same_ids()
+            return problem.mask_keys(log2_p, row, key, alike=alike)
+
+        log2_p = lax.cond(keys.takes_mask(t), mask, lambda: log2_p)
+    found = powers.recomputed(log2_p, problem)
+    return found if problem.spec.soft_cap is None else found * cap_slope(s)

@@ -99,9 +99,9 @@ def _statistics(
     if problem.whole_max:
         lse = m + powers.log2_of(l)
         return [(out.lse, lse, LN2), (out.offset, powers.offset(m), -1.0)]
-    # In units of `scale`, as m is, so that no sum has two products: of those the compiler may
+    # In the units of m, so that no sum has two products: of those the compiler may
     # round either, and other code around it would change the bits.
-    unit, to_log2 = problem.spec.scale, problem.log2_unit
+    unit, to_log2 = problem.unit, problem.log2_unit
     lse = m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
     subtracted = m if problem.saves_inverse_l else lse
     return [(out.lse, lse, unit), (out.offset, subtracted, -to_log2)]

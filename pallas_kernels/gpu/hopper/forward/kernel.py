@@ -10,9 +10,11 @@ first (`longest_first`).
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -28,20 +30,41 @@ from pallas_kernels.gpu.hopper.forward.mainloop import (
     nothing_due,
     overlapped_mainloop,
 )
-from pallas_kernels.gpu.hopper.forward.operands import Due, ForwardMemory, Outputs, QueryRows
-from pallas_kernels.gpu.hopper.machine.layouts import tiles_of, vectors_of
+from pallas_kernels.gpu.hopper.forward.operands import (
+    Due,
+    ForwardMemory,
+    Inputs,
+    Outputs,
+    QueryRows,
+)
+from pallas_kernels.gpu.hopper.machine.layouts import (
+    LANES,
+    PER_ROW,
+    along_rows,
+    load,
+    tiles_of,
+    vectors_of,
+)
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import Segments, ids_of_block
 
 # What is carried from tile to tile: tiles and steps that are done, and what is due of the last one.
 _Carry = tuple[Array, Array, Due | None]
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
-    """Runs the kernel; q, k and v may be one packed array."""
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    segments: Segments | None = None,
+    start: Array | None = None,
+) -> Outputs:
+    """Runs the kernel; q, k and v may be one packed array; see `Inputs`."""
     tile, n = problem.sizes.forward, problem.spec.numerics
     shape = (problem.batch, problem.rows, problem.heads, problem.head_size)
     vectors = (problem.batch, problem.heads, problem.vector_rows)
@@ -55,9 +78,12 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         out["saved"] = jax.ShapeDtypeStruct(shape, n.saved_dtype)
     if problem.saves_inverse_l:
         out["inverse_l"] = statistics
+    if segments is not None:
+        segments = segments.by_query(tile, problem.query_tiles(tile))
+    given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start))
     shared: Scratch = _shared_memory(problem, tile)
     kernel = plgpu.kernel(
-        partial(_kernel, names=tuple(out), problem=problem, tile=tile),
+        partial(_kernel, structure=structure, names=tuple(out), problem=problem, tile=tile),
         out_type=list(out.values()),
         scratch_types=[shared],
         grid=(problem.by_query(tile).grid,),
@@ -68,7 +94,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> Outputs:
         kernel_name="attention_forward",
         **interpreter(on=problem.sizes.interpret),
     )
-    return Outputs(**dict(zip(out, kernel(q, k, v), strict=True)))
+    return Outputs(**dict(zip(out, kernel(*given), strict=True)))
 
 
 def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
@@ -81,6 +107,9 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
     # Consumers own 64 rows each of q: one buffer, filled by as many copies.
     owned = tiles_of((tile.owned_stages, consumers, ROWS, head), problem.dtype)
     steps = tiles_of((tile.stages, tile.step, head), problem.dtype)
+    of_k = [steps]
+    if problem.has_segments:
+        of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
     of_consumers = partial(tiles_of, (consumers, ROWS, head))
     probs = saved = ones = None
     if problem.sizes.from_memory:
@@ -91,7 +120,7 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         ones = tiles_of((consumers, tile.step, SUM_COLUMNS), problem.dtype)
     return ForwardMemory(
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
-        k=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
+        k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
         v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
         statistics=vectors_of((2, consumers, ROWS)),
         probs=probs,
@@ -102,15 +131,14 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
 
 
 def _kernel(
-    q: Ref,
-    k: Ref,
-    v: Ref,
-    *out_and_shared: Ref,
+    *all_refs: Ref,
+    structure: Any,
     names: tuple[str, ...],
     problem: Problem,
     tile: ForwardTile,
 ) -> None:
-    *refs_of_out, refs = out_and_shared
+    x = jax.tree.unflatten(structure, all_refs[: structure.num_leaves])
+    *refs_of_out, refs = all_refs[structure.num_leaves :]
     out = Outputs(**dict(zip(names, refs_of_out, strict=True)))
     shared = refs._replace(
         q=Pipeline(refs.q, tile.owned_stages),
@@ -121,11 +149,14 @@ def _kernel(
     me, consumers = lax.axis_index("warpgroup"), tile.warpgroups
     pipelines = shared.q, shared.k, shared.v
     load = partial(producer.load_query_tiles, keys_twice=problem.rounds_products)
-    pl.when(me == consumers)(lambda: load((q,), k, v, pipelines, problem, tile))
-    pl.when(me < consumers)(lambda: _consume(out, shared, problem, tile))
+    keys = producer.LoadedKeys(x.k, x.v, x.segments)
+    pl.when(me == consumers)(lambda: load((x.q,), keys, pipelines, problem, tile))
+    pl.when(me < consumers)(lambda: _consume(x, out, shared, problem, tile))
 
 
-def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: ForwardTile) -> None:
+def _consume(
+    x: Inputs, out: Outputs, shared: ForwardMemory, problem: Problem, tile: ForwardTile
+) -> None:
     """All tiles of a program, by one of its consumers."""
     set_registers(tile.warpgroups, producer=False)
     program, scheduler = lax.axis_index("program"), problem.by_query(tile)
@@ -142,14 +173,22 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
         tiles, steps, due = carry
         work = scheduler.work_tile(program, u)
         # Steps are counted for the whole program: all consumers go through all of `last`, though
-        # the rows of one may see fewer (`end`).
+        # the rows of one may see fewer (`keys.end`).
         start = work.block * tile.owned
-        _, last = problem.key_steps(start, tile.owned, tile.step)
+        visited = _, last = problem.program_steps(start, work.batch, tile, x.segments)
         row = start + me * ROWS
-        full, end = problem.key_steps(row, ROWS, tile.step)
-        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, row, full, end)
+        keys = problem.consumer_steps(row, work.batch, tile, x.segments, visited)
+        all_rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, row, keys)
 
         def attend(due: Due | None) -> Due | None:
+            rows = all_rows
+            if x.segments is not None:
+                rows = rows._replace(ids=ids_of_block(x.segments.rows, work.batch, row))
+            if x.start is not None:
+                m, l = (load(x.start.at[i, work.head], PER_ROW, straight=False) for i in (0, 1))
+                # In parts, as l is kept: a power of two of them.
+                parts = along_rows(l * np.float32(1 / LANES), (ROWS, LANES))
+                rows = rows._replace(start=(m, parts))
             if overlaps:
                 assert due is not None
                 softmax, acc = overlapped_mainloop(due, out, rows)
@@ -158,7 +197,7 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
             # JAX's own kernel has such a loop behind its mainloop, too. In long steps all consumers
             # end together.
             if not problem.rounds_products:
-                producer.skip((shared.k, shared.v), ping_pong, tile, steps, end, last)
+                producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             epilogue(out, rows, softmax, acc, auxiliary, work.batch, work.head)
             return None
 
@@ -169,11 +208,12 @@ def _consume(out: Outputs, shared: ForwardMemory, problem: Problem, tile: Forwar
         return tiles, steps, due
 
     zero = jnp.int32(0)
-    none = zero, zero, nothing_due(problem, tile) if overlaps else None
-    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, none)
+    nothing = zero, zero, nothing_due(problem, tile) if overlaps else None
+    tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, nothing)
     ping_pong.end()
     if overlaps:
-        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, zero, zero)
+        none = KeySteps(zero, zero)
+        rows = QueryRows(problem, tile, shared, ping_pong, me, tiles, steps, zero, none)
         end_last_tile(due, out, rows)
     plgpu.wait_smem_to_gmem(0)  # shared memory is gone when the program ends
     if not tile.overlap_tiles:

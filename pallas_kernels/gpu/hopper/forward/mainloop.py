@@ -19,6 +19,7 @@ from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
 from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax, Sums
 from pallas_kernels.gpu.hopper.forward.softmax import (
+    before_first_step,
     begin_softmax_step,
     end_softmax_step,
     masked,
@@ -89,7 +90,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
         sums = Sums(due.acc, None)
-        sums, softmax = _advance(first, sums, due.softmax, *no_key_yet(), rows)
+        sums, softmax = _advance(first, sums, due.softmax, *before_first_step(rows), rows)
         _store_due(due, sums.out, out, rows)
         return _rounded(softmax, rows.problem)
 
@@ -134,7 +135,9 @@ def _run_in_order(
     """One product after the other, P̄ from shared memory: for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
-    sums, auxiliary, m, l = lax.fori_loop(0, rows.end, step, (sums, auxiliary, *no_key_yet()))
+    sums, auxiliary, m, l = lax.fori_loop(
+        0, rows.end, step, (sums, auxiliary, *before_first_step(rows))
+    )
     return Softmax(m, l, m, m), sums, auxiliary
 
 
@@ -146,12 +149,16 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     shared.k.consumer_wait(n)
     q, k = shared.q.get(rows.tiles, rows.me), shared.k.get(n)
     s = add_product(no_score, q, k.T, interpret=interpret)
-    shared.k.consumer_release(n)
+    if rows.ids is None:
+        shared.k.consumer_release(n)
     softmax = softmax_step(masked(s, rows, t), m, l, rows.problem, rows.tile)
     sums = _scaled(sums, softmax.alpha)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, n, rows)
     _wait_for_v(n, rows)
     operand = as_operand(softmax.probs, shared.probs.at[rows.me])
+    if rows.ids is not None:
+        # Threads have read them: the interpreter wants what `as_operand` commits before the next.
+        shared.k.consumer_release(n)
     sums = _add_products(sums, operand, n, rows, interpret=interpret)
     shared.v.consumer_release(n)
     return sums, auxiliary, softmax.m, softmax.l
@@ -174,7 +181,7 @@ def _prologue(rows: QueryRows) -> Softmax:
     s = _begin_scores(first, rows)
     rows.ping_pong.arrive()  # as soon as the product is started, not when it is done
     s = _finish_scores(s, first, rows, later=0)
-    return softmax_step(s, *no_key_yet(), rows.problem, rows.tile)
+    return softmax_step(s, *before_first_step(rows), rows.problem, rows.tile)
 
 
 def _run_steps(sums: Sums, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
@@ -301,5 +308,10 @@ def _begin_scores(t: Array, rows: QueryRows) -> Array:
 def _finish_scores(s: Array, t: Array, rows: QueryRows, *, later: int) -> Array:
     """Waits for them, while so many products that were started later run; takes the mask."""
     plgpu.wgmma_wait(later)  # products end in the order in which they were started
+    if rows.ids is None:
+        rows.shared.k.consumer_release(rows.steps + t)
+        return masked(s, rows, t)
+    # The mask reads the ids, which come and go with k.
+    s = masked(s, rows, t)
     rows.shared.k.consumer_release(rows.steps + t)
-    return masked(s, rows, t)
+    return s

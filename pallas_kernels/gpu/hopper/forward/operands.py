@@ -8,7 +8,21 @@ from pallas_kernels.gpu.hopper.block_sizes import ForwardTile
 from pallas_kernels.gpu.hopper.machine.ping_pong import PingPong
 from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref
-from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.problem import KeySteps, Problem
+from pallas_kernels.gpu.hopper.segments import Segments
+
+
+class Inputs(NamedTuple):
+    """q, k, v (or one packed array each); `segments`, where ids hide keys.
+
+    `start`: m and l of a row before its first key, [2, N, 64], where there are sinks.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    segments: Segments | None = None
+    start: Ref = None
 
 
 class Outputs(NamedTuple):
@@ -29,7 +43,8 @@ class ForwardMemory(NamedTuple):
     """Shared memory.
 
     Attributes:
-      q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages.
+      q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages. Ids of
+        keys, if there are any, are a second buffer of k's.
       statistics: lse and offset on their way out, a vector of each for every consumer.
       probs: P̄ of every consumer, where products take it from memory (`from_memory`).
       saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
@@ -50,7 +65,7 @@ class ForwardMemory(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """64 query rows of a consumer warpgroup, which sees the key steps 0 ... end − 1.
+    """64 query rows of a consumer warpgroup.
 
     Attributes:
       problem, tile, shared: of the kernel.
@@ -58,8 +73,9 @@ class QueryRows(NamedTuple):
       me: the consumer.
       tiles, steps: what the program has done before, which counts the fillings of its pipelines.
       row: the first row.
-      full: steps before it take no mask.
-      end: how many steps there are.
+      keys: the steps that they visit.
+      ids: [64], of the rows, if there are any.
+      start: m and l before the first step, where there are sinks.
     """
 
     problem: Problem
@@ -70,8 +86,14 @@ class QueryRows(NamedTuple):
     tiles: Array
     steps: Array
     row: Array
-    full: Array
-    end: Array
+    keys: KeySteps
+    ids: Array | None = None
+    start: tuple[Array, Array] | None = None
+
+    @property
+    def end(self) -> Array:
+        """How many steps they visit."""
+        return self.keys.end
 
 
 class Softmax(NamedTuple):

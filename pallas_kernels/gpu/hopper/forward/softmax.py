@@ -1,8 +1,8 @@
-"""One step of online softmax: the mask, the new maximum, the exponentials.
+"""One step of online softmax: the cap, the mask, the new maximum, the exponentials.
 
-S and m count in units of `scale`; of `whole_max` m is M, in base 2, and P̄ counts as in `powers`.
-Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a test says that
-there may be some (`ForwardTile.tests_ties`).
+S and m count in units of `scale`, or of the cap; of `whole_max` m is M, in base 2, and P̄ counts as
+in `powers`. Repeated maxima, which `dynamic_max` looks for, are counted in every step or where a
+test says that there may be some (`ForwardTile.tests_ties`).
 """
 
 from functools import partial
@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.recurrence import subtracted_max
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
@@ -29,10 +30,16 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 )
 from pallas_kernels.gpu.hopper.machine.maxima import masks, maxima
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 
 # Keys of a step whose exponentials come before an early wait for P̄V: as many as FlashAttention-3's
 # machine code has there.
 _EARLY_KEYS = 16
+
+
+def before_first_step(rows: QueryRows) -> tuple[Array, Array]:
+    """m and l: those of no key, or of the sink."""
+    return no_key_yet() if rows.start is None else rows.start
 
 
 def no_key_yet() -> tuple[Array, Array]:
@@ -41,8 +48,9 @@ def no_key_yet() -> tuple[Array, Array]:
 
 
 def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
-    """The scores of step t, from its `first` key on, MASKED where a row does not see."""
+    """The scores of step t, from its `first` key on; capped, MASKED where a row does not see."""
     problem, step = rows.problem, rows.tile.step
+    s = problem.capped(s)
     if not problem.masks_steps(step):
         return s
 
@@ -50,11 +58,14 @@ def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
         # Masked scores would tie with each other: each gets a number of its own.
         apart = _tests_ties(problem, rows.tile)
         masked = masks(s.shape, interpret=problem.sizes.interpret) if apart else MASKED
-        return problem.mask_keys(s, rows.row, t * step + first, masked)
+        alike = None
+        if rows.ids is not None:
+            alike = same(rows.ids, rows.shared.k.get(rows.steps + t, buffer=IDS_OF_KEYS))
+        return problem.mask_keys(s, rows.row, rows.keys.of(t) * step + first, masked, alike)
 
     # A branch, so that steps below the diagonal do not pay. FlashAttention-3 has a loop of its own
     # for masked steps; here that was no faster.
-    return lax.cond(t >= rows.full, mask, lambda: s)
+    return lax.cond(rows.keys.takes_mask(t), mask, lambda: s)
 
 
 def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile) -> Softmax:
@@ -140,7 +151,7 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
 def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:
     """The new m [64], and α."""
     interpret = problem.sizes.interpret
-    rule, unit = problem.spec.row_max, problem.spec.scale
+    rule, unit = problem.spec.row_max, problem.unit
 
     def is_repeated(s: Array, tolerance: float) -> Array:
         least = along_rows(r_m, s.shape) - np.float32(tolerance)
@@ -178,6 +189,9 @@ def offset(m: Array, problem: Problem) -> Array:
     """What the exponent of P̄ takes away [64]."""
     if problem.whole_max:
         return powers.offset(m)
+    if problem.hides_steps:
+        # Of rows that have seen no key P̄ is 0, not 1, nor NaN where the unit makes m infinite.
+        m = subtracted_max(m)
     return m * np.float32(problem.log2_unit)
 
 

@@ -1,5 +1,7 @@
 """Single instructions that Mosaic GPU has no operation for."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu.utils import arith, ir, llvm, vector
@@ -10,6 +12,8 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.fused import multiply_add_in_kernel
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, extended
 from pallas_kernels.gpu.hopper.machine.types import Context, MlirValue, Registers
+
+LOG2E = math.log2(math.e)
 
 # What `at_least` gives: the bits of 1.0. Its multiples differ, modulo 2**32, up to 511.
 ONE = np.int32(0x3F80_0000)
@@ -69,6 +73,17 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
         return result
 
     return emit(x)
+
+
+def tanh(x: Array, factor: float, *, interpret: bool) -> Array:
+    """tanh(factor · x) of a tile, 2**-21 off at most, by an exponential and a reciprocal.
+
+    The machine's own is 2**-11 off, which a cap of 50 makes 0.02 of a score.
+    """
+    # 1 − 2 / (e^2x + 1): of large x the exponential is infinite or 0, and the limits are exact.
+    power = jnp.exp2(x * np.float32(2 * factor * LOG2E))
+    inverse = reciprocal(power + np.float32(1), interpret=interpret)
+    return np.float32(1) - np.float32(2) * inverse
 
 
 def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array:

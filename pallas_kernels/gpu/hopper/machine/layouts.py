@@ -40,9 +40,9 @@ def transforms(
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-def vectors_of(shape: tuple[int, ...]) -> Scratch:
-    """Shared memory for float32 vectors [..., length]."""
-    return plgpu.SMEM(shape, jnp.float32)
+def vectors_of(shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Scratch:
+    """Shared memory for vectors [..., length]."""
+    return plgpu.SMEM(shape, dtype)
 
 
 def load(ref: Ref, layout: Layout, *, straight: bool = True) -> Array:
