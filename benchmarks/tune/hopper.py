@@ -22,7 +22,6 @@ from pallas_kernels.gpu.hopper.backward.query_operands import QueryInputs
 from pallas_kernels.gpu.hopper.block_sizes import (
     ROWS,
     STEPS,
-    SUM_COLUMNS,
     BackwardTile,
     BlockSizes,
     ForwardTile,
@@ -106,7 +105,6 @@ def _candidates(kernel: str, spec: Spec, stages: Sequence[int]) -> Iterator[Tile
                 longest_first=(False, True),
                 early_wait=(False, True),
                 overlap_tiles=(False, True),
-                sum_by_product=(False, True) if spec.numerics.row_sum == "rounded" else (False,),
                 tests_ties=(True, False) if counts else (True,),
             )
         of: type[Tile] = ForwardTile
@@ -193,8 +191,6 @@ def _registers(kernel: str, tile: Tile, head_size: int, spec: Spec) -> float:
     if kernel == "query_gradients" and isinstance(tile, BackwardTile) and tile.overlap_steps:
         products += 0.5  # dS of the step before
     columns = sums * head_size + products * tile.step
-    if isinstance(tile, ForwardTile) and tile.sum_by_product:
-        columns += SUM_COLUMNS
     return ROWS * columns / _THREADS
 
 
@@ -226,7 +222,6 @@ def _shared_bytes(kernel: str, tile: Tile, head_size: int, spec: Spec) -> int:
     stages, exchanged = 2 * tile.stages, 0
     if isinstance(tile, ForwardTile):
         own += entry * tile.overlap_tiles  # O
-        exchanged = 2 * SUM_COLUMNS * tile.warpgroups * tile.step * tile.sum_by_product
     else:
         stages = tile.stages + tile.stages_of_v
         exchanged = 2 * 4 * ROWS * tile.step * tile.cooperative  # P on its way

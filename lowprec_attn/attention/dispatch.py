@@ -35,17 +35,8 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-# Why an implementation that serves a request is not chosen unasked, and the values of points with
-# which `hopper` was interpreted and compiled alone.
+# Why an implementation that serves a request is not chosen unasked.
 _NOT_RUN = "that have not run on a device yet (name the implementation to take it)"
-_NOT_RUN_ON_HOPPER = {
-    "delta": "after_cast",
-    "exponent": "whole_max",
-    "recomputed_probs": "rounded",
-    "row_sum": "rounded",
-    "saved_output": "halves",
-    "statistics": "m_and_l",
-}
 
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
@@ -121,8 +112,7 @@ def _declines_unasked(name: str, request: Request) -> str | None:
 
 def _not_run_on_hopper(request: Request) -> list[str]:
     """What of a request `hopper` serves, interpreted and compiled, but has not run on a device."""
-    found = vars(request.spec.numerics)
-    new = [f"{point}={x}" for point, x in _NOT_RUN_ON_HOPPER.items() if found[point] == x]
+    new = []
     if request.spec.window is not None:
         new.append("a local window")
     if request.has_segments:

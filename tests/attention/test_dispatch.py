@@ -1,5 +1,6 @@
 """Who computes a call: chosen when it is lowered, for the platform that it is lowered for."""
 
+import dataclasses
 import types
 
 import jax
@@ -79,11 +80,23 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
 
 
 @pytest.mark.skipif(not is_available(), reason="needs JAX 0.11")
-@pytest.mark.parametrize("preset", ["flash", "matched", "corrected_after_cast", "halves_output"])
-def test_what_has_not_run_on_a_device_is_taken_where_it_is_named_alone(preset):
-    asked = request(numerics.PRESETS[preset], length=128, platform="cuda")
+@pytest.mark.parametrize(
+    ("change", "has_run"),
+    [
+        ({}, True),
+        ({"numerics": "matched"}, True),
+        ({"numerics": "corrected_after_cast"}, True),
+        ({"window": (64, 0)}, False),
+        ({"soft_cap": 30.0}, False),
+    ],
+)
+def test_what_has_not_run_on_a_device_is_taken_where_it_is_named_alone(change, has_run):
+    of_spec = {name: value for name, value in change.items() if name != "numerics"}
+    preset = numerics.PRESETS[change.get("numerics", "flash")]
+    asked = request(preset, length=128, platform="cuda")
+    asked = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, **of_spec))
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):
         assert resolve(asked, "hopper") == "hopper"
-        assert resolve(asked) == ("hopper" if preset == "flash" else "gpu")
+        assert resolve(asked) == ("hopper" if has_run else "gpu")
         declined = " ".join(declined_by(asked, "gpu"))
-    assert ("have not run on a device" in declined) == (preset != "flash")
+    assert ("have not run on a device" in declined) == (not has_run)

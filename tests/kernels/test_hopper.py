@@ -840,14 +840,6 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
             request(CORRECTED_AFTER_CAST, has_sinks=True),
             "sinks with delta=after_cast (it takes do_o)",
         ),
-        (
-            request(
-                MATCHED,
-                has_sinks=True,
-                sizes=dataclasses.replace(SIZES, forward=ForwardTile(sum_by_product=True)),
-            ),
-            "sinks with sum_by_product=True",
-        ),
         (request(soft_cap=2000.0), "logits_soft_cap=2000.0 (it takes up to 1024)"),
         (request(soft_cap=30.0, head_size=256), "logits_soft_cap=30.0 at head size 256"),
         (

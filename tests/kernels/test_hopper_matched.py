@@ -300,29 +300,3 @@ def test_a_wait_of_either_kind_gives_the_same_bits() -> None:
     )
     for name, x in expected.items():
         np.testing.assert_array_equal(result[name], x)
-
-
-@pytest.mark.parametrize("name", ["causal", "head 128", "more keys", "rows of -1e6"])
-def test_a_product_sums_rows_of_probs(name: str) -> None:
-    """l is another order of the same float32 sum, and O and the gradients hardly differ."""
-    problem = PROBLEMS[name]
-    arrays = problem.arrays(30.0)
-    forward = dataclasses.replace(harness.HOPPER_FORWARD, sum_by_product=True)
-    by_product = dataclasses.replace(harness.HOPPER_TILES, forward=forward)
-    result, expected = (
-        problem.gradients(hopper, arrays, 1.0, problem.spec(MATCHED, sizes))
-        for sizes in (by_product, harness.HOPPER_TILES)
-    )
-    for what in ("out", "dv", "dq", "dk"):
-        assert np.mean(result[what] != expected[what]) < 0.02, what
-        np.testing.assert_allclose(
-            result[what], expected[what], rtol=2.0**-7, atol=1e-5 * np.abs(expected[what]).max()
-        )
-
-
-def test_only_what_is_rounded_is_summed_by_a_product() -> None:
-    forward = dataclasses.replace(harness.HOPPER_FORWARD, sum_by_product=True)
-    with pytest.raises(ValueError, match="sum_by_product=True takes row_sum=rounded, got unround"):
-        forward.check(FLASH)
-    with pytest.raises(ValueError, match="sum_by_product=True takes no overlap_tiles"):
-        dataclasses.replace(forward, overlap_tiles=True, step=128)

@@ -130,8 +130,6 @@ def _unsupported_cap_or_sinks(request: Request) -> str | None:
     # The sums of rows would have to know the sink's column, and P k the derivative of the cap.
     if (delta := spec.numerics.delta) != "do_o":
         return f"{', '.join(given)} with delta={delta} (it takes do_o)"
-    if request.has_sinks and isinstance(sizes, BlockSizes) and sizes.forward.sum_by_product:
-        return "sinks with sum_by_product=True"
     if spec.soft_cap is None:
         return None
     if spec.soft_cap > _LARGEST_CAP:

@@ -13,8 +13,6 @@ from pallas_kernels.gpu.hopper.tuning import tuned
 
 ROWS = 64  # of a warpgroup's matrix product (WGMMA)
 STEPS = (64, 128)
-# Columns of ones that P̄ is multiplied with where a product sums it: the fewest of a swizzled tile.
-SUM_COLUMNS = 16
 _FEATURES = 128  # of a head, up to which a warpgroup has registers for two sums of 64 rows
 
 BackwardKernel = Literal["query_gradients", "key_gradients"]
@@ -57,9 +55,6 @@ class ForwardTile:
       tests_ties: with `row_max=DynamicMax(tolerance=0)` repeated maxima are counted only in steps
         of which a test says that there may be some, instead of in every step. Where nothing is
         counted it says nothing.
-      sum_by_product: l is summed by the tensor cores, as the product of P̄ and ones, beside P̄V:
-        the softmax neither unpacks P̄ nor adds it. Of `row_sum='rounded'` alone, for what a product
-        reads is rounded.
 
     Raises:
       ValueError: see `check`.
@@ -75,7 +70,6 @@ class ForwardTile:
     overlap_tiles: bool = False
     halved: bool = False
     tests_ties: bool = True
-    sum_by_product: bool = False
 
     def __post_init__(self) -> None:
         self.check()
@@ -91,8 +85,7 @@ class ForwardTile:
         Raises:
           ValueError: a size out of range; `overlap_tiles` in one stage of q, in steps that not all
             warpgroups have alike, with the products of `published` or of O′; `halved` in steps of
-            64 or in others than long steps; long steps that not all warpgroups have alike;
-            `sum_by_product` with `overlap_tiles`, or of P̄ that is not rounded.
+            64 or in others than long steps; long steps that not all warpgroups have alike.
         """
         _check_sizes(self)
         alike = self.step % self.owned == 0
@@ -100,8 +93,6 @@ class ForwardTile:
             raise ValueError(
                 f"overlap_tiles=True takes owned_stages=2, steps of own rows, got {self}"
             )
-        if self.sum_by_product and self.overlap_tiles:
-            raise ValueError(f"sum_by_product=True takes no overlap_tiles, got {self}")
         if self.halved and self.step != max(STEPS):  # halves of P̄ have 64 columns
             raise ValueError(f"halved=True takes step={max(STEPS)}, got step={self.step}")
         if numerics is None:
@@ -111,8 +102,6 @@ class ForwardTile:
             raise ValueError(
                 f"kv_block={n.kv_block} takes steps of a multiple of own rows, got {self}"
             )
-        if self.sum_by_product and n.row_sum != "rounded":
-            raise ValueError(f"sum_by_product=True takes row_sum=rounded, got {n.row_sum}")
         if self.halved and not in_long_steps:
             raise ValueError(f"halved=True takes tile_grads=bfloat16, got {n.tile_grads}")
         if self.overlap_tiles and (in_long_steps or keeps_auxiliary(n)):

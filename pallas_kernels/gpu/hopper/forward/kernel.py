@@ -21,11 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper import producer
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, SUM_COLUMNS, ForwardTile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue
 from pallas_kernels.gpu.hopper.forward.mainloop import (
     end_last_tile,
-    fill_with_ones,
     mainloop,
     nothing_due,
     overlapped_mainloop,
@@ -111,13 +110,11 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
     of_consumers = partial(tiles_of, (consumers, ROWS, head))
-    probs = saved = ones = None
+    probs = saved = None
     if problem.sizes.from_memory:
         probs = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     if saved_dtype is not None and not problem.is_wide:
         saved = of_consumers(saved_dtype)
-    if tile.sum_by_product:
-        ones = tiles_of((consumers, tile.step, SUM_COLUMNS), problem.dtype)
     return ForwardMemory(
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
@@ -126,7 +123,6 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         probs=probs,
         saved=saved,
         o=of_consumers(problem.dtype) if tile.overlap_tiles else None,
-        ones=ones,
     )
 
 
@@ -163,8 +159,6 @@ def _consume(
     me = lax.axis_index("warpgroup")
     ping_pong = PingPong(tile.warpgroups, me, on=tile.ping_pong and not problem.sizes.from_memory)
     ping_pong.start()
-    if shared.ones is not None:
-        fill_with_ones(shared.ones.at[me])
 
     # P̄ that is due stays in registers; in memory (`from_memory`) the next would take its place.
     overlaps = tile.overlap_tiles and not problem.sizes.from_memory

@@ -8,16 +8,15 @@ the last P̄V of a tile runs during the first softmax of the program's next.
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.gpu.hopper.block_sizes import ROWS, SUM_COLUMNS, ForwardTile
+from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
-from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax, Sums
+from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax
 from pallas_kernels.gpu.hopper.forward.softmax import (
     before_first_step,
     begin_softmax_step,
@@ -34,21 +33,21 @@ from pallas_kernels.gpu.hopper.machine.instruction_order import (
     unknown_zero,
 )
 from pallas_kernels.gpu.hopper.machine.layouts import TILE, along_rows, constant
-from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
+from pallas_kernels.gpu.hopper.machine.types import Accumulator
 from pallas_kernels.gpu.hopper.machine.wgmma import add_product, as_operand, begin_product
 from pallas_kernels.gpu.hopper.problem import Problem
 
-# Ō and l of products, Ō′ − Ō where it is kept, and the softmax after a step.
-_Carry = tuple[Sums, Array | None, Softmax]
-# Ō and l of products, Ō′ − Ō, m and l.
-_InOrder = tuple[Sums, Array | None, Array, Array]
+# Ō, Ō′ − Ō where it is kept, and the softmax after a step.
+_Carry = tuple[Array, Array | None, Softmax]
+# Ō, Ō′ − Ō, m and l.
+_InOrder = tuple[Array, Array | None, Array, Array]
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
     """m, l and Ō after the last step; Ō′ − Ō, where it is kept."""
     problem, tile = rows.problem, rows.tile
-    sums = _no_sums(problem, tile)
-    auxiliary = sums.out if problem.keeps_auxiliary else None
+    acc = constant((ROWS, problem.head_size), 0, TILE)
+    auxiliary = acc if problem.keeps_auxiliary else None
     # The interpreter knows no product that is under way, nor operands in registers.
     in_order = problem.rounds_products or rows.shared.probs is not None
     if (in_order or tile.owned_stages == 1) and not tile.overlap_tiles:
@@ -58,30 +57,10 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         acc, m, l = long_steps.mainloop(rows)
         return Softmax(m, l, m, m), acc, None
     run = _run_in_order if in_order else _run_overlapped
-    softmax, sums, auxiliary = run(sums, auxiliary, rows)
+    found = run(acc, auxiliary, rows)
     if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
         rows.shared.q.consumer_release(rows.tiles)
-    if sums.row is not None:  # equal columns, which the epilogue adds: a power of two of them
-        softmax = softmax._replace(l=sums.row * np.float32(1 / SUM_COLUMNS))
-    return softmax, sums.out, auxiliary
-
-
-def fill_with_ones(memory: Ref) -> None:
-    """What a product sums P̄ with, [step, SUM_COLUMNS]."""
-    memory[...] = constant(memory.shape, 1, TILE).astype(memory.dtype)
-    plgpu.commit_smem()  # products read by the asynchronous proxy, which sees no plain stores
-
-
-def _no_sums(problem: Problem, tile: ForwardTile) -> Sums:
-    """Before the first step."""
-    row = constant((ROWS, SUM_COLUMNS), 0, TILE) if tile.sum_by_product else None
-    return Sums(constant((ROWS, problem.head_size), 0, TILE), row)
-
-
-def _scaled(sums: Sums, alpha: Array) -> Sums:
-    """The sums against the new maximum."""
-    row = None if sums.row is None else along_rows(alpha, sums.row.shape) * sums.row
-    return Sums(along_rows(alpha, sums.out.shape) * sums.out, row)
+    return found
 
 
 def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softmax, Array]:
@@ -89,9 +68,8 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
 
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
-        sums = Sums(due.acc, None)
-        sums, softmax = _advance(first, sums, due.softmax, *before_first_step(rows), rows)
-        _store_due(due, sums.out, out, rows)
+        acc, softmax = _advance(first, due.acc, due.softmax, *before_first_step(rows), rows)
+        _store_due(due, acc, out, rows)
         return _rounded(softmax, rows.problem)
 
     def prologue(_: Due) -> Softmax:
@@ -103,9 +81,10 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     # 1 %, and nothing beside an early wait (results/hopper/tiles_16_h200.jsonl).
     rows.shared.q.consumer_wait(rows.tiles)
     softmax = lax.cond(rows.tiles == 0, prologue, end_tile_before, due)
-    sums, _, softmax = _run_steps(_no_sums(rows.problem, rows.tile), None, softmax, rows)
+    acc = constant((ROWS, rows.problem.head_size), 0, TILE)
+    acc, _, softmax = _run_steps(acc, None, softmax, rows)
     rows.shared.q.consumer_release(rows.tiles)
-    return softmax, sums.out
+    return softmax, acc
 
 
 def nothing_due(problem: Problem, tile: ForwardTile) -> Due:
@@ -119,8 +98,8 @@ def nothing_due(problem: Problem, tile: ForwardTile) -> Due:
 
 def end_last_tile(due: Due, out: Outputs, rows: QueryRows) -> None:
     """After a program's last tile; `rows.steps` are all that it has done."""
-    sums = _add_last(Sums(due.acc, None), due.softmax, rows.steps, rows)
-    _store_due(due, sums.out, out, rows)
+    acc = _add_last(due.acc, due.softmax, rows.steps, rows)
+    _store_due(due, acc, out, rows)
 
 
 def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
@@ -130,19 +109,19 @@ def _store_due(due: Due, acc: Array, out: Outputs, rows: QueryRows) -> None:
 
 
 def _run_in_order(
-    sums: Sums, auxiliary: Array | None, rows: QueryRows
-) -> tuple[Softmax, Sums, Array | None]:
+    acc: Array, auxiliary: Array | None, rows: QueryRows
+) -> tuple[Softmax, Array, Array | None]:
     """One product after the other, P̄ from shared memory: for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
-    sums, auxiliary, m, l = lax.fori_loop(
-        0, rows.end, step, (sums, auxiliary, *before_first_step(rows))
+    acc, auxiliary, m, l = lax.fori_loop(
+        0, rows.end, step, (acc, auxiliary, *before_first_step(rows))
     )
-    return Softmax(m, l, m, m), sums, auxiliary
+    return Softmax(m, l, m, m), acc, auxiliary
 
 
 def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRows) -> _InOrder:
-    sums, auxiliary, m, l = carry
+    acc, auxiliary, m, l = carry
     shared, interpret = rows.shared, rows.problem.sizes.interpret
     assert shared.probs is not None
     n = rows.steps + t
@@ -152,27 +131,27 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     if rows.ids is None:
         shared.k.consumer_release(n)
     softmax = softmax_step(masked(s, rows, t), m, l, rows.problem, rows.tile)
-    sums = _scaled(sums, softmax.alpha)
+    acc = along_rows(softmax.alpha, acc.shape) * acc
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, n, rows)
     _wait_for_v(n, rows)
     operand = as_operand(softmax.probs, shared.probs.at[rows.me])
     if rows.ids is not None:
         # Threads have read them: the interpreter wants what `as_operand` commits before the next.
         shared.k.consumer_release(n)
-    sums = _add_products(sums, operand, n, rows, interpret=interpret)
+    acc = add_product(acc, operand, shared.v.get(n), interpret=interpret)
     shared.v.consumer_release(n)
-    return sums, auxiliary, softmax.m, softmax.l
+    return acc, auxiliary, softmax.m, softmax.l
 
 
 def _run_overlapped(
-    sums: Sums, auxiliary: Array | None, rows: QueryRows
-) -> tuple[Softmax, Sums, Array | None]:
+    acc: Array, auxiliary: Array | None, rows: QueryRows
+) -> tuple[Softmax, Array, Array | None]:
     softmax = _prologue(rows)
     if rows.tile.owned_stages > 1:  # not sooner: the wait is hidden here
         free_last_output(rows)
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps, rows)
-    sums, auxiliary, softmax = _run_steps(sums, auxiliary, softmax, rows)
-    return softmax, _add_last(sums, softmax, rows.steps + rows.end, rows), auxiliary
+    acc, auxiliary, softmax = _run_steps(acc, auxiliary, softmax, rows)
+    return softmax, _add_last(acc, softmax, rows.steps + rows.end, rows), auxiliary
 
 
 def _prologue(rows: QueryRows) -> Softmax:
@@ -184,38 +163,36 @@ def _prologue(rows: QueryRows) -> Softmax:
     return softmax_step(s, *before_first_step(rows), rows.problem, rows.tile)
 
 
-def _run_steps(sums: Sums, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
+def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
     """All steps after the first, but for P̄V of the last."""
 
     def step(t: Array, carry: _Carry) -> _Carry:
-        sums, auxiliary, softmax = carry
-        sums, softmax = _advance(t, sums, softmax, softmax.m, softmax.l, rows)
+        acc, auxiliary, softmax = carry
+        acc, softmax = _advance(t, acc, softmax, softmax.m, softmax.l, rows)
         auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps + t, rows)
         # Ō is scaled when P̄V has been added, by the new α: FlashAttention-3's rescale_o.
-        return _scaled(sums, softmax.alpha), auxiliary, softmax
+        return along_rows(softmax.alpha, acc.shape) * acc, auxiliary, softmax
 
-    result: _Carry = lax.fori_loop(1, rows.end, step, (sums, auxiliary, softmax))
+    result: _Carry = lax.fori_loop(1, rows.end, step, (acc, auxiliary, softmax))
     return result
 
 
 def _advance(
-    t: Array, sums: Sums, softmax: Softmax, m: Array, l: Array, rows: QueryRows
-) -> tuple[Sums, Softmax]:
+    t: Array, acc: Array, softmax: Softmax, m: Array, l: Array, rows: QueryRows
+) -> tuple[Array, Softmax]:
     """Ō with P̄V of the step before step t, and t's softmax beside it, from m and l on."""
     problem, tile, shared = rows.problem, rows.tile, rows.shared
     before = rows.steps + t - 1
 
     def products(refs: tuple[Accumulator, Softmax]) -> None:
-        into, new = refs
+        acc_ref, new = refs
         # S first, so that it is done when the softmax begins; P̄V then runs beside the latter.
         s = _begin_scores(t, rows)
         _wait_for_v(before, rows)
         # P̄ from registers ("RS"), as FlashAttention-3 has it: no way through shared memory.
-        plgpu.wgmma(into.out, softmax.probs, shared.v.get(before))
-        if into.row is not None:
-            plgpu.wgmma(into.row, softmax.probs, _ones(rows))
+        plgpu.wgmma(acc_ref, softmax.probs, shared.v.get(before))
         rows.ping_pong.arrive()
-        s = _finish_scores(s, t, rows, later=1 if into.row is None else 2)
+        s = _finish_scores(s, t, rows, later=1)
         if waits_early(problem, tile):
             result = begin_softmax_step(s, m, l, problem, tile)
         else:
@@ -230,36 +207,19 @@ def _advance(
     no_score = constant((ROWS, tile.step), 0, TILE)
     new = softmax._replace(probs=no_score) if rounds_later(problem, tile) else softmax
     # `run_state` ends with the wait for P̄V.
-    row = None if sums.row is None else plgpu.ACC.init(sums.row)
-    begun = Sums(plgpu.ACC.init(sums.out), row)
-    sums, new = pl.run_state(products)((begun, new))
+    acc, new = pl.run_state(products)((plgpu.ACC.init(acc), new))
     shared.v.consumer_release(before)  # sooner than the rest of an early wait's softmax
     if waits_early(problem, tile):
-        new = end_softmax_step(new, sums.out, unknown_zero(rows.steps + t), problem, tile)
-    return sums, new
+        new = end_softmax_step(new, acc, unknown_zero(rows.steps + t), problem, tile)
+    return acc, new
 
 
-def _add_last(sums: Sums, softmax: Softmax, steps: Array, rows: QueryRows) -> Sums:
+def _add_last(acc: Array, softmax: Softmax, steps: Array, rows: QueryRows) -> Array:
     """Ō with P̄V of a tile's last step, the last of so many that the program has done."""
     _wait_for_v(steps - 1, rows)
-    sums = _add_products(sums, softmax.probs, steps - 1, rows, interpret=False)
+    acc = add_product(acc, softmax.probs, rows.shared.v.get(steps - 1), interpret=False)
     rows.shared.v.consumer_release(steps - 1)
-    return sums
-
-
-def _add_products(
-    sums: Sums, probs: Array | Ref, n: Array, rows: QueryRows, *, interpret: bool
-) -> Sums:
-    """The sums with P̄V of the n-th step of the program, one product after the other."""
-    out = add_product(sums.out, probs, rows.shared.v.get(n), interpret=interpret)
-    if sums.row is None:
-        return Sums(out, None)
-    return Sums(out, add_product(sums.row, probs, _ones(rows), interpret=interpret))
-
-
-def _ones(rows: QueryRows) -> Ref:
-    assert rows.shared.ones is not None
-    return rows.shared.ones.at[rows.me]
+    return acc
 
 
 def _wait_for_v(n: Array, rows: QueryRows) -> None:

@@ -50,8 +50,6 @@ class ForwardMemory(NamedTuple):
       saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
         registers.
       o: O on its way out, if tiles overlap; otherwise O takes the place of its q.
-      ones: what P̄ is multiplied with where a product sums it (`sum_by_product`), of every
-        consumer, so that none waits for another's.
     """
 
     q: Pipeline
@@ -61,7 +59,6 @@ class ForwardMemory(NamedTuple):
     probs: Ref | None  # in registers otherwise
     saved: Ref | None
     o: Ref | None
-    ones: Ref | None = None
 
 
 class QueryRows(NamedTuple):
@@ -106,14 +103,6 @@ class Softmax(NamedTuple):
     l: Array  # in parts: it is summed across threads once, in the epilogue, as FlashAttention-3's
     probs: Array
     alpha: Array
-
-
-class Sums(NamedTuple):
-    """What products of P̄ have added up: Ō [64, H], and l in each of `SUM_COLUMNS` equal columns,
-    where a product sums it."""
-
-    out: Array
-    row: Array | None
 
 
 class Due(NamedTuple):

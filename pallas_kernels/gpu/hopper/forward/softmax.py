@@ -72,8 +72,7 @@ def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTi
     """One step of online softmax, from m and l on."""
     new, alpha = _maxima(s, m, problem, tile)
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
-    if not tile.sum_by_product:
-        l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, _summed(probs, problem))
+    l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, _summed(probs, problem))
     # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
     # assembler would then let none run beside other instructions (its remark C7513).
     if not rounds_later(problem, tile):
@@ -86,19 +85,13 @@ def begin_softmax_step(
 ) -> Softmax:
     """What of it comes before an early wait for P̄V; S for P̄, and l without it."""
     new, alpha = _maxima(s, m, problem, tile)
-    if not tile.sum_by_product:
-        l = along_rows(alpha, l.shape) * l
+    l = along_rows(alpha, l.shape) * l
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
     # Of every so-manyth 8 columns, whose sum l takes anyway, if it adds P̄ before its rounding: the
     # compiler drops the others.
     sums = by_lane(jnp.add, probs, LANES * _one_of(tile))
-    finish_before_waiting(sums[:, :LANES], _of_unknown_sign(l, alpha, tile))
+    finish_before_waiting(sums[:, :LANES], l)
     return Softmax(new, l, s, alpha)
-
-
-def _of_unknown_sign(l: Array, alpha: Array, tile: ForwardTile) -> Array:
-    """Numbers ≥ 0 of which the assembler does not see that: an l that no product sums, or α."""
-    return along_rows(alpha, l.shape) if tile.sum_by_product else l
 
 
 def end_softmax_step(
@@ -111,8 +104,6 @@ def end_softmax_step(
     later = after(sooner, done, zero)
     offsets = (along_rows(x, s.shape) for x in (sooner, later))
     probs = exponentials(s, mixed(*offsets, every=_one_of(tile)), problem)
-    if tile.sum_by_product:
-        return softmax._replace(probs=probs)
     l = softmax.l + by_lane(jnp.add, _summed(probs, problem))
     return softmax._replace(l=l, probs=probs)
 
@@ -133,8 +124,7 @@ def _one_of(tile: ForwardTile) -> int:
 def waits_early(problem: Problem, tile: ForwardTile) -> bool:
     """Whether P̄V of the step before is waited for among the exponentials: `early_wait`.
 
-    An l of rounded P̄ asks for it: see `rounds_later`. So does one that a product sums, for without
-    l nothing else is computed of all exponentials.
+    An l of rounded P̄ asks for it: see `rounds_later`.
     """
     return tile.early_wait or problem.sums_rounded_probs
 
