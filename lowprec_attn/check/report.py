@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lowprec_attn.check.candidates import Match
+from lowprec_attn.check.target import Setting
 from lowprec_attn.check.training import Effect
 
 State = Literal["right", "risk", "bug"]
@@ -63,6 +64,7 @@ class Report:
 
     Attributes:
       target, dtype: what was checked.
+      setting: what every problem had.
       state: `right`, `risk` or `bug`.
       arithmetic: None where a bug leaves nothing to tell it by.
       bugs: what no rounding explains.
@@ -77,6 +79,7 @@ class Report:
 
     target: str
     dtype: str
+    setting: Setting
     state: State
     arithmetic: Arithmetic | None
     bugs: tuple[Bug, ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec_attn.check.measure import WORDS
+from lowprec_attn.check.measure import EVERY, WORDS
 from lowprec_attn.check.report import Arithmetic, Bug, Report
 from lowprec_attn.check.training import RISK
 from lowprec_attn.files import write_json, writing
@@ -61,8 +61,9 @@ def described(numerics: Numerics) -> str:
 def lines(report: Report) -> Iterator[str]:
     """What the command prints."""
     tried = len(report.errors)
+    setting = f", {report.setting.words}" if report.setting.words else ""
     yield from _wrapped(
-        f"{report.target}, {report.dtype}: {headline(report)} ({tried} problems)", ""
+        f"{report.target}, {report.dtype}{setting}: {headline(report)} ({tried} problems)", ""
     )
     for i, bug in enumerate(report.bugs):
         yield ""
@@ -179,14 +180,30 @@ def _cures(report: Report) -> Iterator[str]:
     yield from columns(cures(report), "<>><", "  ").splitlines()
     yield ""
     if good:
-        yield from _wrapped(
-            f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={good[0]!r}), or "
-            "jax.nn.dot_product_attention(…, implementation='xla')."
-        )
-        yield from _wrapped(
-            "In PyTorch: lowprec_attn.torch.attention (not run on a GPU yet), or SDPBackend.MATH, "
-            "which holds all scores; no fused kernel of its own has a cure."
-        )
+        yield from _actions(report.setting.names, good[0])
+
+
+def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
+    """What to call in JAX and PyTorch.
+
+    Args:
+      names: of what every problem had: it must be served.
+      cure: the preset.
+    """
+    unfused = ", or jax.nn.dot_product_attention(…, implementation='xla')"
+    yield from _wrapped(
+        f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={cure!r})"
+        f"{'' if names & {'soft_cap', 'sinks'} else unfused}."
+    )
+    ours = "lowprec_attn.torch.attention"
+    if "soft_cap" in names:
+        ours += "_fn(logits_soft_cap=…)"
+    ways = [] if names - {"soft_cap"} else [f"{ours} (not run on a GPU yet)"]
+    unfused = "an unfused attention in float32" if names else "SDPBackend.MATH"
+    yield from _wrapped(
+        f"In PyTorch: {', or '.join([*ways, unfused])}, which holds all scores; no fused kernel of "
+        "its own has a cure."
+    )
 
 
 def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
@@ -224,8 +241,10 @@ def write(report: Report, json: Path | None, html: Path | None) -> None:
     if html is not None:
         title = f"lowprec-attn check {report.target}"
         states = {"right": "healthy", "risk": "warned", "bug": "broken"}
+        shown = [n for n in EVERY if any(n in errors for errors in report.errors.values())]
         rows = [
-            (name, *(f"{x:.2e}" for x in errors.values())) for name, errors in report.errors.items()
+            (name, *(f"{errors[n]:.2e}" if n in errors else "" for n in shown))
+            for name, errors in report.errors.items()
         ]
         write_page(
             html,
@@ -235,9 +254,6 @@ def write(report: Report, json: Path | None, html: Path | None) -> None:
                 element("div", headline(report), class_=f"state {states[report.state]}"),
                 element("pre", "\n".join(lines(report))),
                 element("h2", "‖x − x64‖ / ‖x64‖ of every problem"),
-                table(("problem", *WORDS_OF_RESULTS), rows, range(1, 5)),
+                table(("problem", *(WORDS[n] for n in shown)), rows, range(1, 1 + len(shown))),
             ],
         )
-
-
-WORDS_OF_RESULTS = [WORDS[n] for n in ("o", "dq", "dk", "dv")]

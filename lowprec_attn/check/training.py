@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec_attn import attention
 from lowprec_attn.check.candidates import Emulation
 from lowprec_attn.check.measure import Exact, Found, relative
 from lowprec_attn.check.problems import CLUSTERED, Problem
@@ -61,7 +62,8 @@ def effect(problem: Problem, exact: Exact, dq: np.ndarray) -> Effect:
     """Of a dQ on a problem with as many key heads as query heads."""
     q, k = (x.astype(np.float64) for x in (problem.q, problem.k))
     error = dq - exact.found["dq"]
-    pk = problem.scale * np.einsum("bnts,bsnh->btnh", exact.p, k)
+    # What δ adds to dS by mistake, P times a number, passes through the soft cap's slope.
+    pk = problem.scale * np.einsum("bnts,bsnh->btnh", exact.p * exact.slope, k)
     sums = np.sum(error * pk, -1) / np.maximum(np.sum(pk * pk, -1), 1e-300)
     sizes = np.sum(np.abs(exact.p * exact.dp), -1)
     wrong, right = (
@@ -109,9 +111,9 @@ def cures(emulation: Emulation, exact: Sequence[Exact], numerics: Numerics) -> d
         changes: Any = {field: getattr(PRESETS[name], field) for field in _FIELDS_OF_CURES}
         try:
             cured = numerics.replace(**changes)
-        except ValueError:  # not with this arithmetic
+            found = emulation.run(cured)
+        except (ValueError, attention.UnsupportedError):  # not with this arithmetic, or a soft cap
             continue
-        found = emulation.run(cured)
         of = [{"dq": found["dq"][i : i + 1]} for i in range(len(exact))]
         after = effects(emulation.problems, exact, of)
         left[name] = Effect(max(e.dq for e in after.values()), row_sum(after), query_weight(after))
