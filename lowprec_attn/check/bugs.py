@@ -22,7 +22,7 @@ def name(
     """
     best: tuple[int, float, str, frozenset[str]] | None = None
     errors = row_errors({n: found[n] for n in bad}, exact)
-    for words, wrong in wrong_references.of(problem, exact):
+    for words, wrong in wrong_references.of(problem, exact, bad):
         left = row_errors({n: found[n] for n in bad if n in wrong}, exact, wrong)
         ratios = {n: _rms(left[n]) / _rms(errors[n]) for n in left}
         explained = {n: ratio for n, ratio in ratios.items() if ratio < _EXPLAINED}

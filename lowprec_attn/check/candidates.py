@@ -8,6 +8,7 @@ as that brings the results clearly nearer.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,14 @@ _CHOICES: tuple[Mapping[str, object], ...] = (
     {"row_sum": "unrounded"},
 )
 
-# What others compute beside the presets.
+# What others compute beside the presets. Eager attention in 16 bits, as of transformers, rounds the
+# result of every operation: of q kᵀ, and again of its product with the scale, unless that is a
+# power of two. One rounding to a bit less errs as much as the two.
+_TWICE = "bf16_m6"
+_EAGER = PRESETS["jax_nn"].replace(scores="bfloat16", shift="bfloat16", ds="bfloat16")
 OTHERS = {
+    "eager": _EAGER,
+    "eager_scaled": _EAGER.replace(scores=_TWICE),
     "tf32": EXACT.replace(scores="f32_m10", probs="f32_m10", probs_bwd="f32_m10", ds="f32_m10"),
 }
 BY_NAME = PRESETS | OTHERS
@@ -96,8 +103,9 @@ class Emulation:
     """Candidates' results on problems of one shape; each is computed once.
 
     Args:
-      problems: of one shape, scale, causality, window and soft cap. They stand side by side as
-        heads of one call: so each has its own sinks and bias.
+      problems: of one shape, scale, causality, window and soft cap; several have one sequence
+        each and no mask. They stand side by side as heads of one call: so each has its own sinks
+        and bias.
       dtype: name of their format.
     """
 
@@ -107,7 +115,7 @@ class Emulation:
         maskings = [p.masking for p in problems]
         self._extras = {
             name: np.concatenate([getattr(m, name) for m in maskings], axis)
-            for name, axis in (("bias", 1), ("sinks", 0))
+            for name, axis in (("bias", 1), ("sinks", 0), ("mask", 1))
             if getattr(maskings[0], name) is not None
         }
         self._found: dict[tuple[Numerics, int | None], Found] = {}
@@ -127,7 +135,9 @@ class Emulation:
         if self.dtype == "float16":
             if numerics.recomputed_probs == "rounded":  # float16's subnormals: refused
                 return numerics.replace(output=None)
-            return numerics.with_format("float16")
+            numerics = numerics.with_format("float16")
+            once_less = str(numerics.scores) == _TWICE
+            return numerics.replace(scores="f32_m9") if once_less else numerics
         return numerics.replace(output=None)
 
     def run(self, numerics: Numerics, tile: int | None = None) -> Found:
@@ -149,6 +159,7 @@ class Emulation:
             settings: Any = {
                 "is_causal": problem.masking.is_causal,
                 "local_window_size": problem.masking.window,
+                "query_offset": problem.masking.query_offset,
                 "scale": problem.scale,
                 "logits_soft_cap": problem.soft_cap,
                 "numerics": numerics,
@@ -157,14 +168,18 @@ class Emulation:
                 "return_residual": True,
             }
 
-            def attend(q: Any, k: Any, v: Any, extras: dict[str, Any]) -> Any:
-                return attention.dot_product_attention(q, k, v, **extras, **settings)
+            def attend(q: Any, k: Any, v: Any, extras: dict[str, Any], **hidden: Any) -> Any:
+                return attention.dot_product_attention(q, k, v, **extras, **hidden, **settings)
 
             with _on_the_cpu(), jax.disable_jit(), np.errstate(all="ignore"):
                 q, k, v, do = map(jnp.asarray, self._arrays)
                 extras = {name: jnp.asarray(x) for name, x in self._extras.items()}
-                o, pullback, lse = jax.vjp(attend, q, k, v, extras, has_aux=True)
-                *grads, of_extras = pullback(do.astype(o.dtype))
+                hidden: Any = {n: extras.pop(n) for n in ("mask",) if n in extras}
+                of = functools.partial(attend, **hidden)
+                (o, lse), pullback = jax.vjp(of, q, k, v, extras)
+                given = np.zeros(lse.shape) if problem.dlse is None else problem.dlse
+                dlse = jnp.asarray(given, lse.dtype)
+                *grads, of_extras = pullback((do.astype(o.dtype), dlse))
             rows = zip(("o", "dq", "dk", "dv", "lse"), (o, *grads, lse[..., None]), strict=True)
             found = {n: self._apart(np.asarray(x).astype(np.float64)) for n, x in rows}
             for name, x in of_extras.items():
@@ -176,8 +191,10 @@ class Emulation:
 
     def _apart(self, x: np.ndarray) -> np.ndarray:
         """Rows of all problems [1, rows, P N, H] as [P, rows, N, H]."""
-        _, rows, heads, size = x.shape
         count = len(self.problems)
+        if count == 1:
+            return x
+        _, rows, heads, size = x.shape
         return np.moveaxis(x.reshape(rows, count, heads // count, size), 1, 0)
 
 

@@ -1,7 +1,7 @@
 """The bugs of a target: those of its problems, each once, with its smallest case."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,11 @@ from lowprec_attn.check.measure import EVERY, WORDS
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
+from lowprec_attn.check.wrong_references import LSE_ROUNDED
 
 _UNNAMED = "an error that no rounding explains"
 _MOST_BUGS = 3
+_MARGINAL = 4.0  # an error larger by this than the core problems explain needs no closer look
 
 # A run that shows a bug, and the largest row error of each result that rounding explains there.
 _Shown = tuple[Trial, dict[str, float]]
@@ -27,10 +29,14 @@ class Cases:
     Args:
       trials, limits: its runs and what rounding explains of them.
       out: folder for the smallest case of each bug and its script; None: none is written.
+
+    Attributes:
+      risks: what has a bug's size and is none, in sentences, after `with_dependences`.
     """
 
     def __init__(self, trials: Trials, limits: Limits, out: Path | None) -> None:
         self._trials, self._limits, self._out = trials, limits, out
+        self.risks: list[str] = []
 
     def with_dependences(self, dependences: Sequence[Bug]) -> list[Bug]:
         """The bugs of the problems, and of what a result should not depend on.
@@ -50,13 +56,22 @@ class Cases:
         runs += [(trial, self._limits.of_feature(trial)) for trial in trials.features]
         runs += [(trial, dict.fromkeys(EVERY, np.finfo(float).max)) for trial in trials.extremes]
         seen: dict[tuple[str, tuple[str, ...]], list[_Shown]] = {}
+        rounded: dict[str, None] = {}
         for trial, limit in runs:
-            bad = {n: limit[n] for n, e in trial.errors.items() if e.max() > limit[n]}
+            bad = _beyond(trial, limit)
+            is_feature = any(trial is feature for feature in trials.features)
+            if is_feature and any(trial.errors[n].max() < _MARGINAL * x for n, x in bad.items()):
+                limit = self._limits.emulated(trial)
+                bad = _beyond(trial, limit)
             while bad and trial.found is not None:
                 name, which = self._named(trial, bad)
                 spoilt = tuple(n for n in EVERY if n in which)
-                seen.setdefault((name, spoilt), []).append((trial, limit))
+                if name.startswith(LSE_ROUNDED):
+                    rounded[name] = None
+                else:
+                    seen.setdefault((name, spoilt), []).append((trial, limit))
                 bad = {n: x for n, x in bad.items() if n not in which}
+        self.risks = [f"{name}: P = exp(S − lse) of it errs by as much" for name in rounded]
         return self._merged(seen)
 
     def _merged(self, seen: dict[tuple[str, tuple[str, ...]], list[_Shown]]) -> list[Bug]:
@@ -127,6 +142,11 @@ class Cases:
         s, k = smallest.k.shape[1:3]
         of_heads = f"{n} heads on {k}" if k != n else "one head" if n == 1 else f"{n} heads"
         return f"{b} × {t} queries, {s} keys, {of_heads}", files
+
+
+def _beyond(trial: Trial, limit: Mapping[str, float]) -> dict[str, float]:
+    """The results that err by more, and those limits."""
+    return {n: limit[n] for n, e in trial.errors.items() if e.max() > limit[n]}
 
 
 def _file_name(name: str) -> str:

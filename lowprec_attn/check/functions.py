@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowprec_attn.check.calls import Inputs, TargetError, jax_call, torch_call
-from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
 from lowprec_attn.check.scripts import jax_script, torch_script
 from lowprec_attn.check.target import Options, Setting, Target
 from lowprec_attn.errors import printable
@@ -59,6 +59,8 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
         alignment=options.alignment,
         script=lambda problem: script(head, call_line(problem), problem, options.layout),
         notes=notes,
+        tokens=options.tokens or TOKENS,
+        head_size=options.head_size or HEAD_SIZE,
     )
 
 

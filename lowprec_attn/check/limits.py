@@ -13,6 +13,7 @@ from lowprec_attn.numerics import Numerics
 
 _TIMES = 6.0  # a bug errs by more than this, times the largest row error of a plausible arithmetic
 _PLAUSIBLE = 8.0  # arithmetics at most this much farther than the nearest
+_EMULATED = 3  # of the nearest arithmetics, on a problem where a bug seems to be
 
 
 class Limits:
@@ -25,7 +26,7 @@ class Limits:
     """
 
     def __init__(self, emulation: Emulation, core: Sequence[Trial]) -> None:
-        self._core = core
+        self._core, self._dtype = core, emulation.dtype
         self.risks: list[str] = []
         of_presets = [self._found(emulation, c.numerics) for c in emulation.presets()]
         widest = self._largest([found for found in of_presets if found is not None])
@@ -69,6 +70,18 @@ class Limits:
         like = [i for i, other in core if i == 0 or other.largest_score <= score]
         limits = {n: max(self.of_core[i][n] for i in like) for n in self.of_core[0]}
         return dict.fromkeys(trial.exact.found, max(limits.values())) | limits
+
+    def emulated(self, trial: Trial) -> dict[str, float]:
+        """As `of_feature`, and what the nearest arithmetics themselves do to the problem."""
+        emulation = Emulation([trial.problem], self._dtype)
+        tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
+        found = [row_errors(x, trial.exact) for x in tried if x is not None]
+        of_rows = {
+            n: [float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in found]
+            for n in trial.errors
+        }
+        limits = self.of_feature(trial)
+        return {n: max([limits[n], *(_TIMES * x for x in of_rows[n])]) for n in of_rows}
 
     def _largest(self, found: Sequence[Found]) -> list[dict[str, float]]:
         limits = []

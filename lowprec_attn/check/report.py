@@ -72,6 +72,7 @@ class Report:
       notes: what else was seen, in sentences.
       effects: on clustered problems, by name.
       cures: what is left under each cure; empty where none is needed.
+      allowed: the largest row sum of dS that its cast explains.
       errors: ‖x − x64‖ / ‖x64‖ of every problem and result.
       refused: problems that the kernel refused, and why.
       not_tried: problems that need what the kernel cannot do.
@@ -87,6 +88,7 @@ class Report:
     notes: tuple[str, ...]
     effects: Mapping[str, Effect]
     cures: Mapping[str, Effect]
+    allowed: float
     errors: Mapping[str, Mapping[str, float]]
     refused: Mapping[str, str]
     not_tried: tuple[str, ...]

@@ -35,7 +35,7 @@ def find(name: str, options: Options | None = None) -> Target:
     if library not in _LIBRARIES:
         if not choice:
             raise TargetError(f"unknown target {name!r}; targets are {KNOWN}")
-        return _sized(functions.named(name, options), name, options)
+        return dataclasses.replace(functions.named(name, options), name=name)
     target = _LIBRARIES[library](choice, options)
     setting = Setting.of(options)
     for lacking in sorted(setting.names - target.can):
@@ -46,16 +46,12 @@ def find(name: str, options: Options | None = None) -> Target:
         can -= {"full" if options.causal else "causal"}
     if not options.groups:
         can -= {"groups"}
-    changed = dataclasses.replace(
-        target, can=frozenset(can), setting=setting, lse_gradient=options.lse_gradient
-    )
-    return _sized(changed, name, options)
-
-
-def _sized(target: Target, name: str, options: Options) -> Target:
     return dataclasses.replace(
         target,
         name=name,
+        can=frozenset(can),
+        setting=setting,
+        lse_gradient=options.lse_gradient,
         tokens=options.tokens or target.tokens,
         head_size=options.head_size or target.head_size,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 from lowprec_attn.check.measure import EVERY, WORDS
 from lowprec_attn.check.report import Arithmetic, Bug, Report
-from lowprec_attn.check.training import RISK
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
@@ -21,6 +20,8 @@ _WHO = {
     "flash": "as FlashAttention-2 and -3 and cuDNN",
     "jax_nn": "as jax.nn by XLA",
     "published": "as the public code of arXiv 2510.04212",
+    "eager": "as eager attention of transformers: every operation is rounded",
+    "eager_scaled": "as eager attention of transformers: every operation is rounded",
     "float32_output": "as Kimi K3, which keeps O in float32",
     "halves_output": "as FlashAttention-4's sparse MLA",
     "corrected_after_cast": "as Chen et al., arXiv 2609.34272",
@@ -37,13 +38,18 @@ _OF_SAVED = {
     "halves": "δ from O in two halves",
     "auxiliary": "δ from an O of unrounded P̄",
 }
+_SCORES = {
+    "f32_m10": "TF32",
+    "bf16_m6": "bfloat16 before and after the scale",
+    "f32_m9": "float16 before and after the scale",
+}
 _STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
 
 
 def described(numerics: Numerics) -> str:
     """The roundings of an arithmetic, in the order in which they are made."""
     n = numerics
-    scores = "TF32" if str(n.scores) == "f32_m10" else str(n.scores)
+    scores = _SCORES.get(str(n.scores), str(n.scores))
     probs = "P divided by l, then" if n.normalize_probs else "P̄"
     delta = _DELTA.get(n.delta) or _OF_SAVED[n.saved_output]
     parts = [
@@ -164,7 +170,7 @@ def cures(report: Report) -> list[tuple[str, ...]]:
                 name,
                 f"{e.row_sum:.1e}",
                 f"{100 * e.query_weight:.2g} %",
-                "" if e.row_sum <= RISK else "still a risk",
+                "" if e.row_sum <= report.allowed else "still a risk",
             )
             for name, e in by_sum
         ),
@@ -175,7 +181,7 @@ def _cures(report: Report) -> Iterator[str]:
     if not report.cures:
         return
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    good = [name for name, e in by_sum if e.row_sum <= RISK]
+    good = [name for name, e in by_sum if e.row_sum <= report.allowed]
     yield ""
     yield from columns(cures(report), "<>><", "  ").splitlines()
     yield ""

@@ -95,8 +95,12 @@ def flex(choice: str, _: Options) -> Target:
     torch = imported("torch", _INSTALL)
     if choice:
         raise TargetError(f"unknown target 'torch.flex:{choice}'; say torch.flex")
+    from torch.nn.attention import flex_attention as module
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    # Since PyTorch 2.9; it warns of the older argument, which it will drop.
+    has_aux = hasattr(module, "AuxRequest")
+    ask = {"return_aux": module.AuxRequest(lse=True)} if has_aux else {"return_lse": True}
     on_gpu = torch.cuda.is_available()
     compiled = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
 
@@ -122,9 +126,9 @@ def flex(choice: str, _: Options) -> Target:
             block_mask=create_block_mask(mask_mod, None, None, *lengths, device=x.q.device.type),
             scale=problem.scale,
             enable_gqa=x.q.shape[1] != x.k.shape[1],
-            return_lse=True,
+            **ask,
         )
-        return o, lse
+        return o, (lse.lse if has_aux else lse)
 
     def script(problem: Problem) -> list[str]:
         score_mod, mask_mod = _flex_rules(problem)
@@ -134,9 +138,15 @@ def flex(choice: str, _: Options) -> Target:
         head += ["flex_attention = torch.compile(flex_attention, dynamic=False)"] * on_gpu
         call = (
             f"flex_attention(q, k, v, score_mod={score_mod}, block_mask=create_block_mask("
-            f"{mask_mod}, None, None, {lengths}, device=device), scale={problem.scale!r}{gqa}, "
-            "return_lse=True)"
+            f"{mask_mod}, None, None, {lengths}, device=device), scale={problem.scale!r}{gqa}"
         )
+        if problem.dlse is None:
+            call += ")"
+        elif has_aux:
+            head += ["from torch.nn.attention.flex_attention import AuxRequest"]
+            call = f"(lambda o, aux: (o, aux.lse))(*{call}, return_aux=AuxRequest(lse=True)))"
+        else:
+            call += ", return_lse=True)"
         return torch_script(head, call, problem, "BNTH")
 
     return Target(

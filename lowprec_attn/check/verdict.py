@@ -40,18 +40,24 @@ def check(
     emulation = Emulation([trial.problem for trial in trials.core], dtype)
     limits = Limits(emulation, trials.core)
     dependences = Dependences(trials, limits)
-    bugs = Cases(trials, limits, out).with_dependences(dependences.bugs)
+    cases = Cases(trials, limits, out)
+    bugs = cases.with_dependences(dependences.bugs)
     arithmetic = _arithmetic(trials.core, limits)
     exacts = [trial.exact for trial in trials.core]
     effects = training.effects(
         [trial.problem for trial in trials.core], exacts, [trial.found for trial in trials.core]
     )
     spoilt = any(set(bug.results) & {"o", "dq"} for bug in bugs)
-    risks, notes = [*limits.risks, *dependences.risks], [*trials.notes, *dependences.notes]
+    risks, notes = (
+        [*limits.risks, *dependences.risks, *cases.risks],
+        [*trials.notes, *dependences.notes],
+    )
     cures: Mapping[str, training.Effect] = {}
+    allowed = training.RISK
     if not spoilt and arithmetic is not None:
         numerics = arithmetic.match.candidate.numerics
-        if training.row_sum(effects) > training.RISK:
+        allowed = training.allowed(emulation, exacts, numerics)
+        if training.row_sum(effects) > allowed:
             risks.insert(0, _ROW_SUMS)
             cures = training.cures(emulation, exacts, numerics)
         error = training.query_weight(effects)
@@ -73,6 +79,7 @@ def check(
         notes=tuple(notes),
         effects={} if spoilt else effects,
         cures=cures,
+        allowed=allowed,
         errors={
             trial.problem.name: {
                 n: relative(x, trial.exact.found[n]) for n, x in trial.found.items()

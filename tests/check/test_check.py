@@ -218,16 +218,6 @@ def test_a_library_that_is_absent_says_how_to_install_it(capsys, monkeypatch):
     assert "tokamax is not installed: pip install tokamax" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("backend", "state", "name"), [
-    ("math", "right", "exact"), ("flash", "risk", "flash"),
-])  # fmt: skip
-def test_torch_has_no_bug(backend, state, name):
-    pytest.importorskip("torch")
-    report = check.check(check.find(f"torch.sdpa:{backend}", check.Options(**SMALL)))
-    assert (report.state, report.bugs) == (state, ())
-    assert name in (report.arithmetic.name, *report.arithmetic.alike)
-
-
 def test_the_errors_of_a_row_are_in_units_of_what_makes_it():
     (problem, *_) = problems.core("float32", causal=True, **SMALL)
     exact = measure.exact(problem)
