@@ -69,7 +69,8 @@ class Limits:
         core = enumerate(self._core)
         like = [i for i, other in core if i == 0 or other.largest_score <= score]
         limits = {n: max(self.of_core[i][n] for i in like) for n in self.of_core[0]}
-        return dict.fromkeys(trial.exact.found, max(limits.values())) | limits
+        limits = dict.fromkeys(trial.exact.found, max(limits.values())) | limits
+        return limits | _of_sinks(trial.problem, limits)
 
     def emulated(self, trial: Trial) -> dict[str, float]:
         """As `of_feature`, and what the nearest arithmetics themselves do to the problem."""
@@ -93,7 +94,11 @@ class Limits:
                 n: max(float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in errors)
                 for n in names
             }
-            limits.append({n: max(_TIMES * x, floor) for n, x in largest.items()})
+            of_rows = {n: max(_TIMES * x, floor) for n, x in largest.items()}
+            least = _of_sinks(trial.problem, {n: of_rows[n] for n in of_rows if n != "dsinks"})
+            limits.append(
+                of_rows | {n: max(x, of_rows[n]) for n, x in least.items() if n in of_rows}
+            )
         return limits
 
     def _beyond(self, limits: Sequence[Mapping[str, float]]) -> set[tuple[int, str]]:
@@ -116,6 +121,14 @@ class Limits:
         return scores[i] > 10 and all(
             (j, name) in beyond for j, score in enumerate(scores) if score >= scores[i]
         )
+
+
+def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]:
+    """The limit of the gradient of the sinks: a sum over all rows, whose errors average out."""
+    if problem.masking.sinks is None:
+        return {}
+    rows = problem.q.shape[0] * problem.q.shape[1]
+    return {"dsinks": max(max(limits.values()) / rows**0.5, _floor(problem))}
 
 
 def _floor(problem: Problem) -> float:
