@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from lowprec_attn import installation
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_json
 from lowprec_attn.lab.processes import Event, Slot, Task, stop_requests
@@ -93,7 +94,7 @@ class Cluster:
             import submitit
         except ModuleNotFoundError as error:
             raise RunError(
-                "--launcher=slurm needs submitit: pip install 'lowprec-attn[slurm]'"
+                f"--launcher=slurm needs submitit: {installation.command('slurm')}"
             ) from error
         self.kind, self.folder = kind, folder
         self.slot = Slot("Slurm" if kind == "slurm" else "this host", {}, "job")
