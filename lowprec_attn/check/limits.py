@@ -134,6 +134,7 @@ def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]
 def _floor(problem: Problem) -> float:
     """A quarter of the dtype's spacing, and what the order of sums in S does to P."""
     q, k = (np.abs(x.astype(np.float64)) for x in (problem.q, problem.k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
     products = np.einsum("btnh,bsnh->bnts", q, k).max() * problem.scale
     spacing = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(problem.q.dtype.name, 2.0**-18)
     return spacing / 4 + 4 * 2.0**-24 * float(products)
