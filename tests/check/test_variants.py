@@ -12,8 +12,9 @@ import pytest
 
 from lowprec_attn import check
 from lowprec_attn.check import candidates, measure, problems
-from lowprec_attn.check.target import Setting
+from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
+from lowprec_attn.numerics import EXACT
 from lowprec_attn.testing import assert_attention
 
 SMALL = {"tokens": 48, "head_size": 16}
@@ -242,3 +243,22 @@ def test_new_problems_are_what_their_names_say():
     assert 1.8 < np.abs(problems.scores(made["soft cap"])).max() <= 2
     without = functools.partial(measure.exact, made["gradient of lse"].replace(dlse=None))
     assert np.linalg.norm(without().found["dq"] - exact["gradient of lse"].found["dq"]) > 1
+
+
+def test_the_emulation_computes_the_problems_that_it_is_given():
+    """Several core problems side by side, and one of any kind, against float64."""
+    everything = Setting(window=(12, 3), soft_cap=5.0, sinks=True, bias=True)
+    core = problems.core("float32", causal=False, **SMALL)[:2]
+    features = {p.name: p for p in problems.features("float32", causal=True, head_size=16)}
+    groups = [[everything.applied(p, 0) for p in core]]
+    groups += [[features["gradient of lse, sinks"]], [features["left padding"]]]
+    groups += [[aligned(everything.applied(features["grouped heads"], 0), "end")]]
+    for group in groups:
+        found = candidates.Emulation(group, "float32").run(EXACT)
+        for i, problem in enumerate(group):
+            exact = measure.exact(problem)
+            of = {n: x[i : i + 1] if len(group) > 1 else x for n, x in found.items()}
+            assert set(of) == set(exact.found)
+            # Float32's sums over up to 150 keys; a missing mask or bias errs by about 1.
+            for name, errors in measure.row_errors(of, exact).items():
+                assert errors.max() < 1e-4, (problem.name, name)
