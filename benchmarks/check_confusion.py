@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planted import ARITHMETICS, BUGS, Planted
+from benchmarks.planted import ARITHMETICS, BUGS, Asked, Planted
 from lowprec_attn import check
-from lowprec_attn.check.measure import Found
+from lowprec_attn.check.measure import Found, as_rows
 from lowprec_attn.check.problems import Problem
-from lowprec_attn.check.targets import ABILITIES
+from lowprec_attn.check.target import ABILITIES
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, complete_lines
 from lowprec_attn.tables import markdown
@@ -105,7 +105,17 @@ def target(kernel: Planted, head_size: int = 64, tokens: int = 160) -> check.Tar
 
     def call(problem: Problem) -> Found:
         masking = problem.masking
-        return kernel(*problem.arrays, problem.scale, masking.is_causal, masking.mask, 0)
+        asked = Asked(
+            scale=problem.scale,
+            is_causal=masking.is_causal,
+            mask=masking.mask,
+            window=masking.window,
+            soft_cap=problem.soft_cap,
+            bias=masking.bias,
+            sinks=masking.sinks,
+            dlse=problem.dlse,
+        )
+        return as_rows(kernel(*problem.arrays, asked))
 
     return check.Target(
         name="planted",

@@ -39,7 +39,7 @@ import numpy as np
 
 from lowprec_attn import attention
 from lowprec_attn.attention import IMPLEMENTATIONS, reference
-from lowprec_attn.check.problems import drawn, largest_scores
+from lowprec_attn.check.inputs import drawn, largest_scores
 from lowprec_attn.diagnostics.examine import array_file
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, from_strict_json

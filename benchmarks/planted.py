@@ -35,6 +35,13 @@ BUGS: dict[str, str] = {
     "the last keys are counted twice in dV": "",
     "hidden scores are −1e4": "",
     "the maximum is over hidden keys too": "",
+    "the window is one key too long": "one key too many before it",
+    "the window is one key too short": "one key too few before it",
+    "the soft cap has no derivative": "derivative of the soft cap is left out",
+    "the bias is multiplied by the scale": "bias is added before the scale",
+    "the sinks are missing from l": "sinks are missing from l",
+    "the gradient of the sinks has the wrong sign": "dsinks has the wrong sign",
+    "the gradient of lse is ignored": "gradient of lse is ignored",
 }
 
 ARITHMETICS: dict[str, dict[str, Any]] = {
@@ -51,6 +58,29 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
     "flash with probs_bwd=float32": {"probs_bwd": False},
     "flash with dp=bfloat16": {"dp": True},
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a call asks for beside q, k, v and dO.
+
+    Attributes:
+      mask, bias: [#B, 1, T, S] and [1, N, T, S].
+      offset: the key at which row 0 stands.
+      window: how many keys a row sees before and behind it.
+      sinks: [N].
+      dlse: [B, T, N].
+    """
+
+    scale: float
+    is_causal: bool = False
+    mask: Array | None = None
+    offset: int = 0
+    window: tuple[int, int] | None = None
+    soft_cap: float | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    dlse: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,33 +107,13 @@ class Planted:
     bug: str | None = None
     rng: np.random.Generator = dataclasses.field(default_factory=np.random.default_rng)
 
-    def __call__(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        do: Array,
-        scale: float,
-        is_causal: bool,
-        mask: Array | None,
-        offset: int,
-    ) -> dict[str, Array]:
-        """o, dq, dk, dv of arrays [B, T, N, H], [B, S, K, H]; mask [B, 1, T, S]."""
+    def __call__(self, q: Array, k: Array, v: Array, do: Array, asked: Asked) -> dict[str, Array]:
+        """o, dq, dk, dv of arrays [B, T, N, H], [B, S, K, H]; lse, dsinks, dbias."""
         with np.errstate(all="ignore"):
-            return self._both(q, k, v, do, scale, is_causal, mask, offset)
+            return self._both(q, k, v, do, asked)
 
-    def _both(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        do: Array,
-        scale: float,
-        is_causal: bool,
-        mask: Array | None,
-        offset: int,
-    ) -> dict[str, Array]:
-        dtype, bug = q.dtype, self.bug
+    def _both(self, q: Array, k: Array, v: Array, do: Array, asked: Asked) -> dict[str, Array]:
+        dtype, bug, scale = q.dtype, self.bug, asked.scale
 
         def low(x: Array, when: bool = True) -> Array:
             return x.astype(dtype).astype(np.float32) if when else x
@@ -122,54 +132,50 @@ class Planted:
         k, v = (np.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) for x in (k, v))
         k, v = k[:, of], v[:, of]
 
-        def seen(backward: bool) -> Array:
-            at = np.arange(rows)[:, None] + offset
-            if bug == "backward pass aligned with the last row" and backward:
-                at = at + (keys - rows)
-            if bug == "a row sees one key too many":
-                at = at + 1
-            cols = np.arange(keys + pad)[None]
-            visible = np.broadcast_to(cols <= at if is_causal else cols >= 0, (rows, keys + pad))
-            if bug == "keys of the last partial tile are dropped":
-                visible = visible & (cols < keys // self.tile * self.tile)
-            visible = np.broadcast_to(visible, (q.shape[0], 1, rows, keys + pad))
-            is_ignored = bug == "the mask is ignored in the backward pass" and backward
-            if mask is None or is_ignored:
-                return visible
-            return visible & np.pad(mask, ((0, 0),) * 3 + ((0, pad),), constant_values=True)
-
-        s_all = low(np.einsum("bnth,bnsh->bnts", q, k) * np.float32(scale), self.scores)
+        s_all, slope = self._scores(q, k, asked, scale, pad)
+        s_all = low(s_all, self.scores)
 
         def hidden(backward: bool) -> Array:
+            seen = self._seen(asked, rows, keys, pad, backward)
             if bug == "hidden scores are −1e4":
-                return np.where(seen(backward), s_all, s_all - np.float32(1e4))
-            return np.where(seen(backward), s_all, -np.float32(np.inf))
+                return np.where(seen, s_all, s_all - np.float32(1e4))
+            return np.where(seen, s_all, -np.float32(np.inf))
 
+        sink = np.full((1, 1, 1, 1), -np.inf, np.float32)
+        if asked.sinks is not None:
+            sink = asked.sinks.astype(np.float32)[None, :, None, None]
         s = hidden(backward=False)
-        o, lse = self._forward(s, s_all, v, low)
+        o, lse = self._forward(s, s_all, v, sink, low)
         if bug == "rows of the last partial tile are not written":
             o[:, :, rows // self.tile * self.tile :] = 0
             do = np.where(np.arange(rows)[:, None] < rows // self.tile * self.tile, do, 0)
 
         s = hidden(backward=True)
-        p = np.exp(s - lse)
+        p, p_sink = np.exp(s - lse), np.exp(sink - lse)
         if bug != "NaN in rows that see no key":
             p = np.where(np.isfinite(s), p, 0)
+            p_sink = np.where(np.isfinite(sink), p_sink, 0)
+        dlse = np.zeros((1, 1, 1, 1), np.float32)
+        if asked.dlse is not None and bug != "the gradient of lse is ignored":
+            dlse = np.moveaxis(asked.dlse, 2, 1)[..., None]
         dp = low(np.einsum("bnth,bnsh->bnts", do, v), self.dp)
         delta = self._delta(p, dp, do, o, low)
-        d = low(p * (dp - delta) * np.float32(scale), self.ds)
+        factor = np.float32(scale) * slope
+        d = low(p * (dp - delta + dlse) * factor, self.ds)
         dq = np.einsum("bnts,bnsh->bnth", d, k)
         dk = np.einsum("bnts,bnth->bnsh", d, q)
         p_low = low(p, self.probs_bwd)
         if self.delta == "normalized":
-            r = (p * (dp - delta)).sum(-1, keepdims=True) / np.maximum(
-                p.sum(-1, keepdims=True), 1e-30
-            )
-            dq = dq - np.float32(scale) * r * np.einsum("bnts,bnsh->bnth", p_low, k)
-            cast = low(p * (dp - delta - r) * np.float32(scale), self.ds)
+            total = np.maximum(p.sum(-1, keepdims=True) + p_sink, 1e-30)
+            r = ((p * (dp - delta)).sum(-1, keepdims=True) - p_sink * delta) / total
+            dq = dq - r * np.einsum("bnts,bnsh->bnth", low(p * factor, self.probs_bwd), k)
+            delta = delta + r
+            cast = low(p * (dp - delta + dlse) * factor, self.ds)
             dk = np.einsum("bnts,bnth->bnsh", cast, q)
-        if self.delta == "after_cast":
-            r = d.sum(-1, keepdims=True) / np.maximum(p_low.sum(-1, keepdims=True), 1e-30)
+        if self.delta == "after_cast" and asked.soft_cap is None:
+            total = np.maximum(p_low.sum(-1, keepdims=True) + p_sink, 1e-30)
+            of_sum = -p_sink * delta - dlse * (p.sum(-1, keepdims=True) > 0)
+            r = (d.sum(-1, keepdims=True) + np.float32(scale) * of_sum) / total
             dq = dq - r * np.einsum("bnts,bnsh->bnth", p_low, k)
             dk = dk - np.einsum("bnts,bnth->bnsh", p_low, low(r * q))
         dv = np.einsum("bnts,bnth->bnsh", p_low, do)
@@ -182,22 +188,77 @@ class Planted:
         if bug == "the last keys are counted twice in dV":
             dv[:, :, keys // self.tile * self.tile :] *= 2
         dk, dv = (self._summed(x[:, :, :keys], of, kv_heads, group) for x in (dk, dv))
-        return {
-            n: np.moveaxis(low(x), 1, 2).astype(np.float64)
+        found = {
+            n: np.moveaxis(low(x), 1, 2)
             for n, x in zip(("o", "dq", "dk", "dv"), (o, dq, dk, dv), strict=True)
         }
+        found["lse"] = np.moveaxis(lse[..., 0], 1, 2)
+        if asked.sinks is not None:
+            of_rows = p_sink * (dlse - delta)
+            if bug == "the gradient of the sinks has the wrong sign":
+                of_rows = -of_rows
+            found["dsinks"] = low(of_rows.sum((0, 2, 3)))
+        if asked.bias is not None:
+            ds = (p * (dp - delta + dlse))[..., :keys]
+            of_bias = scale if bug == "the bias is multiplied by the scale" else 1.0
+            found["dbias"] = low(of_bias * ds.sum(0, keepdims=True))
+        return {n: x.astype(np.float64) for n, x in found.items()}
+
+    def _scores(
+        self, q: Array, k: Array, asked: Asked, scale: float, pad: int
+    ) -> tuple[Array, Array]:
+        """S of all keys, and its slope by q kᵀ · scale."""
+        s, slope = np.einsum("bnth,bnsh->bnts", q, k) * np.float32(scale), np.ones((), np.float32)
+        if asked.soft_cap is not None:
+            cap = np.float32(asked.soft_cap)
+            t = np.tanh(s / cap)
+            s = cap * t
+            if self.bug != "the soft cap has no derivative":
+                slope = 1 - t**2
+        if asked.bias is not None:
+            bias = np.pad(asked.bias.astype(np.float32), ((0, 0),) * 3 + ((0, pad),))
+            if self.bug == "the bias is multiplied by the scale":
+                bias = bias * np.float32(scale)
+            s = s + bias
+        return s, slope
+
+    def _seen(self, asked: Asked, rows: int, keys: int, pad: int, backward: bool) -> Array:
+        bug = self.bug
+        at = np.arange(rows)[:, None] + asked.offset
+        if bug == "backward pass aligned with the last row" and backward:
+            at = at + (keys - rows)
+        if bug == "a row sees one key too many":
+            at = at + 1
+        cols = np.arange(keys + pad)[None]
+        visible = np.broadcast_to(cols <= at if asked.is_causal else cols >= 0, (rows, keys + pad))
+        if asked.window is not None:
+            left, right = asked.window
+            left += bug == "the window is one key too long"
+            left -= bug == "the window is one key too short"
+            visible = visible & (cols >= at - left) & (cols <= at + right)
+        if bug == "keys of the last partial tile are dropped":
+            visible = visible & (cols < keys // self.tile * self.tile)
+        visible = visible[None, None]
+        is_ignored = bug == "the mask is ignored in the backward pass" and backward
+        if asked.mask is None or is_ignored:
+            return visible
+        widths = ((0, 0),) * 3 + ((0, pad),)
+        return visible & np.pad(asked.mask, widths, constant_values=True)
 
     def _forward(
-        self, s: Array, s_all: Array, v: Array, low: Callable[..., Array]
+        self, s: Array, s_all: Array, v: Array, sink: Array, low: Callable[..., Array]
     ) -> tuple[Array, Array]:
-        m = np.full((*s.shape[:3], 1), -np.inf, np.float32)
-        l = np.zeros_like(m)
+        m = np.broadcast_to(sink, (*s.shape[:3], 1))
+        l = np.isfinite(m).astype(np.float32)
+        if self.bug == "the sinks are missing from l":
+            l = np.zeros_like(l)
         acc = np.zeros((*s.shape[:3], v.shape[-1]), np.float32)
         starts = range(0, s.shape[-1], self.tile)
         if self.normalize:
-            m = s.max(-1, keepdims=True)
-            p = np.exp(s - np.where(np.isfinite(m), m, 0))
-            l = p.sum(-1, keepdims=True)
+            m = np.maximum(s.max(-1, keepdims=True), sink)
+            base = np.where(np.isfinite(m), m, 0)
+            p = np.exp(s - base)
+            l = p.sum(-1, keepdims=True) + np.exp(sink - base)
             o = np.einsum("bnts,bnsh->bnth", low(p / np.maximum(l, 1e-30)), v)
             return low(o), m + np.log(l)
         for start in reversed(starts) if self.backwards else starts:

@@ -112,13 +112,15 @@ def backward(
     scale: float | None = None,
     soft_cap: float | None = None,
     masking: Masking | None = None,
+    dlse: Float[ArrayLike, "B T N"] | None = None,
 ) -> Backward:
     """Gradients of sum(dO ∘ O) by q, k and v in float64; dS is the gradient of the bias.
 
     dV = Pᵀ dO, dP = dO vᵀ, δ = rowsum(dP ∘ P), dS = P ∘ (dP − δ), dQ = dS k · scale,
     dK = dSᵀ q · scale, the last and dV summed over the query heads of a key head. With a soft cap
     dQ and dK have dS times its derivative, 1 − tanh²(q kᵀ · scale / c). The gradient of a sink is
-    −Σ exp(sink − lse) δ over the rows of its head.
+    −Σ exp(sink − lse) δ over the rows of its head. With `dlse` the loss has sum(dlse ∘ lse) beside:
+    δ − dlse stands for δ in all of these.
     """
     q, k, v, do = _float64(q), _float64(k), _float64(v), _float64(do)
     kv_heads = k.shape[2]
@@ -129,15 +131,17 @@ def backward(
     dv = np.einsum("bnts,btnh->bsnh", p, do)
     dp = np.einsum("btnh,bsnh->bnts", do, v)
     delta = np.sum(dp * p, axis=-1, keepdims=True)
-    ds = p * (dp - delta)
+    of_lse = 0.0 if dlse is None else _float64(dlse).transpose(0, 2, 1)[..., None]
+    ds = p * (dp - delta + of_lse)
     dx = ds
     if soft_cap is not None:
         dx = ds * (1 - np.tanh(np.einsum("btnh,bsnh->bnts", q, k) * scale / soft_cap) ** 2)
     dq = np.einsum("bnts,bsnh->btnh", dx, k) * scale
     dk = np.einsum("bnts,btnh->bsnh", dx, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+    less = (delta - of_lse)[..., 0].transpose(0, 2, 1)
+    dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * less, axis=(0, 1))
     delta = delta[..., 0].transpose(0, 2, 1)
-    dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * delta, axis=(0, 1))
     return Backward(dq, dk, dv, dp, delta, ds, dsinks)
 
 

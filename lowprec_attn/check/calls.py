@@ -1,14 +1,14 @@
-"""One call of a function, forward and backward, in JAX or PyTorch; and a script that makes it."""
+"""One call of a function, forward and backward, in JAX or PyTorch."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowprec_attn.check.measure import RESULTS, Found
+from lowprec_attn.check.measure import RESULTS, Found, as_rows
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.errors import UserError
 
@@ -17,25 +17,58 @@ class TargetError(UserError):
     """A target cannot be had or called; the message says what to do."""
 
 
-def jax_call(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """attend(problem, q, k, v, mask) -> O, or (O, lse)."""
+class Inputs(NamedTuple):
+    """A problem's arrays in the framework and layout of a function; None where it has none.
+
+    Attributes:
+      q, k, v: in the layout.
+      mask: boolean [#B, 1, T, S].
+      bias: [1, N, T, S].
+      sinks: [N].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    sinks: Any = None
+
+
+# Returns O, or O and lse [B, T, N] or [B, N, T].
+Attend = Callable[[Problem, Inputs], Any]
+DIFFERENTIATED = ("q", "k", "v", "bias", "sinks")
+
+
+def jax_call(attend: Attend, layout: str = "BTNH") -> Callable[[Problem], Found]:
+    """Of a function of JAX: takes a problem, returns its results."""
     axes = _axes(layout)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def both(settings: _Settings, q: Any, k: Any, v: Any, do: Any, mask: Any) -> Any:
-        def of(q: Any, k: Any, v: Any) -> Any:
-            result = attend(settings.problem, q, k, v, mask)
-            return result[:2] if isinstance(result, tuple) else (result, None)
+    def both(settings: _Settings, x: Inputs, do: Any, dlse: Any) -> Any:
+        def of(given: dict[str, Any]) -> Any:
+            return _split(attend(settings.problem, x._replace(**given)), _rows(settings.problem))
 
-        o, pullback, lse = jax.vjp(of, q, k, v, has_aux=True)
-        return *(o, *pullback(do.astype(o.dtype))), lse
+        given = {n: getattr(x, n) for n in DIFFERENTIATED if getattr(x, n) is not None}
+        if dlse is None:
+            o, pullback, lse = jax.vjp(of, given, has_aux=True)
+            (grads,) = pullback(do.astype(o.dtype))
+        else:
+            (o, lse), pullback = jax.vjp(of, given)
+            _require_lse(lse)
+            (grads,) = pullback((do.astype(o.dtype), dlse.astype(lse.dtype)))
+        return {"o": o, "lse": lse} | {f"d{n}": x for n, x in grads.items()}
 
     def call(problem: Problem) -> Found:
-        mask = None if problem.masking.mask is None else jnp.asarray(problem.masking.mask)
-        arrays = (jnp.asarray(x.transpose(axes)) for x in problem.arrays)
-        *values, lse = both(_Settings(problem), *arrays, mask)
-        found = {n: _float64(x).transpose(axes) for n, x in zip(RESULTS, values, strict=True)}
-        return _with_lse(found, None if lse is None else _float64(lse))
+        masking = problem.masking
+        q, k, v, do = (jnp.asarray(x.transpose(axes)) for x in problem.arrays)
+        rest = (
+            None if x is None else jnp.asarray(x)
+            for x in (masking.mask, masking.bias, masking.sinks)
+        )
+        dlse = None if problem.dlse is None else jnp.asarray(problem.dlse)
+        values = both(_Settings(problem), Inputs(q, k, v, *rest), do, dlse)
+        return _found({n: _float64(x) for n, x in values.items() if x is not None}, axes)
 
     return call
 
@@ -45,7 +78,14 @@ class _Settings:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._key = problem.masking.is_causal, problem.scale
+        self._key = (
+            problem.masking.is_causal,
+            problem.masking.window,
+            problem.scale,
+            problem.soft_cap,
+            _rows(problem),
+            problem.dlse is None,
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Settings) and self._key == other._key
@@ -65,32 +105,32 @@ def _axes(layout: str) -> tuple[int, ...]:
     return (0, 1, 2, 3) if layout == "BTNH" else (0, 2, 1, 3)
 
 
-def _with_lse(found: Found, lse: np.ndarray | None) -> Found:
-    """With an lse of shape [B, T, N] or [B, N, T], where there is one."""
-    shape = found["o"].shape[:3]
+def _rows(problem: Problem) -> tuple[int, ...]:
+    return problem.q.shape[:3]
+
+
+def _split(result: Any, rows: tuple[int, ...]) -> tuple[Any, Any]:
+    """O, and lse [B, T, N] where there is one: of a tuple, if it has a shape of lse."""
+    o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+    shape = tuple(getattr(lse, "shape", ()))
+    if shape == rows:
+        return o, lse
+    b, t, n = rows
+    return o, lse.swapaxes(1, 2) if shape == (b, n, t) else None
+
+
+def _require_lse(lse: Any) -> None:
     if lse is None:
-        return found
-    if lse.shape == (shape[0], shape[2], shape[1]) and lse.shape != shape:
-        lse = lse.transpose(0, 2, 1)
-    return found | {"lse": lse} if lse.shape == shape else found
+        raise TargetError("it returned no lse of shape [B, T, N] or [B, N, T] beside O")
 
 
-def jax_script(head: list[str], call: str, problem: Problem, layout: str) -> list[str]:
-    """Lines that form `found`, O and its gradients, of arrays `a`; `head` imports, `call` is O."""
-    turned = "" if layout == "BTNH" else ".transpose(0, 2, 1, 3)"
-    dtype = problem.q.dtype.name
-    return [
-        "import jax, jax.numpy as jnp",
-        *head,
-        *(["mask = jnp.asarray(a['mask'])"] if problem.masking.mask is not None else []),
-        f"q, k, v, do = (jnp.asarray(a[n], jnp.{dtype}){turned} for n in ('q', 'k', 'v', 'do'))",
-        f"o, pullback = jax.vjp(lambda q, k, v: {call}, q, k, v)",
-        f"found = [jnp.float32(x){turned} for x in (o, *pullback(do.astype(o.dtype)))]",
-    ]
+def _found(values: Mapping[str, np.ndarray], axes: tuple[int, ...]) -> Found:
+    """Results as arrays of rows."""
+    return as_rows({n: x.transpose(axes) if n in RESULTS else x for n, x in values.items()})
 
 
-def torch_call(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """attend(problem, q, k, v, mask) -> O, or (O, lse)."""
+def torch_call(attend: Attend, layout: str = "BTNH") -> Callable[[Problem], Found]:
+    """As `jax_call`, of a function of PyTorch."""
     axes = _axes(layout)
 
     def call(problem: Problem) -> Found:
@@ -100,45 +140,33 @@ def torch_call(attend: Callable[..., Any], layout: str = "BTNH") -> Callable[[Pr
         dtype = getattr(torch, problem.q.dtype.name)
 
         def tensor(x: np.ndarray) -> Any:
-            wide = np.ascontiguousarray(x.astype(np.float32).transpose(axes))
+            wide = np.ascontiguousarray(x.astype(np.float32))
             return torch.from_numpy(wide).to(device, dtype)
 
-        q, k, v = (tensor(x).requires_grad_() for x in problem.arrays[:3])
-        seen = problem.masking.mask
-        mask = None if seen is None else torch.from_numpy(np.array(seen)).to(device)
-        result = attend(problem, q, k, v, mask)
-        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
-        o.backward(tensor(problem.do).to(o.dtype))
-        values = (o, q.grad, k.grad, v.grad)
-        if any(x is None for x in values):
-            raise TargetError("no gradient reaches q, k or v; the function must be differentiable")
-        found = {
-            n: x.detach().double().cpu().numpy().transpose(axes)
-            for n, x in zip(RESULTS, values, strict=True)
-        }
-        return _with_lse(found, None if lse is None else lse.detach().double().cpu().numpy())
+        q, k, v, do = (tensor(x.transpose(axes)) for x in problem.arrays)
+        masking = problem.masking
+        mask = None if masking.mask is None else torch.from_numpy(np.array(masking.mask)).to(device)
+        rest = (None if x is None else tensor(x) for x in (masking.bias, masking.sinks))
+        x = Inputs(q, k, v, mask, *rest)
+        given = {n: getattr(x, n) for n in DIFFERENTIATED if getattr(x, n) is not None}
+        for leaf in given.values():
+            leaf.requires_grad_()
+        o, lse = _split(attend(problem, x), _rows(problem))
+        outputs, cotangents = [o], [do.to(o.dtype)]
+        if problem.dlse is not None:
+            _require_lse(lse)
+            if not lse.requires_grad:
+                raise TargetError("its lse has no gradient: a loss of it would train nothing")
+            outputs.append(lse)
+            cotangents.append(torch.from_numpy(problem.dlse).to(device, lse.dtype))
+        grads = torch.autograd.grad(outputs, list(given.values()), cotangents, allow_unused=True)
+        without = [n for n, dx in zip(given, grads, strict=True) if dx is None]
+        if without:
+            raise TargetError(
+                f"no gradient reaches {', '.join(without)}; the function must be differentiable"
+            )
+        values = {"o": o} | {f"d{n}": dx for n, dx in zip(given, grads, strict=True)}
+        values |= {} if lse is None else {"lse": lse}
+        return _found({n: x.detach().double().cpu().numpy() for n, x in values.items()}, axes)
 
     return call
-
-
-def torch_script(
-    head: list[str], call: str, problem: Problem, layout: str, within: str = ""
-) -> list[str]:
-    """As `jax_script`; `within` begins the line of the call."""
-    turned = "" if layout == "BTNH" else ".transpose(1, 2)"
-    dtype = problem.q.dtype.name
-    return [
-        "import torch",
-        *head,
-        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
-        *(
-            ["mask = torch.from_numpy(a['mask']).to(device)"]
-            if problem.masking.mask is not None
-            else []
-        ),
-        f"q, k, v, do = (torch.from_numpy(a[n]).to(device, torch.{dtype}){turned}.requires_grad_()",
-        "               for n in ('q', 'k', 'v', 'do'))",
-        f"{within}o = {call}",
-        "grads = torch.autograd.grad(o, (q, k, v), do)",
-        f"found = [x.detach(){turned}.float().cpu().numpy() for x in (o, *grads)]",
-    ]

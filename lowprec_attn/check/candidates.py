@@ -44,8 +44,14 @@ _CHOICES: tuple[Mapping[str, object], ...] = (
     {"row_sum": "unrounded"},
 )
 
-# What others compute beside the presets.
+# What others compute beside the presets. Eager attention in 16 bits, as of transformers, rounds the
+# result of every operation: of q kᵀ, and again of its product with the scale, unless that is a
+# power of two. One rounding to a bit less errs as much as the two.
+_TWICE = "bf16_m6"
+_EAGER = PRESETS["jax_nn"].replace(scores="bfloat16", shift="bfloat16", ds="bfloat16")
 OTHERS = {
+    "eager": _EAGER,
+    "eager_scaled": _EAGER.replace(scores=_TWICE),
     "tf32": EXACT.replace(scores="f32_m10", probs="f32_m10", probs_bwd="f32_m10", ds="f32_m10"),
 }
 BY_NAME = PRESETS | OTHERS
@@ -97,13 +103,21 @@ class Emulation:
     """Candidates' results on problems of one shape; each is computed once.
 
     Args:
-      problems: of one shape, scale and causality.
+      problems: of one shape, scale, causality, window and soft cap; several have one sequence
+        each and no mask. They stand side by side as heads of one call: so each has its own sinks
+        and bias.
       dtype: name of their format.
     """
 
     def __init__(self, problems: Sequence[Problem], dtype: str) -> None:
         self.problems, self.dtype = problems, dtype
-        self._arrays = [np.concatenate(x) for x in zip(*(p.arrays for p in problems), strict=True)]
+        self._arrays = [_side_by_side(x) for x in zip(*(p.arrays for p in problems), strict=True)]
+        maskings = [p.masking for p in problems]
+        self._extras = {
+            name: np.concatenate([getattr(m, name) for m in maskings], axis)
+            for name, axis in (("bias", 1), ("sinks", 0), ("mask", 1))
+            if getattr(maskings[0], name) is not None
+        }
         self._found: dict[tuple[Numerics, int | None], Found] = {}
 
     def presets(self) -> list[Candidate]:
@@ -121,15 +135,20 @@ class Emulation:
         if self.dtype == "float16":
             if numerics.recomputed_probs == "rounded":  # float16's subnormals: refused
                 return numerics.replace(output=None)
-            return numerics.with_format("float16")
+            numerics = numerics.with_format("float16")
+            once_less = str(numerics.scores) == _TWICE
+            return numerics.replace(scores="f32_m9") if once_less else numerics
         return numerics.replace(output=None)
 
     def run(self, numerics: Numerics, tile: int | None = None) -> Found:
-        """o, lse, dq, dk and dv of all problems in float64, problem by problem on the first axis.
+        """The results of all problems as rows in float64, problem by problem on the first axis.
 
         Args:
           numerics: of every head.
           tile: queries, and keys in the backward pass, of a tile: the order of sums. None: all.
+
+        Raises:
+          UnsupportedError: this arithmetic is not defined for the problems, as with a soft cap.
         """
         key = numerics, tile
         if key not in self._found:
@@ -137,24 +156,50 @@ class Emulation:
             # `dense` is `tiled` with one tile, in a fifth of the operations.
             is_dense = tile is None and numerics.kv_block == "all"
             sizes = BlockSizes(query=tile or 256, kv_bwd=tile or 256)
-            attend: Any = functools.partial(
-                attention.dot_product_attention,
-                is_causal=problem.masking.is_causal,
-                scale=problem.scale,
-                numerics=numerics,
-                implementation="dense" if is_dense else "tiled",
-                block_sizes=None if is_dense else sizes,
-                return_residual=True,
-            )
+            settings: Any = {
+                "is_causal": problem.masking.is_causal,
+                "local_window_size": problem.masking.window,
+                "query_offset": problem.masking.query_offset,
+                "scale": problem.scale,
+                "logits_soft_cap": problem.soft_cap,
+                "numerics": numerics,
+                "implementation": "dense" if is_dense else "tiled",
+                "block_sizes": None if is_dense else sizes,
+                "return_residual": True,
+            }
+
+            def attend(q: Any, k: Any, v: Any, extras: dict[str, Any], **hidden: Any) -> Any:
+                return attention.dot_product_attention(q, k, v, **extras, **hidden, **settings)
+
             with _on_the_cpu(), jax.disable_jit(), np.errstate(all="ignore"):
                 q, k, v, do = map(jnp.asarray, self._arrays)
-                o, pullback, lse = jax.vjp(attend, q, k, v, has_aux=True)
-                values = (o, lse, *pullback(do.astype(o.dtype)))
-            names = ("o", "lse", "dq", "dk", "dv")
-            self._found[key] = {
-                n: np.asarray(x).astype(np.float64) for n, x in zip(names, values, strict=True)
-            }
+                extras = {name: jnp.asarray(x) for name, x in self._extras.items()}
+                hidden: Any = {n: extras.pop(n) for n in ("mask",) if n in extras}
+                of = functools.partial(attend, **hidden)
+                (o, lse), pullback = jax.vjp(of, q, k, v, extras)
+                given = np.zeros(lse.shape) if problem.dlse is None else problem.dlse
+                dlse = jnp.asarray(given, lse.dtype)
+                *grads, of_extras = pullback((do.astype(o.dtype), dlse))
+            rows = zip(("o", "dq", "dk", "dv", "lse"), (o, *grads, lse[..., None]), strict=True)
+            found = {n: self._apart(np.asarray(x).astype(np.float64)) for n, x in rows}
+            for name, x in of_extras.items():
+                x = np.asarray(x).astype(np.float64)
+                x = x.swapaxes(1, 2) if name == "bias" else x[None, None, :, None]
+                found[f"d{name}"] = self._apart(x)
+            self._found[key] = found
         return self._found[key]
+
+    def _apart(self, x: np.ndarray) -> np.ndarray:
+        """Rows of all problems [1, rows, P N, H] as [P, rows, N, H]."""
+        count = len(self.problems)
+        if count == 1:
+            return x
+        _, rows, heads, size = x.shape
+        return np.moveaxis(x.reshape(rows, count, heads // count, size), 1, 0)
+
+
+def _side_by_side(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays, axis=2)
 
 
 @contextlib.contextmanager
@@ -233,18 +278,23 @@ class Search:
         """Every candidate tried, nearest first."""
         tried: dict[Numerics, Match] = {}
 
-        def attempt(candidate: Candidate) -> Match:
+        def attempt(candidate: Candidate) -> Match | None:
             if candidate.numerics not in tried:
-                tried[candidate.numerics] = self.match(candidate)
+                try:
+                    tried[candidate.numerics] = self.match(candidate)
+                except attention.UnsupportedError:
+                    return None
             return tried[candidate.numerics]
 
-        begun = sorted(map(attempt, self._emulation.presets()), key=lambda m: m.distance)
+        of_presets = filter(None, map(attempt, self._emulation.presets()))
+        begun = sorted(of_presets, key=lambda m: m.distance)
         for match in begun[:_BEGIN_AT]:
             for change in _tiles_and_exponents(match.candidate.numerics):
                 attempt(dataclasses.replace(match.candidate, numerics=change))
         best = min(tried.values(), key=lambda m: m.distance)
         while True:
-            changed = [attempt(c) for c in _changed(best.candidate, self._emulation.dtype)]
+            tries = map(attempt, _changed(best.candidate, self._emulation.dtype))
+            changed = [match for match in tries if match is not None]
             if not changed:
                 break
             nearer = min(changed, key=lambda m: m.distance)

@@ -2,7 +2,11 @@
 
 The unit of a row is the sum of the absolute values that make it: ‖Σ_j P_ij |v_j|‖ for O, and for
 dQ scale · ‖Σ_j P_ij (|dO|·|v_j| + …) |k_j|‖, whose small difference the true gradient may be. Every
-rounding of a factor changes a row by some 2⁻⁹ of that, whatever the problem; a bug by about 1.
+rounding of a factor changes a row by some 2⁻⁹ of that, whatever the problem; a bug by about 1. The
+unit of lse is 1: an error of lse is a relative one of P.
+
+Every result is an array of rows [B, rows, heads, values]. lse has one value a row, the gradient of
+the bias [1, T, N, S] has a row a query, and that of the sinks [1, 1, N, 1] one in all.
 """
 
 import dataclasses
@@ -10,11 +14,14 @@ import dataclasses
 import numpy as np
 
 from lowprec_attn.attention import reference
-from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.problems import Problem, products
 
-RESULTS = ("o", "dq", "dk", "dv")
+RESULTS = ("o", "dq", "dk", "dv")  # of every kernel
+EVERY = (*RESULTS, "lse", "dsinks", "dbias")
 GRADIENTS = ("dq", "dk", "dv")
-WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"}
+WORDS = {"o": "O", "lse": "lse", "dq": "dQ", "dk": "dK", "dv": "dV"} | {
+    name: name for name in ("dsinks", "dbias")
+}
 
 Found = dict[str, np.ndarray]
 _FLOOR = 1e-3  # of the RMS unit of a head: rows that hardly anything reaches
@@ -22,47 +29,108 @@ _FLOOR = 1e-3  # of the RMS unit of a head: rows that hardly anything reaches
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """float64: o, lse, dq, dk, dv; the units of their rows; rows that see a key [B, 1, T]."""
+    """float64: the results; the units of their rows; rows that see a key [B, T, N].
+
+    slope: the derivative of the soft cap [B, N, T, S]; 1 without one.
+    """
 
     found: Found
     units: Found
     p: np.ndarray
     dp: np.ndarray
+    slope: np.ndarray
     sees: np.ndarray
 
 
 def exact(problem: Problem) -> Exact:
     """Float64 results of a problem and the units of their errors."""
-    options = {"scale": problem.scale, "masking": problem.masking}
-    q, k, v, do = problem.arrays
-    forward = reference.attention(q, k, v, **options)  # type: ignore[arg-type]
-    backward = reference.backward(q, k, v, do, **options)  # type: ignore[arg-type]
-    found = {"o": forward.o, "dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
+    forward, backward = both_passes(problem)
     return Exact(
-        found | {"lse": forward.lse},
-        _units(problem, forward.p),
+        results(problem, forward, backward),
+        _units(problem, forward),
         forward.p,
         backward.dp,
-        np.isfinite(forward.lse),
+        slope(problem),
+        np.any(forward.s > -np.inf, axis=-1).swapaxes(1, 2),
     )
 
 
-def _units(problem: Problem, p: np.ndarray) -> Found:
-    heads = problem.q.shape[2]
+def both_passes(problem: Problem) -> tuple[reference.Forward, reference.Backward]:
+    """Of the float64 reference."""
+    q, k, v, do = problem.arrays
+    forward = reference.attention(q, k, v, **problem.settings)
+    return forward, reference.backward(q, k, v, do, dlse=problem.dlse, **problem.settings)
+
+
+def results(problem: Problem, forward: reference.Forward, backward: reference.Backward) -> Found:
+    """As arrays of rows: those that a problem has."""
+    found = {
+        "o": forward.o,
+        "dq": backward.dq,
+        "dk": backward.dk,
+        "dv": backward.dv,
+        "lse": forward.lse,
+    }
+    if problem.masking.sinks is not None:
+        found["dsinks"] = backward.dsinks
+    if problem.masking.bias is not None:
+        found["dbias"] = backward.ds.sum(0, keepdims=True)
+    return as_rows(found)
+
+
+def as_rows(found: Found) -> Found:
+    """Results with lse [B, T, N], dsinks [N] and dbias [1, N, T, S] as arrays of rows."""
+    turns = {
+        "lse": lambda x: x[..., None],
+        "dsinks": lambda x: x[None, None, :, None],
+        "dbias": lambda x: x.swapaxes(1, 2),
+    }
+    return {n: turns.get(n, np.asarray)(x) for n, x in found.items()}
+
+
+def as_given(found: Found) -> Found:
+    """The inverse of `as_rows`."""
+    turns = {
+        "lse": lambda x: x[..., 0],
+        "dsinks": lambda x: x[0, 0, :, 0],
+        "dbias": lambda x: x.swapaxes(1, 2),
+    }
+    return {n: turns.get(n, np.asarray)(x) for n, x in found.items()}
+
+
+def slope(problem: Problem) -> np.ndarray:
+    """1 − tanh²(q kᵀ · scale / c), [B, N, T, S]; [1, 1, 1, 1] without a soft cap."""
+    if problem.soft_cap is None:
+        return np.ones((1, 1, 1, 1))
+    return 1 - np.tanh(products(problem) / problem.soft_cap) ** 2
+
+
+def _units(problem: Problem, forward: reference.Forward) -> Found:
+    p, heads = forward.p, problem.q.shape[2]
     q, k, v, do = (np.abs(x.astype(np.float64)) for x in problem.arrays)
     kv_heads = k.shape[2]
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
     dp = np.einsum("btnh,bsnh->bnts", do, v)
-    ds = p * (dp + np.sum(p * dp, -1, keepdims=True)) * problem.scale
+    dlse = np.zeros(q.shape[:3]) if problem.dlse is None else np.abs(problem.dlse)
+    less = np.sum(p * dp, -1, keepdims=True) + dlse.transpose(0, 2, 1)[..., None]
+    ds = p * (dp + less)
+    # The slope is a difference too, of 1 and tanh².
+    dx = ds * (2 - slope(problem)) * problem.scale
     units = {
         "o": np.einsum("bnts,bsnh->btnh", p, v),
-        "dq": np.einsum("bnts,bsnh->btnh", ds, k),
-        "dk": np.einsum("bnts,btnh->bsnh", ds, q),
+        "dq": np.einsum("bnts,bsnh->btnh", dx, k),
+        "dk": np.einsum("bnts,btnh->bsnh", dx, q),
         "dv": np.einsum("bnts,btnh->bsnh", p, do),
+        "lse": np.ones((*q.shape[:3], 1)),
     }
     for name in ("dk", "dv"):
-        b, s, _, h = units[name].shape
-        units[name] = units[name].reshape(b, s, kv_heads, -1, h).sum(3)
+        units[name] = by_key_head(units[name], kv_heads)
+    if problem.masking.sinks is not None:
+        weights = reference.sink_probabilities(forward, problem.masking)
+        of_sinks = (weights * less[..., 0].swapaxes(1, 2)).sum((0, 1))
+        units["dsinks"] = of_sinks[None, None, :, None]
+    if problem.masking.bias is not None:
+        units["dbias"] = ds.sum(0, keepdims=True).swapaxes(1, 2)
     sizes = {name: np.linalg.norm(x, axis=-1) for name, x in units.items()}
     return {
         name: np.maximum(x, _FLOOR * np.sqrt((x**2).mean(1, keepdims=True)) + 1e-300)
@@ -70,18 +138,25 @@ def _units(problem: Problem, p: np.ndarray) -> Found:
     }
 
 
-def row_errors(found: Found, of: Exact, against: Found | None = None) -> Found:
-    """‖x − x64‖ / unit of every row [B, T or S, heads]; inf where a row is not finite.
+def by_key_head(x: np.ndarray, kv_heads: int) -> np.ndarray:
+    """The sum over the query heads of each key head: [B, S, N, H] to [B, S, K, H]."""
+    b, s, _, h = x.shape
+    return x.reshape(b, s, kv_heads, -1, h).sum(3)
 
-    Rows of O that see no key are left out (0): what stands there is a convention, if it is finite.
+
+def row_errors(found: Found, of: Exact, against: Found | None = None) -> Found:
+    """‖x − x64‖ / unit of every row [B, rows, heads]; inf where a row is not finite.
+
+    Rows that see no key are left out (0): in O what stands there is a convention, if it is finite;
+    in lse it is one where there is no sink either.
 
     Args:
-      found: o, dq, dk, dv in float64, or some of them.
+      found: results in float64, some of `EVERY`.
       of: the exact results and units.
       against: other results in the place of the exact ones.
     """
     errors = {}
-    for name in RESULTS:
+    for name in EVERY:
         if name not in found:
             continue
         x, y = found[name], (against or of.found)[name]
@@ -90,12 +165,15 @@ def row_errors(found: Found, of: Exact, against: Found | None = None) -> Found:
         error = np.where(np.isfinite(x).all(-1), error, np.inf)
         if name == "o":
             error = np.where(of.sees | np.isinf(error), error, 0.0)
+        if name == "lse":
+            error = np.where(np.isfinite(of.found["lse"][..., 0]), error, 0.0)
         errors[name] = error
     return errors
 
 
 def relative(found: np.ndarray, exact: np.ndarray) -> float:
-    """‖found − exact‖ / ‖exact‖ of the whole array."""
-    size = float(np.linalg.norm(exact))
+    """‖found − exact‖ / ‖exact‖ of the whole array, but for what is infinite in the exact one."""
+    counted = np.isfinite(exact)
+    size = float(np.linalg.norm(exact[counted]))
     with np.errstate(invalid="ignore", over="ignore"):
-        return float(np.linalg.norm(found - exact)) / max(size, 1e-300)
+        return float(np.linalg.norm((found - exact)[counted])) / max(size, 1e-300)

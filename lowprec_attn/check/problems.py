@@ -2,16 +2,20 @@
 
 `core` problems share one shape, so that every candidate's arithmetic meets all of them in one
 call. `feature` problems each ask for one more thing: odd lengths, groups of heads, masks, another
-scale. Values are rounded to the dtype asked for, so that float64 sees what the kernel sees.
+scale, a window, a soft cap, sinks, a bias, a gradient of lse. Values are rounded to the dtype asked
+for, so that float64 sees what the kernel sees.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from lowprec_attn.attention import reference
 from lowprec_attn.attention.reference import Masking
+from lowprec_attn.check.inputs import KINDS, Arrays, drawn, normal
 
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -21,9 +25,8 @@ DTYPES = {
 
 # Of a core problem: two and a half tiles of 64, one and a quarter of 128.
 TOKENS, HEADS, HEAD_SIZE = 160, 2, 64
-_DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
-
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+_SOFT_CAP = 2.0  # of the problem that asks for one: its scores reach ± 4
+_BIAS = 2.0  # standard deviation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +37,12 @@ class Problem:
       name: of the problem, such as `clustered 1e+03`.
       about: what it is, in a few words.
       scale: factor of q kᵀ.
+      masking: with the bias [1, N, T, S] and the sinks [N], in the dtype of q, where there are any.
       needs: what a kernel must be able to do: `causal` or `full`, and of `groups`, `lengths` (other
-        numbers of keys than of queries), `mask`, `scale` (another than 1/√H).
+        numbers of keys than of queries), `mask`, `scale` (another than 1/√H), `window`, `soft_cap`,
+        `sinks`, `bias`, `lse` (its gradient).
+      soft_cap: c of c tanh(q kᵀ · scale / c).
+      dlse: gradient of lse, float32 [B, T, N].
     """
 
     name: str
@@ -47,44 +54,40 @@ class Problem:
     scale: float
     masking: Masking
     needs: frozenset[str]
+    soft_cap: float | None = None
+    dlse: np.ndarray | None = None
 
     @property
     def arrays(self) -> Arrays:
         """q, k, v and dO."""
         return self.q, self.k, self.v, self.do
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of `reference.attention`."""
+        return {"scale": self.scale, "soft_cap": self.soft_cap, "masking": self.masking}
+
     def replace(self, **changes: object) -> "Problem":
         """A copy with other fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
-
-def largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
-    """Of every head the largest |score| that a causal row sees; as many heads in k as in q."""
-    s = np.einsum("btnh,bsnh->nbts", *(x.astype(np.float64) for x in (q, k))) * scale
-    return np.abs(np.tril(s)).max((1, 2, 3))
+    def masked(self, **changes: object) -> "Problem":
+        """A copy with other fields of its masking."""
+        return self.replace(masking=dataclasses.replace(self.masking, **changes))  # type: ignore[arg-type]
 
 
-def drawn(kind: str, score: float, shape: tuple[int, int, int], seed: int) -> Arrays:
-    """q, k, v and dO [1, T, N, H] in float64 with this largest |score|.
+def products(problem: Problem) -> np.ndarray:
+    """q kᵀ · scale in float64 [B, N, T, S], before a soft cap."""
+    q, k = (x.astype(np.float64) for x in (problem.q, problem.k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    return np.einsum("btnh,bsnh->bnts", q, k) * problem.scale
 
-    Args:
-      kind: `normal`; or `clustered`: tokens near six directions that q and k share, values with a
-        common part, as in layers of trained models (after the sweep of
-        github.com/KohakuBlueleaf/KohakuFA).
-      score: the largest |score|, causal, with the scale 1/√H.
-      shape: T, N and H.
-      seed: of the draw.
-    """
-    tokens, heads, size = shape
-    draw = np.random.default_rng(seed).standard_normal
-    q, k, v, do = draw((4, 1, tokens, heads, size))
-    if kind == "clustered":
-        directions = draw((_DIRECTIONS, heads, size))
-        of = np.random.default_rng(seed + 1).integers(_DIRECTIONS, size=(2, tokens))
-        q, k = (directions[of[i]][None] + _SPREAD * x for i, x in enumerate((q, k)))
-        v = 1 + _SPREAD * v
-    factor = np.sqrt(score / largest_scores(q, k, size**-0.5).max())
-    return q * factor, k * factor, v, do
+
+def scores(problem: Problem) -> np.ndarray:
+    """S in float64 [B, N, T, S], of hidden keys too."""
+    everywhere = Masking(bias=problem.masking.bias)
+    settings = problem.settings | {"masking": everywhere}
+    return reference.attention(problem.q, problem.k, problem.v, **settings).s
 
 
 def core(
@@ -101,7 +104,7 @@ def core(
         for score in scores
     ]
     rng = np.random.default_rng(seed + 2)
-    kinds += [(name, about, make(rng, shape)) for name, about, make in _KINDS]
+    kinds += [(name, about, make(rng, shape)) for name, about, make in KINDS]
     return [_problem(name, about, x, dtype, causal=causal) for name, about, x in kinds]
 
 
@@ -134,12 +137,12 @@ def features(
         scale: float | None = None,
         batch: int = 1,
     ) -> Problem:
-        x = _normal(rng, batch, lengths, heads, head_size)
+        x = normal(rng, batch, lengths, heads, head_size)
         problem = _problem(name, about, x, dtype, causal=causal, scale=scale)
         return problem if mask is None else _masked(problem, mask())
 
     one = np.arange(150)
-    return [
+    plain = [
         made("seven tokens", "far less than a tile", (7, 7)),
         made("odd length", "the last tile is not full", (203, 203)),
         made("a batch", "three sequences", (130, 130), batch=3),
@@ -158,79 +161,58 @@ def features(
             mask=lambda: np.equal.outer(*2 * (np.searchsorted((60, 110), one),)),
         ),
     ]
+    return [
+        *plain,
+        windowed(made("local window", "20 keys before, 9 behind", (150, 150)), (20, 9)),
+        capped(made("soft cap", "scores reach twice the cap", (130, 130)), _SOFT_CAP),
+        with_sinks(made("attention sinks", "half of a row's weight", (130, 130)), seed),
+        biased(made("additive bias", "a number for each pair", (130, 130)), seed),
+        _with_dlse(made("gradient of lse", "beside that of O", (130, 130)), rng),
+        _with_dlse(
+            with_sinks(made("gradient of lse, sinks", "beside that of O", (66, 66)), seed), rng
+        ),
+    ]
 
 
-def _normal(
-    rng: np.random.Generator,
-    batch: int,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    size: int,
-) -> Arrays:
-    (t, s), (n, kv) = lengths, heads
-    shapes = (batch, t, n, size), (batch, s, kv, size), (batch, s, kv, size), (batch, t, n, size)
-    q, k, v, do = (rng.standard_normal(shape) for shape in shapes)
-    return q, k, v, do
+def windowed(problem: Problem, window: tuple[int, int]) -> Problem:
+    """Row t sees the keys t − left to t + right alone."""
+    return seeing(problem.masked(window=window).replace(needs=problem.needs | {"window"}))
 
 
-def _one_key(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Row t lies on a key s ≤ t alone."""
-    _, k, v, do = _normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    at = (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int)
-    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
-    return _to_score(k[:, at], k, v, do, 1e3)
+def capped(problem: Problem, soft_cap: float) -> Problem:
+    """With scores c tanh(q kᵀ · scale / c)."""
+    return problem.replace(soft_cap=soft_cap, needs=problem.needs | {"soft_cap"})
 
 
-def _saturated(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Row t lies between two keys, one of them ahead by about one."""
-    q, k, v, do = _normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
-    first, second = (
-        (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int) for _ in range(2)
-    )
-    return _to_score(1.003 * k[:, first] + k[:, second] + 0.003 * q, k, 1 + v / 4, do, 3e2)
+def with_sinks(problem: Problem, seed: int) -> Problem:
+    """With a sink of every head near the median lse of its rows: half of the weight of many."""
+    of = reference.attention(problem.q, problem.k, problem.v, **problem.settings)
+    draw = np.random.default_rng(seed + 4).standard_normal(problem.q.shape[2])
+    lse = np.where(np.isfinite(of.lse), of.lse, np.nan)
+    sinks = (np.nanmedian(lse, axis=(0, 1)) + draw).astype(problem.q.dtype)
+    return problem.masked(sinks=sinks).replace(needs=problem.needs | {"sinks"})
 
 
-def _ties(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Sixteen different keys, each many times: maxima repeat exactly."""
-    q, k, v, do = _normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    return np.rint(2 * q) / 2, np.rint(2 * k[:, rng.integers(16, size=shape[0])]) / 2, v, do
+def biased(problem: Problem, seed: int) -> Problem:
+    """With a bias of every head, query and key."""
+    shape = (1, problem.q.shape[2], problem.q.shape[1], problem.k.shape[1])
+    bias = _BIAS * np.random.default_rng(seed + 5).standard_normal(shape)
+    bias = bias.astype(problem.q.dtype)
+    return problem.masked(bias=bias).replace(needs=problem.needs | {"bias"})
 
 
-def _sink(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-    """Every row has its maximum at key 0, ahead by ten: P̄ is rounded alike in tiles of any size."""
-    q, k, v, do = _normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-    common = np.full(shape[2], 1.0)
-    k[:, 0] = common
-    q = q + (10 / np.sqrt(shape[2])) * common
-    k[:, 1:] -= k[:, 1:].mean(-1, keepdims=True)  # of the rest, no level
-    return q, k, v, do
+def _with_dlse(problem: Problem, rng: np.random.Generator) -> Problem:
+    dlse = rng.standard_normal(problem.q.shape[:3]).astype(np.float32)
+    return problem.replace(dlse=dlse, needs=problem.needs | {"lse"})
 
 
-def _level(sign: int) -> Callable[[np.random.Generator, tuple[int, int, int]], Arrays]:
-    """All scores of a row near ± 1e3, as where q and k have common parts."""
-
-    def make(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
-        q, k, v, do = _normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
-        part = np.where(np.arange(shape[2]) % 2 == 0, 1.0, -1.0) * np.sqrt(1e3 / np.sqrt(shape[2]))
-        return q + part, k + sign * part, 1 + v / 4, do
-
-    return make
-
-
-_KINDS: tuple[tuple[str, str, Callable[..., Arrays]], ...] = (
-    ("one key", "rows of one key, scores of 1e3", _one_key),
-    ("saturated", "rows between two keys, values with a common part", _saturated),
-    ("ties", "maxima that repeat exactly", _ties),
-    ("sink", "key 0 leads in every row", _sink),
-    ("level +1e3", "all scores near 1,000", _level(1)),
-    ("level −1e3", "all scores near −1,000", _level(-1)),
-)
-
-
-def _to_score(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, score: float) -> Arrays:
-    factor = np.sqrt(score / largest_scores(q, k, q.shape[-1] ** -0.5).max())
-    return q * factor, k * factor, v, do
+def seeing(problem: Problem) -> Problem:
+    """A loss leaves out rows that see no key: their dO and dlse are 0."""
+    s = reference.attention(problem.q, problem.k, problem.v, **problem.settings).s
+    sees = np.any(s > -np.inf, axis=-1).swapaxes(1, 2)
+    dlse = None if problem.dlse is None else np.where(sees, problem.dlse, np.float32(0))
+    do = np.where(sees[..., None], problem.do, np.zeros((), problem.do.dtype))
+    return problem.replace(do=do, dlse=dlse)
 
 
 def _problem(
@@ -246,15 +228,9 @@ def _problem(
 
 
 def _masked(problem: Problem, seen: np.ndarray) -> Problem:
-    """With a mask [#T, S]. A loss leaves out rows that see no key: their dO is 0."""
+    """With a mask [#T, S]."""
     mask = np.broadcast_to(seen, (problem.q.shape[1], problem.k.shape[1]))[None, None]
-    masking = dataclasses.replace(problem.masking, mask=mask)
-    visible = np.array(mask)
-    if masking.is_causal:
-        visible &= np.tri(*mask.shape[2:]).astype(bool)
-    sees: np.ndarray = np.any(visible, axis=-1)
-    do = np.where(sees[..., None].swapaxes(1, 2), problem.do, np.zeros((), problem.do.dtype))
-    return problem.replace(masking=masking, do=do, needs=problem.needs | {"mask"})
+    return seeing(problem.masked(mask=mask).replace(needs=problem.needs | {"mask"}))
 
 
 def served(problems: list[Problem], can: frozenset[str]) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from lowprec_attn.check.candidates import Match
+from lowprec_attn.check.target import Setting
 from lowprec_attn.check.training import Effect
 
 State = Literal["right", "risk", "bug"]
@@ -63,6 +64,7 @@ class Report:
 
     Attributes:
       target, dtype: what was checked.
+      setting: what every problem had.
       state: `right`, `risk` or `bug`.
       arithmetic: None where a bug leaves nothing to tell it by.
       bugs: what no rounding explains.
@@ -70,6 +72,7 @@ class Report:
       notes: what else was seen, in sentences.
       effects: on clustered problems, by name.
       cures: what is left under each cure; empty where none is needed.
+      allowed: the largest row sum of dS that its cast explains.
       errors: ‖x − x64‖ / ‖x64‖ of every problem and result.
       refused: problems that the kernel refused, and why.
       not_tried: problems that need what the kernel cannot do.
@@ -77,6 +80,7 @@ class Report:
 
     target: str
     dtype: str
+    setting: Setting
     state: State
     arithmetic: Arithmetic | None
     bugs: tuple[Bug, ...]
@@ -84,6 +88,7 @@ class Report:
     notes: tuple[str, ...]
     effects: Mapping[str, Effect]
     cures: Mapping[str, Effect]
+    allowed: float
     errors: Mapping[str, Mapping[str, float]]
     refused: Mapping[str, str]
     not_tried: tuple[str, ...]

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_attn.check.measure import Exact, exact
-from lowprec_attn.check.problems import Problem
-from lowprec_attn.check.targets import Target
+from lowprec_attn.check import scripts
+from lowprec_attn.check.measure import as_given, exact
+from lowprec_attn.check.problems import Problem, seeing
+from lowprec_attn.check.target import Target
 from lowprec_attn.files import write_atomically, writing
 
 _SECONDS = 15.0
@@ -28,6 +29,9 @@ def smallest(problem: Problem, shows: Callable[[Problem], bool]) -> Problem:
     while smaller:
         smaller = False
         for candidate in _smaller(problem):
+            # Which axis of lse is which must stay clear.
+            if candidate.q.shape[1] == candidate.q.shape[2] > 1:
+                continue
             if time.monotonic() > end:
                 return problem
             if shows(candidate):
@@ -81,9 +85,15 @@ def _cut(
     if masking.mask is not None:
         mask = np.broadcast_to(masking.mask, (problem.q.shape[0], *masking.mask.shape[1:]))
         masking = dataclasses.replace(masking, mask=mask[batch, :, rows][..., keys])
+    if masking.bias is not None:
+        masking = dataclasses.replace(masking, bias=masking.bias[:, heads, rows][..., keys])
+    if masking.sinks is not None:
+        masking = dataclasses.replace(masking, sinks=masking.sinks[heads])
     if np.asarray(masking.query_offset).item():
         masking = dataclasses.replace(masking, query_offset=k.shape[1] - q.shape[1])
-    return problem.replace(q=q, k=k, v=v, do=do, masking=masking)
+    dlse = None if problem.dlse is None else problem.dlse[batch, rows][:, :, heads]
+    smaller = problem.replace(q=q, k=k, v=v, do=do, masking=masking, dlse=dlse)
+    return smaller if masking.window is None else seeing(smaller)
 
 
 def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Path, Path]:
@@ -92,14 +102,18 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
     Raises:
       DiskError: the disk refuses.
     """
-    of: Exact = exact(problem)
+    found = as_given(exact(problem).found)
+    names = scripts.names(problem)
     arrays: dict[str, Any] = {
         n: x.astype(np.float32) for n, x in zip(("q", "k", "v", "do"), problem.arrays, strict=True)
     }
-    arrays |= {f"{n}_float64": of.found[n] for n in ("o", "dq", "dk", "dv")}
-    if problem.masking.mask is not None:
+    masking = problem.masking
+    beside = {"bias": masking.bias, "sinks": masking.sinks, "dlse": problem.dlse}
+    arrays |= {n: x.astype(np.float32) for n, x in beside.items() if x is not None}
+    arrays |= {f"{n}_float64": found[n] for n in names}
+    if masking.mask is not None:
         arrays["mask"] = np.broadcast_to(
-            problem.masking.mask, (problem.q.shape[0], *problem.masking.mask.shape[1:])
+            masking.mask, (problem.q.shape[0], *masking.mask.shape[1:])
         )
     folder.mkdir(parents=True, exist_ok=True)
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
@@ -107,8 +121,8 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
         "import numpy as np",
         f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
         *target.script(problem),
-        "for name, x in zip(('o', 'dq', 'dk', 'dv'), found):",
-        "    error = np.abs(np.asarray(x) - a[name + '_float64']).max(-1)  # of every row and head",
+        f"for name, x in zip({names}, found):",
+        "    error = np.abs(np.asarray(x) - a[name + '_float64'])",
         "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
         "error.shape))",
     ]

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowprec_attn.check.measure import WORDS
+from lowprec_attn.check.measure import EVERY, WORDS
 from lowprec_attn.check.report import Arithmetic, Bug, Report
-from lowprec_attn.check.training import RISK
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
@@ -21,6 +20,8 @@ _WHO = {
     "flash": "as FlashAttention-2 and -3 and cuDNN",
     "jax_nn": "as jax.nn by XLA",
     "published": "as the public code of arXiv 2510.04212",
+    "eager": "as eager attention of transformers: every operation is rounded",
+    "eager_scaled": "as eager attention of transformers: every operation is rounded",
     "float32_output": "as Kimi K3, which keeps O in float32",
     "halves_output": "as FlashAttention-4's sparse MLA",
     "corrected_after_cast": "as Chen et al., arXiv 2609.34272",
@@ -37,13 +38,18 @@ _OF_SAVED = {
     "halves": "δ from O in two halves",
     "auxiliary": "δ from an O of unrounded P̄",
 }
+_SCORES = {
+    "f32_m10": "TF32",
+    "bf16_m6": "bfloat16 before and after the scale",
+    "f32_m9": "float16 before and after the scale",
+}
 _STATE = {"right": "right", "risk": "a risk", "bug": "a bug"}
 
 
 def described(numerics: Numerics) -> str:
     """The roundings of an arithmetic, in the order in which they are made."""
     n = numerics
-    scores = "TF32" if str(n.scores) == "f32_m10" else str(n.scores)
+    scores = _SCORES.get(str(n.scores), str(n.scores))
     probs = "P divided by l, then" if n.normalize_probs else "P̄"
     delta = _DELTA.get(n.delta) or _OF_SAVED[n.saved_output]
     parts = [
@@ -61,8 +67,9 @@ def described(numerics: Numerics) -> str:
 def lines(report: Report) -> Iterator[str]:
     """What the command prints."""
     tried = len(report.errors)
+    setting = f", {report.setting.words}" if report.setting.words else ""
     yield from _wrapped(
-        f"{report.target}, {report.dtype}: {headline(report)} ({tried} problems)", ""
+        f"{report.target}, {report.dtype}{setting}: {headline(report)} ({tried} problems)", ""
     )
     for i, bug in enumerate(report.bugs):
         yield ""
@@ -163,7 +170,7 @@ def cures(report: Report) -> list[tuple[str, ...]]:
                 name,
                 f"{e.row_sum:.1e}",
                 f"{100 * e.query_weight:.2g} %",
-                "" if e.row_sum <= RISK else "still a risk",
+                "" if e.row_sum <= report.allowed else "still a risk",
             )
             for name, e in by_sum
         ),
@@ -174,19 +181,35 @@ def _cures(report: Report) -> Iterator[str]:
     if not report.cures:
         return
     by_sum = sorted(report.cures.items(), key=lambda item: item[1].row_sum)
-    good = [name for name, e in by_sum if e.row_sum <= RISK]
+    good = [name for name, e in by_sum if e.row_sum <= report.allowed]
     yield ""
     yield from columns(cures(report), "<>><", "  ").splitlines()
     yield ""
     if good:
-        yield from _wrapped(
-            f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={good[0]!r}), or "
-            "jax.nn.dot_product_attention(…, implementation='xla')."
-        )
-        yield from _wrapped(
-            "In PyTorch: lowprec_attn.torch.attention, or SDPBackend.MATH, which holds all scores; "
-            "no fused kernel of its own has a cure."
-        )
+        yield from _actions(report.setting.names, good[0])
+
+
+def _actions(names: frozenset[str], cure: str) -> Iterator[str]:
+    """What to call in JAX and PyTorch.
+
+    Args:
+      names: of what every problem had: it must be served.
+      cure: the preset.
+    """
+    unfused = ", or jax.nn.dot_product_attention(…, implementation='xla')"
+    yield from _wrapped(
+        f"In JAX: lowprec_attn.attention.dot_product_attention(…, numerics={cure!r})"
+        f"{'' if names & {'soft_cap', 'sinks'} else unfused}."
+    )
+    ours = "lowprec_attn.torch.attention"
+    if "soft_cap" in names:
+        ours += "_fn(logits_soft_cap=…)"
+    ways = [] if names - {"soft_cap"} else [ours]
+    unfused = "an unfused attention in float32" if names else "SDPBackend.MATH"
+    yield from _wrapped(
+        f"In PyTorch: {', or '.join([*ways, unfused])}, which holds all scores; no fused kernel of "
+        "its own has a cure."
+    )
 
 
 def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
@@ -224,8 +247,10 @@ def write(report: Report, json: Path | None, html: Path | None) -> None:
     if html is not None:
         title = f"lowprec-attn check {report.target}"
         states = {"right": "healthy", "risk": "warned", "bug": "broken"}
+        shown = [n for n in EVERY if any(n in errors for errors in report.errors.values())]
         rows = [
-            (name, *(f"{x:.2e}" for x in errors.values())) for name, errors in report.errors.items()
+            (name, *(f"{errors[n]:.2e}" if n in errors else "" for n in shown))
+            for name, errors in report.errors.items()
         ]
         write_page(
             html,
@@ -235,9 +260,6 @@ def write(report: Report, json: Path | None, html: Path | None) -> None:
                 element("div", headline(report), class_=f"state {states[report.state]}"),
                 element("pre", "\n".join(lines(report))),
                 element("h2", "‖x − x64‖ / ‖x64‖ of every problem"),
-                table(("problem", *WORDS_OF_RESULTS), rows, range(1, 5)),
+                table(("problem", *(WORDS[n] for n in shown)), rows, range(1, 1 + len(shown))),
             ],
         )
-
-
-WORDS_OF_RESULTS = [WORDS[n] for n in ("o", "dq", "dk", "dv")]

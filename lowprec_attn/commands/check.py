@@ -40,6 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--numerics", default="flash", metavar="PRESET", help="of lowprec_attn's own"
     )
+    parser.add_argument(
+        "--window",
+        type=_window,
+        metavar="LEFT,RIGHT",
+        help="every row t sees the keys t − LEFT to t + RIGHT alone; one number for both",
+    )
+    parser.add_argument(
+        "--soft-cap", type=float, metavar="C", help="scores are C tanh(q kᵀ · scale / C)"
+    )
+    parser.add_argument(
+        "--sinks", action="store_true", help="one more score per head, and its gradient"
+    )
+    parser.add_argument(
+        "--bias", action="store_true", help="a bias added to the scores, and its gradient"
+    )
+    parser.add_argument(
+        "--lse-gradient",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether the gradient of a returned lse is tried",
+    )
     parser.add_argument("--tokens", type=int, help="of the core problems (default: 160)")
     parser.add_argument("--head-size", type=int, help="H (default: 64)")
     own = parser.add_argument_group(
@@ -53,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=KEYWORD",
-        help="what it calls causal, scale or mask (True: seen), as in causal=is_causal; repeatable",
+        help=(
+            "what it calls causal, scale, mask (True: seen), window (a pair), soft_cap, sinks or "
+            "bias, as in causal=is_causal; repeatable"
+        ),
     )
     own.add_argument("--scale", type=float, help="the factor of q kᵀ that it has (default: 1/√H)")
     own.add_argument(
@@ -67,6 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("start", "end"),
         help="of the causal diagonal where lengths differ (default: whichever its O shows)",
     )
+
+
+def _window(word: str) -> tuple[int, ...]:
+    """LEFT,RIGHT or one number; how many and how large is checked where options are."""
+    sides = tuple(int(side) for side in word.split(","))
+    return sides * 2 if len(sides) == 1 else sides
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,6 +133,11 @@ def _options(args: argparse.Namespace) -> check.Options:
         causal=args.causal,
         keywords=keywords,
         scale=args.scale,
+        window=args.window,
+        soft_cap=args.soft_cap,
+        sinks=args.sinks,
+        bias=args.bias,
+        lse_gradient=args.lse_gradient,
         groups=args.groups,
         alignment=args.alignment,
         numerics=args.numerics,

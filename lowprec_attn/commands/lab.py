@@ -14,6 +14,7 @@ from lowprec_attn.errors import RunError, UserError, reading_records
 from lowprec_attn.files import require_output, write_atomically, writing
 
 if TYPE_CHECKING:
+    from lowprec_attn.lab.jobs import Cluster
     from lowprec_attn.lab.processes import Slot
     from lowprec_attn.lab.records import ArmRecord
 
@@ -59,6 +60,19 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "is none, one arm at a time)",
     )
     places.add_argument("--jobs", type=int, help="so many arms at a time, bound to no device")
+    parser.add_argument(
+        "--launcher",
+        choices=("processes", "slurm"),
+        default="processes",
+        help="processes of this host (default), or a Slurm job for each arm",
+    )
+    parser.add_argument(
+        "--slurm",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of each job: time (minutes), partition, gpus_per_node, cpus_per_task, mem, …",
+    )
     parser.set_defaults(act=_run, config_flags=[])
 
 
@@ -80,7 +94,32 @@ def _run(args: argparse.Namespace) -> None:
     if args.seeds is not None:
         defined = defined.with_seeds(args.seeds)
     again = shlex.join(["lowprec-attn", *sys.argv[1:]])
-    runner.run_arms(defined, args.workdir.absolute(), _slots(args), again=again)
+    workdir = args.workdir.absolute()
+    cluster = _cluster(args, workdir)
+    slots = [] if cluster else _slots(args)
+    runner.run_arms(defined, workdir, slots, again=again, cluster=cluster)
+
+
+def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
+    from lowprec_attn.lab.jobs import Cluster
+    from lowprec_attn.lab.workdir import internal
+
+    if args.launcher != "slurm":
+        if args.slurm:
+            raise RunError(f"--slurm {args.slurm[0]} is for --launcher=slurm; add that")
+        return None
+    for name in ("devices", "jobs"):
+        if getattr(args, name) is not None:
+            raise RunError(
+                f"--{name} is for processes; Slurm gives a job its devices: leave it out"
+            )
+    options = {}
+    for word in args.slurm:
+        key, separator, value = word.partition("=")
+        if not separator or not value:
+            raise RunError(f"--slurm {word}: say KEY=VALUE, as in time=240")
+        options[key] = value
+    return Cluster("slurm", internal(workdir) / "jobs", options)
 
 
 def _slots(args: argparse.Namespace) -> "list[Slot]":

@@ -29,24 +29,28 @@ class Task(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place for one child at a time: its name, and what it adds to the environment."""
+    """A place for one child at a time: its name, and what it adds to the environment.
+
+    number: of what its children have one, `process` or `job`.
+    """
 
     name: str
     environment: Mapping[str, str]
+    number: str = "process"
 
 
 class Event(NamedTuple):
-    """A child has started or ended.
+    """A child was submitted to a queue, has started or ended.
 
     Attributes:
-      kind: which of the two.
-      task, slot, pid: of the child.
+      kind: which of these.
+      task, slot, pid: of the child; of a job its number.
       code: its exit code, or minus the signal that ended it; 0 when it starts.
       seconds: that it has run.
       stopping: a signal has asked this process to end.
     """
 
-    kind: Literal["started", "ended"]
+    kind: Literal["submitted", "started", "ended"]
     task: Task
     slot: Slot
     pid: int
@@ -101,7 +105,7 @@ def run_tasks(
     """
     waiting, free = list(tasks), list(slots)
     children: list[_Child] = []
-    with _stop_requests() as requests:
+    with stop_requests() as requests:
         passed_on = 0
         try:
             while children or (waiting and not requests):
@@ -144,7 +148,7 @@ def _terminate(children: Sequence[_Child]) -> None:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[list[int]]:
+def stop_requests() -> Iterator[list[int]]:
     """A list that grows by each SIGTERM and SIGINT."""
     requests: list[int] = []
     usual = {

@@ -16,6 +16,7 @@ from lowprec_attn.data import tokens
 from lowprec_attn.errors import RunError
 from lowprec_attn.lab.comparison import unwanted_differences
 from lowprec_attn.lab.experiment import Experiment, Trial
+from lowprec_attn.lab.jobs import Cluster, run_jobs
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
@@ -34,6 +35,7 @@ def run_arms(
     slots: Sequence[Slot],
     command: Sequence[str] | None = None,
     again: str = "the same command",
+    cluster: Cluster | None = None,
 ) -> None:
     """Runs what is left to do of an experiment.
 
@@ -43,9 +45,10 @@ def run_arms(
     Args:
       experiment: the arms and their seeds.
       workdir: the experiment's directory; see `lab.workdir`.
-      slots: where they run; see `lab.processes`.
+      slots: where they run; see `lab.processes`. None where there is a cluster.
       command: what takes the arguments of `lowprec-attn train` instead of it.
       again: the command that continues, to be shown at the end.
+      cluster: where they are jobs instead; see `lab.jobs`.
 
     Raises:
       DataError: a text that an arm is to read cannot be read; no arm has started.
@@ -63,8 +66,13 @@ def run_arms(
                 left.append(trial)
         _require_texts(experiment, left)
         tasks = [_task(experiment, trial, runs[trial.name], command or TRAIN) for trial in left]
-        _say_places(tasks, slots)
-        with contextlib.closing(run_tasks(tasks, slots, _environment(workdir), lock)) as events:
+        environment = _environment(workdir)
+        if cluster is None:
+            _say_places(tasks, slots)
+            following = run_tasks(tasks, slots, environment, lock)
+        else:
+            following = run_jobs(tasks, cluster, environment)
+        with contextlib.closing(following) as events:
             failures = _watch(runs, events)
     unfinished = [run.name for run in runs.values() if not run.outcome().finished]
     if unfinished:
@@ -116,9 +124,13 @@ def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[s
                 _say("step " + ", ".join(f"{runs[name].steps_done} of {name}" for name in running))
             continue
         name, outcome = event.task.name, runs[event.task.name].outcome()
+        number = f"({event.slot.number} {event.pid})"
+        if event.kind == "submitted":
+            _say(f"{name}: {outcome.text}; waits for {event.slot.name} {number}")
+            continue
         if event.kind == "started":
             running.append(name)
-            _say(f"{name}: {outcome.text}; starts on {event.slot.name} (process {event.pid})")
+            _say(f"{name}: {outcome.text}; starts on {event.slot.name} {number}")
             continue
         running.remove(name)
         if outcome.finished or (event.stopping and event.code in _STOPPED):

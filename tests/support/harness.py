@@ -380,28 +380,17 @@ def slope(case: Case, arrays: Arrays) -> np.ndarray:
 
 
 def oracle(case: Case, arrays: Arrays) -> Arrays:
-    """Float64 forward and backward; a gradient of lse enters dS as P ∘ dlse."""
+    """Float64 forward and backward, with a gradient of lse."""
     qkv = (arrays["q"], arrays["k"], arrays["v"])
     options = reference_options(case, arrays)
     fwd = reference.attention(*qkv, **options)
-    bwd = reference.backward(*qkv, arrays["do"], **options)
-    scale = case.scale or case.head_size**-0.5
-    extra = fwd.p * arrays["dlse"].astype(np.float64).transpose(0, 2, 1)[..., None]
-    q, k = (arrays[name].astype(np.float64) for name in ("q", "k"))
-    group = case.heads // case.kv_heads
-    behind = extra * slope(case, arrays)
-    dq = bwd.dq + np.einsum("bnts,bsnh->btnh", behind, k.repeat(group, 2)) * scale
-    dk = np.einsum("bnts,btnh->bsnh", behind, q) * scale
-    dk = bwd.dk + dk.reshape(*k.shape[:3], group, -1).sum(3)
-    result = {"out": fwd.o, "lse": fwd.lse, "dq": dq, "dk": dk, "dv": bwd.dv}
+    bwd = reference.backward(*qkv, arrays["do"], dlse=arrays["dlse"], **options)
+    result = {"out": fwd.o, "lse": fwd.lse, "dq": bwd.dq, "dk": bwd.dk, "dv": bwd.dv}
     if "sinks" in arrays:
-        weights = reference.sink_probabilities(fwd, options["masking"])
-        result["dsinks"] = bwd.dsinks + (weights * np.where(weights == 0, 0, arrays["dlse"])).sum(
-            (0, 1)
-        )
+        result["dsinks"] = bwd.dsinks
     if "bias" in arrays:
         axes = tuple(i for i, size in enumerate(arrays["bias"].shape) if size == 1)
-        result["dbias"] = (bwd.ds + extra).sum(axes, keepdims=True)
+        result["dbias"] = bwd.ds.sum(axes, keepdims=True)
     return result
 
 

@@ -1,0 +1,153 @@
+"""The bugs of a target: those of its problems, each once, with its smallest case."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lowprec_attn.check import bugs, places, shrink
+from lowprec_attn.check.dependences import TWO_RUNS
+from lowprec_attn.check.limits import Limits
+from lowprec_attn.check.measure import EVERY, WORDS
+from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.report import Bug
+from lowprec_attn.check.trials import Trial, Trials
+from lowprec_attn.check.wrong_references import LSE_ROUNDED
+
+_UNNAMED = "an error that no rounding explains"
+_MOST_BUGS = 3
+_MARGINAL = 4.0  # an error larger by this than the core problems explain needs no closer look
+
+# A run that shows a bug, and the largest row error of each result that rounding explains there.
+_Shown = tuple[Trial, dict[str, float]]
+
+
+class Cases:
+    """Finds the bugs of a target's runs.
+
+    Args:
+      trials, limits: its runs and what rounding explains of them.
+      out: folder for the smallest case of each bug and its script; None: none is written.
+
+    Attributes:
+      risks: what has a bug's size and is none, in sentences, after `with_dependences`.
+    """
+
+    def __init__(self, trials: Trials, limits: Limits, out: Path | None) -> None:
+        self._trials, self._limits, self._out = trials, limits, out
+        self.risks: list[str] = []
+
+    def with_dependences(self, dependences: Sequence[Bug]) -> list[Bug]:
+        """The bugs of the problems, and of what a result should not depend on.
+
+        Where two runs differ no other bug of the same results can be told; where one has a name
+        already, results depend on other tokens as well.
+        """
+        found = [bug for bug in dependences if bug.name.startswith(TWO_RUNS)]
+        for bug in (*self._bugs(), *dependences):
+            if not set(bug.results) <= {name for other in found for name in other.results}:
+                found.append(bug)
+        return found
+
+    def _bugs(self) -> list[Bug]:
+        trials, of_core = self._trials, self._limits.of_core
+        runs = [(trial, dict(of_core[i])) for i, trial in enumerate(trials.core)]
+        runs += [(trial, self._limits.of_feature(trial)) for trial in trials.features]
+        runs += [(trial, dict.fromkeys(EVERY, np.finfo(float).max)) for trial in trials.extremes]
+        seen: dict[tuple[str, tuple[str, ...]], list[_Shown]] = {}
+        rounded: dict[str, None] = {}
+        for trial, limit in runs:
+            bad = _beyond(trial, limit)
+            is_feature = any(trial is feature for feature in trials.features)
+            if is_feature and any(trial.errors[n].max() < _MARGINAL * x for n, x in bad.items()):
+                limit = self._limits.emulated(trial)
+                bad = _beyond(trial, limit)
+            while bad and trial.found is not None:
+                name, which = self._named(trial, bad)
+                spoilt = tuple(n for n in EVERY if n in which)
+                if name.startswith(LSE_ROUNDED):
+                    rounded[name] = None
+                else:
+                    seen.setdefault((name, spoilt), []).append((trial, limit))
+                bad = {n: x for n, x in bad.items() if n not in which}
+        self.risks = [f"{name}: P = exp(S − lse) of it errs by as much" for name in rounded]
+        return self._merged(seen)
+
+    def _merged(self, seen: dict[tuple[str, tuple[str, ...]], list[_Shown]]) -> list[Bug]:
+        """One bug for all that it spoils: what has a name first, then what most problems show.
+
+        A later one that spoils no other result may be the same, seen through other inputs.
+        """
+        found: list[Bug] = []
+        for (name, results), shown in sorted(
+            seen.items(), key=lambda item: (item[0][0] == _UNNAMED, -len(item[0][1]), -len(item[1]))
+        ):
+            same = [i for i, bug in enumerate(found) if set(results) <= set(bug.results)]
+            if not same:
+                found.append(self._bug(name, results, shown, len(found)))
+                continue
+            bug = found[same[0]]
+            names = dict.fromkeys((*bug.others, *(trial.problem.name for trial, _ in shown)))
+            others = tuple(other for other in names if other != bug.problem)
+            found[same[0]] = dataclasses.replace(bug, others=others)
+        return found[:_MOST_BUGS]
+
+    def _named(self, trial: Trial, bad: dict[str, float]) -> tuple[str, frozenset[str]]:
+        assert trial.found is not None
+        broken = frozenset(n for n in bad if np.isinf(trial.errors[n]).any())
+        if broken:
+            return bugs.not_finite(trial.problem, trial.exact, trial.errors), broken
+        named = bugs.name(trial.problem, trial.exact, trial.found, bad)
+        return named or (_UNNAMED, frozenset(bad))
+
+    def _bug(
+        self, name: str, results: tuple[str, ...], shown: Sequence[_Shown], number: int
+    ) -> Bug:
+        trial, limit = shown[0]
+        smallest: str = ""
+        files: tuple[str, ...] = ()
+        if self._out is not None:
+            smallest, files = self._reduced(self._out, shown[0], results, number)
+        times = max(float(trial.errors[n].max() / limit[n]) for n in results)
+        where = [f"{WORDS[n]}: {places.words(n, trial.errors[n] > limit[n])}" for n in results]
+        return Bug(
+            name,
+            results,
+            trial.problem.name,
+            "; ".join(where),
+            tuple(other.problem.name for other, _ in shown[1:]),
+            times,
+            smallest,
+            files,
+        )
+
+    def _reduced(
+        self, out: Path, shown: _Shown, results: Sequence[str], number: int
+    ) -> tuple[str, tuple[str, ...]]:
+        """The shape of the smallest case in words, and its files."""
+        trial, limit = shown
+
+        def shows(problem: Problem) -> bool:
+            again = self._trials.run(problem)
+            return any(n in again.errors and again.errors[n].max() > limit[n] for n in results)
+
+        smallest = shrink.smallest(trial.problem, shows)
+        if "lse" in results and smallest.dlse is None:  # for the script, which then shows lse
+            smallest = smallest.replace(dlse=np.zeros(smallest.q.shape[:3], np.float32))
+        target = self._trials.target
+        stem = f"{_file_name(target.name)}-bug-{number + 1}"
+        files = tuple(map(str, shrink.save(smallest, target, out, stem)))
+        b, t, n, _ = smallest.q.shape
+        s, k = smallest.k.shape[1:3]
+        of_heads = f"{n} heads on {k}" if k != n else "one head" if n == 1 else f"{n} heads"
+        return f"{b} × {t} queries, {s} keys, {of_heads}", files
+
+
+def _beyond(trial: Trial, limit: Mapping[str, float]) -> dict[str, float]:
+    """The results that err by more, and those limits."""
+    return {n: limit[n] for n, e in trial.errors.items() if e.max() > limit[n]}
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)

@@ -1,0 +1,112 @@
+"""What results should not depend on: a second run, other sequences of a batch, later tokens."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lowprec_attn.check import places
+from lowprec_attn.check.limits import Limits
+from lowprec_attn.check.measure import RESULTS, WORDS, Found
+from lowprec_attn.check.report import Bug
+from lowprec_attn.check.trials import Trial, Trials
+
+TWO_RUNS = "two runs of the same call differ"
+_OTHERS = "a sequence depends on the others of its batch"
+_LATER = "rows depend on tokens behind them"
+_KEPT = 150  # tokens of the long problem that later ones must not reach
+
+
+class Dependences:
+    """What was found of one target.
+
+    Attributes:
+      bugs: differences larger than rounding explains.
+      risks, notes: smaller ones, in sentences.
+    """
+
+    def __init__(self, trials: Trials, limits: Limits) -> None:
+        self._limits = limits
+        self.bugs: list[Bug] = []
+        self.risks: list[str] = []
+        self.notes: list[str] = []
+        for words, trial, other in _pairs(trials):
+            self._compare(words, trial, other)
+
+    def _compare(self, words: str, trial: Trial, other: Found) -> None:
+        assert trial.found is not None
+        same = {n: trial.found[n][:, : other[n].shape[1]] for n in RESULTS}
+        limit = self._limits.of_feature(trial)
+        bad, differ = {}, []
+        for n in RESULTS:
+            unit = trial.exact.units[n][:, : other[n].shape[1]]
+            with np.errstate(invalid="ignore"):
+                distance = np.linalg.norm(same[n] - other[n], axis=-1) / unit
+            if not np.array_equal(same[n], other[n], equal_nan=True):
+                differ.append(n)
+            if not (distance <= limit[n]).all():
+                bad[n] = distance
+        if bad:
+            where = "; ".join(
+                f"{WORDS[n]}: {places.words(n, ~(d <= limit[n]))}" for n, d in bad.items()
+            )
+            times = max(float(np.nanmax(d) / limit[n]) for n, d in bad.items())
+            name = f"{words}, by more than rounding"
+            self.bugs.append(Bug(name, tuple(bad), trial.problem.name, where, (), times, "", ()))
+        elif differ:
+            names = ", ".join(WORDS[n] for n in differ)
+            sentences = self.risks if words == TWO_RUNS else self.notes
+            sentences.append(f"{words}, within rounding: {names}")
+
+
+def _pairs(trials: Trials) -> Iterator[tuple[str, Trial, Found]]:
+    """Words, a run, and other results of it that should be the same."""
+    batch = _feature(trials, "a batch")
+    if batch is not None:
+        again = trials.run(batch.problem).found
+        if again is not None:
+            yield TWO_RUNS, batch, again
+        alone = _alone(trials, batch)
+        if alone is not None:
+            yield _OTHERS, batch, alone
+    long = _long(trials)
+    if long is not None:
+        short = _shortened(trials, long)
+        if short is not None:
+            yield _LATER, long, short
+
+
+def _feature(trials: Trials, name: str) -> Trial | None:
+    found = next((trial for trial in trials.features if trial.problem.name == name), None)
+    return None if found is None or found.found is None else found
+
+
+def _long(trials: Trials) -> Trial | None:
+    """Of a causal kernel, with no gradient from the last tokens."""
+    trial = _feature(trials, "long")
+    if trial is None or not trial.problem.masking.is_causal:
+        return None
+    do = np.array(trial.problem.do)
+    do[:, _KEPT:] = 0
+    again = trials.run(trial.problem.replace(do=do))
+    return None if again.found is None else again
+
+
+def _alone(trials: Trials, trial: Trial) -> Found | None:
+    p = trial.problem
+    parts = []
+    for b in range(p.q.shape[0]):
+        one = slice(b, b + 1)
+        part = trials.run(p.replace(q=p.q[one], k=p.k[one], v=p.v[one], do=p.do[one])).found
+        if part is None:
+            return None
+        parts.append(part)
+    return {n: np.concatenate([part[n] for part in parts]) for n in RESULTS}
+
+
+def _shortened(trials: Trials, trial: Trial) -> Found | None:
+    p, kept = trial.problem, slice(_KEPT)
+    bias = p.masking.bias
+    if bias is not None:
+        p = p.masked(bias=bias[:, :, kept, kept])
+    short = p.replace(q=p.q[:, kept], k=p.k[:, kept], v=p.v[:, kept], do=p.do[:, kept])
+    return trials.run(short).found

@@ -1,0 +1,164 @@
+"""A function of your own as a target: given as such, or as MODULE:FUNCTION."""
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lowprec_attn.check.calls import Inputs, TargetError, jax_call, torch_call
+from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
+from lowprec_attn.check.scripts import jax_script, torch_script
+from lowprec_attn.check.target import Options, Setting, Target
+from lowprec_attn.errors import printable
+
+# What a function may take by a keyword.
+_TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
+
+
+def of_function(function: Callable[..., Any], options: Options) -> Target:
+    """A function of q, k and v that returns O, or O and lse; see `Options`.
+
+    Raises:
+      TargetError: an option is missing or wrong.
+    """
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "fn")
+    framework, notes = _framework(function, options)
+    keywords = _keywords(name, options)
+    setting = Setting.of(options)
+    if "scale" not in keywords:
+        setting = dataclasses.replace(setting, scale=options.scale)
+
+    def attend(problem: Problem, x: Inputs) -> Any:
+        values = _values(problem, {"mask": x.mask, "sinks": x.sinks, "bias": x.bias})
+        given = {keywords[n]: value for n, value in values.items() if n in keywords}
+        return function(x.q, x.k, x.v, **given)
+
+    def call_line(problem: Problem) -> str:
+        masking = problem.masking
+        arrays = {n: getattr(masking, n) is not None for n in ("mask", "sinks", "bias")}
+        words = {n: n for n, is_there in arrays.items() if is_there}
+        values = {n: repr(x) for n, x in _values(problem, {}).items()} | words
+        given = [f", {keywords[n]}={word}" for n, word in values.items() if n in keywords]
+        return f"{name}(q, k, v{''.join(given)})"
+
+    runner, script = (jax_call, jax_script) if framework == "jax" else (torch_call, torch_script)
+    head = [f"from {module} import {name.partition('.')[0]}"]
+    return Target(
+        name=f"{module}:{name}",
+        call=runner(attend, options.layout),
+        can=frozenset(
+            {"lengths", *({"groups"} if options.groups else ())}
+            | _causality(options)
+            | set(keywords) - {"causal"}
+            | setting.names
+        ),
+        setting=setting,
+        lse_gradient=options.lse_gradient,
+        alignment=options.alignment,
+        script=lambda problem: script(head, call_line(problem), problem, options.layout),
+        notes=notes,
+        tokens=options.tokens or TOKENS,
+        head_size=options.head_size or HEAD_SIZE,
+    )
+
+
+def _values(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
+    """What a problem passes by keyword; what it has not is left to the function's default."""
+    values = {
+        "causal": problem.masking.is_causal,
+        "scale": problem.scale,
+        "window": problem.masking.window,
+        "soft_cap": problem.soft_cap,
+        **arrays,
+    }
+    return {n: value for n, value in values.items() if value is not None}
+
+
+def _keywords(name: str, options: Options) -> dict[str, str]:
+    keywords = dict(options.keywords)
+    for array in ("sinks", "bias"):
+        if getattr(options, array):
+            keywords.setdefault(array, array)
+    if options.causal is None and "causal" not in keywords:
+        raise TargetError(
+            f"is {name} causal? say --causal or --no-causal, or --keyword causal=NAME if it takes "
+            "that as an argument"
+        )
+    unknown = set(keywords) - set(_TAKEN)
+    if unknown:
+        raise TargetError(
+            f"--keyword {min(unknown)}=… is none of {', '.join(_TAKEN)}; leave it out"
+        )
+    return keywords
+
+
+def _causality(options: Options) -> set[str]:
+    if options.causal is None:
+        return {"causal", "full"}
+    return {"causal"} if options.causal else {"full"}
+
+
+def _framework(function: Callable[..., Any], options: Options) -> tuple[str, tuple[str, ...]]:
+    if options.framework is not None:
+        if options.framework not in ("jax", "torch"):
+            raise TargetError(f"--framework must be jax or torch, got {options.framework!r}")
+        return options.framework, ()
+    unwrapped = getattr(function, "__wrapped__", function)
+    names = getattr(unwrapped, "__globals__", None)
+    if names is None:
+        names = vars(sys.modules.get(getattr(function, "__module__", ""), object))
+    roots = {
+        (
+            getattr(value, "__name__", "")
+            if isinstance(value, type(sys))
+            else str(getattr(value, "__module__", None))
+        ).partition(".")[0]
+        for value in list(names.values())
+    }
+    found = roots & {"jax", "torch"}
+    if len(found) != 1:
+        which = "both jax and torch" if found else "neither jax nor torch by name"
+        raise TargetError(
+            f"the module of this function imports {which}; say --framework jax or --framework torch"
+        )
+    (framework,) = found
+    return framework, (f"called with {framework} arrays, since its module imports {framework}",)
+
+
+def named(name: str, options: Options) -> Target:
+    """The function MODULE:FUNCTION.
+
+    Raises:
+      TargetError: as `of_function`, or it cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        place = f" and {os.getcwd()} has no such module" if missing == module_name else ""
+        raise TargetError(
+            f"cannot import {module_name}: no module named {missing}{place}; install it, or run "
+            "where it is"
+        ) from error
+    except Exception as error:  # whatever the user's module raises
+        raise TargetError(f"cannot import {module_name}: {first_line(error)}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise TargetError(f"{module_name} has no {attribute!r}; say MODULE:FUNCTION") from error
+    if not callable(found):
+        raise TargetError(f"{name} is no function but {type(found).__name__}; say MODULE:FUNCTION")
+    return of_function(found, options)
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return printable(f"{type(error).__name__}: {lines[0]}"[:200])

@@ -1,0 +1,112 @@
+"""Arrays of hard problems in float64: scores of a chosen size, and kinds of rows by name."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+_DIRECTIONS, _SPREAD = 6, 0.3  # of the clusters
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def largest_scores(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
+    """Of every head the largest |score| that a causal row sees; as many heads in k as in q."""
+    s = np.einsum("btnh,bsnh->nbts", *(x.astype(np.float64) for x in (q, k))) * scale
+    return np.abs(np.tril(s)).max((1, 2, 3))
+
+
+def drawn(kind: str, score: float, shape: tuple[int, int, int], seed: int) -> Arrays:
+    """q, k, v and dO [1, T, N, H] in float64 with this largest |score|.
+
+    Args:
+      kind: `normal`; or `clustered`: tokens near six directions that q and k share, values with a
+        common part, as in layers of trained models (after the sweep of
+        github.com/KohakuBlueleaf/KohakuFA).
+      score: the largest |score|, causal, with the scale 1/√H.
+      shape: T, N and H.
+      seed: of the draw.
+    """
+    tokens, heads, size = shape
+    draw = np.random.default_rng(seed).standard_normal
+    q, k, v, do = draw((4, 1, tokens, heads, size))
+    if kind == "clustered":
+        directions = draw((_DIRECTIONS, heads, size))
+        of = np.random.default_rng(seed + 1).integers(_DIRECTIONS, size=(2, tokens))
+        q, k = (directions[of[i]][None] + _SPREAD * x for i, x in enumerate((q, k)))
+        v = 1 + _SPREAD * v
+    factor = np.sqrt(score / largest_scores(q, k, size**-0.5).max())
+    return q * factor, k * factor, v, do
+
+
+def normal(
+    rng: np.random.Generator,
+    batch: int,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    size: int,
+) -> Arrays:
+    """q, k, v and dO of these lengths (T, S) and heads (N, K), all standard normal."""
+    (t, s), (n, kv) = lengths, heads
+    shapes = (batch, t, n, size), (batch, s, kv, size), (batch, s, kv, size), (batch, t, n, size)
+    q, k, v, do = (rng.standard_normal(shape) for shape in shapes)
+    return q, k, v, do
+
+
+def _one_key(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+    """Row t lies on a key s ≤ t alone."""
+    _, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    at = (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int)
+    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
+    return _to_score(k[:, at], k, v, do, 1e3)
+
+
+def _saturated(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+    """Row t lies between two keys, one of them ahead by about one."""
+    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    k *= np.sqrt(shape[2]) / np.linalg.norm(k, axis=-1, keepdims=True)
+    first, second = (
+        (rng.random(shape[0]) * np.arange(1, shape[0] + 1)).astype(int) for _ in range(2)
+    )
+    return _to_score(1.003 * k[:, first] + k[:, second] + 0.003 * q, k, 1 + v / 4, do, 3e2)
+
+
+def _ties(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+    """Sixteen different keys, each many times: maxima repeat exactly."""
+    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    return np.rint(2 * q) / 2, np.rint(2 * k[:, rng.integers(16, size=shape[0])]) / 2, v, do
+
+
+def _sink(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+    """Every row has its maximum at key 0, ahead by ten: P̄ is rounded alike in tiles of any size."""
+    q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+    common = np.full(shape[2], 1.0)
+    k[:, 0] = common
+    q = q + (10 / np.sqrt(shape[2])) * common
+    k[:, 1:] -= k[:, 1:].mean(-1, keepdims=True)  # of the rest, no level
+    return q, k, v, do
+
+
+def _level(sign: int) -> Callable[[np.random.Generator, tuple[int, int, int]], Arrays]:
+    """All scores of a row near ± 1e3, as where q and k have common parts."""
+
+    def make(rng: np.random.Generator, shape: tuple[int, int, int]) -> Arrays:
+        q, k, v, do = normal(rng, 1, (shape[0],) * 2, (shape[1],) * 2, shape[2])
+        part = np.where(np.arange(shape[2]) % 2 == 0, 1.0, -1.0) * np.sqrt(1e3 / np.sqrt(shape[2]))
+        return q + part, k + sign * part, 1 + v / 4, do
+
+    return make
+
+
+KINDS: tuple[tuple[str, str, Callable[..., Arrays]], ...] = (
+    ("one key", "rows of one key, scores of 1e3", _one_key),
+    ("saturated", "rows between two keys, values with a common part", _saturated),
+    ("ties", "maxima that repeat exactly", _ties),
+    ("sink", "key 0 leads in every row", _sink),
+    ("level +1e3", "all scores near 1,000", _level(1)),
+    ("level −1e3", "all scores near −1,000", _level(-1)),
+)
+
+
+def _to_score(q: np.ndarray, k: np.ndarray, v: np.ndarray, do: np.ndarray, score: float) -> Arrays:
+    factor = np.sqrt(score / largest_scores(q, k, q.shape[-1] ** -0.5).max())
+    return q * factor, k * factor, v, do

@@ -1,0 +1,140 @@
+"""What rounding explains: the largest row error of every result of a problem."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lowprec_attn import attention
+from lowprec_attn.check.candidates import Emulation, Match, Search
+from lowprec_attn.check.measure import Found, row_errors
+from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.trials import Trial
+from lowprec_attn.numerics import Numerics
+
+_TIMES = 6.0  # a bug errs by more than this, times the largest row error of a plausible arithmetic
+_PLAUSIBLE = 8.0  # arithmetics at most this much farther than the nearest
+_EMULATED = 3  # of the nearest arithmetics, on a problem where a bug seems to be
+
+
+class Limits:
+    """Those of the core problems, by the arithmetics that are near to the kernel's results.
+
+    Attributes:
+      of_core: by problem and result.
+      search, ranked: the arithmetics, nearest first, found without what a bug has spoilt.
+      risks: errors that grow with the scores, in sentences.
+    """
+
+    def __init__(self, emulation: Emulation, core: Sequence[Trial]) -> None:
+        self._core, self._dtype = core, emulation.dtype
+        self.risks: list[str] = []
+        of_presets = [self._found(emulation, c.numerics) for c in emulation.presets()]
+        widest = self._largest([found for found in of_presets if found is not None])
+        left_out = self._beyond(widest)
+        exacts = [trial.exact for trial in core]
+        found = [trial.found for trial in core]
+        while True:
+            self.search = Search(emulation, exacts, found, frozenset(left_out))
+            self.ranked: list[Match] = self.search.nearest()
+            nearest = _PLAUSIBLE * self.ranked[0].distance
+            near = [m for m in self.ranked if m.distance <= nearest]
+            self.of_core = self._largest([m.found for m in near])
+            beyond = self._beyond(self.of_core)
+            unexplained = {at for at in beyond - left_out if self._grows_with_scores(at, beyond)}
+            if unexplained and not left_out:
+                names = sorted({core[i].problem.name for i, _ in unexplained})
+                self.risks.append(
+                    f"on {', '.join(names)} the error is larger than its arithmetic explains, as "
+                    "where scores are rounded"
+                )
+                for i, name in unexplained:
+                    self.of_core[i][name] = widest[i][name]
+            if not (beyond - unexplained) - left_out:
+                return
+            left_out |= beyond - unexplained
+
+    @staticmethod
+    def _found(emulation: Emulation, numerics: Numerics) -> Found | None:
+        try:
+            return emulation.run(numerics)
+        except attention.UnsupportedError:
+            return None
+
+    def of_feature(self, trial: Trial) -> dict[str, float]:
+        """Those of the core problems with scores no larger, and of the plainest.
+
+        A result that no core problem has may err as much as the worst of the others.
+        """
+        score = 2 * trial.largest_score
+        core = enumerate(self._core)
+        like = [i for i, other in core if i == 0 or other.largest_score <= score]
+        limits = {n: max(self.of_core[i][n] for i in like) for n in self.of_core[0]}
+        limits = dict.fromkeys(trial.exact.found, max(limits.values())) | limits
+        return limits | _of_sinks(trial.problem, limits)
+
+    def emulated(self, trial: Trial) -> dict[str, float]:
+        """As `of_feature`, and what the nearest arithmetics themselves do to the problem."""
+        emulation = Emulation([trial.problem], self._dtype)
+        tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
+        found = [row_errors(x, trial.exact) for x in tried if x is not None]
+        of_rows = {
+            n: [float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in found]
+            for n in trial.errors
+        }
+        limits = self.of_feature(trial)
+        return {n: max([limits[n], *(_TIMES * x for x in of_rows[n])]) for n in of_rows}
+
+    def _largest(self, found: Sequence[Found]) -> list[dict[str, float]]:
+        limits = []
+        names = {n for trial in self._core for n in trial.errors}
+        for i, trial in enumerate(self._core):
+            floor = _floor(trial.problem)
+            errors = [row_errors({n: x[n][i : i + 1] for n in names}, trial.exact) for x in found]
+            largest = {
+                n: max(float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in errors)
+                for n in names
+            }
+            of_rows = {n: max(_TIMES * x, floor) for n, x in largest.items()}
+            least = _of_sinks(trial.problem, {n: of_rows[n] for n in of_rows if n != "dsinks"})
+            limits.append(
+                of_rows | {n: max(x, of_rows[n]) for n, x in least.items() if n in of_rows}
+            )
+        return limits
+
+    def _beyond(self, limits: Sequence[Mapping[str, float]]) -> set[tuple[int, str]]:
+        return {
+            (i, name)
+            for i, trial in enumerate(self._core)
+            for name, error in trial.errors.items()
+            if error.max() > limits[i][name]
+        }
+
+    def _grows_with_scores(self, at: tuple[int, str], beyond: set[tuple[int, str]]) -> bool:
+        """Whether no problem with scores as large is free of it: then S may be rounded.
+
+        A rounded S errs in O as well: an lse that alone errs is a rounded lse.
+        """
+        i, name = at
+        if np.isinf(self._core[i].errors[name]).any() or (name == "lse" and (i, "o") not in beyond):
+            return False
+        scores = [trial.largest_score for trial in self._core]
+        return scores[i] > 10 and all(
+            (j, name) in beyond for j, score in enumerate(scores) if score >= scores[i]
+        )
+
+
+def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]:
+    """The limit of the gradient of the sinks: a sum over all rows, whose errors average out."""
+    if problem.masking.sinks is None:
+        return {}
+    rows = problem.q.shape[0] * problem.q.shape[1]
+    return {"dsinks": max(max(limits.values()) / rows**0.5, _floor(problem))}
+
+
+def _floor(problem: Problem) -> float:
+    """A quarter of the dtype's spacing, and what the order of sums in S does to P."""
+    q, k = (np.abs(x.astype(np.float64)) for x in (problem.q, problem.k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    products = np.einsum("btnh,bsnh->bnts", q, k).max() * problem.scale
+    spacing = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(problem.q.dtype.name, 2.0**-18)
+    return spacing / 4 + 4 * 2.0**-24 * float(products)

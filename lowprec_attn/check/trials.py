@@ -1,0 +1,135 @@
+"""The runs of a target on every problem that it can do."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lowprec_attn.check import problems
+from lowprec_attn.check.calls import TargetError
+from lowprec_attn.check.functions import first_line
+from lowprec_attn.check.measure import RESULTS, WORDS, Exact, Found, exact, row_errors
+from lowprec_attn.check.problems import DTYPES, Problem
+from lowprec_attn.check.target import Target, aligned
+
+
+@dataclasses.dataclass
+class Trial:
+    """A problem, its exact results, the kernel's, and the row errors between them.
+
+    `found` is None where the kernel refused, and `refusal` says why.
+    """
+
+    problem: Problem
+    exact: Exact
+    found: Found | None
+    errors: Found
+    refusal: str = ""
+
+    @property
+    def largest_score(self) -> float:
+        """The largest |S|, of hidden keys too."""
+        return float(np.abs(problems.scores(self.problem)).max())
+
+
+class Trials:
+    """The core problems, features and extremes, run.
+
+    Attributes:
+      core, features, extremes: the runs.
+      notes: what was seen on the way, in sentences.
+      not_tried: names of problems that need what the target cannot do.
+
+    Raises:
+      TargetError: it cannot be called at all, or not as the options say.
+    """
+
+    def __init__(self, target: Target, dtype: str, seed: int) -> None:
+        if dtype not in DTYPES:
+            raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if not target.can & {"causal", "full"}:
+            raise TargetError(f"{target.name} is neither causal nor full; nothing can be tried")
+        self.target, self.dtype, self._seed = target, dtype, seed
+        self.notes = list(target.notes)
+        options: dict[str, Any] = {
+            "causal": target.causal,
+            "head_size": target.head_size,
+            "seed": seed,
+        }
+        sized = options | {"tokens": target.tokens}
+        self.core = [self.run(p) for p in self._set(problems.core(dtype, **sized))]
+        self._require_one()
+        extremes = self._set(problems.extremes(dtype, **sized))
+        self.features = self._features(problems.features(dtype, **options), options)
+        self.extremes = [self.run(p) for p in extremes]
+
+    @property
+    def every(self) -> list[Trial]:
+        """All runs."""
+        return [*self.core, *self.features, *self.extremes]
+
+    def run(self, problem: Problem) -> Trial:
+        """Of one problem."""
+        of = exact(problem)
+        try:
+            found = self.target.call(problem)
+        except Exception as error:  # of any kind: theirs are not ours to know
+            return Trial(problem, of, None, {}, first_line(error))
+        for name in RESULTS:
+            if found[name].shape != of.found[name].shape:
+                raise TargetError(
+                    f"{WORDS[name]} of {self.target.name} has the shape {found[name].shape}, not "
+                    f"{of.found[name].shape} (BTNH); is it another layout (--layout)?"
+                )
+        return Trial(problem, of, found, row_errors(found, of))
+
+    def _set(self, made: Sequence[Problem]) -> list[Problem]:
+        return [self.target.setting.applied(p, self._seed) for p in made]
+
+    def _require_one(self) -> None:
+        if all(trial.found is None for trial in self.core):
+            first = self.core[0]
+            raise TargetError(
+                f"{self.target.name} refuses {first.problem.q.shape} (BTNH) {self.dtype}: "
+                f"{first.refusal}"
+            )
+
+    def _can(self) -> frozenset[str]:
+        """What the target can do, with what its core results showed."""
+        can = self.target.can
+        if any(trial.found is not None and "lse" in trial.found for trial in self.core):
+            can |= {"lse"}
+        return can if self.target.lse_gradient else can - {"lse"}
+
+    def _features(self, made: list[Problem], options: dict[str, Any]) -> list[Trial]:
+        if {"causal", "full"} <= self.target.can:
+            made += problems.features(self.dtype, **(options | {"causal": False}))[1:2]
+            made[-1] = made[-1].replace(name="not causal", about="203 tokens see each other")
+        # What every problem has needs none of its own.
+        made = [p for p in made if not p.needs & self.target.setting.names]
+        can = self._can()
+        self.not_tried = tuple(p.name for p in made if not p.needs <= can)
+        runs = []
+        for problem in self._set(list(problems.served(made, can))):
+            masking = problem.masking
+            has_positions = masking.is_causal or masking.window is not None
+            is_free = "lengths" in problem.needs and has_positions
+            if not is_free or self.target.alignment is not None:
+                runs.append(self.run(aligned(problem, self.target.alignment or "start")))
+                continue
+            runs.append(self._aligned_as_seen(problem))
+        return runs
+
+    def _aligned_as_seen(self, problem: Problem) -> Trial:
+        tried = [self.run(aligned(problem, corner)) for corner in ("start", "end")]
+        if any(trial.found is None for trial in tried):
+            return tried[0]
+        errors = [np.mean(trial.errors["o"]) for trial in tried]
+        corner = int(errors[1] < errors[0])
+        what = "causal diagonal" if problem.masking.is_causal else "window"
+        self.notes.append(
+            f"{problem.name}: the {what} is aligned with the {('first', 'last')[corner]} row and "
+            "key (seen in O, not asked for)"
+        )
+        return tried[corner]

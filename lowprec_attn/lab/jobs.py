@@ -1,0 +1,246 @@
+"""Arms as jobs of Slurm, through submitit: one job an arm, which trains in a process of its own.
+
+A job whose time is almost up, or that is preempted, is told so by SIGUSR2. It then ends its
+trainer, which saves a checkpoint, and queues itself again under its own number. Jobs outlive the
+`lab run` that submitted them: the same command finds those that are still queued or running.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lowprec_attn import installation
+from lowprec_attn.errors import RunError
+from lowprec_attn.files import read_record, write_json
+from lowprec_attn.lab.processes import Event, Slot, Task, stop_requests
+
+_POLL_SECONDS = 2.0
+_LEFT_SECONDS = 10.0  # how long a job's result may take to appear after it has left the queue
+_REQUEUES = 1000  # after a time limit; after a preemption there is no limit
+_LOG_LINES = 3
+_RUNNING, _WAITING, _GONE = "running", "waiting", "gone"
+
+
+class Training:
+    """The work of a job: runs an arm's command, and queues it again when the job must end.
+
+    Args:
+      task: the command and its log.
+      environment: added to the job's own.
+      stop: a file; where it appears, the trainer saves a checkpoint and the job ends.
+    """
+
+    def __init__(self, task: Task, environment: Mapping[str, str], stop: Path) -> None:
+        self.task, self.environment, self.stop = task, dict(environment), stop
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        """The exit code of the command."""
+        if self.stop.exists():
+            return -signal.SIGTERM
+        with self.task.log.open("ab") as log:
+            self._process = process = subprocess.Popen(
+                self.task.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Slurm sends SIGUSR2 to every process of a job, and by default it kills.
+                preexec_fn=_ignore_usr2,
+            )
+        is_told = False
+        while process.poll() is None:
+            if self.stop.exists() and not is_told:
+                process.terminate()
+                is_told = True
+            time.sleep(_POLL_SECONDS / 10)
+        return process.returncode
+
+    def checkpoint(self) -> Any:
+        """Called by submitit upon SIGUSR2: ends the trainer; returns what to queue again."""
+        import submitit
+
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def _ignore_usr2() -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class Cluster:
+    """Where jobs are submitted.
+
+    Args:
+      kind: `slurm`; `local` runs them as processes of this host, to try them.
+      folder: for submitit's files; shared by all nodes.
+      options: of `sbatch`, as submitit names them: `partition`, `time` (minutes), `mem`, …
+
+    Raises:
+      RunError: submitit or Slurm is absent, or an option is unknown or missing.
+    """
+
+    def __init__(
+        self, kind: Literal["slurm", "local"], folder: Path, options: Mapping[str, str]
+    ) -> None:
+        try:
+            import submitit
+        except ModuleNotFoundError as error:
+            raise RunError(
+                f"--launcher=slurm needs submitit: {installation.command('slurm')}"
+            ) from error
+        self.kind, self.folder = kind, folder
+        self.slot = Slot("Slurm" if kind == "slurm" else "this host", {}, "job")
+        if kind == "local":
+            self._executor: Any = submitit.LocalExecutor(folder)
+            self._executor.update_parameters(timeout_min=60)
+            return
+        if "time" not in options:
+            raise RunError("--slurm lacks time=MINUTES, after which a job is queued again")
+        try:
+            self._executor = submitit.SlurmExecutor(folder, max_num_timeout=_REQUEUES)
+        except RuntimeError as error:
+            raise RunError(
+                "--launcher=slurm: there is no srun here; run it on a login node"
+            ) from error
+        try:
+            self._executor.update_parameters(**{n: _value(x) for n, x in options.items()})
+        except ValueError as error:
+            raise RunError(f"--slurm: {str(error).splitlines()[0]}") from error
+
+    def submit(self, training: Training) -> Any:
+        """The job.
+
+        Raises:
+          RunError: Slurm refuses it.
+        """
+        import submitit
+
+        if self.kind == "slurm":
+            self._executor.update_parameters(job_name=training.task.name)
+        try:
+            return self._executor.submit(training)
+        except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            raise RunError(f"Slurm refuses {training.task.name}: {lines[-1]}") from error
+
+    def earlier(self, record: Path) -> Any | None:
+        """The job that this file is about, if it is still queued or running."""
+        if self.kind == "local" or not record.exists():
+            return None
+        import submitit
+
+        job: Any = submitit.SlurmJob(self.folder, str(read_record(record, job=str)["job"]))
+        return None if self.states([job])[job.job_id] == _GONE else job
+
+    def states(self, jobs: Sequence[Any]) -> dict[str, str]:
+        """`waiting`, `running` or `gone`, by number. Slurm needs no accounting for that."""
+        if self.kind == "local":
+            return {job.job_id: _GONE if job.done() else _RUNNING for job in jobs}
+        asked = subprocess.run(
+            ["squeue", "--me", "--noheader", "--format=%A %T"], capture_output=True, text=True
+        )
+        if asked.returncode:  # the controller may be away for a while: nothing is known
+            return {job.job_id: _WAITING for job in jobs}
+        found = dict(line.split() for line in asked.stdout.splitlines())
+        return {
+            job.job_id: (_RUNNING if found[job.job_id] in ("RUNNING", "COMPLETING") else _WAITING)
+            if job.job_id in found
+            else _GONE
+            for job in jobs
+        }
+
+
+def _value(word: str) -> int | str:
+    return int(word) if word.isdecimal() else word
+
+
+def run_jobs(
+    tasks: Sequence[Task], cluster: Cluster, environment: Mapping[str, str]
+) -> Generator[Event | None, None, None]:
+    """Submits a job for every task that has none yet, and follows them.
+
+    SIGTERM and SIGINT end the jobs: those that train save a checkpoint, those that wait leave the
+    queue.
+
+    Args:
+      tasks: at once; Slurm decides when each starts.
+      cluster: where.
+      environment: added to that of the trainers.
+
+    Yields:
+      Events as they happen, and None whenever nothing has happened for a moment.
+    """
+    stop = cluster.folder / "stop"
+    cluster.folder.mkdir(parents=True, exist_ok=True)
+    stop.unlink(missing_ok=True)
+    with stop_requests() as requests:
+        jobs: dict[str, tuple[Task, Any]] = {}
+        for task in tasks:
+            record = cluster.folder / f"{task.name}.json"
+            job = cluster.earlier(record)
+            if job is None:
+                job = cluster.submit(Training(task, environment, stop))
+                write_json(record, {"job": job.job_id})
+            jobs[job.job_id] = task, job
+            yield _event("submitted", task, cluster, job, 0, 0.0, requests)
+        began: dict[str, float] = {}
+        while jobs:
+            states = cluster.states([job for _, job in jobs.values()])
+            if requests and not stop.exists():
+                stop.touch()
+                for number, (_, job) in jobs.items():
+                    if states[number] == _WAITING:
+                        job.cancel(check=False)
+            for number, (task, job) in list(jobs.items()):
+                if states[number] != _WAITING and number not in began:
+                    began[number] = time.monotonic()
+                    yield _event("started", task, cluster, job, 0, 0.0, requests)
+                if states[number] == _WAITING:  # queued again
+                    began.pop(number, None)
+                if states[number] == _GONE:
+                    del jobs[number]
+                    code, seconds = (
+                        _exit_code(task, job, requests),
+                        time.monotonic() - began[number],
+                    )
+                    yield _event("ended", task, cluster, job, code, seconds, requests)
+            yield None
+            time.sleep(_POLL_SECONDS)
+
+
+def _event(
+    kind: Literal["submitted", "started", "ended"],
+    task: Task,
+    cluster: Cluster,
+    job: Any,
+    code: int,
+    seconds: float,
+    requests: Sequence[int],
+) -> Event:
+    return Event(kind, task, cluster.slot, int(job.job_id), code, seconds, bool(requests))
+
+
+def _exit_code(task: Task, job: Any, requests: Sequence[int]) -> int:
+    """Of the trainer; of a job that left none −9, and what it printed goes to the arm's log."""
+    result = job.paths.result_pickle
+    end = time.monotonic() + _LEFT_SECONDS
+    while not result.exists() and not requests and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS / 10)  # the file system may be slow
+    if result.exists():
+        outcome, value = job._get_outcome_and_result()
+        if outcome == "success":
+            return int(value)
+    if requests:
+        return -signal.SIGTERM
+    printed = (job.stderr() or "").strip().splitlines()[-_LOG_LINES:]
+    with task.log.open("a") as log:
+        log.write("\n".join([*printed, f"job {job.job_id} ended without a result"]) + "\n")
+    return -signal.SIGKILL

@@ -1,0 +1,169 @@
+"""Arms as jobs, by submitit's executor of this host; what Slurm itself says is a stand-in."""
+
+import os
+import signal
+import sys
+
+import pytest
+from processes.stand_in import STAND_IN, wait_until
+
+submitit = pytest.importorskip("submitit", reason="needs submitit")
+
+from lowprec_attn.commands import lab as command  # noqa: E402
+from lowprec_attn.commands.main import EXIT_BAD_INPUT  # noqa: E402
+from lowprec_attn.errors import RunError  # noqa: E402
+from lowprec_attn.lab import jobs  # noqa: E402
+from lowprec_attn.lab.processes import Task  # noqa: E402
+from lowprec_attn.lab.workdir import internal  # noqa: E402
+
+SLURM = "--launcher=slurm"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(jobs, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "_LEFT_SECONDS", 1.0)
+
+
+def test_arms_run_as_jobs_and_the_same_command_continues(lab, monkeypatch):
+    local = lambda args, workdir: jobs.Cluster("local", internal(workdir) / "jobs", {})  # noqa: E731
+    monkeypatch.setattr(command, "_cluster", local)
+    acts = {"good": "finish", "bad": "fail", "wild": "nan"}
+    code, output = lab(acts, SLURM)
+    assert code == EXIT_BAD_INPUT
+    for name in acts:
+        assert f"{name}: not started; waits for this host (job " in output
+    assert "good: done, validation loss 2.500" in output
+    assert "wild: not finite at step 7" in output
+    error = output[output.index("error: ") :]
+    assert "bad failed: exit code 1" in error and error.count("of the traceback") == 5
+    (lab.out / "mended").touch()
+    code, output = lab(acts, SLURM)
+    assert code == 0
+    assert output.count("waits for this host") == 1
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """An arm that saves on SIGTERM; (its task, its cluster, the jobs that were submitted)."""
+    trainer = tmp_path / "stand_in.py"
+    trainer.write_text(STAND_IN)
+    words = ["--config.act=wait", f"--workdir={tmp_path / 'arm'}"]
+    task = Task("arm", [sys.executable, str(trainer), *words], tmp_path / "arm.log")
+    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
+    submitted = []
+    submit = cluster.submit
+    monkeypatch.setattr(
+        cluster, "submit", lambda training: submitted.append(submit(training)) or submitted[-1]
+    )
+    return task, cluster, submitted
+
+
+def until(events, task, text):
+    """Follows the jobs until the arm has printed this."""
+    wait_until(lambda: next(events, ...) is ... or text in _log(task))
+
+
+def _log(task):
+    return task.log.read_text() if task.log.exists() else ""
+
+
+def test_a_job_that_must_end_saves_and_is_queued_again(waiting):
+    task, cluster, submitted = waiting
+    events = jobs.run_jobs([task], cluster, {})
+    assert next(events).kind == "submitted"
+    until(events, task, "listening")
+    (task.log.parent / "mended").touch()
+    (job,) = submitted
+    for pid in _children(job._process.pid):  # as Slurm, 90 seconds before its time is up
+        os.kill(pid, signal.SIGUSR2)
+    *_, last = (event for event in events if event is not None)
+    assert (last.kind, last.code, last.stopping) == ("ended", 0, False)
+    assert _log(task).split() == ["listening", "saved"]
+    assert (task.log.parent / "arm" / "summary.json").exists()
+    assert len(submitted) == 1
+
+
+def test_a_signal_ends_the_jobs_with_a_checkpoint(waiting):
+    task, cluster, _ = waiting
+    events = jobs.run_jobs([task], cluster, {})
+    until(events, task, "listening")
+    os.kill(os.getpid(), signal.SIGTERM)
+    *_, last = (event for event in events if event is not None)
+    assert (last.kind, last.code, last.stopping) == ("ended", 0, True)
+    assert _log(task).split() == ["listening", "saved"]
+    # The next one is not told to stop.
+    (task.log.parent / "mended").touch()
+    *_, last = (event for event in jobs.run_jobs([task], cluster, {}) if event is not None)
+    assert (last.code, last.stopping) == (0, False)
+
+
+def test_a_job_without_a_result_is_a_failure_that_says_so(waiting):
+    task, cluster, submitted = waiting
+    events = jobs.run_jobs([task], cluster, {})
+    until(events, task, "listening")
+    (job,) = submitted
+    for pid in _children(job._process.pid):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(job._process.pid, signal.SIGKILL)
+    *_, last = (event for event in events if event is not None)
+    assert last.code == -signal.SIGKILL
+    assert f"job {job.job_id} ended without a result" in _log(task)
+
+
+def _children(pid):
+    """Processes under this one, the deepest first."""
+    path = f"/proc/{pid}/task/{pid}/children"
+    with open(path) as file:
+        direct = [int(word) for word in file.read().split()]
+    return [child for of in direct for child in (*_children(of), of)]
+
+
+def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho 7 RUNNING; echo 8 PENDING; echo 9 COMPLETING\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    cluster = jobs.Cluster("local", tmp_path / "jobs", {})
+    cluster.kind = "slurm"
+    all_jobs = [submitit.SlurmJob(tmp_path, str(number)) for number in (7, 8, 9, 10)]
+    states = {"7": "running", "8": "waiting", "9": "running", "10": "gone"}
+    assert cluster.states(all_jobs) == states
+    record = tmp_path / "arm.json"
+    assert cluster.earlier(record) is None
+    record.write_text('{"job": "8"}')
+    assert cluster.earlier(record).job_id == "8"
+    record.write_text('{"job": "10"}')
+    assert cluster.earlier(record) is None
+    squeue.write_text("#!/bin/sh\nexit 1\n")
+    assert set(cluster.states(all_jobs).values()) == {"waiting"}, "a controller may be away"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([SLURM], "--slurm lacks time=MINUTES"),
+        ([SLURM, "--slurm", "time"], "say KEY=VALUE, as in time=240"),
+        ([SLURM, "--jobs=2", "--slurm", "time=5"], "--jobs is for processes"),
+        ([SLURM, "--slurm", "time=5", "partitoin=a"], "['partitoin']"),
+        (["--slurm", "time=5"], "is for --launcher=slurm"),
+    ],
+)
+def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    code, output = lab({"a": "finish"}, *options)
+    assert code == EXIT_BAD_INPUT
+    (line,) = output.splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_what_is_absent_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match="there is no srun here"):
+        jobs.Cluster("slurm", tmp_path, {"time": "5"})
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(RunError, match="needs submitit: pip install"):
+        jobs.Cluster("slurm", tmp_path, {"time": "5"})
