@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from lowprec_attn.errors import printable
 
 # What a function may take by a keyword.
 _TAKEN = ("causal", "scale", "mask", "window", "soft_cap", "sinks", "bias")
+# What torch.nn.functional.scaled_dot_product_attention calls them.
+_IN_TORCH = {"causal": "is_causal", "mask": "attn_mask", "scale": "scale"}
 
 
 def of_function(function: Callable[..., Any], options: Options) -> Target:
@@ -24,8 +27,12 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
       TargetError: an option is missing or wrong.
     """
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "fn")
+    options, like_torch = _as_in_torch(function, options)
     framework, notes = _framework(function, options)
+    notes = (*notes, *like_torch)
     keywords = _keywords(name, options)
+    layout = options.layout or "BTNH"
+    grouped = {"enable_gqa": True} if like_torch and options.groups else {}
     setting = Setting.of(options)
     if "scale" not in keywords:
         setting = dataclasses.replace(setting, scale=options.scale)
@@ -33,7 +40,7 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
     def attend(problem: Problem, x: Inputs) -> Any:
         values = _values(problem, {"mask": x.mask, "sinks": x.sinks, "bias": x.bias})
         given = {keywords[n]: value for n, value in values.items() if n in keywords}
-        return function(x.q, x.k, x.v, **given)
+        return function(x.q, x.k, x.v, **given, **grouped)
 
     def call_line(problem: Problem) -> str:
         masking = problem.masking
@@ -41,13 +48,14 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
         words = {n: n for n, is_there in arrays.items() if is_there}
         values = {n: repr(x) for n, x in _values(problem, {}).items()} | words
         given = [f", {keywords[n]}={word}" for n, word in values.items() if n in keywords]
+        given += [f", {n}={word}" for n, word in grouped.items()]
         return f"{name}(q, k, v{''.join(given)})"
 
     runner, script = (jax_call, jax_script) if framework == "jax" else (torch_call, torch_script)
     head = [f"from {module} import {name.partition('.')[0]}"]
     return Target(
         name=f"{module}:{name}",
-        call=runner(attend, options.layout),
+        call=runner(attend, layout),
         can=frozenset(
             {"lengths", *({"groups"} if options.groups else ())}
             | _causality(options)
@@ -57,11 +65,31 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
         setting=setting,
         lse_gradient=options.lse_gradient,
         alignment=options.alignment,
-        script=lambda problem: script(head, call_line(problem), problem, options.layout),
+        script=lambda problem: script(head, call_line(problem), problem, layout),
         notes=notes,
         tokens=options.tokens or TOKENS,
         head_size=options.head_size or HEAD_SIZE,
     )
+
+
+def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Options, tuple[str, ...]]:
+    """Of a function with the parameters of PyTorch's: what is not given is as there, and a note."""
+    try:
+        names = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # builtins have none
+        return options, ()
+    if not {*_IN_TORCH.values(), "enable_gqa"} <= names or options.framework == "jax":
+        return options, ()
+    keywords = dict(_IN_TORCH)
+    if options.causal is not None:
+        del keywords["causal"]
+    changed = dataclasses.replace(
+        options,
+        framework="torch",
+        layout=options.layout or "BNTH",
+        keywords={**keywords, **options.keywords},
+    )
+    return changed, ("called as scaled_dot_product_attention is, whose parameters it has",)
 
 
 def _values(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:

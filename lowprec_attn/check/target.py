@@ -35,7 +35,8 @@ class Options:
 
     Attributes:
       framework: `jax` or `torch`; None: that which its module imports, if it is one.
-      layout: of q, k, v, O: `BTNH` or `BNTH`.
+      layout: of q, k, v, O: `BTNH` or `BNTH`; None: `BNTH` for a function with the parameters of
+        PyTorch's scaled_dot_product_attention, which is then called as that, else `BTNH`.
       causal: whether it is causal; None where `keywords` has `causal`.
       keywords: what the function calls `causal`, `scale`, `mask` (boolean [B, 1, T, S], True
         where a key is seen), `window` (a pair), `soft_cap`, `sinks` ([N]) and `bias`
@@ -56,7 +57,7 @@ class Options:
     """
 
     framework: str | None = None
-    layout: str = "BTNH"
+    layout: str | None = None
     causal: bool | None = None
     keywords: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: float | None = None

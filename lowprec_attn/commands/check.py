@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
     )
     own.add_argument("--framework", choices=("jax", "torch"), help="whose arrays it takes")
-    own.add_argument("--layout", choices=("BTNH", "BNTH"), default="BTNH", help="of the arrays")
+    own.add_argument("--layout", choices=("BTNH", "BNTH"), help="of the arrays (default: BTNH)")
     own.add_argument("--causal", action=argparse.BooleanOptionalAction, help="whether it is causal")
     own.add_argument(
         "--keyword",

@@ -39,6 +39,18 @@ def test_sdpa_has_no_bug(backend, state, name):
     assert ("additive bias" in report.errors) == (backend == "math")
 
 
+def test_a_function_with_the_parameters_of_sdpa_is_called_as_that(few_candidates):
+    from lowprec_attn.torch import attention_fn
+
+    options = check.Options(tokens=64, head_size=16)
+    target = check.of_function(attention_fn(numerics="exact"), options)
+    report = check.check(target)
+    assert (report.state, report.bugs) == ("right", ())
+    assert "grouped heads" in report.errors  # it was asked for enable_gqa
+    assert any("called as scaled_dot_product_attention" in note for note in report.notes)
+    assert target.can >= {"causal", "full", "scale"}
+
+
 def masked_scores(q, k, scaling, is_causal, attention_mask, sliding_window=None, softcap=None):
     s = torch.matmul(q, k.transpose(2, 3)) * scaling
     if softcap is not None:
