@@ -87,7 +87,7 @@ def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Option
         options,
         framework="torch",
         layout=options.layout or "BNTH",
-        keywords={**keywords, **options.keywords},
+        keywords={**keywords, **(options.keywords or {})},
     )
     return changed, ("called as scaled_dot_product_attention is, whose parameters it has",)
 
@@ -105,7 +105,7 @@ def _values(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keywords(name: str, options: Options) -> dict[str, str]:
-    keywords = dict(options.keywords)
+    keywords = dict(options.keywords or {})
     for array in ("sinks", "bias"):
         if getattr(options, array):
             keywords.setdefault(array, array)

@@ -40,7 +40,7 @@ class Options:
       causal: whether it is causal; None where `keywords` has `causal`.
       keywords: what the function calls `causal`, `scale`, `mask` (boolean [B, 1, T, S], True
         where a key is seen), `window` (a pair), `soft_cap`, `sinks` ([N]) and `bias`
-        ([1, N, T, S]), of those that it takes.
+        ([1, N, T, S]), of those that it takes; None: none of them.
       scale: factor of q kᵀ that it has by itself; None: 1/√H.
       window: (left, right), or one number for both: in every problem row t sees the keys t − left
         to t + right alone. The function has it by itself, or takes it by its keyword.
@@ -59,7 +59,7 @@ class Options:
     framework: str | None = None
     layout: str | None = None
     causal: bool | None = None
-    keywords: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    keywords: Mapping[str, str] | None = None
     scale: float | None = None
     window: tuple[int, int] | int | None = None
     soft_cap: float | None = None
