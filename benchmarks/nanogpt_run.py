@@ -9,22 +9,17 @@ nanogpt_normalized_delta or nanogpt_matched.
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-# The GPU is PyTorch's; before JAX starts below.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-import jax
-import jax.numpy as jnp
 
 from lowprec_attn.commands import config as configs
 from lowprec_attn.data.batches import Batches, validation_batches
@@ -68,7 +63,7 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     values = configs.load(args.config, flags)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if values["name"] not in _OURS:
+    if values["name"] not in _OURS:  # the GPU is PyTorch's alone
         jax.config.update("jax_platforms", "cpu")
     return train(train_settings(values), values, args.workdir, args.nanogpt, device)
 
@@ -89,9 +84,9 @@ def train(
       RunError: another nanoGPT, an attention that is none of the five, or a run directory with
         records of a run that was stopped.
     """
-    if settings.name not in {**_BACKENDS, **_OURS}:
-        names = ", ".join({**_BACKENDS, **_OURS})
-        raise RunError(f"config.name must be one of {names}, got {settings.name!r}")
+    names = [*_BACKENDS, *_OURS]
+    if settings.name not in names:
+        raise RunError(f"config.name must be one of {', '.join(names)}, got {settings.name!r}")
     corpus = open_corpus(settings.data)
     corpus.require(context=settings.model.context, vocab_size=settings.model.vocab_size)
     if RunDir(workdir).begun:

@@ -105,25 +105,9 @@ def _declines_unasked(name: str, request: Request) -> str | None:
     reason: str | None = IMPLEMENTATIONS[name].unsupported(request)
     # Tiles of an implementation's own name it.
     if reason is None and name == "hopper" and request.spec.block_sizes is None:
-        new = _not_run_on_hopper(request)
+        new = hopper.variants(request)  # interpreted and compiled alone
         return f"{', '.join(new)} {_NOT_RUN}" if new else None
     return reason
-
-
-def _not_run_on_hopper(request: Request) -> list[str]:
-    """What of a request `hopper` serves, interpreted and compiled, but has not run on a device."""
-    new = []
-    if request.spec.window is not None:
-        new.append("a local window")
-    if request.has_segments:
-        new.append("segments")
-    if request.has_lengths:
-        new.append("lengths")
-    if (cap := request.spec.soft_cap) is not None:
-        new.append(f"logits_soft_cap={cap}")
-    if request.has_sinks:
-        new.append("sinks")
-    return new
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:

@@ -52,12 +52,7 @@ def own(choice: str, options: Options) -> Target:
         low = numerics.with_format("float16") if x.q.dtype == jnp.float16 else numerics
         return attention.dot_product_attention(
             *x[:3],
-            bias=x.bias,
-            mask=x.mask,
-            scale=problem.scale,
-            is_causal=problem.masking.is_causal,
-            local_window_size=problem.masking.window,
-            logits_soft_cap=problem.soft_cap,
+            **_arguments(problem, x),
             sinks=x.sinks,
             numerics=low,
             implementation=choice or None,
@@ -76,19 +71,24 @@ def tokamax(choice: str, _: Options) -> Target:
 
     def attend(problem: Problem, x: Inputs) -> Any:
         return package.dot_product_attention(
-            *x[:3],
-            bias=x.bias,
-            mask=x.mask,
-            scale=problem.scale,
-            is_causal=problem.masking.is_causal,
-            local_window_size=problem.masking.window,
-            logits_soft_cap=problem.soft_cap,
-            implementation=choice or None,
+            *x[:3], **_arguments(problem, x), implementation=choice or None
         )
 
     words = f", implementation={choice!r}" if choice else ""
     can = {*ABILITIES} - {"sinks"}
     return _like_jax_nn("tokamax.dot_product_attention", "import tokamax", attend, words, can)
+
+
+def _arguments(problem: Problem, x: Inputs) -> dict[str, Any]:
+    """Of a function like that of `jax.nn`, with a soft cap."""
+    return {
+        "bias": x.bias,
+        "mask": x.mask,
+        "scale": problem.scale,
+        "is_causal": problem.masking.is_causal,
+        "local_window_size": problem.masking.window,
+        "logits_soft_cap": problem.soft_cap,
+    }
 
 
 def _like_jax_nn(name: str, line: str, attend: Attend, words: str, can: set[str]) -> Target:

@@ -136,6 +136,14 @@ def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..
     return rows
 
 
+def tapped(o: Any, tap: Array | None) -> tuple[Array, Array | None]:
+    """O + tap and lse of what attention gives with a tap, O and lse; without one O alone."""
+    if tap is None:
+        return o, None
+    o, lse = o
+    return o + tap.astype(o.dtype), lse
+
+
 @jax.custom_vjp
 def three_times(x: Array) -> tuple[Array, Array, Array]:
     """x for three products, whose gradients are added in an order of our choice."""
@@ -223,10 +231,7 @@ class CausalSelfAttention(nnx.Module):
                 rng_key=key,
                 return_residual=tap is not None,
             )
-        lse = None
-        if tap is not None:
-            o, lse = o
-            o = o + tap.astype(o.dtype)
+        o, lse = tapped(o, tap)
         with jax.named_scope("projections"):
             return Attended(self.out(o.reshape(b, t, d)), *planes(*qkv), o, lse, projected)
 

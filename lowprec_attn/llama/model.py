@@ -23,6 +23,7 @@ from lowprec_attn.gpt2.model import (
     init_std,
     linear,
     require_shape,
+    tapped,
     three_times,
 )
 from lowprec_attn.gpt2.settings import AttentionSettings
@@ -93,10 +94,7 @@ class LlamaAttention(nnx.Module):
                 rng_key=key,
                 return_residual=tap is not None,
             )
-        lse = None
-        if tap is not None:
-            o, lse = o
-            o = o + tap.astype(o.dtype)
+        o, lse = tapped(o, tap)
         with jax.named_scope("projections"):
             return Attended(self.out(o.reshape(b, t, -1)), q, k, v, o, lse, projected)
 

@@ -23,16 +23,7 @@ KEYWORDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def few_candidates(monkeypatch):
-    """No tile, exponent or change of a preset is tried: these arithmetics are presets."""
-    presets = candidates.Emulation.presets
-    names = ("exact", "flash", "jax_nn", "eager")
-    monkeypatch.setattr(
-        candidates.Emulation, "presets", lambda e: [c for c in presets(e) if c.preset in names]
-    )
-    monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
-    monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
+pytestmark = pytest.mark.usefixtures("few_candidates")
 
 
 def plain(q, k, v, *, causal, scale, mask=None, window=None, soft_cap=None, sinks=None, bias=None):

@@ -7,25 +7,12 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.attention import flex_attention  # noqa: E402
 
 from lowprec_attn import check  # noqa: E402
-from lowprec_attn.check import candidates  # noqa: E402
 from lowprec_attn.commands.main import main  # noqa: E402
 
 SMALL = {"tokens": 64, "head_size": 16}
 SINKS = {"causal": "is_causal", "scale": "scaling", "mask": "attention_mask", "sinks": "s_aux"}
 SOFT_CAP = {"causal": "is_causal", "scale": "scaling", "mask": "attention_mask",
             "soft_cap": "softcap", "window": "sliding_window"}  # fmt: skip
-
-
-@pytest.fixture
-def few_candidates(monkeypatch):
-    """No tile, exponent or change of a preset is tried: these arithmetics are presets."""
-    presets = candidates.Emulation.presets
-    names = ("exact", "flash", "jax_nn", "eager")
-    monkeypatch.setattr(
-        candidates.Emulation, "presets", lambda e: [c for c in presets(e) if c.preset in names]
-    )
-    monkeypatch.setattr(candidates, "_changed", lambda *_: iter(()))
-    monkeypatch.setattr(candidates, "_tiles_and_exponents", lambda *_: iter(()))
 
 
 @pytest.mark.parametrize(("backend", "state", "name"), [

@@ -103,12 +103,9 @@ def _unsupported_unordered(n: Numerics) -> str | None:
     return None
 
 
-def _unsupported_together(request: Request) -> str | None:
-    """What of a call beside plain or causal attention, where kernels have other mainloops."""
+def variants(request: Request) -> list[str]:
+    """What a call has beside plain or causal attention, by name."""
     spec = request.spec
-    which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
-    if not _is_unordered(spec) and not rounds_products(spec.numerics):
-        return None
     asked = {
         "a local window": spec.window is not None,
         "segments": request.has_segments,
@@ -116,7 +113,16 @@ def _unsupported_together(request: Request) -> str | None:
         f"logits_soft_cap={spec.soft_cap}": spec.soft_cap is not None,
         "sinks": request.has_sinks,
     }
-    given = [name for name, is_given in asked.items() if is_given]
+    return [name for name, is_given in asked.items() if is_given]
+
+
+def _unsupported_together(request: Request) -> str | None:
+    """What of a call beside plain or causal attention, where kernels have other mainloops."""
+    spec = request.spec
+    which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
+    if not _is_unordered(spec) and not rounds_products(spec.numerics):
+        return None
+    given = variants(request)
     return f"{', '.join(given)} with {which}" if given else None
 
 
