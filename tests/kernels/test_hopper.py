@@ -1098,21 +1098,27 @@ def test_steps_of_more_than_a_block_of_dq_each_are_refused() -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("variants", [False, True], ids=["plain", "ids, sinks and a soft cap"])
+@pytest.mark.parametrize("chosen", [FLOAT32_OUTPUT, CORRECTED_AFTER_CAST, MATCHED], ids=str)
+@pytest.mark.parametrize("rows", [256, 4096])
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
-def test_default_tiles_lower_for_a_hopper_gpu(head_size: int, long: bool) -> None:
+def test_default_tiles_lower_for_a_hopper_gpu(
+    head_size: int, rows: int, chosen: Numerics, variants: bool
+) -> None:
     """Without such a GPU: as far as Mosaic GPU, with its check of shared memory."""
-    x = jax.ShapeDtypeStruct((1, 256, 2, head_size), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, rows, 2, head_size), jnp.bfloat16)
     spec = Spec(
-        numerics=FLOAT32_OUTPUT,
+        numerics=chosen,
         row_max=DynamicMax(),
         scale=head_size**-0.5,
         is_causal=True,
-        block_sizes=default_block_sizes(head_size, saves_float32=True, long=long),
+        soft_cap=30.0 if variants else None,
     )
+    ids, sinks = jnp.zeros((1, rows), jnp.int32), jnp.zeros(2)
+    extras = Extras(query_segments=ids, key_segments=ids, sinks=sinks) if variants else Extras()
 
     def step(*qkv: jax.Array) -> Any:
-        results, pullback = jax.vjp(lambda *x: hopper.attention(*x, Extras(), spec), *qkv)
+        results, pullback = jax.vjp(lambda *x: hopper.attention(*x, extras, spec), *qkv)
         return pullback(results)
 
     with jax.sharding.use_abstract_mesh(mesh_of("NVIDIA H200")):

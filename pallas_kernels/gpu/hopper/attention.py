@@ -50,7 +50,7 @@ _ROUNDED = ("probs", "output", "probs_bwd", "ds", "grads")
 # What `published` rounds beside these.
 _PRODUCTS = tuple(point for point in POINTS if getattr(PUBLISHED, point) != getattr(FLASH, point))
 _EXPONENTS = ("scale_first", "whole_max")
-# tanh errs by 2^-21 whatever it is, and a score by that times the cap.
+# tanh errs by 2^-21 of itself, and a score near the cap by that times the cap.
 _LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
 

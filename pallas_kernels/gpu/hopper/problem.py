@@ -261,6 +261,17 @@ class Problem:
 
         pl.when(row < self.vector_rows)(start)
 
+    def store_from_registers(self, row: Array, x: Array, part: Ref, *, end: int) -> None:
+        """Stores numbers of the rows from `row` on where shared memory has no room for them.
+
+        Rows from `end` on, which no copy would store, are left out.
+        """
+
+        def store() -> None:
+            part[...] = x
+
+        pl.when(row < end)(store)
+
     def by_query(self, tile: Tile) -> StaticScheduler | LongestFirstScheduler:
         """Query tiles, all heads."""
         tiles, walked = self.query_tiles(tile), self.keys / self.group

@@ -14,10 +14,10 @@ from jaxtyping import Array
 
 from pallas_kernels.gpu.hopper.backward.key_operands import (
     CORRECTION,
-    IDS_OF_ROWS,
     OFFSET,
     KeyInputs,
     KeyMemory,
+    place_of,
     steps_of,
 )
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, BackwardTile, Tile
@@ -149,19 +149,21 @@ def load_key_tiles(x: KeyInputs, shared: KeyMemory, problem: Problem, tile: Back
             def rows_of(buffer: int, ref: Ref) -> Copy:
                 return problem.part(ref, work.batch, row, tile.step, head), buffer, ()
 
-            def vector_of(ref: Ref, *place: int) -> Copy:
-                return ref.at[work.batch, head, pl.ds(row, tile.step)], OFFSET, place
+            def vector_of(ref: Ref) -> Ref:
+                return ref.at[work.batch, head, pl.ds(row, tile.step)]
 
-            of_q = [rows_of(0, x.q)]
-            if x.inverse_l is None:
-                of_q.append(vector_of(x.offset))
-            else:
-                of_q += [vector_of(x.offset, 0), vector_of(x.inverse_l, 1)]
+            vectors = {"offset": vector_of(x.offset)}
+            if x.inverse_l is not None:
+                vectors["inverse_l"] = vector_of(x.inverse_l)
             if x.segments is not None:
-                ids = x.segments.rows.at[work.batch, pl.ds(row, tile.step)]
-                of_q.append((ids, IDS_OF_ROWS, ()))
+                vectors["ids"] = x.segments.rows.at[work.batch, pl.ds(row, tile.step)]
+            of_q = [rows_of(0, x.q)]
+            of_q += [(ref, OFFSET, place_of(name, problem)) for name, ref in vectors.items()]
             shared.q.producer_load(n, *of_q)
-            of_do = [rows_of(0, x.do), vector_of(x.dp_offset)]
+            of_do = [
+                rows_of(0, x.do),
+                (vector_of(x.dp_offset), OFFSET, place_of("dp_offset", problem)),
+            ]
             if x.correction is not None:
                 of_do.append(rows_of(CORRECTION, x.correction))
             shared.do.producer_load(n, *of_do)

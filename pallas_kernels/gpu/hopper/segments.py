@@ -88,11 +88,22 @@ def ids_of_block(ids: Ref, batch: Array, start: Array) -> Array:
     return load(ids.at[batch, inside], PER_ROW, straight=False)
 
 
+def bits_of(ids: Array) -> Array:
+    """Ids as the bits of float32 numbers, for a buffer that has such numbers too."""
+    bits: Array = lax.bitcast_convert_type(ids, jnp.float32)
+    return bits
+
+
 def same(of_block: Array, of_step: Ref) -> Array:
-    """Which pairs [64, step] have one id: those of a block, and a reference to those of a step."""
+    """Which pairs [64, step] have one id: those of a block, and those of a step in memory.
+
+    The latter may be `bits_of`.
+    """
+    ids = load(of_step, PER_COLUMN, straight=False)
+    if ids.dtype != of_block.dtype:
+        ids = lax.bitcast_convert_type(ids, of_block.dtype)
     shape = (ROWS, *of_step.shape)
-    across = along_columns(load(of_step, PER_COLUMN, straight=False), shape)
-    return along_rows(of_block, shape) == across
+    return along_rows(of_block, shape) == along_columns(ids, shape)
 
 
 def _ids(extras: Extras, rows: int, keys: int) -> tuple[Array, Array]:

@@ -141,7 +141,7 @@ def _add_to_dk(t: Array, dk: Accumulator, keys: _SharedKeys) -> None:
     do.consumer_wait(n)
     # dP first, which needs nothing of the other: its P comes meanwhile.
     dp = _product(shared.keys.get(keys.tiles, 0, buffer=1), do.get(n), problem)
-    shifted = key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem)
+    shifted = key_operands.shifted_dp(dp, do, n, problem)
     if not problem.corrects_after_cast:
         do.consumer_release(n)
     probs = shared.probs.consume(n)

@@ -190,7 +190,10 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
     mainloop = partial(_sum_queries, of_dp=of_dp, rows=rows)
     total, r, s = pl.run_scoped(mainloop, accumulator(ROWS, problem.head_size))
     lacks = lacks_of(r, s, dlse, problem)
-    shared.delta[0] = of_dp - lacks if problem.normalizes_delta else of_dp
+    if problem.normalizes_delta:
+        of_dp = of_dp - lacks
+    if shared.delta is not None:
+        shared.delta[0] = of_dp
     memory = shared.rows.get(rows.tiles, 0, buffer=DO)  # which this warpgroup alone has read
     for piece in range(_pieces(problem)):
         pk = shared.probs.consume(rows.exchanged + rows.end + piece)
@@ -208,7 +211,10 @@ def _differentiate(x: QueryInputs, out: Gradients, rows: _SharedRows) -> None:
             part[...] = correction_of_dk(load(part, TILE), lacks, problem)
     plgpu.commit_smem()
     offsets = out.dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
-    problem.store_rows(row, [(shared.delta.at[0], offsets)])
+    if shared.delta is None:
+        problem.store_from_registers(row, of_dp, offsets, end=problem.vector_rows)
+    else:
+        problem.store_rows(row, [(shared.delta.at[0], offsets)])
     plgpu.copy_smem_to_gmem(memory, problem.part(out.dq, work.batch, row, ROWS, work.head))
     if correction is not None:
         part = problem.part(out.correction, work.batch, row, ROWS, work.head)

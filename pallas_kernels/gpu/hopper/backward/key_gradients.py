@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,6 +30,7 @@ from pallas_kernels.gpu.hopper.machine.pipeline import Pipeline
 from pallas_kernels.gpu.hopper.machine.types import Ref, Scratch
 from pallas_kernels.gpu.hopper.machine.warpgroups import COMPILER, interpreter, set_registers
 from pallas_kernels.gpu.hopper.problem import Problem
+from pallas_kernels.gpu.hopper.segments import bits_of
 from pallas_kernels.gpu.hopper.tile_scheduler import WorkTile
 
 
@@ -46,7 +46,8 @@ def key_gradients(
     """
     tile = problem.sizes.key_gradients
     if x.segments is not None:
-        x = x._replace(segments=x.segments.by_key(tile, problem.key_tiles(tile)))
+        segments = x.segments.by_key(tile, problem.key_tiles(tile))
+        x = x._replace(segments=segments._replace(rows=bits_of(segments.rows)))
     inputs, structure = jax.tree.flatten(x)
     shape = (problem.batch, problem.keys, problem.kv_heads, problem.head_size)
     shared: Scratch = _shared_memory(problem, tile, sums_queries=dq is not None)
@@ -78,12 +79,11 @@ def _shared_memory(problem: Problem, tile: BackwardTile, *, sums_queries: bool) 
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
     probs: Scratch = Exchange.types() if tile.cooperative else None
     of_q, of_do, copies = [queries, offsets], [queries, offsets], {"q": 2, "do": 2}
-    if problem.saves_inverse_l:
-        of_q[OFFSET] = vectors_of((tile.stages, 2, tile.step))
-        copies["q"] += 1
+    if (vectors := len(key_operands.vectors_of_q(problem))) > 1:
+        of_q[OFFSET] = vectors_of((tile.stages, vectors, tile.step))
+        copies["q"] += problem.saves_inverse_l + problem.has_segments
     if problem.has_segments:
-        of_q.append(vectors_of((tile.stages, tile.step), jnp.int32))
-        copies["q"] += 1
+        of_do.pop(OFFSET)  # they share that of q
     if problem.corrects_after_cast:
         of_do.append(queries)
         copies["do"] += 1
@@ -103,6 +103,10 @@ def _kernel(*refs: Ref, structure: Any, problem: Problem, tile: BackwardTile) ->
     *out, scratch = refs[structure.num_leaves :]
     dq = None if scratch.dq is None else out.pop(0)
     dk, dv = out * 2 if problem.packed else out
+    if x.segments is not None:
+        of_do, *barriers = scratch.do
+        of_do = (*of_do[:OFFSET], scratch.q[0][OFFSET], *of_do[OFFSET:])
+        scratch = scratch._replace(do=(of_do, *barriers))
     shared = scratch._replace(
         keys=Pipeline(scratch.keys, tile.owned_stages),
         q=Pipeline(scratch.q, tile.stages),

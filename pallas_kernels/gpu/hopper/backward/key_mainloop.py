@@ -210,7 +210,7 @@ def _factors_of_ds(
     return (
         probs,
         factor,
-        key_operands.shifted_dp(dp, do.get(n, buffer=key_operands.OFFSET), problem),
+        key_operands.shifted_dp(dp, do, n, problem),
     )
 
 

@@ -47,9 +47,8 @@ class KeyMemory(NamedTuple):
 
     Attributes:
       keys: the pipeline of k and v (its two buffers), through which dK and dV leave.
-      q, do: pipelines of q and of dO, each with its offsets as a second buffer; 1 / l is beside q's
-        offsets, and what corrects dK is a third buffer of dO's. Ids of rows, if there are any, are
-        a third buffer of q's.
+      q, do: pipelines of q and of dO, each with its offsets as a second buffer; `vectors_of_q` are
+        in q's, and what corrects dK is a third buffer of dO's.
       operand: Pᵀ and dSᵀ of every consumer, where products take them from memory (`from_memory`).
       dq: of a `DqAccumulator`, if dQ is summed here.
       probs: Pᵀ on its way from one consumer to the other, if they are `cooperative`.
@@ -100,11 +99,28 @@ class KeyIds(NamedTuple):
         return (step < self.clear) | (step >= self.full)
 
 
-OFFSET, CORRECTION, IDS_OF_ROWS = (
-    1,
-    2,
-    2,
-)  # buffers of the pipelines of q and of dO beside the matrix itself
+OFFSET, CORRECTION = 1, 2  # buffers of the pipelines of q and of dO beside the matrix itself
+
+
+def vectors_of_q(problem: Problem) -> list[str]:
+    """Numbers of a step's rows in q's second buffer, in this order.
+
+    Where there are ids, those of dO's are among them: every buffer begins at a multiple of 1,024
+    bytes, and head size 256 has room for two.
+    """
+    there = {
+        "offset": True,
+        "inverse_l": problem.saves_inverse_l,
+        "ids": problem.has_segments,
+        "dp_offset": problem.has_segments,
+    }
+    return [name for name, is_there in there.items() if is_there]
+
+
+def place_of(name: str, problem: Problem) -> tuple[int, ...]:
+    """Where a vector is in the second buffer of q or dO; the only one is all of it."""
+    names = vectors_of_q(problem)
+    return (names.index(name),) if name in names and len(names) > 1 else ()
 
 
 def steps_of(
@@ -163,10 +179,11 @@ def probs(
 
     The n-th filling of q's pipeline has what the exponent adds, 1 / l, and the rows' ids.
     """
-    # Beside 1 / l it has a place in its buffer, which is memory that head size 256 does not have.
-    place = (0,) if problem.saves_inverse_l else ()
-    offset = q.get(n, *place, buffer=OFFSET)
-    of_rows = along_columns(load_values(offset, PER_COLUMN, straight=False), s.shape)
+
+    def vector(name: str) -> Ref:
+        return q.get(n, *place_of(name, problem), buffer=OFFSET)
+
+    of_rows = along_columns(load_values(vector("offset"), PER_COLUMN, straight=False), s.shape)
     if problem.whole_max:
         log2_p = multiply_add(s, problem.log2_unit, of_rows, interpret=problem.sizes.interpret)
     else:
@@ -180,23 +197,24 @@ def probs(
     if hides is not None:
 
         def mask() -> Array:
-            alike = None if ids is None else same(ids.of_keys, q.get(n, buffer=IDS_OF_ROWS))
+            alike = None if ids is None else same(ids.of_keys, vector("ids"))
             return problem.mask_queries(log2_p, key, row, alike)
 
         log2_p = lax.cond(hides, mask, lambda: log2_p)
     found = powers.recomputed(log2_p, problem)
     if not problem.saves_inverse_l:
         return found
-    inverse_l = load_values(q.get(n, 1, buffer=OFFSET), PER_COLUMN, straight=False)
+    inverse_l = load_values(vector("inverse_l"), PER_COLUMN, straight=False)
     return found * along_columns(inverse_l, s.shape)
 
 
-def shifted_dp(dp: Array, offset: Ref, problem: Problem) -> Array:
-    """(dP − δ)ᵀ, times scale unless `scales_last`; offset: a reference to what dP adds, [step]."""
+def shifted_dp(dp: Array, do: Pipeline, n: Array, problem: Problem) -> Array:
+    """(dP − δ)ᵀ, times scale unless `scales_last`; the n-th filling of dO's pipeline has −δ."""
     dp = problem.rounded(dp)
     # A power of two commutes with the rounding of dS: then dK is scaled once, as a sum.
     if not problem.scales_last:
         dp = dp * np.float32(problem.spec.scale)
+    offset = do.get(n, *place_of("dp_offset", problem), buffer=OFFSET)
     return dp + along_columns(load_values(offset, PER_COLUMN, straight=False), dp.shape)
 
 

@@ -96,9 +96,11 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
         tiles_of((stages, tile.step, problem.head_size), problem.dtype)
         for stages in (tile.stages, tile.stages_of_v)
     )
-    of_k = [k]
+    of_k, delta = [k], vectors_of((own, ROWS))
     if problem.has_segments:
         of_k.append(vectors_of((tile.stages, tile.step), jnp.int32))
+        # Every buffer begins at a multiple of 1,024 bytes: beside ids there is no room for both.
+        delta = None
     operand: Scratch = None
     if problem.sizes.from_memory:
         operand = tiles_of((consumers, ROWS, tile.step), problem.dtype)
@@ -115,7 +117,7 @@ def _shared_memory(x: QueryInputs, problem: Problem, tile: BackwardTile) -> Quer
         v=Pipeline.types(
             tile.stages_of_v, [v], copies=1, consumers=1 if tile.cooperative else consumers
         ),
-        delta=vectors_of((own, ROWS)),
+        delta=delta,
         operand=operand,
         probs=probs,
     )
@@ -186,7 +188,8 @@ def _consume(
                     rows = rows._replace(of_dp=of_dp - lacks)
                 total = total - along_rows(lacks, total.shape) * pk
             # The kernel of dK and dV reads it, so that kernels run one after the other.
-            shared.delta[me] = rows.of_dp
+            if shared.delta is not None:
+                shared.delta[me] = rows.of_dp
             producer.skip((shared.k, shared.v), ping_pong, tile, steps, keys.end, last)
             _epilogue(out, total, lacks, work, rows)
 
@@ -220,7 +223,10 @@ def _epilogue(
     memory[...] = total.astype(problem.dtype)
     plgpu.commit_smem()
     offsets = out.dp_offset.at[work.batch, work.head, pl.ds(row, ROWS)]
-    problem.store_rows(row, [(shared.delta.at[me], offsets)])
+    if shared.delta is None:
+        problem.store_from_registers(row, rows.of_dp, offsets, end=problem.vector_rows)
+    else:
+        problem.store_rows(row, [(shared.delta.at[me], offsets)])
     part = problem.part(out.dq, work.batch, row, ROWS, work.head)
     plgpu.copy_smem_to_gmem(memory, part)
     if correction is not None:

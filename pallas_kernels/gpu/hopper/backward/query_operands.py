@@ -71,7 +71,8 @@ class QueryMemory(NamedTuple):
       rows: the pipeline of q, through which dQ leaves, dO and (unless `is_wide`) O, or both halves
         of it: its buffers.
       k, v: pipelines, which may differ in their stages.
-      delta: what dS adds to dP, on its way out, for every consumer.
+      delta: what dS adds to dP, on its way out, for every consumer; where there are ids, it leaves
+        from registers.
       operand: P and dS of every consumer, where products take them from memory (`from_memory`).
       probs: P on its way from one consumer to the other, if they are `cooperative`.
     """
@@ -79,7 +80,7 @@ class QueryMemory(NamedTuple):
     rows: Pipeline
     k: Pipeline
     v: Pipeline
-    delta: Ref
+    delta: Ref | None
     operand: Ref | None
     probs: Exchange
 

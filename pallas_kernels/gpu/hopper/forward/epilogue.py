@@ -73,18 +73,22 @@ def epilogue(
             o = divided(acc + auxiliary)
         o, part = o.astype(out.saved.dtype), problem.part(out.saved, *place)
         if shared.saved is None:
-            _store_from_registers(o, part, rows, problem.rows)
+            problem.store_from_registers(rows.row, o, part, end=problem.rows)
         else:
             shared.saved.at[me][...] = o
             copies.append((shared.saved.at[me], part))
     vectors = []
     for i, (ref, x, factor) in enumerate(_statistics(out, softmax.m, l, problem)):
-        vector = shared.statistics.at[i, me]
-        vector[...] = jnp.where(empty, -infinity, x * np.float32(factor))
-        vectors.append((vector, ref.at[batch, head, pl.ds(rows.row, ROWS)]))
+        x = jnp.where(empty, -infinity, x * np.float32(factor))
+        part = ref.at[batch, head, pl.ds(rows.row, ROWS)]
+        if shared.statistics is None:
+            problem.store_from_registers(rows.row, x, part, end=problem.vector_rows)
+            continue
+        shared.statistics.at[i, me][...] = x
+        vectors.append((shared.statistics.at[i, me], part))
     if inverse_l is not None:
         part = out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]
-        _store_from_registers(inverse_l, part, rows, problem.vector_rows)
+        problem.store_from_registers(rows.row, inverse_l, part, end=problem.vector_rows)
     plgpu.commit_smem()  # the copy engine is to see what threads have written
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)
@@ -105,16 +109,6 @@ def _statistics(
     lse = m + lax.log2(l) * np.float32(1 / to_log2)  # type: ignore[attr-defined]  # not in JAX 0.10
     subtracted = m if problem.saves_inverse_l else lse
     return [(out.lse, lse, unit), (out.offset, subtracted, -to_log2)]
-
-
-def _store_from_registers(x: Array, part: Ref, rows: QueryRows, end: int) -> None:
-    """Where shared memory has no room; rows from `end` on, which no copy would store, are left
-    out."""
-
-    def store() -> None:
-        part[...] = x
-
-    pl.when(rows.row < end)(store)
 
 
 def free_last_output(rows: QueryRows) -> None:

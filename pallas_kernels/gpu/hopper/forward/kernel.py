@@ -119,7 +119,8 @@ def _shared_memory(problem: Problem, tile: ForwardTile) -> ForwardMemory:
         q=Pipeline.types(tile.owned_stages, [owned], copies=consumers, consumers=consumers),
         k=Pipeline.types(tile.stages, of_k, copies=len(of_k), consumers=consumers),
         v=Pipeline.types(tile.stages, [steps], copies=1, consumers=consumers),
-        statistics=vectors_of((2, consumers, ROWS)),
+        # Every buffer begins at a multiple of 1,024 bytes: beside ids there is no room for both.
+        statistics=None if problem.has_segments else vectors_of((2, consumers, ROWS)),
         probs=probs,
         saved=saved,
         o=of_consumers(problem.dtype) if tile.overlap_tiles else None,

@@ -45,7 +45,8 @@ class ForwardMemory(NamedTuple):
     Attributes:
       q, k, v: pipelines from the producer to the consumers; k and v have `stages` stages. Ids of
         keys, if there are any, are a second buffer of k's.
-      statistics: lse and offset on their way out, a vector of each for every consumer.
+      statistics: lse and offset on their way out, a vector of each for every consumer; where there
+        are ids, they leave from registers.
       probs: P̄ of every consumer, where products take it from memory (`from_memory`).
       saved: the O that δ sees, or a half of it, on its way out, where it does not leave from
         registers.
@@ -55,7 +56,7 @@ class ForwardMemory(NamedTuple):
     q: Pipeline
     k: Pipeline
     v: Pipeline
-    statistics: Ref
+    statistics: Ref | None
     probs: Ref | None  # in registers otherwise
     saved: Ref | None
     o: Ref | None

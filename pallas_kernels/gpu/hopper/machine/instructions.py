@@ -1,6 +1,7 @@
 """Single instructions that Mosaic GPU has no operation for."""
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -76,14 +77,49 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
 
 
 def tanh(x: Array, factor: float, *, interpret: bool) -> Array:
-    """tanh(factor · x) of a tile, 2**-21 off at most, by an exponential and a reciprocal.
+    """tanh(factor · x) of a tile, to 2**-20.9 of itself: a quotient of two polynomials.
 
-    The machine's own is 2**-11 off, which a cap of 50 makes 0.02 of a score.
+    The machine's own is 2**-11 off, which a cap of 50 makes 0.02 of a score. 1 − 2 / (exp 2x + 1)
+    is 2**-22 off however small tanh is, and takes one slow instruction more, the exponential.
     """
-    # 1 − 2 / (e^2x + 1): of large x the exponential is infinite or 0, and the limits are exact.
-    power = jnp.exp2(x * np.float32(2 * factor * LOG2E))
-    inverse = reciprocal(power + np.float32(1), interpret=interpret)
-    return np.float32(1) - np.float32(2) * inverse
+    z = jnp.clip(x * np.float32(factor), np.float32(-_TANH_IS_1), np.float32(_TANH_IS_1))
+    square = z * z
+    above, below = (_polynomial(square, c, interpret=interpret) for c in (_ABOVE, _BELOW))
+    return z * above * reciprocal(below, interpret=interpret)
+
+
+# tanh z = z · P(z²) / Q(z²) for |z| ≤ 9, where it is 1 in float32: of all such P and Q of degree 4
+# nearly those of the least relative error, 2e-8 (a weighted least-squares fit in float64).
+_TANH_IS_1 = 9.0
+_ABOVE = (1.0, 0.13381025, 3.4955870e-3, 2.0609063e-5, 1.3354637e-8)
+_BELOW = (1.0, 0.46714342, 2.5876978e-2, 3.2856330e-4, 7.7765480e-7)
+
+
+def _polynomial(x: Array, coefficients: Sequence[float], *, interpret: bool) -> Array:
+    """Σ coefficients[i] · xⁱ of a tile, by multiply-adds (Horner)."""
+    *rest, last = (float(np.float32(c)) for c in coefficients)
+    if interpret:
+        found = jnp.full(x.shape, last, jnp.float32)
+        for c in reversed(rest):
+            found = found * x + np.float32(c)
+        return found
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE)
+    )
+    def emit(_: Context, x: Registers) -> Registers:
+        return x._pointwise(evaluate)
+
+    def evaluate(register: MlirValue) -> MlirValue:
+        def constant(c: float) -> MlirValue:
+            return vector.broadcast(register.type, literal(c, ir.F32Type.get()))
+
+        found = constant(last)
+        for c in reversed(rest):
+            found = llvm.intr_fma(found, register, constant(c))
+        return found
+
+    return emit(x)
 
 
 def multiply_add(x: Array, factor: float, y: Array, *, interpret: bool) -> Array:
