@@ -26,7 +26,7 @@ _LEAST = (8, 0)  # Ampere
 
 @contextlib.contextmanager
 def compiled_for(device: str) -> Iterator[None]:
-    """Within it, attention is traced for one GPU of a kind, whatever this host has.
+    """A context in which attention is traced for one GPU of a kind, whatever this host has.
 
     Without it, a host without a GPU does not know the kind that a program for CUDA will run on, and
     takes `gpu`, which runs on all from compute capability 8.0 on, even where `hopper` is faster.

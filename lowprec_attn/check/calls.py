@@ -14,7 +14,7 @@ from lowprec_attn.errors import UserError
 
 
 class TargetError(UserError):
-    """A target cannot be had or called; the message says what to do."""
+    """A target is not installed or cannot be called; the message says what to do."""
 
 
 class Inputs(NamedTuple):

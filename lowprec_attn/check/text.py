@@ -225,7 +225,7 @@ def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report without arrays; `numerics` are those of the arithmetic, as text."""
+    """The report as JSON values, without arrays; `numerics` is text."""
     found = dataclasses.asdict(dataclasses.replace(report, arithmetic=None))
     if report.arithmetic is not None:
         fields = dataclasses.fields(report.arithmetic)

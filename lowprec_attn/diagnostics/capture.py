@@ -15,7 +15,7 @@ from lowprec_attn.files import write_atomically, writing
 
 
 class Capture:
-    """What a block of `capture` has taken.
+    """The layers that a block of `capture` has taken.
 
     Attributes:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],

@@ -84,7 +84,7 @@ class GradientRows(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What the implementation that runs gave for the same q, k, v and dO.
+    """Results of the implementation that runs, for the same q, k, v and dO.
 
     Attributes:
       o: O [B, T, N, H].

@@ -43,11 +43,11 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 
 class CaptureError(UserError, RuntimeError):
-    """Nothing was captured, or it cannot be; the message says what to do."""
+    """A layer was not captured, or cannot be; the message says what to do."""
 
 
 def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[..., Any]:
-    """The same function of attention, which `diagnostics.capture` and `watch` see.
+    """Wraps an attention function so that `diagnostics.capture` and `watch` see it.
 
     For kernels of other libraries and of your own. jax.nn's function and Flax's modules need none.
     It changes no value, and outside of a capture nothing is added to a program.

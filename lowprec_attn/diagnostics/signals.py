@@ -42,7 +42,7 @@ def attention_signals(
     projection: weights.Projection | None = None,
     common_direction: bool = False,
 ) -> dict[str, Float32[Array, "N ..."]]:
-    """What to watch in one attention layer, per query head; the batch is reduced.
+    """Signals of one attention layer, one number per query head; the batch is reduced.
 
     Always:
       score_maximum: max |S|, S as rounded at `scores`.

@@ -26,7 +26,7 @@ LEAST_BEFORE = 3
 
 
 class TrendRatios(NamedTuple):
-    """Of every measurement and layer; NaN where there is nothing to compare with."""
+    """Ratios of every measurement and layer; NaN without anything to compare with."""
 
     own: Float[np.ndarray, "S L"]
     others: Float[np.ndarray, "S L"]
