@@ -200,7 +200,7 @@ def unsupported_variants(request: Request) -> str | None:
     if (cap := request.spec.soft_cap) is not None:
         return f"logits_soft_cap={cap}"
     if request.value_size not in (None, request.q_shape[-1]):
-        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
+        return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"
     return "sinks" if request.has_sinks else None
 
 

@@ -132,8 +132,8 @@ def _refusing(weights: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not _inside.get():
             raise CaptureError(
-                "Flax forms attention weights here, for dropout of attention or to sow them, which "
-                "capture does not see: run the step with deterministic=True or dropout_rate=0"
+                "Flax computes attention weights here, for dropout of attention or to sow them, "
+                "and capture does not see them: pass deterministic=True or dropout_rate=0"
             )
         return weights(*args, **kwargs)
 

@@ -143,7 +143,7 @@ def test_a_run_is_diagnosed_as_it_was_at_an_earlier_step(made, tmp_path, capsys)
         run(copy.path, "--step", 3)
     with pytest.raises(DiagnoseError, match=r"--step must be 0 or more, got -1"):
         run(copy.path, "--step", -1)
-    with pytest.raises(DiagnoseError, match=r"--step goes with a run directory, and .* is none"):
+    with pytest.raises(DiagnoseError, match=r"--step needs a run directory, and .* is not one"):
         run(copy.metrics, "--step", 7)
 
 
@@ -158,7 +158,7 @@ def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     words.write_text("é" * 20)
     (other,) = run_layers.load(path, words)
     assert other.q.shape[1] == 32 and np.any(other.q != val.q)
-    with pytest.raises(DiagnoseError, match="--text goes with a run directory or a model's folder"):
+    with pytest.raises(DiagnoseError, match="--text needs a run directory or a model's folder"):
         run(words, "--text", words)
 
 

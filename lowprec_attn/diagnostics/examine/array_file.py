@@ -86,8 +86,8 @@ def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[
     hiding = {n: found.pop(n) for n in _HIDING if n in found}
     for refused in masks.REFUSED.keys() & hiding.keys():
         raise DiagnoseError(
-            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read: without it other "
-            "scores would be judged; diagnose a layer or a batch without, or rename the array"
+            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read; without it "
+            "the scores would differ: diagnose a layer or batch without it, or rename the array"
         )
     layer = _layer(path, name, where, found, layout)
     if of_file.unread:
