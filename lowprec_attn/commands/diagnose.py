@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--series",
         action="store_true",
-        help="the files are captures of one model in the order of their steps: also say which layer "
-        "leaves its past or the other layers; layers are matched by name",
+        help="the files are captures of one model in the order of their steps: also say which "
+        "layer leaves its past or the other layers; layers are matched by name",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(

@@ -5,10 +5,10 @@
     python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
     python train.py --config=configs/gpt2_bf16.py:full --distributed --workdir=DIR
 
-The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
-checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite, or
-that has exploded where `stop_exploded_after` is set; 130 Ctrl-C, after a checkpoint, or a second
-one at once. With --distributed the same command runs on every host of a TPU slice or GPU cluster.
+The same command resumes an interrupted run. With --distributed it runs on every host of a TPU
+slice or GPU cluster. Exit codes: 0 the run is done, or SIGTERM stopped it after a checkpoint; 1 a
+config, file or directory is unfit; 3 the loss was not finite, or it exploded and
+`stop_exploded_after` is set; 130 Ctrl-C stopped it after a checkpoint, or a second Ctrl-C at once.
 """
 
 import argparse

@@ -240,7 +240,8 @@ def require_bare_ids(path: Path) -> None:
     if what is not None:
         raise DataError(
             f"{path} looks like {what}; a token file without a meta.json beside it must hold "
-            "uint16 ids of GPT-2, as nanoGPT writes them: write such a file, or prepare the text again"
+            "uint16 ids of GPT-2, as nanoGPT writes them: write such a file, or prepare the "
+            "text again"
         )
 
 
