@@ -180,7 +180,7 @@ def test_a_text_that_cannot_serve(folder, tmp_path, name):
 
 def test_a_folder_that_cannot_serve(folder, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="add --text FILE for the model to run on"):
+    with pytest.raises(UserError, match="add --text FILE, on which the model runs"):
         folder_layers.load(tmp_path, None)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         folder_layers.load(tmp_path, folder / "ids.npy")

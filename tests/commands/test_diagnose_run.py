@@ -164,7 +164,7 @@ def test_a_run_is_measured_on_another_text(made, text, tmp_path):
 
 def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     path, *_ = made
-    with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block go with"):
+    with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block need"):
         run(path, "--row-max", "dynamic_max")
     copy = RunDir(tmp_path / "run")
     shutil.copytree(path, copy.path)
