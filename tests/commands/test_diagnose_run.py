@@ -172,7 +172,7 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     forced["attention"]["implementation"] = "gpu"
     forced["attention"]["points"] = {"probs": "float8_e4m3fn"}
     copy.config.write_text(json.dumps(forced))
-    with pytest.raises(DiagnoseError, match="names the implementation gpu: diagnose it on a device"):
+    with pytest.raises(DiagnoseError, match="names the implementation gpu: diagnose it on a"):
         run_layers.load(copy.path)
     for manifest in copy.checkpoints.glob("*.json"):
         manifest.unlink()
