@@ -201,9 +201,11 @@ def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
 
 def _read(path: Path) -> dict[str, _Found]:
     if not path.exists():
-        raise DiagnoseError(f"{path}: no such file")
+        raise DiagnoseError(
+            f"{path}: no such file; give q, k, v and do in an .npz, or a run's directory"
+        )
     if not path.is_file():
-        raise DiagnoseError(f"{path}: not a file")
+        raise DiagnoseError(f"{path}: not a file; give an .npz or .safetensors file")
     if path.suffix == ".npz":
         return _read_npz(path)
     if path.suffix == ".safetensors":
