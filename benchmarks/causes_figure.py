@@ -15,13 +15,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.front_figure import LAYER, RESULTS
 from lowprec_attn.lab.records import ArmRecord, read_all
+from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
 
 FIRST_STEP = 1000  # before it no head of layer 1 has saturated
 LEAST_GRADIENT = 1e-5  # of W_Q in a head; most have some 3e-3, and none where all rows see one key
 
 # Near Okabe and Ito's, as in the front figure: a rounding lies between δ and Σ P dP, or none.
-_ROUNDED, _NOT_ROUNDED = "#d55e00", "#009e73"
+_ROUNDED, _NOT_ROUNDED = style.BREAKS, style.HOLDS
 
 
 class Row(NamedTuple):
@@ -106,8 +107,8 @@ def figure() -> Figure:
         _draw(axis, [[value(run) for run in of_all if run.arm.name == row.arm] for row in rows])
     error.set_yticks(range(len(rows)), [row.label for row in rows])
     error.invert_yaxis()
-    error.axvline(0.5, color="gray", lw=1)
-    score.axvline(512, color="gray", lw=1)
+    error.axvline(0.5, color=style.LIMIT, lw=1)
+    score.axvline(512, color=style.LIMIT, lw=1)
     error.set_title("Largest rounding error over\nthe true gradient of W_Q")
     score.set_title("Largest attention score\nat the last record")
     drawn.legend(
@@ -124,9 +125,9 @@ def _draw(axis: Axes, values: Sequence[Sequence[float]]) -> None:
         dots = [(value, at) for at in indices for value in values[at]]
         x, y = zip(*dots, strict=True)
         axis.scatter(x, y, color=color, marker=marker, alpha=0.75, label=label)
-    axis.axhline(len(ROUNDED) - 0.5, color="gray", lw=0.5)
+    axis.axhline(len(ROUNDED) - 0.5, color=style.LIMIT, lw=0.5)
     axis.set_xscale("log")
-    axis.grid(alpha=0.3)
+    axis.grid(**style.GRID)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from lowprec_attn.errors import RunError, UserError
 from lowprec_attn.files import complete_lines, make_directory, write_atomically, write_json
 from lowprec_attn.numerics import FLASH, PUBLISHED_EAGER, STANDARD, Numerics
 from lowprec_attn.runs import environment
+from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
@@ -218,7 +219,7 @@ def figure(records: Sequence[Record]) -> Figure:
                 axis.plot(place, [r[name] for r in of_arm], "o", ms=4, label=arm)
             axis.set(yscale="log", title=tensor if row == 0 else "")
             axis.set_xticks(range(len(FORMATS)), FORMATS)
-            axis.grid(alpha=0.3)
+            axis.grid(**style.GRID)
         panels[row][0].set_ylabel({"max": "largest", "rms": "RMS"}[name])
     drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=7)
     drawn.suptitle(f"deviation from float64 at length {LENGTH}, tiles of {TILE[0]} x {TILE[1]}")

@@ -17,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lowprec_attn.lab.records import ArmRecord, read_all
+from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
 
 RESULTS = Path(__file__).parent.parent / "results" / "true_bfloat16"
 LAYER = 1  # from 0; the paper's layer 2
-_FONT = 11  # points: legible where a phone shows 390 pixels of it
 
 
 class Line(NamedTuple):
@@ -33,18 +33,15 @@ class Line(NamedTuple):
     dash: str = "-"
 
 
-# Near Okabe and Ito's, which those who confuse red and green tell apart, on white and on black.
-_BREAKS, _BREAKS_TOO, _HOLDS, _FLOAT32 = "#d55e00", "#cc79a7", "#009e73", "#2f8fd0"
-
 OURS = (
-    Line("flash", "FlashAttention's arithmetic", _BREAKS),
-    Line("normalized_delta", "with rows of dS that sum to 0", _HOLDS, "--"),
-    Line("exact", "float32", _FLOAT32, ":"),
+    Line("flash", "FlashAttention's arithmetic", style.BREAKS),
+    Line("normalized_delta", "with rows of dS that sum to 0", style.HOLDS, "--"),
+    Line("exact", "float32", style.FLOAT32, ":"),
 )
 NANOGPT = (
-    Line("cudnn", "cuDNN", _BREAKS_TOO),
-    Line("flash", "FlashAttention-2", _BREAKS),
-    Line("float32", "attention in float32", _FLOAT32, ":"),
+    Line("cudnn", "cuDNN", style.BREAKS_TOO),
+    Line("flash", "FlashAttention-2", style.BREAKS),
+    Line("float32", "attention in float32", style.FLOAT32, ":"),
 )
 
 
@@ -55,8 +52,8 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path, help="the files' names up to _light.png and _dark.png")
     out = parser.parse_args().out
-    for name, style in {"light": "default", "dark": "dark_background"}.items():
-        with matplotlib.style.context(style), mpl.rc_context({"font.size": _FONT}):
+    for name, theme in {"light": "default", "dark": "dark_background"}.items():
+        with matplotlib.style.context(theme), mpl.rc_context({"font.size": style.FRONT}):
             write_figure(out.with_name(f"{out.name}_{name}.png"), figure())
 
 
@@ -69,7 +66,7 @@ def figure() -> Figure:
     _draw(score, OURS, [(run, *largest_scores(run)) for run in ours])
     _draw(theirs, NANOGPT, [(run, *largest_scores(run)) for run in nanogpt])
     _draw(error, OURS, [(run, *gradient_errors(run)) for run in ours])
-    error.axhline(1, color="gray", lw=1)
+    error.axhline(1, color=style.LIMIT, lw=1)
     score.set_title("Our trainer:\nlargest attention score")
     theirs.set_title("nanoGPT itself:\nlargest attention score")
     error.set_title("Our trainer: rounding error\nover true gradient of W_Q")
@@ -112,7 +109,7 @@ def _draw(
                 label = None
     axis.set_yscale("log")
     axis.set_xlabel("step")
-    axis.grid(alpha=0.3)
+    axis.grid(**style.GRID)
     # Below, where it hides no line.
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
 

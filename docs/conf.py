@@ -25,7 +25,8 @@ html_theme = "furo"
 html_title = project
 html_copy_source = False
 html_show_copyright = False
-html_static_path = ["static"]
+# The first figure's dark twin, which site.css shows in its place.
+html_static_path = ["static", "images/front_dark.png"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "source_repository": source_address,

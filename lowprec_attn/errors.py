@@ -1,4 +1,4 @@
-"""What a user can mend: one family of errors, each message one line that says what to do.
+"""Errors that a user can mend. A message is one line that says what to do.
 
 A command prints such an error without a traceback and ends with exit code 1. Anything else that is
 raised is a fault of the program, and is shown whole.
@@ -13,11 +13,11 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 
 class UserError(Exception):
-    """An input, file or machine cannot serve; the message names it and what to do."""
+    """An input, file or machine is unfit; the message names it and says what to do."""
 
 
 class OneLineError(UserError):
-    """An error whose message is one line, whatever the names in it: they may come from a file."""
+    """An error whose message is one line, even if names in it come from a file."""
 
     def __init__(self, message: object) -> None:
         super().__init__(printable(str(message)))
@@ -28,7 +28,7 @@ class RunError(UserError, RuntimeError):
 
 
 def lacks_its_platform(error: BaseException) -> bool:
-    """Whether this was raised because a platform that JAX_PLATFORMS names cannot be had.
+    """Whether the error says that a platform named in JAX_PLATFORMS is not available.
 
     JAX 0.10 raises a RuntimeError then, or fails an assertion without a word where the plugin of a
     platform is missing, and hides where; so it is asked once more.
@@ -45,7 +45,7 @@ def lacks_its_platform(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading_records(where: object) -> Iterator[None]:
-    """Turns what records of other types than this program writes lead to into one line.
+    """Turns errors about records that this program did not write into one line.
 
     Raises:
       RunError: a field of a record at `where` has another type, or is not there.
@@ -63,12 +63,12 @@ def reading_records(where: object) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """A name from a file for one line of text: what a terminal would obey stands as an escape."""
+    """A name from a file as one line of text, with control characters escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def unknown_field(path: str, known: Iterable[object]) -> str:
-    """A line for a field that is not there, with the nearest name and all of them.
+    """A message about an unknown field, with the nearest name and all names.
 
     Args:
       path: of the field, such as `config.optimizer.lr`.

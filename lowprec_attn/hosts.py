@@ -72,8 +72,8 @@ def connect(
         if "must be called before" not in str(error):
             raise
         raise RunError(
-            "this process uses its devices already, so it cannot join others; where the config "
-            "chose its variant by the device, name it: --config=FILE:full"
+            "this process uses its devices already, so it cannot join others; if the config chose "
+            "its variant by the device, name the variant: --config=FILE:full"
         ) from error
     except ValueError as error:
         raise RunError(

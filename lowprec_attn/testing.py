@@ -1,4 +1,4 @@
-"""For the tests of a kernel's author: `assert_attention`."""
+"""`assert_attention`, for the tests of a kernel."""
 
 from collections.abc import Callable
 from pathlib import Path

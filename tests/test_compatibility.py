@@ -79,7 +79,7 @@ def test_what_is_gone_says_what_replaced_it(word, capsys):
 )
 def test_a_field_that_is_gone_says_what_replaced_it(flag, instead, capsys):
     assert main(["train", "--config=gpt2_bf16:tiny", f"--config.{flag}"]) == 1
-    assert f"is gone: config.{instead}\n" in capsys.readouterr().err
+    assert f"no longer exists: config.{instead}\n" in capsys.readouterr().err
 
 
 def test_a_config_with_the_fields_of_a_rollback_apart_means_the_same():

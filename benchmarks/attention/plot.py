@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks.attention.problem import PASSES
 from benchmarks.attention.records import Record, problems
 from benchmarks.shapes import SHAPES, SWEEP
+from lowprec_attn.runs.pages import style
 
 _OWN = ("hopper ", "gpu ", "tpu ", "tiled ")
 
@@ -19,10 +20,10 @@ def save(records: Sequence[Record], prefix: Path) -> list[Path]:
     title = next((_title(r) for r in records if r["kind"] == "environment"), "")
     paths = []
     for name, figure in _figures(records):
-        figure.suptitle(title, fontsize=9, family="monospace")
+        figure.suptitle(title, fontsize=style.TITLE, family="monospace")
         path = prefix.with_name(f"{prefix.name}_{name}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, metadata={"Software": None})
+        figure.savefig(path, dpi=style.DPI, metadata={"Software": None})
         paths.append(path)
     return paths
 
@@ -60,14 +61,15 @@ def _bars(timed: Sequence[Record]) -> Figure:
 def _draw_bars(axis: Axes, key: Record, group: Sequence[Record]) -> None:
     ranked = sorted(group, key=lambda record: record["tflops"])
     names = [r["name"] for r in ranked]
-    colors = ["tab:blue" if name.startswith(_OWN) else "tab:gray" for name in names]
+    colors = [style.OURS if name.startswith(_OWN) else style.OTHERS for name in names]
     bars = axis.barh(names, [r["tflops"] for r in ranked], color=colors)
-    axis.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=2)
+    axis.bar_label(bars, fmt="{:.3g}", fontsize=style.SMALL, padding=2)
     axis.margins(x=0.12)
-    axis.tick_params(axis="y", labelsize=7)
+    axis.tick_params(axis="y", labelsize=style.SMALL)
     shape = SHAPES[key["shape"]]
-    axis.set_title(f"{key['shape']} {'×'.join(map(str, shape.qkv))}, {key['pass']}", fontsize=9)
-    axis.set_xlabel("TFLOP/s", fontsize=8)
+    title = f"{key['shape']} {'×'.join(map(str, shape.qkv))}, {key['pass']}"
+    axis.set_title(title, fontsize=style.TITLE)
+    axis.set_xlabel("TFLOP/s", fontsize=style.TEXT)
 
 
 def _sweep(timed: Sequence[Record]) -> Figure:
@@ -78,7 +80,7 @@ def _sweep(timed: Sequence[Record]) -> Figure:
         rows = [{**r, "length": SHAPES[r["shape"]].length} for r in timed if r["pass"] == pass_name]
         _draw_lines(axis, rows, "tflops", "TFLOP/s")
         axis.set_title(pass_name)
-    axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes[-1].legend(fontsize=style.SMALL, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -89,7 +91,7 @@ def _memory(records: Sequence[Record]) -> Figure:
     _draw_lines(axis, records, "total_mib", "MiB: arguments, outputs and temporaries")
     axis.set_yscale("log", base=10)
     axis.set_title("memory of forward+backward, batch 1, 12 heads of 64")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=style.TEXT)
     return figure
 
 
@@ -97,11 +99,11 @@ def _draw_lines(axis: Axes, rows: Sequence[Record], value: str, label: str) -> N
     names = list(dict.fromkeys(r["name"] for r in rows))
     for i, name in enumerate(names):
         points = sorted((r["length"], r[value]) for r in rows if r["name"] == name)
-        style = "-o" if name.startswith(_OWN) else "--s"
-        axis.plot(*zip(*points, strict=True), style, label=name, color=colormaps["tab20"](i % 20))
+        line = "-o" if name.startswith(_OWN) else "--s"
+        axis.plot(*zip(*points, strict=True), line, label=name, color=colormaps["tab20"](i % 20))
     lengths = sorted({r["length"] for r in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
     axis.set_xlabel("T")
     axis.set_ylabel(label)
-    axis.grid(alpha=0.3)
+    axis.grid(**style.GRID)

@@ -26,7 +26,7 @@ class SoftmaxState(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What is saved of rows for P in the backward pass, exp(S − subtracted) · inverse_l.
+    """The row statistics that give P in the backward pass: exp(S − subtracted) · inverse_l.
 
     Attributes:
       subtracted: lse, −inf in rows that saw no key; or m, or M in base 2, 0 in those rows.
@@ -101,7 +101,7 @@ def log_sum_exp(
 
 
 def keep_unvisited(new: SoftmaxState, old: SoftmaxState, visited: Array | None) -> SoftmaxState:
-    """The new state where a row was visited, the old one elsewhere."""
+    """The new state of rows that were visited, the old state of the others."""
     if visited is None:
         return new
     return jax.tree.map(functools.partial(jnp.where, visited), new, old)

@@ -28,7 +28,7 @@ from lowprec_attn.numerics import Numerics, RowMax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The static part of a call: what is computed, and (block_sizes) how fast.
+    """The static part of a call: the arithmetic, the mask and the tile sizes.
 
     Attributes:
       numerics, row_max: the arithmetic.
@@ -168,7 +168,7 @@ HEAD_SIZES = range(16, 257)
 
 
 def unsupported_in_tiles(request: Request, block_sizes: type) -> str | None:
-    """What of the request no implementation in tiles can serve, or None.
+    """Names what in the request no implementation in tiles can serve, or None.
 
     block_sizes: the class of the implementation's tile record.
     """
@@ -200,7 +200,7 @@ def unsupported_variants(request: Request) -> str | None:
     if (cap := request.spec.soft_cap) is not None:
         return f"logits_soft_cap={cap}"
     if request.value_size not in (None, request.q_shape[-1]):
-        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
+        return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"
     return "sinks" if request.has_sinks else None
 
 

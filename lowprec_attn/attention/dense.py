@@ -38,7 +38,7 @@ def keys_per_step(request: Request) -> int:
 
 
 def exponent_of(request: Request) -> str:
-    """How exponents are formed, in both passes."""
+    """How both passes form exponents: `Numerics.exponent`."""
     return request.spec.numerics.exponent or "shift_first"
 
 

@@ -44,7 +44,7 @@ _PLATFORMS = ("cuda", "tpu", "default")
 
 
 class UnsupportedError(UserError, NotImplementedError):
-    """An implementation, or every one, declines a call; the message says why and who serves it."""
+    """No implementation, or not the named one, serves a call; the message says why and which do."""
 
 
 class Part(NamedTuple):
@@ -148,7 +148,7 @@ def keys_per_step(request: Request, implementation: str | None = None) -> int:
 
 
 def exponent_of(request: Request, implementation: str | None = None) -> str:
-    """How what serves the request on its platform forms exponents: `Numerics.exponent`.
+    """How the implementation that serves the request forms exponents: `Numerics.exponent`.
 
     Without it every implementation has a way of its own, some another in each pass: 'shift_first',
     'scale_first', or 'shift_first, backward scale_first'.

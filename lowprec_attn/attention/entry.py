@@ -1,5 +1,7 @@
 """The public function: validates a call once and lets the implementations compute its heads."""
 
+from __future__ import annotations
+
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +22,7 @@ from lowprec_attn.numerics import FLASH, Numerics, RowMax, StandardMax
 _log = logging.getLogger(__name__)
 
 
+# A space before a lone axis: tools would take it for the name of a type.
 def dot_product_attention(
     query: Float[ArrayLike, "B T N H"],
     key: Float[ArrayLike, "B S K H"] | None = None,
@@ -30,13 +33,13 @@ def dot_product_attention(
     scale: float | Float[Array, ""] | None = None,
     logits_soft_cap: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[ArrayLike, "B"] | None = None,
-    key_value_seq_lengths: Int[ArrayLike, "B"] | None = None,
+    query_seq_lengths: Int[ArrayLike, " B"] | None = None,
+    key_value_seq_lengths: Int[ArrayLike, " B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     query_offset: int | Int[ArrayLike, "#B"] | Literal["end"] = 0,
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
-    sinks: Float[ArrayLike, "N"] | None = None,
+    sinks: Float[ArrayLike, " N"] | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -48,83 +51,81 @@ def dot_product_attention(
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
 
-    Differentiable in q, k, v, bias, sinks and a traced scale by a hand-written backward pass whose
-    roundings are named in `numerics` too; reverse mode only. Works under `jit`, `vmap` and
-    `checkpoint`, and in a `jax.shard_map` of your own (see `within_shard`).
+    The function is differentiable in q, k, v, bias, sinks and a traced scale, in reverse mode.
+    `numerics` names the roundings of its hand-written backward pass too. It works under `jit`,
+    `vmap` and `checkpoint`, and in your own `jax.shard_map` (see `within_shard`).
 
-    What is hidden reaches no result, be it NaN or infinity: keys beyond the lengths, of a segment
-    without queries or masked for every query; q and gradients of rows that see no key. Gradients
-    are 0 there. Of keys that some rows see and others do not (causality, another segment) `dense`
-    and `tiled` keep the others free. The kernels do not, within a tile: give the padding of packed
-    keys an id that no query has. A row that sees NaN or infinity returns it.
+    **Hidden values.** A NaN or infinity reaches no result and has the gradient 0 if it is in a key
+    that no query sees, or in the query or gradient of a row that sees no key. If some rows see the
+    key and others do not (causality, segments), `dense` and `tiled` protect the others. The kernels
+    do not, within a tile: give the padding of packed keys an id that no query has. A row that sees
+    NaN or infinity returns it.
 
-    Second derivatives (`jax.hessian`, `jax.jvp` or `jax.grad` of `jax.grad`) take the derivative of
-    every rounding as 1. `tiled` and `dense` have them; name one of the two, because under `jit` the
-    choice by platform keeps the kernels, which refuse. `jax.grad` of `jax.grad` takes memory
-    quadratic in the length.
+    **Second derivatives** (`jax.hessian`, `jax.jvp`, `jax.grad` of `jax.grad`) take the derivative
+    of every rounding as 1. Name `tiled` or `dense` for them: the kernels refuse. `jax.grad` of
+    `jax.grad` takes memory quadratic in the length.
 
     Args:
-      query: q [B, T, N, H]; the batch axis may be left out of q, k and v together. Without `key`
-        and `value` all three, packed as [B, T, 3, N, H]: so one product forms them, and the GPU
-        kernels read that array, and write its gradient, in place.
-      key: k [B, S, K, H] of q's dtype; N a multiple of K (grouped-query attention).
-      value: v [B, S, K, V], like k; its head size V, which is that of O, may be another, as in
-        multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` have that.
+      query: q [B, T, N, H]. You may leave out the batch axis of q, k and v together. Without `key`
+        and `value` it is q, k and v packed as [B, T, 3, N, H]. The GPU kernels read this array, and
+        write its gradient, in place.
+      key: k [B, S, K, H] of q's dtype. N is a multiple of K (grouped-query attention).
+      value: v [B, S, K, V] of q's dtype. The head size V, which is also that of O, may differ from
+        H, as in multi-head latent attention (DeepSeek). `gpu`, `tiled` and `dense` serve that.
       bias: added to the scores.
-      mask: True where a query may see a key.
-      scale: factor of q kᵀ, 1/√H by default. A traced one is multiplied as float32, where a
-        number is too; the kernels decline it.
-      logits_soft_cap: c, such as the 50 of Gemma 2: scores are c · tanh(scale · q kᵀ / c), formed
-        in float32, before a bias is added and a mask hides them; None for no cap. Positive, not
-        traced. `hopper`, `gpu`, `tiled` and `dense` have it. `numerics` of `delta='after_cast'` or
-        `mean_key='subtracted'` are refused beside it: rows of dS do not sum to zero.
+      mask: True if a query may see a key.
+      scale: factor of q kᵀ, by default 1/√H. It multiplies in float32. The kernels decline a traced
+        scale.
+      logits_soft_cap: c > 0, such as the 50 of Gemma 2, or None for no cap; not traced. Scores are
+        c · tanh(scale · q kᵀ / c) in float32, before the bias and the mask. `hopper`, `gpu`,
+        `tiled` and `dense` serve it. It excludes `delta='after_cast'` and `mean_key='subtracted'`
+        in `numerics`, because rows of dS no longer sum to zero.
       is_causal: row t sees the keys s <= t + query_offset; not traced.
-      query_seq_lengths: valid queries per batch element, from 0 to T. Rows beyond have O = 0
-        and lse = −inf, as has every row that sees no key (where a mask, segments or a negative
-        query_offset hide all keys, `PublishedMax` gives lse = log(clamp) instead).
-      key_value_seq_lengths: valid keys per batch element, from 0 to S.
-      local_window_size: (left, right), or one int for both: row t sees the keys
-        t − left <= s <= t + right, query_offset added to t; not traced. Tiles outside it are
-        skipped.
-      query_offset: position among the keys of query 0, for `is_causal` and the window: how many
-        keys of a cache are older than the queries. One integer or one per batch element, which may
-        be traced, from −2^29 to 2^29. 0 aligns the first query with the first key, as `jax.nn`
-        does. `'end'` aligns the last ones: S − T, or the difference of the lengths where they are
-        given. The kernels decline any but 0; `tiled` serves it.
-      query_segment_ids: of packed sequences: a row sees the keys of its own segment alone. For the
-        arithmetic they are a dense mask that is never formed.
-      key_value_segment_ids: those of the keys; may be left out where there are as many as queries.
-      sinks: a learned score per query head, as of gpt-oss: one more column for each of its rows,
-        after scale, soft cap and bias, that no mask hides, without key or value. lse includes it. A
-        row that sees no key has lse = the sink, and dlse is the only gradient that it passes on; a
-        row beyond `query_seq_lengths` has lse = −inf. −inf is no sink. The gradient is summed in
-        float32. `mean_key='subtracted'` is refused beside it. `hopper`, `gpu`, `tiled` and
-        `dense` have it.
-      numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads or one per
-        query head; query heads that share a key head must agree. Or `arithmetic.heads.HeadGroup`s,
-        which hold the row-max rules as well. Presets name bfloat16, whatever the arrays are: for
-        float16 arrays take `FLASH.with_format('float16')`. So in float32 arrays the default,
-        `'flash'`, differs from `jax.nn.dot_product_attention` by up to about 8e-3 of entries of
-        order 1; `'exact'` rounds nothing.
-      row_max: a row-max rule, or the name of one such as `'dynamic_max'`, likewise.
-      rng_key: PRNG key, needed if a point rounds stochastically. The bits depend on the key and on
-        batch element, head, row and column alone (elements of a `vmap` over one key share them).
-      implementation: `'hopper'`, `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'`, `'dense'`, or None
-        for the fastest of them that supports the request on the platform that the call is lowered
-        for.
-      block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`; never changes
+      query_seq_lengths: number of valid queries per batch element, from 0 to T. A row beyond it,
+        like any row that sees no key, has O = 0 and lse = −inf. (`PublishedMax` gives
+        lse = log(clamp) if a mask, segments or a negative query_offset hide all keys.)
+      key_value_seq_lengths: number of valid keys per batch element, from 0 to S.
+      local_window_size: (left, right), or one int for both; not traced. Row t sees the keys
+        t + query_offset − left <= s <= t + query_offset + right. Tiles outside are skipped.
+      query_offset: position of query 0 among the keys, for `is_causal` and the window: the number
+        of keys in a cache that are older than the queries. One integer or one per batch element,
+        from −2^29 to 2^29; it may be traced. 0 aligns the first query with the first key, as
+        `jax.nn` does. `'end'` aligns the last ones: S − T, or the difference of the lengths if they
+        are given. The kernels serve only 0, `tiled` any.
+      query_segment_ids: ids of packed sequences. A row sees only keys of its own segment. Numbers
+        are those of a dense mask, which is never formed.
+      key_value_segment_ids: ids of the keys; by default those of the queries, if T = S.
+      sinks: one learned score per query head, as in gpt-oss. It is one more column of each row,
+        added after scale, soft cap and bias, which no mask hides and which has no key or value. lse
+        includes it. A row that sees no key has lse = the sink, and passes on only the gradient
+        dlse. A row beyond `query_seq_lengths` has lse = −inf. A sink of −inf has no effect. The
+        gradient is summed in float32. `hopper`, `gpu`, `tiled` and `dense` serve it. It excludes
+        `mean_key='subtracted'`.
+      numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads, or one per
+        query head. Query heads that share a key head must agree. It may also be a sequence of
+        `arithmetic.heads.HeadGroup`, which hold the row-max rules as well. Presets round to
+        bfloat16 whatever the arrays are: in float32 arrays `'flash'` differs from
+        `jax.nn.dot_product_attention` by up to about 8e-3 for entries of order 1, and `'exact'`
+        rounds nothing. For float16 arrays take `FLASH.with_format('float16')`.
+      row_max: a row-max rule, or the name of one such as `'dynamic_max'`, for all heads, or one per
+        query head.
+      rng_key: PRNG key, needed if a point rounds stochastically. The random bits depend only on the
+        key, batch element, head, row and column. Elements of a `vmap` over one key share them.
+      implementation: `'hopper'`, `'gpu'`, `'tpu'` (Pallas kernels), `'tiled'` or `'dense'`. None
+        takes the fastest that serves the request on the platform for which the call is lowered.
+      block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`. They never change
         what is rounded where.
-      return_residual: also return lse = log rowsum exp(scores), float32 [B, T, N].
+      return_residual: return lse = log rowsum exp(scores) as well, float32 [B, T, N].
 
     Returns:
-      O in q's dtype (in float32 where q's dtype cannot hold the format of `numerics.output`), or
-      (O, lse).
+      O, or (O, lse). O has q's dtype, or float32 if q's dtype cannot hold the format of
+      `numerics.output`.
 
     Raises:
-      ValueError: wrong shapes, dtypes or options, or an array is split over an explicit mesh axis;
-        the message names the value.
-      UnsupportedError: the implementation asked for cannot serve the request; the message names
-        what, and the implementations that can. A NotImplementedError.
+      ValueError: a shape, dtype or option is wrong, or an array is split over an explicit mesh
+        axis. The message names the value.
+      UnsupportedError: the named implementation cannot serve the request. The message names the
+        reason and the implementations that can. It is a NotImplementedError.
       NotImplementedError: the second derivative of a kernel.
       TypeError: forward-mode differentiation (`jax.jvp`) of the call itself.
 

@@ -31,7 +31,7 @@ def attention_fn(
     rng_key: Key[Array, ""] | Callable[[], Key[Array, ""]] | None = None,
     implementation: str | None = None,
 ) -> Callable[..., Array]:
-    """An `attention_fn` for `flax.linen` and `flax.nnx` `MultiHeadDotProductAttention` and alike.
+    """Makes the `attention_fn` of a Flax layer, such as `nnx.MultiHeadAttention`.
 
     Causality reaches the kernels without a mask: by `is_causal=True`, here or in the call of an NNX
     module, or by a causal mask whose values are known when the call is traced (NumPy, or made

@@ -26,7 +26,7 @@ _LEAST = (8, 0)  # Ampere
 
 @contextlib.contextmanager
 def compiled_for(device: str) -> Iterator[None]:
-    """Within it, attention is traced for one GPU of a kind, whatever this host has.
+    """A context in which attention is traced for one GPU of a kind, whatever this host has.
 
     Without it, a host without a GPU does not know the kind that a program for CUDA will run on, and
     takes `gpu`, which runs on all from compute capability 8.0 on, even where `hopper` is faster.
@@ -48,8 +48,8 @@ def compiled_for(device: str) -> Iterator[None]:
     kind = _kind(device)
     if not jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"compiled_for({device!r}) cannot change a mesh that is set; give that one an "
-            "abstract_device"
+            f"compiled_for({device!r}) cannot change the mesh that is set; set a mesh with an "
+            "abstract_device instead"
         )
     if not kind.startswith(_COMPILED_FOR):
         _log.warning("attention has not been compiled for %s before; `gpu` serves it", kind)

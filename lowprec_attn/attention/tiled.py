@@ -49,7 +49,7 @@ class BlockSizes:
 
 
 def unsupported(request: Request) -> str | None:
-    """What of the request `tiled` cannot serve, or None."""
+    """Names what in the request `tiled` cannot serve, or None."""
     return unsupported_in_tiles(request, BlockSizes)
 
 
@@ -59,7 +59,7 @@ def keys_per_step(request: Request) -> int:
 
 
 def exponent_of(request: Request) -> str:
-    """How exponents are formed, in both passes."""
+    """How both passes form exponents: `Numerics.exponent`."""
     return request.spec.numerics.exponent or "shift_first"
 
 

@@ -188,7 +188,8 @@ def segments(
             else ("key_value_segment_ids", "query_segment_ids")
         )
         raise ValueError(
-            f"{missing} is missing beside {given}, with {rows[1]} queries and {keys[1]} keys"
+            f"{missing} is missing beside {given}, with {rows[1]} queries and {keys[1]} keys; "
+            "pass both"
         )
     ids = (
         _integers("query_segment_ids", query, rows),
@@ -287,7 +288,7 @@ def sinks(value: ArrayLike | None, heads: int) -> Array | None:
         known = np.asarray(value).astype(np.float64)
         wrong = known[np.isnan(known) | (known == np.inf)]
         if wrong.size:
-            raise ValueError(f"sinks must be finite, or -inf for none, got {wrong[0]}")
+            raise ValueError(f"sinks must be finite, or -inf for no sink, got {wrong[0]}")
     return x
 
 
@@ -310,12 +311,14 @@ def soft_cap(value: object, scale: float) -> float | None:
         )
     cap = _real_number("logits_soft_cap", value)
     if cap <= 0:
-        raise ValueError(f"logits_soft_cap must be greater than 0, or None for none, got {value!r}")
+        raise ValueError(
+            f"logits_soft_cap must be greater than 0, or None for no cap, got {value!r}"
+        )
     with np.errstate(over="ignore"):
         factor = np.float32(scale / cap)
     if not np.isfinite(factor) or (scale != 0 and factor == 0):
         raise ValueError(
-            f"float32 does not hold scale / logits_soft_cap, the factor of q kᵀ, got {value!r} "
+            f"scale / logits_soft_cap, the factor of q kᵀ, must fit float32, got {value!r} "
             f"with scale={scale}"
         )
     return cap

@@ -1,4 +1,4 @@
-"""Is my kernel's gradient right, and which arithmetic is it? Of any attention function.
+"""Checks any attention function: is its gradient right, and which arithmetic does it compute?
 
 A door of the library: it opens other people's functions, and may import what `diagnostics.examine`
 may. The design, in the order of the computation:

@@ -14,7 +14,7 @@ from lowprec_attn.errors import UserError
 
 
 class TargetError(UserError):
-    """A target cannot be had or called; the message says what to do."""
+    """A target is not installed or cannot be called; the message says what to do."""
 
 
 class Inputs(NamedTuple):
@@ -156,7 +156,7 @@ def torch_call(attend: Attend, layout: str = "BTNH") -> Callable[[Problem], Foun
         if problem.dlse is not None:
             _require_lse(lse)
             if not lse.requires_grad:
-                raise TargetError("its lse has no gradient: a loss of it would train nothing")
+                raise TargetError("its lse has no gradient, so a loss of lse would train nothing")
             outputs.append(lse)
             cotangents.append(torch.from_numpy(problem.dlse).to(device, lse.dtype))
         grads = torch.autograd.grad(outputs, list(given.values()), cotangents, allow_unused=True)

@@ -12,7 +12,7 @@ from lowprec_attn.check.trials import Trial, Trials
 
 TWO_RUNS = "two runs of the same call differ"
 _OTHERS = "a sequence depends on the others of its batch"
-_LATER = "rows depend on tokens behind them"
+_LATER = "rows depend on later tokens"
 _KEPT = 150  # tokens of the long problem that later ones must not reach
 
 

@@ -31,7 +31,7 @@ ABILITIES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a function is called.
+    """How `check` calls a function.
 
     Attributes:
       framework: `jax` or `torch`; None: that which its module imports, if it is one.
@@ -75,7 +75,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every problem has.
+    """The window, soft cap, sinks and bias that every problem has.
 
     Attributes:
       scale: that the function has by itself; None: 1/√H, and that which a problem asks for.
@@ -142,7 +142,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """A function, and what it can do.
+    """An attention function, and the calls that it serves.
 
     Attributes:
       name: as the user gave it.

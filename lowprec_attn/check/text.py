@@ -89,10 +89,11 @@ def lines(report: Report) -> Iterator[str]:
     for note in report.notes:
         yield from _wrapped(f"note: {note}")
     for reason in dict.fromkeys(report.refused.values()):
-        names = ", ".join(name for name, why in report.refused.items() if why == reason)
+        names = "; ".join(name for name, why in report.refused.items() if why == reason)
         yield from _wrapped(f"refused: {names} ({reason})")
     if report.not_tried:
-        yield from _wrapped(f"not tried, since the function cannot: {', '.join(report.not_tried)}")
+        names = "; ".join(dict.fromkeys(report.not_tried))  # a name may have a comma
+        yield from _wrapped(f"not tried, because the function does not serve it: {names}")
 
 
 def headline(report: Report) -> str:
@@ -225,7 +226,7 @@ def _wrapped(text: str, indent: str = "  ") -> Sequence[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report without arrays; `numerics` are those of the arithmetic, as text."""
+    """The report as JSON values, without arrays; `numerics` is text."""
     found = dataclasses.asdict(dataclasses.replace(report, arithmetic=None))
     if report.arithmetic is not None:
         fields = dataclasses.fields(report.arithmetic)

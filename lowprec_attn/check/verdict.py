@@ -25,7 +25,7 @@ _ROW_SUMS = (
 def check(
     target: Target, dtype: str = "bfloat16", *, seed: int = 0, out: Path | None = None
 ) -> Report:
-    """Runs a target forward and backward on every problem that it can do, and judges it.
+    """Runs a target forward and backward on every problem that it serves, and judges it.
 
     Args:
       target: see `targets.find` and `functions.of_function`.

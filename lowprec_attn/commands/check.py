@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit code 0: right, 3: a risk, 4: a bug, 1: bad input."
     parser.add_argument("target", metavar="TARGET", help=KNOWN)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of q, k, v, dO")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="bfloat16", help="dtype of q, k, v and dO"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page")
     parser.add_argument(
@@ -38,13 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the smallest case of a bug and its script go (default: here)",
     )
     parser.add_argument(
-        "--numerics", default="flash", metavar="PRESET", help="of lowprec_attn's own"
+        "--numerics",
+        default="flash",
+        metavar="PRESET",
+        help="arithmetic of lowprec_attn's own implementations",
     )
     parser.add_argument(
         "--window",
         type=_window,
         metavar="LEFT,RIGHT",
-        help="every row t sees the keys t − LEFT to t + RIGHT alone; one number for both",
+        help="row t sees only the keys t − LEFT to t + RIGHT; one number for both",
     )
     parser.add_argument(
         "--soft-cap", type=float, metavar="C", help="scores are C tanh(q kᵀ · scale / C)"
@@ -59,15 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lse-gradient",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether the gradient of a returned lse is tried",
+        help="whether to check the gradient of a returned lse",
     )
-    parser.add_argument("--tokens", type=int, help="of the core problems (default: 160)")
-    parser.add_argument("--head-size", type=int, help="H (default: 64)")
+    parser.add_argument(
+        "--tokens", type=int, help="queries and keys of most problems (default: 160)"
+    )
+    parser.add_argument("--head-size", type=int, help="head size (default: 64)")
     own = parser.add_argument_group(
         "a function of your own", "MODULE:FUNCTION takes q, k and v and returns O, or O and lse"
     )
-    own.add_argument("--framework", choices=("jax", "torch"), help="whose arrays it takes")
-    own.add_argument("--layout", choices=("BTNH", "BNTH"), help="of the arrays (default: BTNH)")
+    own.add_argument("--framework", choices=("jax", "torch"), help="library whose arrays it takes")
+    own.add_argument("--layout", choices=("BTNH", "BNTH"), help="order of the axes (default: BTNH)")
     own.add_argument("--causal", action=argparse.BooleanOptionalAction, help="whether it is causal")
     own.add_argument(
         "--keyword",
@@ -75,11 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=KEYWORD",
         help=(
-            "what it calls causal, scale, mask (True: seen), window (a pair), soft_cap, sinks or "
+            "its keyword for causal, scale, mask (True: seen), window (a pair), soft_cap, sinks or "
             "bias, as in causal=is_causal; repeatable"
         ),
     )
-    own.add_argument("--scale", type=float, help="the factor of q kᵀ that it has (default: 1/√H)")
+    own.add_argument("--scale", type=float, help="its factor of q kᵀ (default: 1/√H)")
     own.add_argument(
         "--groups",
         action=argparse.BooleanOptionalAction,
@@ -89,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--alignment",
         choices=("start", "end"),
-        help="of the causal diagonal where lengths differ (default: whichever its O shows)",
+        help="end of the causal diagonal if lengths differ (default: found from O)",
     )
 
 

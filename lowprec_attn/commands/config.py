@@ -83,7 +83,9 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     try:
         return _with_flags(config, flags, name)
     except RecursionError as error:
-        raise ConfigFileError(f"{name} is not a config: mappings lie in it too deeply") from error
+        raise ConfigFileError(
+            f"{name} is not a config: its mappings are nested too deeply"
+        ) from error
     except TypeError as error:
         if _UNSORTED not in str(error):
             raise
@@ -146,7 +148,7 @@ def _check_fields(config: Any, flags: Sequence[str]) -> None:
             if not isinstance(section, Mapping | type(config)) or not section:
                 break  # ml_collections says what is wrong with a field of a scalar
             if depth == 0 and field in INSTEAD:
-                raise ConfigFileError(f"config.{field} is gone: config.{INSTEAD[field]}")
+                raise ConfigFileError(f"config.{field} no longer exists: config.{INSTEAD[field]}")
             if field not in section:
                 here = ".".join(["config", *names[: depth + 1]])
                 raise ConfigFileError(unknown_field(here, section))

@@ -67,29 +67,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         nargs="+",
-        help="npz or safetensors with q, k, v and, for δ, do [B,T,N,H] of a layer; of several "
-        "layers as layer_00/q and so on, as diagnostics.capture saves them; or a run directory; "
-        "or, with --text, the folder of a Hugging Face GPT-2, Llama or Qwen3",
+        help="npz or safetensors with q, k, v and, for the backward pass, do [B,T,N,H] of a layer, "
+        "or layer_00/q and so on of several, as diagnostics.capture saves them; or a run "
+        "directory; or, with --text, the folder of a Hugging Face GPT-2, Llama or Qwen3",
     )
     add(
         "--text",
         type=Path,
         metavar="FILE",
-        help="what the model of a folder runs on: text, or token ids as .npy or .bin (default: of "
-        "a run, its held-out text)",
+        help="text for the model, or its token ids as .npy or .bin (default for a run: its "
+        "held-out text)",
     )
     add(
         "--step",
         type=int,
         metavar="N",
-        help="of a run directory: its newest checkpoint of step N or before, and the trend up to "
-        "there (default: the newest of all)",
+        help="take a run's newest checkpoint of step N or before, and the trend up to there "
+        "(default: the newest checkpoint)",
     )
     add(
         "--series",
         action="store_true",
-        help="the files are captures of one model at several steps, in their order: also say which "
-        "layer leaves its past or the others, layers matched by name",
+        help="the files are captures of one model in the order of their steps: also say which "
+        "layer leaves its past or the other layers; layers are matched by name",
     )
     seen = parser.add_mutually_exclusive_group()
     seen.add_argument(
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         dest="is_causal",
         default=None,
-        help="every row sees every key (default: as the source says, else causal)",
+        help="every row sees every key (default: from the source, else causal)",
     )
     seen.add_argument("--causal", action="store_true", dest="is_causal", default=None)
     add("--scale", type=float, help="factor of q kᵀ (default: that of the source, else 1/√H)")
@@ -106,18 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--numerics",
         action="append",
         metavar="NAME",
-        help="arithmetic, repeatable (default: flash, published; of a run, its own alone): "
+        help="arithmetic, repeatable (default: flash, published; for a run, only its own): "
         f"{', '.join(PRESETS)}",
     )
     add("--row-max", default="standard", metavar="RULE", help=", ".join(ROW_MAX_RULES))
     add(
         "--layout",
         metavar="ORDER",
-        help="of the axes in a file: BTNH or BNTH, as torch has it, of all arrays; or of each, as "
-        "in q=BNTH,k=BNTH,v=BNTH,do=BTNH (default: as the file says, else BTNH)",
+        help="order of the axes in a file: BTNH, or BNTH as in torch, for all arrays; or for each, "
+        "as in q=BNTH,k=BNTH,v=BNTH,do=BTNH (default: as the file says, else BTNH)",
     )
-    add("--rows", type=int, default=DEFAULT_ROWS, help="of the table (default: 16; 0: all)")
-    add("--json", type=Path, metavar="OUT", help="also write everything measured to this file")
+    add("--rows", type=int, default=DEFAULT_ROWS, help="rows of the table (default: 16; 0: all)")
+    add("--json", type=Path, metavar="OUT", help="also write all measurements to this file")
     add("--html", type=Path, metavar="OUT", help="also write what is printed, as one page")
 
 
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         if args.row_max != "standard" or args.kv_block is not None:
             raise DiagnoseError(
                 f"{of_runs[0].source} is measured in its own arithmetic; --row-max and --kv-block "
-                "go with --numerics NAME"
+                "need --numerics NAME"
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
     by_source = [
@@ -173,11 +173,10 @@ def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
         if args.step is None:
             return folder_layers.load(path, args.text)
     if args.step is not None:
-        raise DiagnoseError(f"--step goes with a run directory, and {path} is none; leave it out")
+        raise DiagnoseError(f"--step needs a run directory, and {path} is not one; leave it out")
     if args.text is not None:
         raise DiagnoseError(
-            f"--text goes with a run directory or a model's folder, and {path} is neither; leave "
-            "it out"
+            f"--text needs a run directory or a model's folder, and {path} is neither; leave it out"
         )
     return array_file.load(path, args.layout)
 
@@ -232,8 +231,8 @@ def _preset(name: str, kv_block: KvBlock | None) -> Numerics:
 def _check_options(args: argparse.Namespace) -> None:
     if args.series and (len(args.source) < 2 or any(path.is_dir() for path in args.source)):
         raise DiagnoseError(
-            "--series takes two files or more, of one model at several steps in their order; of a "
-            "run directory it needs no option"
+            "--series takes two files or more of one model, in the order of their steps; a run "
+            "directory needs no --series"
         )
     if args.scale is not None:
         try:

@@ -27,22 +27,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_run(actions.add_parser("run", help="train all arms; the same command continues"))
     collect = actions.add_parser("collect", help="write compact records of the arms")
-    collect.add_argument("workdir", type=Path, help="of `lab run`, which may still be running")
+    collect.add_argument(
+        "workdir", type=Path, help="work directory of `lab run`, which may still be running"
+    )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
-    collect.add_argument("--signals", nargs="+", metavar="NAME", help="only these")
+    collect.add_argument("--signals", nargs="+", metavar="NAME", help="keep only these")
     collect.set_defaults(act=_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument(
         "results",
         type=Path,
-        help=f"directory of {_RECORDS}, gets table.md; or one of several such",
+        help=f"directory of {_RECORDS}, or a directory of such; table.md goes there",
     )
-    report.add_argument("--layer", type=int, default=1, help="to look at (default %(default)s)")
-    report.add_argument("--steps", type=int, nargs="+", help="of the table (default: seven)")
-    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="only these")
-    report.add_argument("--figure", type=Path, help="default: figure.png in RESULTS")
+    report.add_argument(
+        "--layer", type=int, default=1, help="layer of the tables and figure (default %(default)s)"
+    )
+    report.add_argument("--steps", type=int, nargs="+", help="steps of the table (default: seven)")
+    report.add_argument("--seeds", nargs="+", type=int, metavar="N", help="use only these")
+    report.add_argument(
+        "--figure", type=Path, help="file of the figure (default: figure.png in RESULTS)"
+    )
     for control in ("positive", "negative"):
-        report.add_argument(f"--{control}-control", metavar="ARM", help="if the records name none")
+        report.add_argument(
+            f"--{control}-control", metavar="ARM", help="needed if the records name none"
+        )
     report.set_defaults(act=_read_and_report)
 
 
@@ -50,16 +58,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.description = "Fields are set in every arm by --config.NAME=VALUE, as for train.py."
     parser.add_argument("experiment", help="definition of the arms: NAME of configs/, or a FILE")
     parser.add_argument("--workdir", type=Path, required=True, help="directory for all arms")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these (default: all)")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="instead of its own")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="run only these (default: all)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, metavar="N", help="seeds instead of those of the file"
+    )
     places = parser.add_mutually_exclusive_group()
     places.add_argument(
         "--devices",
         metavar="0,1,...",
-        help="GPUs, one arm each, or 0+1,2+3: one arm on two (default: all, one each; where there "
-        "is none, one arm at a time)",
+        help="GPUs, one arm on each; 0+1,2+3: one arm on two GPUs (default: one arm on each GPU, "
+        "or one at a time without a GPU)",
     )
-    places.add_argument("--jobs", type=int, help="so many arms at a time, bound to no device")
+    places.add_argument("--jobs", type=int, help="number of arms at a time, bound to no device")
     parser.add_argument(
         "--launcher",
         choices=("processes", "slurm"),
@@ -71,7 +81,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="of each job: time (minutes), partition, gpus_per_node, cpus_per_task, mem, …",
+        help="options of each job: time (minutes), partition, gpus_per_node, cpus_per_task, mem, …",
     )
     parser.set_defaults(act=_run, config_flags=[])
 
@@ -106,12 +116,12 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
 
     if args.launcher != "slurm":
         if args.slurm:
-            raise RunError(f"--slurm {args.slurm[0]} is for --launcher=slurm; add that")
+            raise RunError(f"--slurm {args.slurm[0]} needs --launcher=slurm; add it")
         return None
     for name in ("devices", "jobs"):
         if getattr(args, name) is not None:
             raise RunError(
-                f"--{name} is for processes; Slurm gives a job its devices: leave it out"
+                f"--{name} is for processes, and Slurm gives a job its devices: leave it out"
             )
     options = {}
     for word in args.slurm:
@@ -173,7 +183,9 @@ def _report(args: argparse.Namespace) -> None:
     # What lies deeper looks at the runs of the experiment above it once more.
     counted = [path for path in directories if path.parent == args.results]
     if not counted:
-        raise RunError(f"{args.results} holds no records ({_RECORDS}), and no directory of such")
+        raise RunError(
+            f"{args.results} holds no records ({_RECORDS}), and no directory with records"
+        )
     if args.figure is not None:
         raise RunError("--figure takes the records of one experiment, not a directory of several")
     arms = {path: _report_one(args, path, path / "figure.png") for path in directories}

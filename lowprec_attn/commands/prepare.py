@@ -16,9 +16,7 @@ from lowprec_attn.data.tokens import DataError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments to its parser."""
-    parser.add_argument(
-        "out", type=Path, help="directory to write train.bin, val.bin, meta.json to"
-    )
+    parser.add_argument("out", type=Path, help="directory for train.bin, val.bin and meta.json")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--text",
@@ -34,20 +32,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face data set, for example Skylion007/openwebtext, or a loader of local "
         "files (text, json, parquet, ...) with --data-files; column 'text', a document per row",
     )
-    parser.add_argument("--separator", help="with --text: what stands between documents in a file")
+    parser.add_argument("--separator", help="with --text: text between the documents of a file")
     parser.add_argument(
         "--format",
         choices=get_args(Format),
-        help="with --text: of the files (default: told by the content of each)",
+        help="with --text: format of the files (default: found from the content)",
     )
-    parser.add_argument("--data-files", nargs="+", metavar="FILE", help="with --dataset: its files")
+    parser.add_argument(
+        "--data-files", nargs="+", metavar="FILE", help="with --dataset: files of it"
+    )
     parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
     parser.add_argument(
         "--bpe",
         type=Path,
         metavar="DIR",
-        help="directory with GPT-2's encoder.json and vocab.bpe, to need no download",
+        help="directory with GPT-2's encoder.json and vocab.bpe (default: downloaded)",
     )
     parser.add_argument(
         "--val-fraction",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share that is held out: documents, or pieces of whole lines if these are few or long "
         "(default %(default)s; nanoGPT holds out 0.0005 of OpenWebText)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of what is held out")
+    parser.add_argument("--seed", type=int, default=0, help="seed that draws the held-out share")
     parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
 
 

@@ -5,10 +5,10 @@
     python train.py --config=configs/gpt2_bf16.py --config.attention.row_max=dynamic_max
     python train.py --config=configs/gpt2_bf16.py:full --distributed --workdir=DIR
 
-The same command resumes an interrupted run. Exit codes: 0 done, or stopped by SIGTERM after a
-checkpoint; 1 a config, file or directory that cannot serve; 3 a loss that was not finite, or
-that has exploded where `stop_exploded_after` is set; 130 Ctrl-C, after a checkpoint, or a second
-one at once. With --distributed the same command runs on every host of a TPU slice or GPU cluster.
+The same command resumes an interrupted run. With --distributed it runs on every host of a TPU
+slice or GPU cluster. Exit codes: 0 the run is done, or SIGTERM stopped it after a checkpoint; 1 a
+config, file or directory is unfit; 3 the loss was not finite, or it exploded and
+`stop_exploded_after` is set; 130 Ctrl-C stopped it after a checkpoint, or a second Ctrl-C at once.
 """
 
 import argparse
@@ -30,14 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--config", help="NAME or FILE, with :VARIANT; --config.FIELD=VALUE sets")
+    add("--config", help="NAME or FILE, with :VARIANT; --config.FIELD=VALUE sets a field")
     add("--workdir", type=Path, help="run directory (default: runs/NAME-VARIANT-HASH)")
     processes = parser.add_argument_group("several processes, usually one per host")
     add = processes.add_argument
-    add("--distributed", action="store_true", help="train together; the cluster tells the rest")
-    add("--coordinator_address", metavar="HOST:PORT", help="of process 0, if it does not")
-    add("--num_processes", type=int, help="likewise: how many there are")
-    add("--process_id", type=int, help="likewise: which of them this one is")
+    add(
+        "--distributed",
+        action="store_true",
+        help="train together; most clusters need no other flag",
+    )
+    add("--coordinator_address", metavar="HOST:PORT", help="address of process 0")
+    add("--num_processes", type=int, help="number of processes")
+    add("--process_id", type=int, help="number of this process, from 0")
     parser.set_defaults(config_flags=[])
 
 
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     settings = train_settings(values)
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(args, name) is not None and not args.distributed:
-            raise UserError(f"--{name} only goes with --distributed; add that, or leave it out")
+            raise UserError(f"--{name} needs --distributed; add it, or leave --{name} out")
     # JAX takes seconds to start, so a wrong config is told before.
     if args.distributed:
         from lowprec_attn import hosts

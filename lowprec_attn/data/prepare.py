@@ -119,8 +119,8 @@ def _write(
     for split in (train, val):
         if not split.tokens:
             raise DataError(
-                f"{split.path.name} would be empty: the text has {pieces} documents, or pieces of "
-                "whole lines, and one is needed on either side; give more text, or --separator"
+                f"{split.path.name} would be empty: the text has {pieces} documents or pieces of "
+                "whole lines, and each split needs one; give more text, or --separator"
             )
     meta = Meta(
         tokenizer=tokenizer.name,

@@ -239,8 +239,9 @@ def require_bare_ids(path: Path) -> None:
         what = f"uint{8 * width} or int{8 * width} ids: what lies above the lowest 16 bits is empty"
     if what is not None:
         raise DataError(
-            f"{path} looks like {what}; without a meta.json beside it token files are uint16 ids "
-            "of GPT-2 alone, as nanoGPT writes them: write it so, or prepare its text again"
+            f"{path} looks like {what}; a token file without a meta.json beside it must hold "
+            "uint16 ids of GPT-2, as nanoGPT writes them: write such a file, or prepare the "
+            "text again"
         )
 
 

@@ -1,4 +1,4 @@
-"""What to watch in low-precision attention: ties, signed errors, δ, weight norms.
+"""Signals of low-precision attention: ties, signed errors, δ, weight norms.
 
 Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the

@@ -15,7 +15,7 @@ from lowprec_attn.files import write_atomically, writing
 
 
 class Capture:
-    """What a block of `capture` has taken.
+    """The layers that a block of `capture` has taken.
 
     Attributes:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
@@ -109,10 +109,9 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
         yield taken
     if not calls:
         raise CaptureError(
-            "nothing was captured: no attention that is known here was differentiated in the "
-            "block; run jax.grad of the loss there, by jit and not as a compiled executable, and "
-            "wrap a function other than jax.nn's, Flax's and lowprec_attn's by "
-            "diagnostics.captured(function)"
+            "nothing was captured: the block differentiated no attention of jax.nn, Flax or "
+            "lowprec_attn; run jax.grad of the loss in it, under jit and not as a compiled "
+            "executable, and wrap another attention by diagnostics.captured(function)"
         )
     for i, place in enumerate(sorted(calls)):
         for time, values in enumerate(calls[place]):

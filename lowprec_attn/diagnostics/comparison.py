@@ -84,7 +84,7 @@ class GradientRows(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What the implementation that runs gave for the same q, k, v and dO.
+    """Results of the implementation that runs, for the same q, k, v and dO.
 
     Attributes:
       o: O [B, T, N, H].
@@ -135,9 +135,7 @@ def compare(
     if spec.soft_cap is not None:
         raise ValueError(f"diagnostics take no soft cap, got {spec.soft_cap}")
     if any(x is not None for x in extras._replace(stream=None)):
-        raise ValueError(
-            "diagnostics take no mask, bias or lengths, nor sinks; cut the arrays instead"
-        )
+        raise ValueError("diagnostics take no mask, bias, lengths or sinks; cut the arrays instead")
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
     if spec.numerics.exponent == "whole_max":
         extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise

@@ -43,11 +43,11 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 
 class CaptureError(UserError, RuntimeError):
-    """Nothing was captured, or it cannot be; the message says what to do."""
+    """A layer was not captured, or cannot be; the message says what to do."""
 
 
 def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[..., Any]:
-    """The same function of attention, which `diagnostics.capture` and `watch` see.
+    """Wraps an attention function so that `diagnostics.capture` and `watch` see it.
 
     For kernels of other libraries and of your own. jax.nn's function and Flax's modules need none.
     It changes no value, and outside of a capture nothing is added to a program.
@@ -132,8 +132,8 @@ def _refusing(weights: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not _inside.get():
             raise CaptureError(
-                "Flax forms attention weights here, for dropout of attention or to sow them, which "
-                "capture does not see: run the step with deterministic=True or dropout_rate=0"
+                "Flax computes attention weights here, for dropout of attention or to sow them, "
+                "and capture does not see them: pass deterministic=True or dropout_rate=0"
             )
         return weights(*args, **kwargs)
 

@@ -91,7 +91,7 @@ def _met(name: str, one: Cut, other: Cut) -> Cut:
         for a, b in ((one.rows, other.rows), (one.keys, other.keys))
     )
     if rows[0] >= rows[1] or keys[0] >= keys[1]:
-        raise ValueError(f"{name} leaves a sequence without a row or a key")
+        raise ValueError(f"{name} leaves a sequence without a row or a key; take it out")
     given = [c.is_causal for c in (one, other) if c.is_causal is not None]
     for one_of_both in (one, other):
         of_position = one_of_both.is_causal or one_of_both.window is not None
@@ -154,8 +154,8 @@ def _visible(name: str, array: np.ndarray) -> Bool[np.ndarray, "..."]:
     if np.all(hidden | (values == 0)) and array.dtype.kind != "b":
         return ~hidden
     raise ValueError(
-        f"{name} adds to the scores, and only what hides keys is read (0, and {_LOWEST:g} or "
-        "less): without it other scores would be judged; diagnose a layer without"
+        f"{name} adds to the scores; diagnose reads only a mask of 0, and {_LOWEST:g} or less: "
+        "diagnose a layer without it"
     )
 
 
@@ -178,7 +178,7 @@ def _pairs(
         ) from error
     of_one = of_all[b]
     if not np.all(of_one == of_one[:1]):
-        raise ValueError(f"{name} differs from head to head, and one for all heads is read")
+        raise ValueError(f"{name} differs from head to head; save one mask for all heads")
     return of_one[0]
 
 
@@ -198,8 +198,8 @@ def _of_pairs(name: str, seen: Bool[np.ndarray, "T S"]) -> Cut:
                 return Cut(of_rows, (first, end), is_causal, window)
     raise ValueError(
         f"{name} hides more than padding, causality (row t sees the keys 0 to t) and a window: "
-        "pairs that nobody sees would be judged; cut the arrays so that none is left, or take "
-        "another batch"
+        "hidden pairs would be judged; cut the arrays to the pairs that are seen, or take another "
+        "batch"
     )
 
 
@@ -225,11 +225,13 @@ def _made(
 
 def _range(name: str, seen: Bool[np.ndarray, " S"]) -> tuple[int, int]:
     if not seen.any():
-        raise ValueError(f"{name} hides every key of a sequence; true, or 1, is a key that is seen")
+        raise ValueError(
+            f"{name} hides every key of a sequence; true, or 1, means that a key is seen"
+        )
     first, end = _ends(seen)
     if not seen[first:end].all():
         raise ValueError(
-            f"{name} hides keys between others, and padding at the ends alone is read; take "
+            f"{name} hides keys between others, and only padding at the ends is read; take "
             "another batch"
         )
     return first, end

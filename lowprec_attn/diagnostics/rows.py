@@ -21,7 +21,7 @@ def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
 
 
 def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
-    """max |S| over the keys that a row sees; 0 for a row that sees none."""
+    """max |S| over the keys that a row sees; 0 for a row that sees no key."""
     return jnp.max(jnp.where(_seen(s), jnp.abs(s), jnp.float32(0)), axis=-1)
 
 
@@ -62,7 +62,7 @@ def rounded_to_one(s: Float32[Array, "... T S"], probs: Rounding) -> Bool[Array,
 def dominated_rows(
     s: Float32[Array, "... T S"], threshold: float = DOMINATED
 ) -> Bool[Array, "... T"]:
-    """Rows where one key holds (nearly) all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
+    """Rows in which one key has nearly all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
 
     The default is the smallest P that bfloat16 rounds to 1.
     """

@@ -42,7 +42,7 @@ def attention_signals(
     projection: weights.Projection | None = None,
     common_direction: bool = False,
 ) -> dict[str, Float32[Array, "N ..."]]:
-    """What to watch in one attention layer, per query head; the batch is reduced.
+    """Signals of one attention layer, one number per query head; the batch is reduced.
 
     Always:
       score_maximum: max |S|, S as rounded at `scores`.
@@ -124,7 +124,7 @@ def attention_signals(
     _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
     _check_returned(q, returned)
     if common_direction and x is None:
-        raise ValueError("common_direction is one of (PK)ᵀ X, which needs x")
+        raise ValueError("common_direction needs x: it is a direction of (PK)ᵀ X")
     _check_projection(q, x, projection)
     heads = q.shape[2]
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
@@ -310,7 +310,7 @@ def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:
 def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
     (batch, length, heads, head_size), kv_heads = q.shape, k.shape[2]
     if arrays["x"] is not None and arrays["do"] is None:
-        raise ValueError("x serves the gradient of W_Q, which needs do as well")
+        raise ValueError("x needs do: the gradient of W_Q takes both")
     expected = {
         "do": (batch, length, heads, head_size),
         "x": (batch, length, None),
@@ -334,7 +334,7 @@ def _check_projection(q: Array, x: Array | None, projection: weights.Projection 
     if projection is None:
         return
     if x is None:
-        raise ValueError("projection serves the gradient of W_Q, which needs x as well")
+        raise ValueError("projection needs x: the gradient of W_Q takes both")
     if projection.values.shape != q.shape:
         raise ValueError(
             f"projection.values must have the shape of q {q.shape}, got {projection.values.shape}"

@@ -9,7 +9,7 @@ A number of every layer is followed over measurements in their order: `score_max
 
 This is information and no rule (`diagnostics.rules`). Thresholds were chosen on a part of the lab's
 records. On the others no ratio hit more explosions than |score| ≥ 512 without more false alarms;
-`Quantity.worth` has the counts, docs/diagnose.md more of them. What it adds is which layer it is,
+`Quantity.worth` has the counts, results/failure more of them. What it adds is which layer it is,
 and since when: where rounding breaks training one layer leaves the others, at a rate too high all
 of them grow together.
 """
@@ -26,7 +26,7 @@ LEAST_BEFORE = 3
 
 
 class TrendRatios(NamedTuple):
-    """Of every measurement and layer; NaN where there is nothing to compare with."""
+    """Ratios of every measurement and layer; NaN without anything to compare with."""
 
     own: Float[np.ndarray, "S L"]
     others: Float[np.ndarray, "S L"]

@@ -57,7 +57,7 @@ class Framework(NamedTuple):
 
 
 class WatchError(OneLineError, ValueError):
-    """A layer cannot be watched; the message is one line that says why."""
+    """A layer cannot be watched; the message says why in one line."""
 
 
 class Watch:

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Float32
 
 
 class Projection(NamedTuple):
-    """How q follows from X W_Q, where it is not X W_Q itself: through RoPE, QK-norm or a factor.
+    """How q follows from X W_Q if it differs from it: by RoPE, QK-norm or a factor.
 
     Attributes:
       values: X W_Q, [B, T, N, H].
@@ -163,7 +163,7 @@ def frobenius_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
 
 
 def weight_drift(a: Float[ArrayLike, "..."], b: Float[ArrayLike, "..."]) -> dict[str, float]:
-    """How far two copies of a weight have drifted apart; on the host, in float64.
+    """The distance of two copies of a weight, computed on the host in float64.
 
     `max_difference` is max |a − b|, `wasserstein` the Wasserstein-1 distance between the
     distributions of their entries (Golden et al., arXiv 2405.02803). Cost: a sort of each.

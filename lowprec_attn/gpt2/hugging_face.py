@@ -59,11 +59,11 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
     shape = shape_of(config, _SHAPE)
     if shape["width"] % shape["heads"]:
         raise WeightsError(
-            f"config.json says n_embd {shape['width']}, no multiple of n_head {shape['heads']}"
+            f"config.json says n_embd {shape['width']}, not a multiple of n_head {shape['heads']}"
         )
     if config.get("n_inner") not in (None, 4 * shape["width"]):
         raise WeightsError(
-            f"config.json says n_inner {config['n_inner']}, and only 4 n_embd is computed here"
+            f"config.json says n_inner {config['n_inner']}, and this library computes only 4 n_embd"
         )
     return ModelSettings(
         **shape,

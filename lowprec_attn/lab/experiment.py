@@ -131,11 +131,11 @@ class Experiment:
             )
         if self.seeds and "seed" in self.shared:
             raise ExperimentError(
-                "seed is set in every arm (shared, --config.seed), and there are seeds; give one"
+                "seed is set in every arm (shared, --config.seed), and seeds as well; give one"
             )
         for arm in self.arms:
             if self.seeds and "seed" in arm.overrides:
-                raise ExperimentError(f"arm {arm.name} sets seed, and there are seeds; give one")
+                raise ExperimentError(f"arm {arm.name} sets seed, and the file seeds; give one")
 
     @property
     def trials(self) -> tuple[Trial, ...]:

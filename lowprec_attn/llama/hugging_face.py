@@ -87,11 +87,13 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> LlamaSet
     shape = shape_of(filled, _SHAPE)
     if shape["heads"] % shape["kv_heads"]:
         raise WeightsError(
-            f"config.json says num_attention_heads {shape['heads']}, no multiple of "
+            f"config.json says num_attention_heads {shape['heads']}, not a multiple of "
             f"num_key_value_heads {shape['kv_heads']}"
         )
     if shape["head_size"] % 2:
-        raise WeightsError(f"config.json says head_dim {shape['head_size']}, and RoPE needs pairs")
+        raise WeightsError(
+            f"config.json says head_dim {shape['head_size']}, and RoPE needs an even number"
+        )
     return LlamaSettings(
         **shape,
         value_size=shape["head_size"],

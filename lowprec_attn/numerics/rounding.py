@@ -132,7 +132,7 @@ def round_in_kernel(
     mode: Mode = "nearest",
     bits: UInt32[Array, "..."] | None = None,
 ) -> Float32[Array, "..."]:
-    """`round_to` for kernel bodies: the same bits, and no rule for a derivative to lower.
+    """`round_to` for kernel bodies: the same bits, without a rule for derivatives.
 
     Raises:
       ValueError: as `round_to`.

@@ -51,7 +51,7 @@ IsRepeated = Callable[[Array, float], Array]
 
 @runtime_checkable
 class RowMax(Protocol):
-    """What an implementation asks of a row-max rule. Rules are frozen and hashable."""
+    """The interface of a row-max rule. Rules are frozen and hashable."""
 
     @property
     def clamp(self) -> float | None:
@@ -123,7 +123,7 @@ class StandardMax(_Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedMax(_Rule):
-    """The rule as published (arXiv 2510.04212 and its code), with its traps: for study.
+    """The rule as published (arXiv 2510.04212 and its code), with its traps.
 
     Edge cases.
       Fully masked step: all its entries are equal and negative, so it is a "repeated negative
@@ -175,7 +175,7 @@ class PublishedMax(_Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicMax(_Rule):
-    """The published rule made safe: what `row_max=dynamic_max` means to a user.
+    """The published rule without its traps: `row_max='dynamic_max'`.
 
     Where the maximum repeats, r_m ← β·r_m if positive and 0 if negative, but at most
     `max_shift` above r_m, so that no row can underflow: l ≥ exp(−max_shift).
@@ -230,7 +230,7 @@ class DynamicMax(_Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyMax(_Rule):
-    """A maximum that is raised only when it grows by more than `threshold` in base 2.
+    """A maximum that is raised only if it grows by more than `threshold` in base 2.
 
     FlashAttention-4's lazy rescale (flash_attn/cute/softmax.py, `rescale_threshold`), so that most
     steps leave Ō as it is. The largest P̄ of a row is anything from 1 to 2 to the power of

@@ -353,7 +353,7 @@ class Checkpoints:
         """The manifest of a step, every file of which has its size and checksum."""
         if not self._manifest_path(step).exists():
             raise _UnfinishedError(
-                f"{self._manifest_path(step).name} is missing, saving it was not completed"
+                f"{self._manifest_path(step).name} is missing: saving was not completed"
             )
         manifest = Manifest.read(self._manifest_path(step))
         manifest.verify(self._directory)

@@ -101,7 +101,7 @@ def _require_shapes(saved: dict[str, Any], targets: dict[str, Any]) -> None:
     for path in {**targets, **saved}:
         theirs, ours = _shape(saved.get(path)), _shape(targets.get(path))
         if theirs != ours:
-            raise MismatchError(f"{path} is {theirs} there and {ours} here")
+            raise MismatchError(f"{path} is {theirs} in the checkpoint and {ours} here")
 
 
 def reason(error: BaseException) -> str:

@@ -89,7 +89,7 @@ class History:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HistoryError(
-                f"{run_dir.path} holds metrics that are none of a run ({error!r}); restore "
+                f"{run_dir.path} holds metrics that no run wrote ({error!r}); restore "
                 "metrics.jsonl and throughput.jsonl from a copy"
             ) from error
 

@@ -306,7 +306,7 @@ class RunDir:
         mend = "remove it, and the same command goes on (it tells where earlier starts ran)"
         starts: list[Any] = _read_as(list, self.environment, mend)
         if not all(isinstance(start, dict) and environment.is_described(start) for start in starts):
-            raise RunDirError(f"{self.environment} holds more than starts; {mend}")
+            raise RunDirError(f"{self.environment} holds other records than starts; {mend}")
         return starts
 
     def _refuse_other_config(self, config: Mapping[str, Any]) -> None:

@@ -192,7 +192,7 @@ class _Capturing(TorchFunctionMode):
         if not alike:
             raise CaptureError(
                 "a checkpoint repeats attention with other arrays than those of the forward pass, "
-                "so that its dO belongs to neither; use_reentrant=False keeps the first"
+                "so that its dO belongs to neither; pass use_reentrant=False to the checkpoint"
             )
         # Backwards: of equal calls, such as those of one layer twice, the last comes first.
         return next((p for p in reversed(alike) if not self._differentiated[p]), None)

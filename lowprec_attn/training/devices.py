@@ -167,7 +167,7 @@ def run_devices(settings: TrainSettings) -> Devices:
     if settings.devices is not None and jax.process_count() > 1:
         raise RunError(
             f"devices={settings.devices} chooses among the devices of a single process; "
-            "leave it out where several run together"
+            "leave it out if several processes run together"
         )
     return mesh_over(devices, settings)
 

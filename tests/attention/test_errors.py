@@ -158,7 +158,7 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
             f"logits_soft_cap must be {text}",
         )
         for cap, text in (
-            (0.0, "greater than 0, or None for none, got 0.0"),
+            (0.0, "greater than 0, or None for no cap, got 0.0"),
             (-50.0, "greater than 0, .* got -50.0"),
             (float("nan"), "a finite number .* got nan"),
             (float("inf"), "a finite number .* got inf"),
@@ -175,13 +175,13 @@ VALUE_ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
             (np.zeros((1, 4), np.float32), r"4 numbers .* got float32\(1, 4\)"),
             (np.zeros(4, np.int32), r"4 numbers .* of float32, .* got int32\(4,\)"),
             (1.0, r"4 numbers .* got float32\(\)"),
-            (np.array([0, 1, np.nan, 0], np.float32), "finite, or -inf for none, got nan"),
-            (np.array([0, 1, np.inf, 0], np.float32), "finite, or -inf for none, got inf"),
+            (np.array([0, 1, np.nan, 0], np.float32), "finite, or -inf for no sink, got nan"),
+            (np.array([0, 1, np.inf, 0], np.float32), "finite, or -inf for no sink, got inf"),
         )
     },
     "a cap far below the scale": (
         lambda: attend(logits_soft_cap=1e-30, scale=1e30),
-        r"float32 does not hold scale / logits_soft_cap.* got 1e-30 with scale=1e\+30",
+        r"scale / logits_soft_cap.* must fit float32, got 1e-30 with scale=1e\+30",
     ),
     "traced cap": (
         lambda: jax.jit(lambda cap: attend(logits_soft_cap=cap))(50.0),

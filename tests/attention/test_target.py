@@ -120,6 +120,6 @@ def test_a_target_that_is_none_is_refused(device, words):
 
 
 def test_a_mesh_that_is_set_is_not_replaced():
-    refused = pytest.raises(ValueError, match="cannot change a mesh that is set")
+    refused = pytest.raises(ValueError, match="cannot change the mesh that is set")
     with attention.compiled_for("NVIDIA H100"), refused, attention.compiled_for("NVIDIA A100"):
         pass

@@ -158,7 +158,7 @@ def test_kernels_without_it_say_so(module: Any, monkeypatch: pytest.MonkeyPatch)
         numerics=FLASH, row_max=numerics.StandardMax(), scale=0.1, is_causal=True, block_sizes=sizes
     )
     assert module.unsupported(Request.of(q, q, Extras(), spec, q)) is None
-    told = "values of head size 64 beside 128 of query"
+    told = "values of head size 64 with queries of 128"
     assert module.unsupported(Request.of(q, q, Extras(), spec, v)) == told
 
 

@@ -249,10 +249,10 @@ CASES = {
     ),
     "a pipe that nobody writes": (
         lambda: [os.mkfifo("pipe"), *hugging_face()[:-1], "pipe"][1:],
-        "there is no tensor|--text pipe: is no file",
+        "there is no tensor|--text pipe: is not a file",
     ),
     # Tracebacks, each a kind
-    "a deep config": (lambda: config(DEEP), "mine.py is not a config: mappings lie in it too deep"),
+    "a deep config": (lambda: config(DEEP), "config: its mappings are nested too deep"),
     "keys of two types": (lambda: config(MIXED), "keys of one mapping differ in type"),
     "sys.exit in a config": (
         lambda: config("import sys\ndef get_config(variant=''): sys.exit(3)"),
@@ -280,7 +280,7 @@ CASES = {
     ),
     "a list as environment.json's command": (
         lambda: ["report", recorded(environment__json='[{"command": 3}]')],
-        "environment.json holds more than starts",
+        "environment.json holds other records than starts",
     ),
     "text as environment.json's count": (
         lambda: ["report", recorded(environment__json='[{"device_count": "x"}]')],

@@ -71,7 +71,7 @@ def test_of_several_flags_the_one_that_cannot_be_taken_is_named():
 def test_flags_of_several_processes_need_distributed(monkeypatch, capsys, name):
     monkeypatch.chdir(ROOT)
     assert main(["train", "--config=gpt2_bf16:tiny", f"--{name}=2"]) == 1
-    assert f"--{name} only goes with --distributed" in capsys.readouterr().err
+    assert f"--{name} needs --distributed" in capsys.readouterr().err
 
 
 def test_a_section_that_is_not_there_is_told_in_one_line(capsys):

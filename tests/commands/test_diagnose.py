@@ -420,7 +420,7 @@ def test_a_directory_and_a_single_array_are_refused(tmp_path):
     with pytest.raises(DiagnoseError, match=r"run directory: it has no config.json and no checkp"):
         run(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(DiagnoseError, match="weights alone hold no q, k and v; add --text"):
+    with pytest.raises(DiagnoseError, match="weights hold no q, k and v; add --text"):
         run(tmp_path)
     np.save(tmp_path / "a.npy", np.ones(3))
     (tmp_path / "a.npy").rename(tmp_path / "a.npz")

@@ -133,9 +133,9 @@ def test_a_folder_is_examined_layer_by_layer(folder, capsys):
 
 REFUSED = [
     ({"activation_function": "relu"}, {}, "activation_function 'relu', and only 'gelu_new'"),
-    ({"n_head": 3}, {}, "n_embd 16, no multiple of n_head 3"),
+    ({"n_head": 3}, {}, "n_embd 16, not a multiple of n_head 3"),
     ({"n_layer": None}, {}, "n_layer None, not a number"),
-    ({"n_inner": 8}, {}, "n_inner 8, and only 4 n_embd"),
+    ({"n_inner": 8}, {}, "n_inner 8, and this library computes only 4 n_embd"),
     ({"n_layer": 3}, {}, r"there is no tensor h\.2\.ln_1|there is no tensor h\.2\.attn"),
     ({"vocab_size": 51}, {}, r"wte.weight gives tokens/embedding as float32\[50, 16\]"),
     ({}, {"lm_head.weight": np.zeros((VOCABULARY, WIDTH), np.float32)}, "only tied output"),
@@ -180,7 +180,7 @@ def test_a_text_that_cannot_serve(folder, tmp_path, name):
 
 def test_a_folder_that_cannot_serve(folder, tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="add --text FILE for the model to run on"):
+    with pytest.raises(UserError, match="add --text FILE, on which the model runs"):
         folder_layers.load(tmp_path, None)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         folder_layers.load(tmp_path, folder / "ids.npy")

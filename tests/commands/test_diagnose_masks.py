@@ -192,7 +192,7 @@ REFUSED = {
         r"window \(5, 0\) and the mask's \(2, 0\) are not the same",
     ),
     **{
-        name: ({name: np.ones(3)}, rf"{name} .*, and is not read: without it other scores would")
+        name: ({name: np.ones(3)}, rf"{name} .*, and is not read; without it the scores would")
         for name in masks.REFUSED
     },
 }

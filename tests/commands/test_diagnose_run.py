@@ -143,7 +143,7 @@ def test_a_run_is_diagnosed_as_it_was_at_an_earlier_step(made, tmp_path, capsys)
         run(copy.path, "--step", 3)
     with pytest.raises(DiagnoseError, match=r"--step must be 0 or more, got -1"):
         run(copy.path, "--step", -1)
-    with pytest.raises(DiagnoseError, match=r"--step goes with a run directory, and .* is none"):
+    with pytest.raises(DiagnoseError, match=r"--step needs a run directory, and .* is not one"):
         run(copy.metrics, "--step", 7)
 
 
@@ -158,13 +158,13 @@ def test_a_run_is_measured_on_another_text(made, text, tmp_path):
     words.write_text("é" * 20)
     (other,) = run_layers.load(path, words)
     assert other.q.shape[1] == 32 and np.any(other.q != val.q)
-    with pytest.raises(DiagnoseError, match="--text goes with a run directory or a model's folder"):
+    with pytest.raises(DiagnoseError, match="--text needs a run directory or a model's folder"):
         run(words, "--text", words)
 
 
 def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     path, *_ = made
-    with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block go with"):
+    with pytest.raises(DiagnoseError, match=r"own arithmetic; --row-max and --kv-block need"):
         run(path, "--row-max", "dynamic_max")
     copy = RunDir(tmp_path / "run")
     shutil.copytree(path, copy.path)
@@ -172,7 +172,7 @@ def test_what_does_not_fit_a_run_is_one_line(made, tmp_path):
     forced["attention"]["implementation"] = "gpu"
     forced["attention"]["points"] = {"probs": "float8_e4m3fn"}
     copy.config.write_text(json.dumps(forced))
-    with pytest.raises(DiagnoseError, match="names the implementation gpu: diagnose it where"):
+    with pytest.raises(DiagnoseError, match="names the implementation gpu: diagnose it on a"):
         run_layers.load(copy.path)
     for manifest in copy.checkpoints.glob("*.json"):
         manifest.unlink()

@@ -827,7 +827,7 @@ def request(chosen: Numerics = FLASH, **options: Any) -> Request:
             "segments, lengths with tile_grads=bfloat16",
         ),
         (request(mask_shape=(1, 1, 128, 128)), "a dense mask"),
-        (request(value_size=128), "values of head size 128 beside 64 of query"),
+        (request(value_size=128), "values of head size 128 with queries of 64"),
         (
             request(PUBLISHED, soft_cap=30.0, has_sinks=True),
             "logits_soft_cap=30.0, sinks with tile_grads=bfloat16",

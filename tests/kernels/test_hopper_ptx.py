@@ -47,7 +47,7 @@ pytestmark = [
 ]
 
 KERNELS = ("forward", "query_gradients", "key_gradients")
-# Bytes of registers spilled by the kernels of each head size (docs/developers/hopper.md).
+# Bytes of registers spilled by the kernels of each head size.
 SPILLED = {"forward": (0, 0, 0), "query_gradients": (0, 0, 0), "key_gradients": (8, 0, 0)}
 CORRECTED = (CORRECTED_AFTER_CAST, MATCHED.replace(delta="after_cast"))
 SERIALIZED = r"C751[0-8]"  # remarks of the assembler: products wait for other instructions

@@ -49,5 +49,5 @@ def test_a_layer_has_its_heads_by_seed_and_the_largest_score(tmp_path):
 @pytest.mark.parametrize("line", [{"step": 500, "mean": [[0.0]]}, {}, {"mean": 3}])
 def test_a_measurement_that_does_not_fit_is_refused(tmp_path, line):
     write(tmp_path, {"run": "arm-seed1", **line})
-    with pytest.raises(RecordError, match=r"bias\.ndjson is not of the records beside it"):
+    with pytest.raises(RecordError, match=r"bias\.ndjson does not belong to the records beside it"):
         bias_table(tmp_path, RUNS)

@@ -201,7 +201,7 @@ def test_when_scores_are_judged_may_be_said(seeded, tmp_path):
 
 def test_seeds_are_given_once(seeded):
     assert [trial.seed for trial in seeded.with_seeds([7]).trials] == [7, 7, 7]
-    one = pytest.raises(experiment.ExperimentError, match=r"--config.seed\), and there are seeds")
+    one = pytest.raises(experiment.ExperimentError, match=r"--config.seed\), and seeds as well")
     with one:
         seeded.with_flags(["--config.seed=5"])
     flagged = seeded.with_seeds([]).with_flags(["--config.seed=5"])

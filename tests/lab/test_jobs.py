@@ -146,7 +146,7 @@ def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
         ([SLURM, "--slurm", "time"], "say KEY=VALUE, as in time=240"),
         ([SLURM, "--jobs=2", "--slurm", "time=5"], "--jobs is for processes"),
         ([SLURM, "--slurm", "time=5", "partitoin=a"], "['partitoin']"),
-        (["--slurm", "time=5"], "is for --launcher=slurm"),
+        (["--slurm", "time=5"], "needs --launcher=slurm"),
     ],
 )
 def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_path, monkeypatch):

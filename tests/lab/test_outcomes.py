@@ -15,6 +15,7 @@ from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.report import figures, outcomes, summary, tables
 from lowprec_attn.runs.instability.explosion import LargeHeads, RunawayRule
 from lowprec_attn.runs.instability.rollbacks import Rollback
+from lowprec_attn.runs.pages import style
 
 CONTROLS = {"bad": "positive", "good": "negative"}
 
@@ -329,11 +330,11 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
     (cross,) = lines(loss["x=lost\n0 of 1 exploded, 1 not finite"], "k")
     assert list(cross.get_xdata()) == [1000]
     arm = loss["x=arm\n1 of 2 exploded"]
-    assert [len(line.get_xdata()) for line in lines(arm, figures._ARM)] == [90, 200]
-    assert [len(line.get_xdata()) for line in lines(arm, figures._CONTROL)] == [130, 130]
+    assert [len(line.get_xdata()) for line in lines(arm, style.ARM)] == [90, 200]
+    assert [len(line.get_xdata()) for line in lines(arm, style.CONTROL)] == [130, 130]
     (mark,) = lines(arm, "red")
     assert list(mark.get_xdata()) == [800]
-    assert not lines(loss["x=good\n0 of 2 exploded"], figures._CONTROL)
+    assert not lines(loss["x=good\n0 of 2 exploded"], style.CONTROL)
     (legend,) = figure.legends
     words = [text.get_text() for text in legend.get_texts()]
     assert words == ["a seed of the arm", "negative control", "explosion", "not finite"]

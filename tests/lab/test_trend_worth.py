@@ -84,7 +84,7 @@ def tally(runs, quantity, kind):
 
 
 def row(runs, name, quantity, kind):
-    """As docs/diagnose.md has it."""
+    """As results/failure/README.md has it."""
     leads, exploded, alarms = tally(runs, quantity, kind)
     high, of_high, _ = tally([run for run in runs if run[0] in TOO_HIGH], quantity, kind)
     held = [run for run in runs if run[0] in GPT2 and run[1].held]
@@ -107,7 +107,7 @@ def names():
 
 @pytest.mark.slow
 def test_the_table_is_that_of_the_records():
-    page = (ROOT / "docs" / "diagnose.md").read_text()
+    page = (ROOT / "results" / "failure" / "README.md").read_text()
     chose, others = halves()
     for name, quantity, kind in names():
         assert row(others, name, quantity, kind) in page
@@ -116,7 +116,7 @@ def test_the_table_is_that_of_the_records():
 
 
 def test_what_a_ratio_was_worth_stands_in_the_table():
-    page = (ROOT / "docs" / "diagnose.md").read_text()
+    page = (ROOT / "results" / "failure" / "README.md").read_text()
     rows = {}
     for name, quantity, kind in names():
         (cells,) = re.findall(rf"\| {re.escape(name)} \| (.*) \|", page)

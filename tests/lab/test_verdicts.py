@@ -88,5 +88,5 @@ def test_verdicts_are_counted_by_what_a_run_was_lost_to(tmp_path):
 
 def test_lines_that_are_no_diagnoses_are_refused(tmp_path):
     (tmp_path / "verdicts.ndjson").write_text('{"run": "o-seed1"}\n')
-    with pytest.raises(RecordError, match=r"verdicts\.ndjson is not of diagnoses"):
+    with pytest.raises(RecordError, match=r"verdicts\.ndjson does not hold diagnoses"):
         verdict_table(tmp_path, outcomes(RUNS))

@@ -383,7 +383,7 @@ def test_a_first_save_that_was_killed_is_no_error(tmp_path, caplog):
     (tmp_path / "00000001.json").unlink()
     assert restore(tmp_path) is None
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "00000001.json is missing, saving it was not completed" in line
+    assert "00000001.json is missing: saving was not completed" in line
     save(tmp_path, 1)
     assert restore(tmp_path) == 1
 
@@ -435,10 +435,10 @@ def one_more(state):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (other_shape, "params/w is float32[4, 8] there and float32[4, 9] here"),
-        (other_dtype, "params/scale is bfloat16[3] there and float16[3] here"),
-        (one_less, "key is uint32[2] there and absent here"),
-        (one_more, "params/bias is absent there and float32[2] here"),
+        (other_shape, "params/w is float32[4, 8] in the checkpoint and float32[4, 9] here"),
+        (other_dtype, "params/scale is bfloat16[3] in the checkpoint and float16[3] here"),
+        (one_less, "key is uint32[2] in the checkpoint and absent here"),
+        (one_more, "params/bias is absent in the checkpoint and float32[2] here"),
     ],
 )
 def test_another_model_is_refused_with_the_first_difference(tmp_path, change, words):

@@ -246,7 +246,7 @@ def test_the_measured_error_of_w_q_is_the_sum_of_its_sources():
 def test_projections_that_do_not_fit_are_named():
     q = jnp.zeros((1, 4, 2, 8))
     projection = diagnostics.Projection(q[:, :2], lambda x: x)
-    with pytest.raises(ValueError, match="projection serves the gradient of W_Q, which needs x"):
+    with pytest.raises(ValueError, match="projection needs x: the gradient of W_Q takes both"):
         diagnostics.attention_signals(q, q, q, q, numerics="exact", projection=projection)
     with pytest.raises(ValueError, match=r"must have the shape of q \(1, 4, 2, 8\), got \(1, 2"):
         diagnostics.attention_signals(

@@ -142,7 +142,7 @@ def test_a_config_that_looked_at_the_device_is_too_early(compilations):
     flags = ["--config=configs/gpt2_bf16.py", "--distributed", "--num_processes=1"]
     flags += ["--process_id=0", f"--coordinator_address=localhost:{free_port()}"]
     _, err = command.finish(launch(compilations, flags, devices=1), code=1)
-    assert "name it: --config=FILE:full" in err.splitlines()[-1]
+    assert "name the variant: --config=FILE:full" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

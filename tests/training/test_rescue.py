@@ -18,7 +18,7 @@ from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.instability.health import judge
 from lowprec_attn.runs.instability.rollbacks import RollbackRecord
-from lowprec_attn.runs.pages import figures
+from lowprec_attn.runs.pages import figures, style
 from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training import announcement
@@ -161,7 +161,7 @@ def test_the_page_shows_what_was_abandoned(whole, tmp_path):
     assert "rollback: the loss was not finite" in page
     history = History.read(RunDir(whole))
     (axis,) = figures.loss(history, judge(history)).axes
-    assert figures.THRESHOLD in [line.get_color() for line in axis.lines]
+    assert style.THRESHOLD in [line.get_color() for line in axis.lines]
 
 
 def kill_in(patch, owner, name, when=lambda *args: True, after=False):

@@ -86,8 +86,8 @@ def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[
     hiding = {n: found.pop(n) for n in _HIDING if n in found}
     for refused in masks.REFUSED.keys() & hiding.keys():
         raise DiagnoseError(
-            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read: without it other "
-            "scores would be judged; diagnose a layer or a batch without, or rename the array"
+            f"{where}: {refused} {masks.REFUSED[refused]}, and is not read; without it "
+            "the scores would differ: diagnose a layer or batch without it, or rename the array"
         )
     layer = _layer(path, name, where, found, layout)
     if of_file.unread:
@@ -201,9 +201,11 @@ def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
 
 def _read(path: Path) -> dict[str, _Found]:
     if not path.exists():
-        raise DiagnoseError(f"{path}: no such file")
+        raise DiagnoseError(
+            f"{path}: no such file; give q, k, v and do in an .npz, or a run's directory"
+        )
     if not path.is_file():
-        raise DiagnoseError(f"{path}: not a file")
+        raise DiagnoseError(f"{path}: not a file; give an .npz or .safetensors file")
     if path.suffix == ".npz":
         return _read_npz(path)
     if path.suffix == ".safetensors":

@@ -47,7 +47,7 @@ def load(path: Path, text: Path | None) -> list[Layer]:
     """
     if text is None:
         raise DiagnoseError(
-            f"{path}: weights alone hold no q, k and v; add --text FILE for the model to run on"
+            f"{path}: weights hold no q, k and v; add --text FILE, on which the model runs"
         )
     config = _json(path / _CONFIG)
     reader = _reader(config)

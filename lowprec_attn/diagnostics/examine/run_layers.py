@@ -57,7 +57,7 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
     except attention.UnsupportedError as error:
         raise DiagnoseError(
             f"{path}: {error}; its config names the implementation "
-            f"{settings.attention.implementation}: diagnose it where that runs"
+            f"{settings.attention.implementation}: diagnose it on a device that has it"
         ) from error
     bad_data = _bad_data(run_dir, last_step)
     notes = (f"parameters of step {step}, {of_text[0]}", *of_text[1:], *bad_data)

@@ -37,7 +37,7 @@ def load(
         beyond the vocabulary.
     """
     if path.exists() and not path.is_file():  # of a pipe, opening alone may wait for ever
-        raise DiagnoseError(f"--text {path}: is no file; give one")
+        raise DiagnoseError(f"--text {path}: is not a file; give a file")
     try:
         if path.suffix in _ID_SUFFIXES:
             ids = _ids(path, context + 1)

@@ -35,7 +35,7 @@ def bias_table(directory: Path, records: Sequence[ArmRecord]) -> str | None:
         measured = [(line, runs[line["run"]]) for line in lines if line["run"] in runs]
         return _table(measured) if measured else None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise RecordError(f"{path} is not of the records beside it ({error!r})") from error
+        raise RecordError(f"{path} does not belong to the records beside it ({error!r})") from error
 
 
 def _table(measured: Sequence[tuple[Line, ArmRecord]]) -> str:

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -14,13 +13,11 @@ from lowprec_attn.lab.experiment import panel_titles
 from lowprec_attn.lab.records import ArmRecord, largest_scores, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome
 from lowprec_attn.runs.instability.explosion import smoothed_losses
+from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import plain
 
 _COLUMNS = 4
-_CHARACTERS_PER_INCH = 17  # at a font size of 8
-_ARM, _CONTROL = "C0", "0.75"
-_EXPLOSION: dict[str, Any] = {"color": "red", "marker": "o", "markersize": 4, "linestyle": "none"}
-_NOT_FINITE: dict[str, Any] = {"color": "k", "marker": "x", "markersize": 5, "linestyle": "none"}
+_CHARACTERS_PER_INCH = 17  # in letters of `style.TEXT`
 
 
 def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
@@ -43,15 +40,15 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         row, column = 2 * (i // columns), i % columns
         loss, score = axes[row, column], axes[row + 1, column]
         if control is not None and control is not outcome:
-            _draw_seeds(loss, score, control, _CONTROL)
-        _draw_seeds(loss, score, outcome, _ARM)
+            _draw_seeds(loss, score, control, style.CONTROL)
+        _draw_seeds(loss, score, outcome, style.ARM)
         _mark_ends(loss, outcome)
         said = _ran_away(outcome) if all_held else _broke(outcome)
-        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{said}"), fontsize=9)
+        loss.set_title(plain(f"{titles[outcome.arm.name]}\n{said}"), fontsize=style.TITLE)
         score.set_xlabel("step")
         score.set_yscale("log")
         for axis in (loss, score):
-            axis.grid(alpha=0.3)
+            axis.grid(**style.GRID)
             axis.tick_params(labelleft=column == 0)
         score.tick_params(labelbottom=True)
     for i in range(len(found), rows * columns):
@@ -60,15 +57,15 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     for row in range(rows):
         axes[2 * row, 0].set_ylabel("training loss")
         axes[2 * row + 1, 0].set_ylabel("largest |score|")
-    lines = [Line2D([], [], color=_ARM, label="a seed of the arm")]
+    lines = [Line2D([], [], color=style.ARM, label="a seed of the arm")]
     if control is not None:
-        lines.append(Line2D([], [], color=_CONTROL, label="negative control"))
+        lines.append(Line2D([], [], color=style.CONTROL, label="negative control"))
     if any(outcome.exploded for outcome in found):
-        lines.append(Line2D([], [], **_EXPLOSION, label="explosion"))
+        lines.append(Line2D([], [], **style.EXPLODED, label="explosion"))
     if any(outcome.not_finite for outcome in found):
-        lines.append(Line2D([], [], **_NOT_FINITE, label="not finite"))
+        lines.append(Line2D([], [], **style.NOT_FINITE, label="not finite"))
     _write_tokens(figure, (record for outcome in found for record in outcome.records.values()))
-    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=8)
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), fontsize=style.TEXT)
     return figure
 
 
@@ -103,7 +100,7 @@ def _grid(panels: int) -> tuple[int, int]:
 def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
     """Above all panels, what the runs have read."""
     width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
-    figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=8)
+    figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=style.TEXT)
 
 
 def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
@@ -112,7 +109,7 @@ def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
         smoothed = smoothed_losses(record.losses)
         until = [step for step in smoothed if record.broke is not None and step <= record.broke]
         if until:
-            mark = _NOT_FINITE if record.explosion is None else _EXPLOSION
+            mark = style.NOT_FINITE if record.explosion is None else style.EXPLODED
             loss.plot([until[-1]], [smoothed[until[-1]]], **mark, zorder=3)
 
 
@@ -137,7 +134,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
     titles = panel_titles(record.arm for record in records)
     for axis, record in zip(axes.flat, records, strict=False):
         _draw(axis, record, layer)
-        axis.set_title(plain(titles[record.arm.name]), fontsize=9)
+        axis.set_title(plain(titles[record.arm.name]), fontsize=style.TITLE)
     for axis in list(axes.flat)[len(records) :]:
         axis.remove()
     for axis in axes[:, 0]:
@@ -147,7 +144,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=12,
-        fontsize=7,
+        fontsize=style.SMALL,
     )
     return figure
 
@@ -159,7 +156,7 @@ def _draw(axis: Axes, record: ArmRecord, layer: int) -> None:
         axis.plot(
             steps,
             [record.largest("score_maximum", step, i) for step in steps],
-            color="red" if i == layer else colormaps["viridis"](i / layers),
+            color=style.CHOSEN_LAYER if i == layer else colormaps["viridis"](i / layers),
             lw=2 if i == layer else 1,
             zorder=3 if i == layer else 2,
             label=f"layer {i}",
@@ -168,4 +165,4 @@ def _draw(axis: Axes, record: ArmRecord, layer: int) -> None:
         axis.axvline(record.failure["step"], color="black", ls="--", lw=1)
     axis.set_xlabel("step")
     axis.set_yscale("log")
-    axis.grid(alpha=0.3)
+    axis.grid(**style.GRID)

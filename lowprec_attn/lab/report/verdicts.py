@@ -80,7 +80,7 @@ def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
             for line in lines
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{directory / FILE} is not of diagnoses ({error!r})") from error
+        raise RecordError(f"{directory / FILE} does not hold diagnoses ({error!r})") from error
     order = {arm: place for place, (arm, *_) in enumerate(runs.values())}
     diagnoses.sort(key=lambda one: (order[one.arm], not one.causes))
     return f"{_by_arm(diagnoses)}\n{_counts(diagnoses)}" if diagnoses else None

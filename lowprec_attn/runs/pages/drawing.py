@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import write_atomically
 from lowprec_attn.runs.pages.markup import element
+from lowprec_attn.runs.pages.style import DPI
 
 _FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
 
@@ -33,7 +34,7 @@ def require_figure_format(path: Path) -> None:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Writes or replaces a file in one step, in the format of its suffix, at 110 dots an inch.
+    """Writes or replaces a file in one step, in the format of its suffix.
 
     Raises:
       RunError: there is no such format.
@@ -41,7 +42,7 @@ def write_figure(path: Path, figure: Figure) -> None:
     """
     require_figure_format(path)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix.removeprefix(".").lower(), dpi=110)
+    figure.savefig(buffer, format=path.suffix.removeprefix(".").lower(), dpi=DPI)
     write_atomically(path, buffer.getvalue())
 
 

@@ -16,10 +16,7 @@ from matplotlib.ticker import EngFormatter
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.instability.explosion import smoothed_losses
 from lowprec_attn.runs.instability.health import Health
-
-EXPLOSION, ALARM, THRESHOLD = "#d62728", "#e08214", "#8c8c8c"
-RAW, SMOOTHED, VALIDATION = "#8fb8de", "#1f77b4", "#2ca02c"
-RUNS = tuple(to_hex(f"C{i}") for i in range(10))
+from lowprec_attn.runs.pages import style
 
 _POINTS = 400  # of a series; a figure is some 500 pixels wide
 _MARKED = 40  # a line of so many points shows each of them
@@ -35,7 +32,7 @@ def shades(count: int) -> list[str]:
 
 def shade_of_run(i: int) -> str:
     """The colour of the i-th run of a comparison."""
-    return RUNS[i % len(RUNS)]
+    return style.RUNS[i % len(style.RUNS)]
 
 
 def loss(history: History, health: Health) -> Figure:
@@ -45,7 +42,7 @@ def loss(history: History, health: Health) -> Figure:
     """
     figure, axis = _axis()
     for undone in history.abandoned:
-        _draw(axis, undone, THRESHOLD, lw=0.7)
+        _draw(axis, undone, style.THRESHOLD, lw=0.7)
     raw = [
         (chunk[0], min(values), max(values))
         for chunk in _chunks(sorted(history.losses))
@@ -53,17 +50,17 @@ def loss(history: History, health: Health) -> Figure:
     ]
     if raw:
         steps, low, high = zip(*raw, strict=True)
-        axis.fill_between(steps, low, high, color=RAW, alpha=0.5, lw=0)
+        axis.fill_between(steps, low, high, color=style.RAW, alpha=0.5, lw=0)
         if len(history.losses) <= _POINTS:  # no step shares its place: the range is a line
-            axis.plot(steps, low, color=RAW, lw=0.7)
-    _cross(axis, history.losses, RAW)
-    _draw(axis, smoothed_losses(history.losses), SMOOTHED, lw=1.4)
-    _draw(axis, history.val_losses, VALIDATION, marker="o", ms=3)
+            axis.plot(steps, low, color=style.RAW, lw=0.7)
+    _cross(axis, history.losses, style.RAW)
+    _draw(axis, smoothed_losses(history.losses), style.SMOOTHED, lw=1.4)
+    _draw(axis, history.val_losses, style.VALIDATION, marker="o", ms=3)
     if history.summary:
-        axis.axhline(history.summary["unigram_loss"], color=THRESHOLD, ls="--", lw=1)
+        axis.axhline(history.summary["unigram_loss"], color=style.THRESHOLD, ls="--", lw=1)
     spikes = [(i.step, i.loss) for i in history.incidents if i.loss and math.isfinite(i.loss)]
     if spikes:
-        axis.plot(*zip(*spikes, strict=True), "x", color=ALARM, ms=5)
+        axis.plot(*zip(*spikes, strict=True), "x", color=style.ALARM, ms=5)
     _mark(axis, health)
     _reach(axis, history)
     noted: list[tuple[int, str]] = [(met.step, met.alarm.rule.name) for met in health.met]
@@ -71,7 +68,7 @@ def loss(history: History, health: Health) -> Figure:
     left, right = axis.get_xlim()
     before, height = -math.inf, 0.98
     for step, name in sorted(noted):
-        axis.axvline(step, color=ALARM, ls=":", lw=1.2)
+        axis.axvline(step, color=style.ALARM, ls=":", lw=1.2)
         # A name takes a fortieth of the width and a fifth of the height: neighbours go lower.
         height = height - 0.2 if step - before < (right - left) / 40 and height > 0.3 else 0.98
         before = step
@@ -82,7 +79,7 @@ def loss(history: History, health: Health) -> Figure:
             rotation=90,
             ha="right",
             va="top",
-            fontsize=7,
+            fontsize=style.SMALL,
         )
     return figure
 
@@ -110,7 +107,7 @@ def by_layer(
         _draw(axis, line, color, log=log, marker="o" if few else None)
     _name_highest(axis, lines)
     if threshold is not None:
-        axis.axhline(threshold, color=THRESHOLD, ls="--", lw=1.2)
+        axis.axhline(threshold, color=style.THRESHOLD, ls="--", lw=1.2)
     _mark(axis, health)
     _reach(axis, history)
     _scale(axis, log)
@@ -139,7 +136,7 @@ def series(
     for i, values in enumerate(markers):
         _draw(axis, values, shade_of_run(i), marker="o", ms=3, lw=0)
     if threshold is not None:
-        axis.axhline(threshold, color=THRESHOLD, ls="--", lw=1.2)
+        axis.axhline(threshold, color=style.THRESHOLD, ls="--", lw=1.2)
     _reach(axis, *histories)
     _scale(axis, log)
     return figure
@@ -148,7 +145,7 @@ def series(
 def rates(values: Values) -> Figure:
     """Tokens per second, from 0."""
     figure, axis = _axis()
-    _draw(axis, values, SMOOTHED)
+    _draw(axis, values, style.SMOOTHED)
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     return figure
@@ -175,8 +172,8 @@ def _axis() -> tuple[Figure, Axes]:
     axis = figure.add_axes((0.1, 0.14, 0.865, 0.78))  # a power of ten may stand above
     axis.grid(alpha=0.6)
     axis.tick_params(which="both", labelsize=8)
-    axis.yaxis.get_offset_text().set_fontsize(8)
-    axis.set_xlabel("step", fontsize=8, labelpad=1)
+    axis.yaxis.get_offset_text().set_fontsize(style.TEXT)
+    axis.set_xlabel("step", fontsize=style.TEXT, labelpad=1)
     return figure, axis
 
 
@@ -223,7 +220,7 @@ def _name_highest(axis: Axes, lines: Sequence[Values]) -> None:
             xytext=(-3, 2),
             textcoords="offset points",
             ha="right",
-            fontsize=8,
+            fontsize=style.TEXT,
         )
         axis.margins(y=0.12)
 
@@ -236,7 +233,7 @@ def _chunks(steps: Sequence[int]) -> Iterable[list[int]]:
 
 def _mark(axis: Axes, health: Health) -> None:
     for step in {s for s in (health.explosion, health.not_finite) if s is not None}:
-        axis.axvline(step, color=EXPLOSION, lw=1.2)
+        axis.axvline(step, color=style.EXPLOSION, lw=1.2)
 
 
 def _reach(axis: Axes, *histories: History) -> None:

@@ -15,7 +15,7 @@ from lowprec_attn.diagnostics.rules import RULES, Rule
 from lowprec_attn.files import flatten
 from lowprec_attn.runs.history import History, Layer
 from lowprec_attn.runs.instability.health import Health, judge
-from lowprec_attn.runs.pages import figures, layers
+from lowprec_attn.runs.pages import figures, layers, style
 from lowprec_attn.runs.pages.drawing import drawing
 from lowprec_attn.runs.pages.markup import element, folded, keys, table, write_page
 from lowprec_attn.runs.run_dir import RunDir
@@ -114,15 +114,15 @@ def _curves(history: History, health: Health) -> list[Element]:
         drawn.append(drawing(norms, "norms", "Largest spectral norm of a head's W_Q"))
         drawn += _across_steps(history, health)
     legend = [
-        (figures.RAW, "training, each step"),
-        (figures.SMOOTHED, "training, mean of 50 steps"),
-        (figures.VALIDATION, "validation"),
+        (style.RAW, "training, each step"),
+        (style.SMOOTHED, "training, mean of 50 steps"),
+        (style.VALIDATION, "validation"),
         (
-            figures.THRESHOLD,
+            style.THRESHOLD,
             "dashed: unigram model, threshold of a rule; grey line: undone by a rollback",
         ),
-        (figures.EXPLOSION, "explosion, or not finite (a value: a cross)"),
-        (figures.ALARM, "dotted: a rule is met first, a rollback; cross: a spike"),
+        (style.EXPLOSION, "explosion, or not finite (a value: a cross)"),
+        (style.ALARM, "dotted: a rule is met first, a rollback; cross: a spike"),
     ]
     shades = figures.shades(figures.layers(history)) if history.signals else []
     return [

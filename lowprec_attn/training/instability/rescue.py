@@ -74,8 +74,8 @@ class Rescue:
         to = self._checkpoints.newest(wanted)
         if to is None:
             raise RunError(
-                f"the loss left at step {onset}, and {self._run_dir.checkpoints} has no checkpoint "
-                f"at or before step {wanted} to go back to; resume_from a copy of the run that has"
+                f"the loss rose from step {onset} on, and {self._run_dir.checkpoints} has no "
+                f"checkpoint at or before step {wanted}; resume_from a copy of the run that has one"
             )
         self.record.add(Rollback(to, onset, detected, detected + 1 - to, reason))
 

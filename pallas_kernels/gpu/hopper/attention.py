@@ -65,7 +65,7 @@ def unsupported(request: Request) -> str | None:
     if reason := unsupported_by_kernels(request):
         return reason
     if request.value_size not in (None, request.q_shape[-1]):
-        return f"values of head size {request.value_size} beside {request.q_shape[-1]} of query"
+        return f"values of head size {request.value_size} with queries of {request.q_shape[-1]}"
     if request.dtype != jnp.bfloat16:
         return f"{request.dtype} (it takes bfloat16)"
     if request.q_shape[-1] not in HEAD_SIZES:

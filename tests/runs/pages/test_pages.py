@@ -15,7 +15,7 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.instability.health import judge
-from lowprec_attn.runs.pages import figures
+from lowprec_attn.runs.pages import figures, style
 from lowprec_attn.runs.pages.markup import element, write_page
 from lowprec_attn.runs.pages.run import write_run_page
 
@@ -120,14 +120,14 @@ def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions
     page = Page(write_run_page(runs[name], lambda *_: "", tmp_path / "page.html"))
     drawn = re.findall(r"<figure>.*?</figure>", page.source)
     # Five figures, each with the step of the explosion and that of the value that is not finite.
-    assert sum(figure.count(f"stroke: {figures.EXPLOSION}") for figure in drawn) == explosions
+    assert sum(figure.count(f"stroke: {style.EXPLOSION}") for figure in drawn) == explosions
     loss, *rules = drawn[:4]
     assert re.findall(r">(row_sums|delta|scores)</text>", loss) == alarms
-    assert loss.count(f"stroke: {figures.ALARM}") == len(alarms)
+    assert loss.count(f"stroke: {style.ALARM}") == len(alarms)
     # The losses of all steps; of the bad run also a cross, as a shape and where it is used.
-    assert loss.count(f"stroke: {figures.RAW}") == (3 if name == "bad" else 1)
+    assert loss.count(f"stroke: {style.RAW}") == (3 if name == "bad" else 1)
     if name != "short":
-        dashed = [figure.count(f"stroke: {figures.THRESHOLD}") for figure in rules]
+        dashed = [figure.count(f"stroke: {style.THRESHOLD}") for figure in rules]
         assert dashed == [1] * len(RULES)
         assert [
             f"rule {rule}: ≥" in figure
@@ -198,9 +198,9 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     assert "but only since the run went back once to step 100" in page.text
     loss = re.findall(r"<figure>.*?</figure>", page.source)[0]
     assert ">rollback</text>" in loss
-    assert f"stroke: {figures.THRESHOLD}" in loss  # no summary, so no unigram model: the undone
+    assert f"stroke: {style.THRESHOLD}" in loss  # no summary, so no unigram model: the undone
     # A line at step 100, and nine crosses: their shape and where it is used.
-    assert loss.count(f"stroke: {figures.ALARM}") == 1 + 1 + 9
+    assert loss.count(f"stroke: {style.ALARM}") == 1 + 1 + 9
 
 
 def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
