@@ -395,6 +395,10 @@ def test_a_run_is_written_for_transformers(whole, tmp_path):
     params = hugging_face.parameters(load_file(tmp_path / "out" / "model.safetensors"), settings)
     saved = restore(settings_of(workdir), RunDir(workdir))
     jax.tree.map(np.testing.assert_array_equal, params, saved.params)
+    before = RunDir(workdir).config.read_bytes()
+    with pytest.raises(WeightsError, match=r"config.json is there already; give another folder"):
+        to_hugging_face(workdir, workdir)
+    assert RunDir(workdir).config.read_bytes() == before
     with pytest.raises(WeightsError, match=r"no llama has soft_cap 5\.0"):
         of = dataclasses.replace(settings, qk_norm=False, soft_cap=5.0)
         hugging_face.save(tmp_path / "capped", of, params)
