@@ -118,6 +118,8 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
         key, separator, value = word.partition("=")
         if not separator or not value:
             raise RunError(f"--slurm {word}: say KEY=VALUE, as in time=240")
+        if key in options:
+            raise RunError(f"--slurm {word}: {key} is {options[key]} already")
         options[key] = value
     return Cluster("slurm", internal(workdir) / "jobs", options)
 
