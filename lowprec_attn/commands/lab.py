@@ -113,7 +113,7 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
             raise RunError(
                 f"--{name} is for processes; Slurm gives a job its devices: leave it out"
             )
-    options = {}
+    options: dict[str, str] = {}
     for word in args.slurm:
         key, separator, value = word.partition("=")
         if not separator or not value:
