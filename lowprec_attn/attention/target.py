@@ -34,12 +34,13 @@ def compiled_for(device: str) -> Iterator[None]:
     well, and a warning is logged.
 
     Args:
-      device: the kind as JAX names it, or its beginning (`NVIDIA H100`); or its compute capability
-        (`9.0`).
+      device: the kind as JAX names it, or its beginning, with or without its maker (`NVIDIA H100`,
+        `H100`); or its compute capability (`9.0`, `sm_90`).
 
     Raises:
-      ValueError: neither; a capability below 8.0, or one newer than those known, whose kind has to
-        be named; or arrays are already sharded over a mesh, whose `abstract_device` names it.
+      ValueError: neither; a TPU, for which nothing need be named; a capability below 8.0, or one
+        newer than those known, whose kind has to be named; or arrays are already sharded over a
+        mesh, whose `abstract_device` names it.
 
     Example:
       with attention.compiled_for("NVIDIA H100"):
@@ -62,17 +63,21 @@ def compiled_for(device: str) -> Iterator[None]:
 def _kind(device: str) -> str:
     if not isinstance(device, str) or not device.strip():
         raise ValueError(f"the target is a device kind or a compute capability, got {device!r}")
-    capability = re.fullmatch(r"(\d+)\.(\d+)", device)
+    if device.lower().startswith("tpu"):
+        raise ValueError(f"{device} is no GPU; a program for a TPU takes `tpu` without this")
+    capability = re.fullmatch(r"(\d+)\.(\d)|sm_(\d+)(\d)[af]?", device)
     if capability is None:
-        return device
-    if tuple(map(int, capability.groups())) < _LEAST:
+        full = f"NVIDIA {device}"
+        return full if full.startswith(_COMPILED_FOR) else device
+    major, minor = (int(digits) for digits in capability.groups() if digits is not None)
+    if (major, minor) < _LEAST:
         raise ValueError(f"compute capability {device} (the kernels need 8.0, Ampere)")
-    if device not in _KINDS:
+    if (kind := _KINDS.get(f"{major}.{minor}")) is None:
         known = ", ".join(_KINDS)
         raise ValueError(
             f"compute capability {device} is none of {known}; name the kind of device instead"
         )
-    return _KINDS[device]
+    return kind
 
 
 def explanation(request: Request) -> str:

@@ -90,9 +90,10 @@ def check_inputs(
             f"{q.shape[2]} query heads do not divide into groups for {k.shape[2]} key heads; "
             f"shapes {q.shape} and {k.shape} are read as [batch, length, heads, head size]"
         )
-    # One query over as many keys as heads is an ordinary step of decoding.
-    exchanged = q.shape[1:3] == (k.shape[2], k.shape[1])
-    if exchanged and q.shape[1] not in (1, q.shape[2]):
+    # One query over as many keys as heads is an ordinary step of decoding, and one key head serves
+    # any number of query heads.
+    exchanged = q.shape[2] == k.shape[1] and q.shape[1] % k.shape[2] == 0 and k.shape[2] > 1
+    if exchanged and q.shape[1] != q.shape[2]:
         warnings.warn(
             f"{of_q} of shape {q.shape} is read as {q.shape[1]} queries of {q.shape[2]} heads; "
             f"beside {of_k} of shape {k.shape} its axes may be [batch, heads, length, head size] "

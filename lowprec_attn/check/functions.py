@@ -172,7 +172,7 @@ def named(name: str, options: Options) -> Target:
             f"cannot import {module_name}: no module named {missing}{place}; install it, or run "
             "where it is"
         ) from error
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise TargetError(f"cannot import {module_name}: {first_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())

@@ -1,6 +1,7 @@
 """The smallest case that still shows a bug, and a script that shows it without this package."""
 
 import dataclasses
+import io
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,7 +116,6 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
         arrays["mask"] = np.broadcast_to(
             masking.mask, (problem.q.shape[0], *masking.mask.shape[1:])
         )
-    folder.mkdir(parents=True, exist_ok=True)
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
     lines = [
         "import numpy as np",
@@ -126,7 +126,10 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
         "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
         "error.shape))",
     ]
+    content = io.BytesIO()
+    np.savez(content, **arrays)
     with writing(data):
-        np.savez(data, **arrays)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(data, content.getvalue())
         write_atomically(script, ("\n".join(lines) + "\n").encode())
     return data, script

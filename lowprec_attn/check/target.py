@@ -1,7 +1,6 @@
 """An attention function of any library, what it can do, and how a user says so."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -73,6 +72,18 @@ class Options:
     head_size: int | None = None
 
 
+# Sixteen keys make ties; scores of all pairs are held in float64, several times.
+_SIZES = {"tokens": (16, 4096), "head_size": (1, 1024)}
+_FAR = 2**30
+
+
+def _in_float32(value: float) -> bool:
+    """Whether float32 holds the number, and not as 0."""
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.float32(value)
+    return bool(np.isfinite(rounded)) and rounded != 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
     """The window, soft cap, sinks and bias that every problem has.
@@ -93,8 +104,13 @@ class Setting:
         """What the options ask for.
 
         Raises:
-          TargetError: a window or soft cap that is none.
+          TargetError: a window or soft cap that is none, or another number out of its range.
         """
+        for name, (least, most) in _SIZES.items():
+            size = getattr(options, name)
+            if size is not None and not least <= size <= most:
+                flag = f"--{name.replace('_', '-')}"
+                raise TargetError(f"{flag} must be from {least} to {most}, got {size}")
         try:
             window = check_window(options.window)
         except ValueError as error:
@@ -102,9 +118,17 @@ class Setting:
                 "--window must be LEFT,RIGHT, or one number for both, each 0 or more, got "
                 f"{options.window!r}"
             ) from error
+        if window is not None:  # beyond every length
+            window = (min(window[0], _FAR), min(window[1], _FAR))
+        for name in ("scale", "soft_cap"):
+            value = getattr(options, name)
+            is_cap = name == "soft_cap"
+            if value is not None and not (_in_float32(value) and (value > 0 or not is_cap)):
+                what = "greater than 0" if is_cap else "other than 0"
+                raise TargetError(
+                    f"--{name.replace('_', '-')} must be a number of float32 {what}, got {value!r}"
+                )
         cap = options.soft_cap
-        if cap is not None and not (0 < cap < math.inf):
-            raise TargetError(f"--soft-cap must be a number greater than 0, got {cap!r}")
         return cls(window=window, soft_cap=cap, sinks=options.sinks, bias=options.bias)
 
     @property

@@ -36,6 +36,16 @@ def find(name: str, options: Options | None = None) -> Target:
         if not choice:
             raise TargetError(f"unknown target {name!r}; targets are {KNOWN}")
         return dataclasses.replace(functions.named(name, options), name=name)
+    given = {
+        "framework": options.framework,
+        "layout": options.layout,
+        "keyword": options.keywords or None,
+        "scale": options.scale,
+        "alignment": options.alignment,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise TargetError(f"--{flag} goes with MODULE:FUNCTION; leave it out for {library}")
     target = _LIBRARIES[library](choice, options)
     setting = Setting.of(options)
     for lacking in sorted(setting.names - target.can):

@@ -33,6 +33,9 @@ class Trial:
         return float(np.abs(problems.scores(self.problem)).max())
 
 
+_SEEDS = 2**32
+
+
 class Trials:
     """The core problems, features and extremes, run.
 
@@ -48,6 +51,8 @@ class Trials:
     def __init__(self, target: Target, dtype: str, seed: int) -> None:
         if dtype not in DTYPES:
             raise TargetError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if not 0 <= seed < _SEEDS:
+            raise TargetError(f"--seed must be 0 or more and below {_SEEDS}, got {seed}")
         if not target.can & {"causal", "full"}:
             raise TargetError(f"{target.name} is neither causal nor full; nothing can be tried")
         self.target, self.dtype, self._seed = target, dtype, seed
@@ -74,7 +79,7 @@ class Trials:
         of = exact(problem)
         try:
             found = self.target.call(problem)
-        except Exception as error:  # of any kind: theirs are not ours to know
+        except (Exception, SystemExit) as error:  # of any kind: theirs are not ours to know
             return Trial(problem, of, None, {}, first_line(error))
         for name in RESULTS:
             if found[name].shape != of.found[name].shape:

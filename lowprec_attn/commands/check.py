@@ -8,12 +8,13 @@ Exit codes: 0 right; 3 a risk; 4 a bug; 1 a target or option that cannot serve.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from lowprec_attn import check
 from lowprec_attn.check.problems import DTYPES
 from lowprec_attn.check.targets import KNOWN
-from lowprec_attn.files import require_output
+from lowprec_attn.files import require_output, writing
 
 EXIT_CODES = {"right": 0, "risk": 3, "bug": 4}
 
@@ -41,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--numerics",
-        default="flash",
         metavar="PRESET",
-        help="arithmetic of lowprec_attn's own implementations",
+        help="arithmetic of lowprec_attn's own implementations (default: flash)",
     )
     parser.add_argument(
         "--window",
@@ -113,26 +113,40 @@ def run(args: argparse.Namespace) -> int:
       UserError: the target cannot be had or called, an option cannot serve, or a file cannot be
         written.
     """
-    for path in (args.json, args.html):
-        if path is not None:
-            require_output(path)
-    for name in ("tokens", "head_size"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise check.TargetError(f"--{name.replace('_', '-')} must be positive, got {value}")
     target = check.find(args.target, _options(args))
+    _require_outputs(args)
     report = check.check(target, args.dtype, seed=args.seed, out=args.out)
     print("\n".join(check.lines(report)))
     check.write(report, args.json, args.html)
     return EXIT_CODES[report.state]
 
 
+def _require_outputs(args: argparse.Namespace) -> None:
+    """Nothing is written over the module that the target is of."""
+    file = getattr(sys.modules.get(args.target.partition(":")[0]), "__file__", None)
+    reads = [] if file is None else [Path(file)]
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise check.TargetError(f"{option} {path}: there is no directory {path.parent}")
+        if path is not None:
+            require_output(path, reads)
+    if args.json is not None and args.json == args.html:
+        raise check.TargetError(f"--json and --html both name {args.json}; give two files")
+    with writing(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
+
+
 def _options(args: argparse.Namespace) -> check.Options:
-    keywords = {}
+    library = args.target.partition(":")[0]
+    if args.numerics is not None and library != "lowprec_attn":
+        raise check.TargetError(f"--numerics goes with lowprec_attn; leave it out for {library}")
+    keywords: dict[str, str] = {}
     for word in args.keyword:
         name, _, keyword = word.partition("=")
         if not keyword.isidentifier():
             raise check.TargetError(f"--keyword {word}: say NAME=KEYWORD, as in causal=is_causal")
+        if name in keywords:
+            raise check.TargetError(f"--keyword {word}: {name} is {keywords[name]} already")
         keywords[name] = keyword
     return check.Options(
         framework=args.framework,
@@ -147,7 +161,7 @@ def _options(args: argparse.Namespace) -> check.Options:
         lse_gradient=args.lse_gradient,
         groups=args.groups,
         alignment=args.alignment,
-        numerics=args.numerics,
+        **({} if args.numerics is None else {"numerics": args.numerics}),
         tokens=args.tokens,
         head_size=args.head_size,
     )

@@ -123,11 +123,13 @@ def _cluster(args: argparse.Namespace, workdir: Path) -> "Cluster | None":
             raise RunError(
                 f"--{name} is for processes, and Slurm gives a job its devices: leave it out"
             )
-    options = {}
+    options: dict[str, str] = {}
     for word in args.slurm:
         key, separator, value = word.partition("=")
         if not separator or not value:
             raise RunError(f"--slurm {word}: say KEY=VALUE, as in time=240")
+        if key in options:
+            raise RunError(f"--slurm {word}: {key} is {options[key]} already")
         options[key] = value
     return Cluster("slurm", internal(workdir) / "jobs", options)
 

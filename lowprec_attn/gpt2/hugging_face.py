@@ -86,8 +86,9 @@ def require_values(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ..
     for name, values in served.items():
         if config.get(name, values[0]) not in values:
             raise WeightsError(
-                f"config.json says {name} {config[name]!r}, and only {values[0]!r} is computed "
-                "here; the recipe of docs/diagnose.md saves q, k, v and do of any model"
+                f"config.json says {name} {config[name]!r}, and only "
+                f"{' or '.join(map(repr, values))} is computed here; the recipe of "
+                "docs/diagnose.md saves q, k, v and do of any model"
             )
 
 

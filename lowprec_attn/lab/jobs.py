@@ -6,6 +6,7 @@ trainer, which saves a checkpoint, and queues itself again under its own number.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,13 +16,14 @@ from typing import Any, Literal
 
 from lowprec_attn import installation
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import read_record, write_json
+from lowprec_attn.files import read_record, write_atomically, write_json
 from lowprec_attn.lab.processes import Event, Slot, Task, stop_requests
 
 _POLL_SECONDS = 2.0
 _LEFT_SECONDS = 10.0  # how long a job's result may take to appear after it has left the queue
 _REQUEUES = 1000  # after a time limit; after a preemption there is no limit
 _LOG_LINES = 3
+_WHOLE = {"time", "signal_delay_s"}
 _RUNNING, _WAITING, _GONE = "running", "waiting", "gone"
 
 
@@ -104,12 +106,22 @@ class Cluster:
             return
         if "time" not in options:
             raise RunError("--slurm lacks time=MINUTES, after which a job is queued again")
+        for name in _WHOLE & options.keys():
+            # submitit computes with it when a job is to be queued again, which is too late.
+            if not (options[name].isascii() and options[name].isdecimal() and int(options[name])):
+                raise RunError(
+                    f"--slurm {name}={options[name]}: must be a whole number, 1 or more, as in "
+                    f"{name}=240"
+                )
+        for program in ("srun", "sbatch", "squeue"):
+            if shutil.which(program) is None:
+                raise RunError(
+                    f"--launcher=slurm: there is no {program} here; run it on a login node"
+                )
         try:
             self._executor = submitit.SlurmExecutor(folder, max_num_timeout=_REQUEUES)
         except RuntimeError as error:
-            raise RunError(
-                "--launcher=slurm: there is no srun here; run it on a login node"
-            ) from error
+            raise RunError(f"--launcher=slurm: {str(error).splitlines()[0]}") from error
         try:
             self._executor.update_parameters(**{n: _value(x) for n, x in options.items()})
         except ValueError as error:
@@ -149,7 +161,10 @@ class Cluster:
         )
         if asked.returncode:  # the controller may be away for a while: nothing is known
             return {job.job_id: _WAITING for job in jobs}
-        found = dict(line.split() for line in asked.stdout.splitlines())
+        lines = [line.split() for line in asked.stdout.splitlines() if line.strip()]
+        if any(len(words) != 2 for words in lines):  # no list of jobs
+            return {job.job_id: _WAITING for job in jobs}
+        found: dict[str, str] = dict(lines)
         return {
             job.job_id: (_RUNNING if found[job.job_id] in ("RUNNING", "COMPLETING") else _WAITING)
             if job.job_id in found
@@ -195,7 +210,7 @@ def run_jobs(
         while jobs:
             states = cluster.states([job for _, job in jobs.values()])
             if requests and not stop.exists():
-                stop.touch()
+                write_atomically(stop, b"")
                 for number, (_, job) in jobs.items():
                     if states[number] == _WAITING:
                         job.cancel(check=False)

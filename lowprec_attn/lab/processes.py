@@ -7,6 +7,7 @@ ends them at once.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,16 @@ def gpu_slots(devices: Sequence[str] | None = None) -> list[Slot]:
     Args:
       devices: as CUDA_VISIBLE_DEVICES names them, several of one slot as 0+1; None for all that
         JAX finds, a slot each.
+
+    Raises:
+      RunError: a name is none, or JAX cannot start.
     """
+    for name in devices or ():
+        if not all(re.fullmatch(r"\d{1,4}|(GPU|MIG)-[\w/-]+", of) for of in name.split("+")):
+            raise RunError(
+                f"--devices {name!r}: name GPUs as CUDA_VISIBLE_DEVICES does, as in 0,1; several "
+                "of one arm as 0+1,2+3"
+            )
     if devices is None:
         devices = _visible_gpus()
     return [

@@ -5,6 +5,7 @@ Qwen3 is Llama with QK-norm.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lowprec_attn import installation
-from lowprec_attn.files import write_atomically
+from lowprec_attn.files import write_atomically, writing
 from lowprec_attn.gpt2.hugging_face import (
     WeightsError,
     all_heads,
@@ -35,6 +36,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
+    "tie_word_embeddings": (False, True),
     "rope_scaling": (None,),
 }
 _SHAPE = {
@@ -150,13 +152,20 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     """Writes `config.json` and `model.safetensors` as transformers reads them, in float32.
 
     Args:
-      folder: made where it is not there; there is no tokenizer in it.
+      folder: made where it is not there; there is no tokenizer in it. A model or a run that is
+        there already is left as it is.
       settings: of the model.
       params: as `parameters` gives them.
 
     Raises:
-      WeightsError: neither Llama nor Qwen3 has such a model, or safetensors is not installed.
+      WeightsError: neither Llama nor Qwen3 has such a model, the folder holds one of the files, or
+        safetensors is not installed.
+      DiskError: the disk refuses.
     """
+    weights_file, config_file = folder / "model.safetensors", folder / "config.json"
+    for path in (weights_file, config_file):
+        if os.path.lexists(path):
+            raise WeightsError(f"{path} is there already; give another folder")
     try:
         from safetensors.numpy import save as serialized
     except ModuleNotFoundError as error:
@@ -172,10 +181,15 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
         source: np.ascontiguousarray(flat[path].T if path.endswith("/kernel") else flat[path])
         for path, source in _sources(settings).items()
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     # Transformers asks for the format, which is its own for PyTorch.
-    write_atomically(folder / "model.safetensors", serialized(tensors, {"format": "pt"}))
-    write_atomically(folder / "config.json", f"{json.dumps(config, indent=2)}\n".encode())
+    for path, content in (
+        (weights_file, serialized(tensors, {"format": "pt"})),
+        (config_file, f"{json.dumps(config, indent=2)}\n".encode()),
+    ):
+        with writing(path):
+            write_atomically(path, content)
 
 
 def _config(settings: LlamaSettings) -> dict[str, Any]:

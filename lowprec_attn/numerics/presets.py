@@ -117,6 +117,7 @@ STANDARD = Numerics(
     probs_bwd="bfloat16",
     dp="bfloat16",
     ds="bfloat16",
+    statistics="m_and_l",
     normalize_probs=True,
 )
 """Unfused attention under autocast: P is normalised, then rounded (`dense` only)."""

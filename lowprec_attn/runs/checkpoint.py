@@ -36,7 +36,7 @@ import jax
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.files import Fingerprint, make_directory, write_json
+from lowprec_attn.files import Fingerprint, make_directory
 from lowprec_attn.runs import checkpoint_content
 from lowprec_attn.runs.manifest import DamagedError, Manifest
 
@@ -83,21 +83,17 @@ class Checkpoints:
           checkpoints.save(step, state, iterator.get_state())
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 2, trace: Path | None = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
         """Names the directory; nothing is created before the first `save`.
 
         Args:
           directory: where the checkpoints are.
           keep: how many of the newest checkpoints stay, at least 1.
-          trace: a file outside of it that tells, once a checkpoint is complete, that there was one.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint; it must be at least 1")
         self._directory = Path(directory).absolute()
         self._keep = keep
-        self._trace = trace
         self._damaged: set[int] = set()  # steps, as `restore` found them
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
@@ -168,7 +164,6 @@ class Checkpoints:
             if found is None:
                 return None
             step, content, records = found
-            self._leave_trace(step)  # of earlier versions there is none
             targets = (target_state, target_measured)
             state, data_state, measured = self._load(step, self._directory / content, targets)
             fingerprints = {name: Fingerprint(**fields) for name, fields in records.items()}
@@ -308,13 +303,7 @@ class Checkpoints:
                     self._remove_leftovers()
                 raise
             self._damaged.discard(step)
-            self._leave_trace(step)
             self._delete_older(step, keep_from)
-
-    @hosts.first_only
-    def _leave_trace(self, step: int) -> None:
-        if self._trace is not None and not self._trace.exists():
-            write_json(self._trace, {"step": step})
 
     @hosts.first_only
     def _delete_older(self, step: int, keep_from: int | None) -> None:

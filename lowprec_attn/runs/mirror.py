@@ -24,7 +24,8 @@ class MirrorError(RunError):
 def push(run_dir: RunDir, url: str) -> None:
     """Brings the copy at `url` up to date: the newest complete checkpoint and all records.
 
-    Records are copied after the checkpoint, so that they reach at least as far. Then older
+    Without a checkpoint nothing is copied. Records are copied after it, so that they reach at
+    least as far. Then older
     checkpoints there are removed. A copy that is interrupted at any instant holds the checkpoint
     that it had before, or the new one. Only one process may push to a `url`.
 
@@ -39,12 +40,12 @@ def push(run_dir: RunDir, url: str) -> None:
     try:
         target = _Target(url)
         manifest = _newest_manifest(run_dir.checkpoints)
-        if manifest is not None:
-            _push_checkpoint(run_dir, manifest, target)
+        if manifest is None:
+            return
+        _push_checkpoint(run_dir, manifest, target)
         for path in _records(run_dir):
             target.replace(path, path.relative_to(run_dir.path).as_posix())
-        if manifest is not None:
-            _remove_others(run_dir, manifest, target)
+        _remove_others(run_dir, manifest, target)
     except (OSError, DamagedError, ImportError) as error:
         raise MirrorError(f"cannot copy {run_dir.path} to {url}: {error}") from error
 

@@ -23,6 +23,7 @@ from lowprec_attn.files import (
 )
 from lowprec_attn.runs import environment
 from lowprec_attn.runs.earlier import renamed
+from lowprec_attn.runs.manifest import DamagedError, Manifest
 
 # Files that a creation may leave if it is killed half-way; config.json comes last.
 _CREATED_BEFORE_CONFIG = {
@@ -36,8 +37,8 @@ _CREATED_BY_A_RUN = {
     "throughput.jsonl",
     "tensorboard",
     "checkpoints",
-    "checkpointed.json",
-    "report.png",  # of earlier checkouts
+    "checkpointed.json",  # of earlier checkouts, like the next
+    "report.png",
     "report.html",
     "summary.json",
     "failure.json",
@@ -72,7 +73,6 @@ class RunDir:
       throughput: `throughput.jsonl`, timings.
       tensorboard: directory of TensorBoard events.
       checkpoints: directory of checkpoints.
-      checkpointed: `checkpointed.json`, that a checkpoint was once complete.
       page: `report.html`.
       summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
         and, as complete, after it: see `end`.
@@ -92,7 +92,6 @@ class RunDir:
         self.throughput = self.path / "throughput.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
-        self.checkpointed = self.path / "checkpointed.json"
         self.page = self.path / "report.html"
         self.summary = self.path / "summary.json"
         self.failure = self.path / "failure.json"
@@ -106,9 +105,10 @@ class RunDir:
         """Creates a run directory, or reopens the one of an interrupted run with the same config.
 
         A creation that was killed at any instant is completed by the next call. A directory whose
-        run has neither a step nor a checkpoint is taken over, whatever its config. The directory
-        stays locked until `close`, or until the process ends in whatever way. Of several processes
-        the first one does it, and the others fail if it does or if they do not see the directory.
+        run has neither a step nor a checkpoint of one is taken over, whatever its config. The
+        directory stays locked until `close`, or until the process ends in whatever way. Of several
+        processes the first one does it, and the others fail if it does or if they do not see the
+        directory.
 
         Args:
           path: the directory; parents are created.
@@ -165,19 +165,14 @@ class RunDir:
     def require_no_checkpoint_lost(self) -> None:
         """For a run that finds no checkpoint of its own: its records must not go on without them.
 
-        A run that was killed before its first checkpoint begins anew, with the same records.
+        A run has a checkpoint before it has a record, so a kill leaves none without.
 
         Raises:
-          RunDirError: it has records, and had a checkpoint.
+          RunDirError: it has records.
         """
-        ended = self.summary.exists() or self.failure.exists()
-        dangling = self.checkpoints.is_symlink() and not self.checkpoints.exists()
-        if self.begun and (self.checkpointed.exists() or ended or dangling):
-            why = (
-                f"{self.checkpoints} is a link to nothing"
-                if dangling
-                else "its checkpoints are gone"
-            )
+        if self.begun:
+            dangling = self.checkpoints.is_symlink() and not self.checkpoints.exists()
+            why = f"{self.checkpoints} is a link to nothing" if dangling else "no checkpoint"
             raise RunDirError(
                 f"{self.path} has the records of a run, and {why}, so it cannot go on, and the "
                 "records stay as they are. Restore the checkpoints from a copy. Or choose another "
@@ -226,9 +221,19 @@ class RunDir:
 
     @property
     def begun(self) -> bool:
-        """Whether a step of the run is recorded, or a checkpoint is there."""
+        """Whether a step of the run is recorded, here or in the manifest of a checkpoint."""
         recorded = (path for path in (self.metrics, self.throughput) if path.exists())
-        return any(path.stat().st_size for path in recorded) or any(self.checkpoints.glob("*.json"))
+        return any(path.stat().st_size for path in recorded) or not all(
+            map(self._is_of_the_start, self.checkpoints.glob("*.json"))
+        )
+
+    def _is_of_the_start(self, manifest: Path) -> bool:
+        """Whether a checkpoint was saved before the first record."""
+        try:
+            records = Manifest.read(manifest).records
+        except DamagedError:
+            return False
+        return self.metrics.name in records and records[self.metrics.name].size == 0
 
     def close(self) -> None:
         """Releases the lock."""
@@ -288,7 +293,9 @@ class RunDir:
         with contextlib.suppress(NotJsonError):
             if read_json(self.config) == config:
                 return False
-        self.config.unlink()  # first: without it this is a creation that was killed
+        for manifest in self.checkpoints.glob("*.json"):
+            manifest.unlink()  # while the config tells whose they are
+        self.config.unlink()  # then: without it this is a creation that was killed
         self.origin.unlink(missing_ok=True)
         return True
 

@@ -7,6 +7,9 @@ Every record belongs to a step. Validation and diagnostics of step s look at the
 update s; loss and gradient norm of step s are those of update s. So a run that is resumed at s
 writes exactly what is missing. Diagnostics look at the first sequence of the batch of step s: at
 the end, of the batch that the next step would have taken.
+
+A checkpoint of the first step is complete before the first record. So a run that is killed at any
+instant has records and a checkpoint to go on from, or neither.
 """
 
 import math
@@ -91,6 +94,7 @@ class Loop:
         self.pending: _Pending | None = None
         self.data_state = data.get_state()
         self.saved_step = saved_step
+        self.begins = saved_step is None
         self.progress: Progress | None = None
         kept = kept_records(run.run_dir, int(state.step))
         before = next((record["signals"] for record in kept if "signals" in record), None)
@@ -110,8 +114,8 @@ class Loop:
         None: the run goes back to a checkpoint, from which another loop takes it on.
         """
         settings, start = self.fixed.settings, int(self.state.step)
-        if self.fixed.rescue.wanted and self.saved_step is None:
-            self._save(start)  # to go back to
+        if self.begins:
+            self._save(start)  # it is written while the step compiles
         with (
             Progress(settings, start) as self.progress,
             hosts.stop_requests(self.progress.say) as stop_after,
@@ -170,6 +174,7 @@ class Loop:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
+        self._complete_first_save()
         step = int(pending.batch["step"])
         if pending.measured is not None:
             self._write_signals(step, pending.measured.signals)
@@ -205,6 +210,7 @@ class Loop:
         self.watch.add_signals(step, values)
 
     def _write_validation(self, step: int) -> float:
+        self._complete_first_save()
         settings, run = self.fixed.settings, self.fixed
         batches = validation_batches(
             run.corpus.val,
@@ -223,6 +229,12 @@ class Loop:
         if not math.isfinite(loss):
             self._say(f"the validation loss of step {step} is {loss}")
         return loss
+
+    def _complete_first_save(self) -> None:
+        """Before the first record: records without a checkpoint have lost theirs."""
+        if self.begins:
+            self.fixed.checkpoints.wait()
+            self.begins = False
 
     def _save(self, step: int) -> None:
         if self.saved_step != step:

@@ -79,9 +79,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
         Trackers(settings.loggers, run_dir, config) as copies,
-        Checkpoints(
-            run_dir.checkpoints, settings.checkpoints_kept, run_dir.checkpointed
-        ) as checkpoints,
+        Checkpoints(run_dir.checkpoints, settings.checkpoints_kept) as checkpoints,
         explained_shortage(devices),
     ):
         announce(settings, corpus, devices, run_dir.path)

@@ -111,7 +111,8 @@ class TrainSettings:
       batch_size: sequences per optimizer step, over all devices and micro-batches.
       accumulation_steps: micro-batches A of an optimizer step.
       seed: root of initialisation, data order and stochastic rounding, in [0, 2³²).
-      diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never.
+      diagnostics_every, checkpoint_every, eval_every: period in steps, 0 for never. A checkpoint is
+        saved before the first step and after the last in any case.
       eval_batches: batches of `batch_size` validation sequences per evaluation.
       stop_exploded_after: end the run once its loss has been in excess for so many steps
         (`runs.instability.explosion` says what that is), None to go on.

@@ -392,13 +392,19 @@ def test_presets_that_one_implementation_declines_go_to_the_other() -> None:
     assert numerics.STANDARD.normalize_probs
 
 
-def test_a_query_with_exchanged_axes_is_noticed() -> None:
-    """Where lengths and heads of k tell; q of the right order, and one query, say nothing."""
-    q, k = x(2, 4, 8, 16), x(2, 8, 4, 16)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_query_with_exchanged_axes_is_noticed(kv_heads: int) -> None:
+    """Where lengths and heads of k tell; q of the right order says nothing."""
+    q, k = x(2, 4, 8, 16), x(2, 8, kv_heads, 16)
     with pytest.warns(UserWarning, match=r"\(2, 4, 8, 16\) is read as 4 queries of 8 heads"):
         dot_product_attention(q, k, k)
-    dot_product_attention(k, k, k)
-    dot_product_attention(x(2, 1, 8, 16), x(2, 8, 1, 16), x(2, 8, 1, 16))
+    dot_product_attention(x(2, 8, 4, 16), k, k)
+
+
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 1), (1, 2), (3, 2), (4, 1), (8, 2)])
+def test_as_many_heads_as_keys_are_no_exchanged_axes(rows: int, kv_heads: int) -> None:
+    k = x(2, 8, kv_heads, 16)
+    dot_product_attention(x(2, rows, 8, 16), k, k)
 
 
 def test_the_default_in_float32_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

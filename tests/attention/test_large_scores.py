@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_calls import kernel_call, run
 
-from lowprec_attn.numerics import EXACT, FLASH, Numerics
+from lowprec_attn.numerics import EXACT, FLASH, Numerics, get_preset
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion"),
@@ -54,6 +54,17 @@ def test_padding_by_a_bias(implementation: str, bias: float) -> None:
         v = arrays["v"][:, :PADDED].astype(np.float64)
         means = np.cumsum(v, axis=1) / np.arange(1, PADDED + 1)[:, None, None]
         assert np.abs(result["out"][:, :PADDED] - means.repeat(2, 2)).max() < 1e-6
+
+
+@pytest.mark.parametrize("preset", ["standard", "jax_nn"])
+def test_unfused_attention_keeps_its_probabilities(preset: str) -> None:
+    """Their sum of a row is 1 in the backward pass: of equal dO, dV sums to dO of every row."""
+    arrays = inputs(-1e9)
+    arrays["do"][...] = 1.0
+    num = get_preset(preset)
+    sums = harness.run(harness.IMPLEMENTATIONS["dense"], CASE, arrays, num)["dv"].sum(axis=1)
+    rows = CASE.rows * CASE.heads // CASE.kv_heads
+    assert np.abs(sums - rows).max() <= 2.0**-8 * rows  # P is rounded to bfloat16
 
 
 @pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])

@@ -45,6 +45,8 @@ needs_hopper = pytest.mark.skipif(not hopper.is_available(), reason="needs JAX 0
         pytest.param("NVIDIA H100", "hopper", marks=needs_hopper),
         pytest.param("NVIDIA H200", "hopper", marks=needs_hopper),
         pytest.param("9.0", "hopper", marks=needs_hopper),
+        pytest.param("H100", "hopper", marks=needs_hopper),
+        pytest.param("sm_90a", "hopper", marks=needs_hopper),
         ("NVIDIA A100-SXM4-80GB", "gpu"),
         ("8.9", "gpu"),
         ("10.0", "gpu"),
@@ -96,19 +98,21 @@ def test_the_reason_is_told(monkeypatch):
 
 
 def test_a_kind_that_is_new_is_served_with_a_warning(caplog):
+    for known in ("B200", "sm_80", "NVIDIA B200"):
+        with caplog.at_level(logging.WARNING), attention.compiled_for(known):
+            assert not caplog.records
     with caplog.at_level(logging.WARNING), attention.compiled_for("NVIDIA R100"):
         assert attention.resolve(request()) == "gpu"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "attention has not been compiled for NVIDIA R100 before; `gpu` serves it"
-    caplog.clear()
-    with attention.compiled_for("NVIDIA B200"):
-        assert not caplog.records
 
 
 @pytest.mark.parametrize(
     ("device", "words"),
     [
         ("7.5", "compute capability 7.5 .the kernels need 8.0, Ampere"),
+        ("sm_75", "compute capability sm_75 .the kernels need 8.0, Ampere"),
+        ("TPU v5e", "TPU v5e is no GPU; a program for a TPU takes `tpu` without this"),
         ("11.3", "11.3 is none of 8.0, 8.9, 9.0, 10.0; name the kind"),
         ("", "a device kind or a compute capability, got ''"),
         (9.0, "a device kind or a compute capability, got 9.0"),

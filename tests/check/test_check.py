@@ -176,6 +176,14 @@ def lower_right(q, k, v):
     return jnp.where(jnp.asarray(seen.any(-1))[None, :, None, None], o, jnp.zeros((), o.dtype))
 
 
+OURS = """
+import jax
+def f(q, k, v): return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def leaves(q, k, v): raise SystemExit(7)
+def says(q, k, v): raise KeyError("\x1b[31m")
+"""
+
+
 @pytest.mark.usefixtures("few_candidates")
 def test_alignment_is_seen_in_o_or_as_asked():
     options = {"causal": True, "framework": "jax", **SMALL}
@@ -202,14 +210,41 @@ def test_alignment_is_seen_in_o_or_as_asked():
         ([f"{__name__}:attention", "--keyword=causal"], "say NAME=KEYWORD"),
         ([f"{__name__}:attention", "--causal", "--keyword=x=y"], "is none of causal, scale, mask"),
         ([f"{__name__}:SMALL", "--causal"], "is no function but dict"),
-        (["jax.nn", "--tokens=0"], "--tokens must be positive, got 0"),
+        (["jax.nn", "--tokens=0"], "--tokens must be from 16 to 4096, got 0"),
+        (["jax.nn", "--tokens=99999999999"], "--tokens must be from 16 to 4096, got 99999999999"),
+        (["jax.nn", "--head-size=1000000000"], "--head-size must be from 1 to 1024, got"),
+        (["jax.nn", "--seed=-1"], "--seed must be 0 or more and below 4294967296, got -1"),
+        (["jax.nn", "--scale=0.5"], "--scale goes with MODULE:FUNCTION; leave it out for jax.nn"),
+        (["jax.nn", "--layout=BNTH"], "--layout goes with MODULE:FUNCTION"),
+        (["jax.nn", "--numerics=flash"], "--numerics goes with lowprec_attn; leave it out for jax"),
+        *(
+            ([f"{__name__}:attention", "--causal", f"--scale={scale}"], f"{of} 0, got {scale}")
+            for scale, of in (("nan", "other than"), ("0.0", "other than"), ("1e+300", "than"))
+        ),
+        (
+            [f"{__name__}:attention", *["--keyword=causal=a"] * 2],
+            "--keyword causal=a: causal is a already",
+        ),
+        (["exits:f", "--causal"], "cannot import exits: SystemExit: 3"),
+        (["ours:f", "--causal", "--json=ours.py"], "cannot write ours.py: it is there already"),
+        (["ours:f", "--causal", "--html=./ours.py"], "the same command reads"),
+        (["ours:f", "--causal", "--json=no/a.json"], "--json no/a.json: there is no directory no"),
+        (["ours:f", "--causal", "--json=a", "--html=a"], "--json and --html both name a"),
+        (["ours:f", "--causal", "--out=ours.py"], "cannot write ours.py: File exists"),
+        (["ours:leaves", "--causal"], "SystemExit: 7"),
+        (["ours:says", "--causal"], "\\x1b[31m"),
     ],
 )
-def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys):
+def test_what_cannot_serve_is_one_clear_line(arguments, says, capsys, tmp_path, monkeypatch):
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)")
+    (tmp_path / "ours.py").write_text(OURS)
+    monkeypatch.delitem(sys.modules, "ours", raising=False)
+    monkeypatch.chdir(tmp_path)
     assert main(["check", *arguments]) == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ") and says in line
+    assert (tmp_path / "ours.py").read_text() == OURS
 
 
 def test_a_library_that_is_absent_says_how_to_install_it(capsys, monkeypatch):

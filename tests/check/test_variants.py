@@ -214,7 +214,8 @@ def heads_first(q, k, v, bias):
     [
         (["jax.nn", "--sinks"], "jax.nn has no sinks; leave out --sinks"),
         (["jax.nn", "--soft-cap=5"], "jax.nn has no soft cap; leave out --soft-cap"),
-        (["lowprec_attn", "--soft-cap=0"], "--soft-cap must be a number greater than 0, got 0.0"),
+        (["lowprec_attn", "--soft-cap=0"], "--soft-cap must be a number of float32 greater than 0"),
+        (["lowprec_attn", "--soft-cap=1e300"], "of float32 greater than 0, got 1e+300"),
         (["lowprec_attn", "--window=3,-1"], "each 0 or more, got (3, -1)"),
         (["lowprec_attn", "--window=1,2,3"], "LEFT,RIGHT, or one number for both"),
     ],
@@ -223,6 +224,15 @@ def test_what_cannot_be_asked_for_is_one_clear_line(arguments, says, capsys):
     assert main(["check", *arguments]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and says in line
+
+
+def test_a_window_beyond_every_length_is_none():
+    setting = Setting.of(check.Options(window=10**20))
+    (problem, *_) = problems.core("float32", causal=True, **SMALL)
+    windowed = setting.applied(problem, 0)
+    assert windowed.masking.window is not None
+    for n, x in measure.exact(windowed).found.items():
+        np.testing.assert_array_equal(x, measure.exact(problem).found[n])
 
 
 def test_new_problems_are_what_their_names_say():

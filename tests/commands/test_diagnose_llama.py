@@ -68,6 +68,28 @@ def test_what_is_written_is_what_was_read(kind, tmp_path):
         np.testing.assert_array_equal(found[name], tensor)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_stands_in_a_folder_is_not_written_over(name, tmp_path):
+    (tmp_path / name).symlink_to(tmp_path / "mine")
+    settings, params = read(CONFIG, tensors())
+    with pytest.raises(WeightsError, match=f"{name} is there already; give another folder"):
+        hugging_face.save(tmp_path, settings, params)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+)
+def test_a_folder_of_pickled_weights_says_how_to_save_them(name, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / name).write_bytes(b"")
+    np.save(tmp_path / "ids.npy", IDS)
+    assert main(["diagnose", str(tmp_path), f"--text={tmp_path / 'ids.npy'}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no model.safetensors; pickled weights are not read" in line
+
+
 def test_a_folder_is_examined_layer_by_layer(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     save_file(tensors(QWEN3), tmp_path / "model.safetensors")
@@ -104,6 +126,12 @@ REFUSED = [
     ({"num_hidden_layers": 3}, {}, r"there is no tensor model\.layers\.2\."),
     ({"vocab_size": 51}, {}, r"lm_head.weight gives head as float32\[50, 24\]"),
     ({"tie_word_embeddings": True}, {}, "lm_head.weight is not embed_tokens.weight"),
+    ({"tie_word_embeddings": "false"}, {}, "tie_word_embeddings 'false', and only False or True"),
+    ({"num_hidden_layers": 10**8}, {}, "num_hidden_layers 100000000, not a number from 1 to 4096"),
+    ({"hidden_size": 2**24}, {}, r"as float32\[24, 16\], and config.json asks for"),
+    ({"vocab_size": 2**24}, {}, r"as float32\[50, 24\], and config.json asks for"),
+    ({"max_position_embeddings": 10**12}, {}, "max_position_embeddings 1000000000000, not a"),
+    ({"rms_norm_eps": float("nan")}, {}, "rms_norm_eps nan, not a positive number"),
 ]
 
 

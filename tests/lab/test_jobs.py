@@ -137,6 +137,8 @@ def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
     assert cluster.earlier(record) is None
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert set(cluster.states(all_jobs).values()) == {"waiting"}, "a controller may be away"
+    squeue.write_text("#!/bin/sh\necho slurm is being updated tonight; echo 7 RUNNING\n")
+    assert set(cluster.states(all_jobs).values()) == {"waiting"}, "no list of jobs"
 
 
 @pytest.mark.parametrize(
@@ -146,24 +148,39 @@ def test_what_slurm_says_of_jobs(tmp_path, monkeypatch):
         ([SLURM, "--slurm", "time"], "say KEY=VALUE, as in time=240"),
         ([SLURM, "--jobs=2", "--slurm", "time=5"], "--jobs is for processes"),
         ([SLURM, "--slurm", "time=5", "partitoin=a"], "['partitoin']"),
+        ([SLURM, "--slurm", "time=5", "time=6"], "--slurm time=6: time is 5 already"),
+        *(
+            ([SLURM, "--slurm", f"time={time}"], f"time={time}: must be a whole number, 1 or more")
+            for time in ("0", "-5", "1-00:00:00", "ten", "²")
+        ),
+        ([SLURM, "--slurm", "time=5", "signal_delay_s=x"], "signal_delay_s=x: must be a whole"),
         (["--slurm", "time=5"], "needs --launcher=slurm"),
     ],
 )
 def test_options_that_cannot_serve_are_one_clear_line(lab, options, says, tmp_path, monkeypatch):
-    srun = tmp_path / "srun"
-    srun.write_text("#!/bin/sh\n")
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    login_node(tmp_path, monkeypatch)
     code, output = lab({"a": "finish"}, *options)
     assert code == EXIT_BAD_INPUT
     (line,) = output.splitlines()
     assert line.startswith("error: ") and says in line
 
 
+def login_node(directory, monkeypatch):
+    """The programs of Slurm, which do nothing."""
+    for name in ("srun", "sbatch", "squeue"):
+        program = directory / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+
+
 def test_what_is_absent_is_said(tmp_path, monkeypatch):
+    login_node(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RunError, match="there is no srun here"):
-        jobs.Cluster("slurm", tmp_path, {"time": "5"})
+    for name in ("squeue", "sbatch", "srun"):
+        (tmp_path / name).unlink()
+        with pytest.raises(RunError, match=f"there is no {name} here; run it on a login node"):
+            jobs.Cluster("slurm", tmp_path, {"time": "5"})
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(RunError, match="needs submitit: pip install"):
         jobs.Cluster("slurm", tmp_path, {"time": "5"})

@@ -86,6 +86,16 @@ def test_a_copy_continues_the_run_on_another_machine(tmp_path, finished):
     assert records(trained(tmp_path / "continued")) == records(finished)
 
 
+def test_a_run_without_a_checkpoint_is_not_copied(tmp_path, finished):
+    """Its copy could not go on: the records would have lost a checkpoint."""
+    begun = tmp_path / "begun"
+    shutil.copytree(finished.path, begun)
+    for manifest in (begun / "checkpoints").glob("*.json"):
+        manifest.unlink()
+    mirror.push(RunDir(begun), str(tmp_path / "drive"))
+    assert not mirror.pull(str(tmp_path / "drive"), tmp_path / "back")
+
+
 def test_a_copy_follows_the_run(tmp_path, url, finished):
     run = tmp_path / "run"
     shutil.copytree(finished.path, run)

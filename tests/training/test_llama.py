@@ -303,7 +303,8 @@ REFUSED = {
     "kv_heads": ({"model__kv_heads": 3}, "kv_heads must be a divisor of 4 heads, got 3"),
     "head_size": ({"model__head_size": 15}, "head_size must be even, .*, got 15"),
     "hidden": ({"model__hidden": 0}, "hidden must be at least 1"),
-    "soft_cap": ({"model__soft_cap": 0.0}, "soft_cap must be positive and finite, or None"),
+    "soft_cap": ({"model__soft_cap": 0.0}, "soft_cap must be from 1e-30 to 1e30, or None, got 0"),
+    "large soft_cap": ({"model__soft_cap": 1e300}, r"from 1e-30 to 1e30, or None, got 1e\+300"),
     "field": ({"model__biases": True}, "unknown field config.model.biases"),
     "qk_clip": ({"optimizer__qk_clip": 1.0}, "None where model.kv_heads is below model.heads"),
     "diagnostics of a cap": (
@@ -395,6 +396,10 @@ def test_a_run_is_written_for_transformers(whole, tmp_path):
     params = hugging_face.parameters(load_file(tmp_path / "out" / "model.safetensors"), settings)
     saved = restore(settings_of(workdir), RunDir(workdir))
     jax.tree.map(np.testing.assert_array_equal, params, saved.params)
+    before = RunDir(workdir).config.read_bytes()
+    with pytest.raises(WeightsError, match=r"config.json is there already; give another folder"):
+        to_hugging_face(workdir, workdir)
+    assert RunDir(workdir).config.read_bytes() == before
     with pytest.raises(WeightsError, match=r"no llama has soft_cap 5\.0"):
         of = dataclasses.replace(settings, qk_norm=False, soft_cap=5.0)
         hugging_face.save(tmp_path / "capped", of, params)

@@ -3,10 +3,13 @@
 import functools
 import json
 import shutil
+import time
 
 import pytest
 from command import run_here
 
+from lowprec_attn.runs.manifest import Manifest
+from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training import announcement, loop
 
@@ -54,12 +57,6 @@ def dangle(workdir):
     (workdir / "checkpoints").symlink_to(workdir / "another disk")
 
 
-def forget(workdir):
-    """A run of an earlier version, which left no trace, without its checkpoints."""
-    (workdir / "checkpointed.json").unlink()
-    shutil.rmtree(workdir / "checkpoints")
-
-
 def interrupt(workdir):
     """A run that did not come to its end, without its checkpoints."""
     (workdir / "summary.json").unlink()
@@ -70,7 +67,6 @@ LOSSES = {
     "checkpoints deleted": lambda workdir: shutil.rmtree(workdir / "checkpoints"),
     "manifests deleted": remove_manifests,
     "link to nothing": dangle,
-    "no trace of them": forget,
     "before its end": interrupt,
 }
 
@@ -96,18 +92,32 @@ def test_a_run_whose_checkpoints_are_lost_keeps_its_records_and_is_told_two_ways
     assert contents(copy) == before
 
 
-def killed_before_a_checkpoint(copy):
-    """What kill -9 leaves of a run after 3 steps."""
-    shutil.rmtree(copy / "checkpoints")
-    for name in ("summary.json", "checkpointed.json"):
-        (copy / name).unlink()
-    for name in ("metrics.jsonl", "data_order.txt", "throughput.jsonl"):
-        lines = (copy / name).read_text().splitlines(keepends=True)
-        (copy / name).write_text("".join(lines[:3]) + lines[3][:5])
+class KilledError(BaseException):
+    """Stands for kill -9."""
 
 
-def test_a_start_that_fails_costs_no_record(run, copy, monkeypatch):
-    killed_before_a_checkpoint(copy)
+@pytest.fixture
+def killed(run, tmp_path, monkeypatch):
+    """What kill -9 leaves of the same run after 3 steps, before a checkpoint was due."""
+    workdir = tmp_path / "killed"
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(loop.Loop, "_before", kill_at(3, loop.Loop._before))
+        run(workdir)
+    return workdir
+
+
+def kill_at(last, before):
+    def killing(self, step):
+        if step == last:
+            raise KilledError
+        before(self, step)
+
+    return killing
+
+
+@pytest.mark.parametrize("words", [{}, {"optimizer__peak_lr": 0.5}])
+def test_a_start_that_fails_costs_no_record(run, killed, monkeypatch, words):
+    copy = killed
     before = contents(copy)
 
     def fail(self):
@@ -115,16 +125,87 @@ def test_a_start_that_fails_costs_no_record(run, copy, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Loop, "run", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            run(copy)
+        if words:
+            _, err = run(copy, code=1, **words)
+            assert "belongs to a run with another config (optimizer.peak_lr:" in err
+        else:
+            with pytest.raises(RuntimeError, match="no memory"):
+                run(copy)
     assert contents(copy) == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(run, ended, copy):
-    killed_before_a_checkpoint(copy)
-    run(copy)
-    for name in ("metrics.jsonl", "data_order.txt"):
-        assert (copy / name).read_bytes() == (ended / name).read_bytes()
+def records_are_equal(workdir, other):
+    names = ("metrics.jsonl", "data_order.txt")
+    return all((workdir / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_due_goes_on(run, ended, killed):
+    assert [path.name for path in (killed / "checkpoints").glob("*.json")] == ["00000000.json"]
+    assert (killed / "metrics.jsonl").stat().st_size
+    out, _ = run(killed)
+    assert "resuming at step 0" in out
+    assert records_are_equal(killed, ended)
+
+
+def test_its_checkpoint_may_be_lost_like_any_other(run, killed):
+    shutil.rmtree(killed / "checkpoints")
+    before = contents(killed)
+    _, err = run(killed, code=1)
+    assert f"{killed} has the records of a run, and no checkpoint, so it cannot go on" in err
+    assert contents(killed) == before
+
+
+def test_kills_around_the_first_checkpoint_leave_it_before_any_record(
+    run, ended, tmp_path, monkeypatch
+):
+    """Resumes what lay on the disk before its manifest, after that, and after the first record."""
+    write, record = Manifest.write, MetricsWriter.write
+
+    def snapshot(name):
+        if not (tmp_path / name).exists():
+            shutil.copytree(tmp_path / "run", tmp_path / name)
+
+    def slowly(self, path):
+        time.sleep(1 if path.stem == "00000000" else 0)  # of 12 steps, which take less
+        snapshot("before")
+        write(self, path)
+        snapshot("complete")
+
+    def recording(self, *args):
+        record(self, *args)
+        snapshot("recorded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", slowly)
+        patch.setattr(MetricsWriter, "write", recording)
+        run(tmp_path / "run")
+    sizes = [
+        (tmp_path / name / "metrics.jsonl").stat().st_size
+        for name in ("before", "complete", "recorded")
+    ]
+    assert sizes[:2] == [0, 0] and sizes[2] > 0
+    for name, resumed in (("before", False), ("complete", True), ("recorded", True)):
+        out, _ = run(tmp_path / name)
+        assert ("resuming at step 0" in out) == resumed
+        assert records_are_equal(tmp_path / name, ended)
+
+
+def test_a_start_without_a_step_may_be_repeated_with_another_config(run, tmp_path, monkeypatch):
+    """As after a batch that does not fit: its checkpoint is of no use, and goes."""
+
+    def fail(self, step):
+        raise RuntimeError("no memory")
+
+    workdir, fresh = tmp_path / "run", tmp_path / "fresh"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+        patch.setattr(loop.Loop, "_dispatch", fail)
+        run(workdir)
+    assert (workdir / "checkpoints" / "00000000.json").exists()
+    changed = {"seed": 7, "model__width": 32}
+    out, err = run(workdir, **changed)
+    assert "resuming" not in out and "skipping" not in err
+    run(fresh, **changed)
+    assert records_are_equal(workdir, fresh)
 
 
 def test_a_finished_run_says_so_and_changes_nothing(run, copy):

@@ -21,6 +21,10 @@ def start(command, text):
     return functools.partial(command, data__path=text, **short)
 
 
+def checkpoints_in(workdir):
+    return sorted(int(path.stem) for path in (workdir / "checkpoints").glob("*.json"))
+
+
 def wait_for_changes(process, path, count):
     """Waits until the file's size has changed so often; a rollback makes it shorter."""
     size = None
@@ -63,7 +67,7 @@ def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
     steps |= {"diagnostics_every": 50, "eval_every": 100}
     finish(start(tmp_path / "whole", **steps))
     killed = tmp_path / "killed"
-    throughput, manifests = killed / "throughput.jsonl", killed / "checkpoints"
+    throughput = killed / "throughput.jsonl"
     rng, newest = random.Random(7), 0
     for _ in range(kills):
         process = start(killed, **steps)
@@ -72,12 +76,29 @@ def test_kills_lose_no_checkpoint_and_change_no_metric(start, tmp_path, kills):
         assert process.poll() is None, "the run ended before it could be killed: raise steps"
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        saved = [int(path.stem) for path in manifests.glob("*.json")]
-        assert max(saved, default=0) >= newest
-        newest = max(saved, default=0)
+        saved = checkpoints_in(killed)
+        assert saved[-1] >= newest
+        newest = saved[-1]
     out, _ = finish(start(killed, **steps))
     assert f"resuming at step {newest}" in out
     assert newest > 0
+    for name in ("metrics.jsonl", "data_order.txt"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_kill_before_a_checkpoint_is_due_costs_no_more_than_its_steps(start, tmp_path):
+    steps = {"steps": 300, "checkpoint_every": 0, "diagnostics_every": 0, "eval_every": 0}
+    finish(start(tmp_path / "whole", **steps))
+    killed = tmp_path / "killed"
+    for wanted in (1, 5):
+        process = start(killed, **steps)
+        wait_for_steps(process, killed / "throughput.jsonl", wanted)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert checkpoints_in(killed) == [0]
+    out, _ = finish(start(killed, **steps))
+    assert "resuming at step 0" in out
     for name in ("metrics.jsonl", "data_order.txt"):
         assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -91,7 +112,7 @@ def test_sigterm_saves_and_exits_cleanly(start, tmp_path):
     assert "SIGTERM: ends after this step, with a checkpoint; Ctrl-C again ends at once" in out
     assert "stopped by a signal after" in out
     done = int(out.split("stopped by a signal after ")[1].split()[0])
-    assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
+    assert checkpoints_in(tmp_path / "run") == [0, done]
     process = start(tmp_path / "run", **steps)
     wait_for_steps(process, tmp_path / "run" / "throughput.jsonl", 1)
     process.send_signal(signal.SIGTERM)
@@ -108,7 +129,7 @@ def test_an_interrupt_saves_and_exits_as_interrupted(start, tmp_path):
     assert "SIGINT: ends after this step, with a checkpoint; Ctrl-C again ends at once\n" in out
     assert "Traceback" not in out + err
     done = int(out.split("stopped by a signal after ")[1].split()[0])
-    assert [int(p.stem) for p in (tmp_path / "run" / "checkpoints").glob("*.json")] == [done]
+    assert checkpoints_in(tmp_path / "run") == [0, done]
 
 
 def compile_for_seconds(hashes):

@@ -29,7 +29,8 @@ _READERS = {"gpt2": gpt2, **dict.fromkeys(llama.MODEL_TYPES, llama)}
 
 def is_one(path: Path) -> bool:
     """Whether a folder holds weights, and is no run directory."""
-    return any(path.glob("*.safetensors")) or (path / "pytorch_model.bin").is_file()
+    patterns = ("*.safetensors", _INDEX, "pytorch_model*.bin*")
+    return any(file.is_file() for pattern in patterns for file in path.glob(pattern))
 
 
 def load(path: Path, text: Path | None) -> list[Layer]:

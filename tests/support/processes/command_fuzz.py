@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from command import ROOT
+from safetensors.numpy import save_file
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import experiment
@@ -342,6 +343,49 @@ def _prepare(rng: _Rng) -> tuple[list[str], list[Path]]:
     return arguments, [path]
 
 
+def _check_words(rng: _Rng) -> tuple[list[str], list[Path]]:
+    """`check` of a function that refuses every call, so that nothing is judged."""
+    module = Path(f"ours_{rng.integers(10**9)}.py")  # modules are imported once
+    module.write_text("import jax\ndef f(q, k, v): raise ValueError('not here')\n")
+    options = ["--window=3,0", "--soft-cap=5", "--tokens=16", "--head-size=8", "--scale=0.5"]
+    options += ["--seed=1", "--keyword=mask=mask", "--dtype=float16", "--json=o.json"]
+    if rng.random() < 0.6:
+        at = int(rng.integers(len(options)))
+        options[at] = options[at].partition("=")[0] + "=" + _pick(rng, WORDS)
+        return ["check", f"{module.stem}:f", "--causal", *options], [module]
+    return _mistype(rng, ["check", f"{module.stem}:f", "--causal", *options]), [module]
+
+
+def _llama(rng: _Rng) -> tuple[list[str], list[Path]]:
+    """`diagnose` of a folder whose config is damaged, without weights, so that nothing computes."""
+    folder = Path("model")
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 8,
+        "head_dim": 4,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+        "vocab_size": 50,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    paths = [folder / "config.json", folder / "model.safetensors", Path("ids.npy")]
+    retyped = rng.random() < 0.7
+    paths[0].write_text(json.dumps(_retyped(rng, config) if retyped else config))
+    save_file({"norm.weight": np.zeros(8, np.float32)}, paths[1])
+    np.save(paths[2], np.arange(9))
+    if not retyped:
+        _damage(rng, _pick(rng, paths))
+    return ["diagnose", "model", "--text=ids.npy", "--numerics=flash"], paths
+
+
 # Names, and what makes arguments and the files that they read, in the current directory.
 COMMANDS: dict[str, Callable[[_Rng], tuple[list[str], list[Path]]]] = {
     "arrays": _capture,
@@ -354,4 +398,6 @@ COMMANDS: dict[str, Callable[[_Rng], tuple[list[str], list[Path]]]] = {
     "lab": _lab_words,
     "train": _train_words,
     "prepare": _prepare,
+    "check": _check_words,
+    "llama": _llama,
 }
