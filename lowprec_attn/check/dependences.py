@@ -7,6 +7,7 @@ import numpy as np
 from lowprec_attn.check import places
 from lowprec_attn.check.limits import Limits
 from lowprec_attn.check.measure import RESULTS, WORDS, Found
+from lowprec_attn.check.problems import sequence
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
 
@@ -92,11 +93,9 @@ def _long(trials: Trials) -> Trial | None:
 
 
 def _alone(trials: Trials, trial: Trial) -> Found | None:
-    p = trial.problem
     parts = []
-    for b in range(p.q.shape[0]):
-        one = slice(b, b + 1)
-        part = trials.run(p.replace(q=p.q[one], k=p.k[one], v=p.v[one], do=p.do[one])).found
+    for b in range(trial.problem.q.shape[0]):
+        part = trials.run(sequence(trial.problem, b)).found
         if part is None:
             return None
         parts.append(part)

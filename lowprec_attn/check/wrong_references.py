@@ -16,7 +16,7 @@ from lowprec_attn.check.measure import (
 )
 from lowprec_attn.check.measure import exact as exact_of
 from lowprec_attn.check.measure import slope as slope_of
-from lowprec_attn.check.problems import Problem, products, scores
+from lowprec_attn.check.problems import Problem, products, scores, sequence
 
 _TILES = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LSE_ROUNDED = "lse is rounded to "  # no bug, but a risk
@@ -178,9 +178,17 @@ def _left_out(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     if masking.bias is not None:
         yield "the bias is ignored", {"bias": None}
         yield "the bias has the wrong sign", {"bias": -masking.bias}
+        yield "every head has the bias of the first", {"bias": _of_first(masking.bias, 1)}
+    if masking.sinks is not None and len(masking.sinks) > 1:
+        yield "every head has the sink of the first", {"sinks": _of_first(masking.sinks, 0)}
     if problem.dlse is not None:
         yield "the gradient of lse is ignored", {"dlse": None}
         yield "the gradient of lse has the wrong sign", {"dlse": -problem.dlse}
+
+
+def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
+    """The part of the first head, for all."""
+    return np.repeat(x.take([0], axis), x.shape[axis], axis)
 
 
 def _lengths(problem: Problem) -> Iterator[tuple[str, Found]]:
@@ -254,12 +262,20 @@ def _heads(problem: Problem) -> Iterator[tuple[str, Found]]:
 
 
 def _batches(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    if problem.q.shape[0] > 1:
+    count = problem.q.shape[0]
+    if count > 1:
         same = {n: np.repeat(x[:1], x.shape[0], 0) for n, x in exact.found.items()}
         yield "every sequence gets the results of the first", same
         q, k, v, do = problem.arrays
         k, v = (np.repeat(x[:1], x.shape[0], 0) for x in (k, v))
         yield "every sequence reads the keys of the first", _reference(problem, (q, k, v, do))
+        summed = [n for n in ("dsinks", "dbias") if n in exact.found]
+        for index, which in ((0, "first"), (count - 1, "last")) if summed else ():
+            words = f"{{}} is that of the {which} sequence alone, not the sum over the batch"
+            alone = exact_of(sequence(problem, index)).found
+            yield words, {n: alone[n] for n in summed}
+        words = "{} is the mean over the sequences, not their sum"
+        yield words, {n: exact.found[n] / count for n in summed}
 
 
 def _softmaxes(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
@@ -369,16 +385,20 @@ def _lse(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
 
 
 def _factors(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    factors = {
-        "{} lacks the factor scale": 1 / problem.scale,
-        "{} has the factor scale twice": problem.scale,
-        "{} has a factor log2 e": np.log2(np.e),
-        "{} has a factor ln 2": np.log(2),
-        "{} has the wrong sign": -1.0,
-        "{} is zero": 0.0,
-        "{} is twice too large": 2.0,
-        "{} is twice too small": 0.5,
-    }
-    for words, factor in factors.items():
+    every = {n: x for n, x in exact.found.items() if n != "lse"}
+    scaled = {n: x for n, x in every.items() if n in ("dq", "dk")}
+    others = {n: x for n, x in every.items() if n not in scaled}
+    for words, factor, of_results in (
+        ("{} lacks the factor scale", 1 / problem.scale, scaled),
+        ("{} has the factor scale twice", problem.scale, scaled),
+        ("{} is divided by the scale", 1 / problem.scale, others),
+        ("{} is multiplied by the scale", problem.scale, others),
+        ("{} has a factor log2 e", np.log2(np.e), every),
+        ("{} has a factor ln 2", np.log(2), every),
+        ("{} has the wrong sign", -1.0, every),
+        ("{} is zero", 0.0, every),
+        ("{} is twice too large", 2.0, every),
+        ("{} is twice too small", 0.5, every),
+    ):
         if factor != 1.0:
-            yield words, {n: factor * x for n, x in exact.found.items() if n != "lse"}
+            yield words, {n: factor * x for n, x in of_results.items()}
