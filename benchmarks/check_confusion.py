@@ -269,7 +269,8 @@ def outcome(record: dict[str, Any]) -> str:
     name = record["arithmetic"]
     if record["dtype"] == "float16":
         name = name.replace("bfloat16", "float16")
-    if record["named"] == name:
+    # The planted exponent is exp(S − m) of a rounded S: that of `torch_flash`.
+    if record["named"] in (name, name.replace("flash", "torch_flash")):
         return "named"
     return "not told apart" if name in record["alike"] else record["named"]
 

@@ -227,8 +227,9 @@ class Planted:
             dk = np.einsum("bnts,bnth->bnsh", cast, q)
         if self.delta == "after_cast" and asked.soft_cap is None:
             total = np.maximum(p_low.sum(-1, keepdims=True) + p_sink, 1e-30)
-            of_sum = -p_sink * delta - dlse * (p.sum(-1, keepdims=True) > 0)
-            r = (d.sum(-1, keepdims=True) + np.float32(scale) * of_sum) / total
+            # Of rows of dS the sum is dlse, of which the sink has its part.
+            sum_of_ds = dlse * (p.sum(-1, keepdims=True) > 0) - p_sink * (dlse - delta)
+            r = (d.sum(-1, keepdims=True) - np.float32(scale) * sum_of_ds) / total
             dq = dq - r * np.einsum("bnts,bnsh->bnth", p_low, k)
             dk = dk - np.einsum("bnts,bnth->bnsh", p_low, low(r * q))
         dv = np.einsum("bnts,bnth->bnsh", p_low, do)

@@ -78,6 +78,21 @@ def test_a_planted_arithmetic_is_told(name):
     assert (report.state == "risk") == has_risk
 
 
+def nothing_finite(q, k, v):
+    return attention(q, k, v) * jnp.nan
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
+    options = check.Options(causal=True, framework="jax", **SMALL)
+    report = check.check(check.of_function(nothing_finite, options))
+    assert report.state == "bug" and report.arithmetic is None
+    assert report.bugs[0].name == "NaN or infinity at moderate scores"
+    assert "not finite" in "\n".join(check.lines(report))
+    # By this the search for a nearer arithmetic ends.
+    assert candidates.Match(None, {}, {}).distance == np.inf
+
+
 def test_float16_is_told_from_its_presets():
     report = checked("delta_dp_p", dtype="float16")
     assert report.bugs == () and report.arithmetic.name == "delta_dp_p"
