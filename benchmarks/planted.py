@@ -68,7 +68,7 @@ BUGS: dict[str, str] = {
     "lse lacks the sinks": "lse lacks the sinks",
     "lse lacks the logarithm of l": "lse lacks the logarithm of l",
 }
-# Bugs that show where rows see later keys alone, and those that a setting makes none.
+# Bugs that show in causal problems alone, or in others alone, and what hides or shows a bug.
 OF_FULL = frozenset(
     {
         "the window is one key too long behind",
@@ -76,7 +76,14 @@ OF_FULL = frozenset(
         "the sides of the window are exchanged",
     }
 )
-OF_CAUSAL = frozenset({"a row sees one key too many", "backward pass aligned with the last row"})
+OF_CAUSAL = frozenset(
+    {
+        "a row sees one key too many",
+        "backward pass aligned with the last row",
+        "hidden scores are −1e4",
+        "the maximum is over hidden keys too",
+    }
+)
 NOT_WITH: dict[str, str] = {
     "the maximum is not subtracted": "soft_cap",
     "the maximum is over hidden keys too": "soft_cap",
@@ -191,7 +198,7 @@ class Planted:
         sink = self._sink(asked)
         s = hidden(backward=False)
         o, lse = self._forward(s, s_all, v, sink, low)
-        returned = self._returned(s, lse)
+        returned = self._returned(s, sink, lse)
         if bug == "rows of the last partial tile are not written":
             o[:, :, rows // self.tile * self.tile :] = 0
             do = np.where(np.arange(rows)[:, None] < rows // self.tile * self.tile, do, 0)
@@ -273,7 +280,7 @@ class Planted:
             sinks = np.repeat(sinks[:1], len(sinks))
         return sinks[None, :, None, None]
 
-    def _returned(self, s: Array, lse: Array) -> Array:
+    def _returned(self, s: Array, sink: Array, lse: Array) -> Array:
         """The lse that is returned; the backward pass has the right one."""
         m = np.where(np.isfinite(s.max(-1, keepdims=True)), s.max(-1, keepdims=True), 0)
         if self.bug == "lse is in base 2":
@@ -281,6 +288,7 @@ class Planted:
         if self.bug == "lse lacks the sinks":
             return m + np.log(np.exp(s - m).sum(-1, keepdims=True))
         if self.bug == "lse lacks the logarithm of l":
+            m = np.maximum(m, sink)
             return m + np.exp(lse - m)
         return lse
 

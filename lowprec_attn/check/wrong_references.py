@@ -63,8 +63,11 @@ def _backward_alone(problem: Problem, exact: Exact, changes: dict[str, Any]) -> 
     lse = exact.found["lse"].transpose(0, 2, 1, 3)
     with np.errstate(all="ignore"):
         p = np.exp(np.where(np.isfinite(lse), s - lse, -np.inf))
-        found = _of_ds(other, p * (exact.dp - _delta(other, exact)))
-        return found | {"dv": _of_p(problem, p)}
+        ds = p * (exact.dp - _delta(other, exact))
+        found = _of_ds(other, ds) | {"dv": _of_p(problem, p)}
+        if problem.masking.bias is not None:  # also where the backward pass reads none
+            found["dbias"] = ds.sum(0, keepdims=True).swapaxes(1, 2)
+        return found
 
 
 def _delta(problem: Problem, exact: Exact) -> np.ndarray:
@@ -346,7 +349,14 @@ def _sinks(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
     if sinks is None:
         return
     without = exact_of(problem.masked(sinks=None))
-    yield "the sinks are missing from l", without.found | {"dsinks": 0 * exact.found["dsinks"]}
+    words = "the sinks are missing from l"
+    yield words, without.found | {"dsinks": 0 * exact.found["dsinks"]}
+    # As of a backward pass that is written out: exp(sink − lse) of that lse.
+    lse = without.found["lse"]
+    with np.errstate(all="ignore"):
+        weights = np.where(np.isfinite(lse), np.exp(sinks.astype(np.float64)[:, None] - lse), 0.0)
+        of_rows = -weights * _delta(problem, without).transpose(0, 2, 1, 3)
+    yield words, {"dsinks": of_rows.sum((0, 1), keepdims=True)}
     p = without.p
     lost = _of_ds(problem, p * (exact.dp - _delta(problem, exact))) | {"dv": _of_p(problem, p)}
     yield "in the backward pass alone, the sinks are missing from l", lost
