@@ -95,6 +95,7 @@ def _planted(
     rng: np.random.Generator, draws: int, only: str
 ) -> Iterator[Callable[[], dict[str, Any]]]:
     for _ in range(draws):
+        planted: list[tuple[str, str, str | None]]
         planted = [("arithmetic", name, None) for name in ARITHMETICS]
         planted += [("bug", str(rng.choice(_WITH_BUGS)), bug) for bug in BUGS]
         for kind, arithmetic, bug in planted:

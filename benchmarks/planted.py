@@ -320,7 +320,7 @@ class Planted:
         """S of all keys, and its slope by q kᵀ · scale."""
         bug, factor = self.bug, np.float32(scale)
         s, slope = np.einsum("bnth,bnsh->bnts", q, k) * factor, np.ones((), np.float32)
-        bias = np.zeros((), np.float32)
+        bias: Array = np.zeros((1, 1, 1, 1), np.float32)
         if asked.bias is not None:
             bias = np.pad(asked.bias.astype(np.float32), ((0, 0),) * 3 + ((0, pad),))
             if bug == "the bias is multiplied by the scale":
@@ -331,7 +331,7 @@ class Planted:
             return s + bias, slope
         cap = np.float32(asked.soft_cap)
         if bug == "the bias is added before the soft cap":
-            s, bias = s + bias, np.zeros((), np.float32)
+            s, bias = s + bias, np.zeros_like(bias)
         t = np.tanh(s / factor / cap if bug == "the scale comes after the soft cap" else s / cap)
         s = cap * t * (factor if bug == "the scale comes after the soft cap" else 1)
         if bug == "the slope of the soft cap is 1 − S²":
