@@ -33,7 +33,7 @@ def of(problem: Problem, exact: Exact, bad: Collection[str]) -> Iterator[tuple[s
         yield words, _reference(problem, **changes)
         if "dlse" not in changes:  # which no other pass reads
             yield f"in the backward pass alone, {words}", _backward_alone(problem, exact, changes)
-    yield from _lengths(problem)
+    yield from _lengths(problem, may_lose_all="o" in bad)
     yield from _heads(problem)
     yield from _batches(problem, exact)
     yield from _softmaxes(problem, exact)
@@ -194,11 +194,13 @@ def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(x.take([0], axis), x.shape[axis], axis)
 
 
-def _lengths(problem: Problem) -> Iterator[tuple[str, Found]]:
+def _lengths(problem: Problem, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
+    """may_lose_all: whether a tile may be larger than all there is: then O is zero as well."""
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     q, k, v, do = problem.arrays
     right = _reference(problem)
-    for whole in {keys // tile * tile for tile in _TILES} - {keys}:
+    never = set() if may_lose_all else {0}
+    for whole in {keys // tile * tile for tile in _TILES} - {keys} - never:
         yield (
             "the last keys, which do not fill a tile, are left out",
             _reference(problem, key_lengths=np.full(len(q), whole)),
@@ -216,7 +218,7 @@ def _lengths(problem: Problem) -> Iterator[tuple[str, Found]]:
         if bias is not None:
             padded["dbias"] = padded["dbias"][..., :keys]
         yield "zeros that fill the last tile of keys are attended to", padded
-    for whole in {rows // tile * tile for tile in _TILES} - {rows}:
+    for whole in {rows // tile * tile for tile in _TILES} - {rows} - never:
         yield (
             "the last rows, which do not fill a tile, are left out",
             _without_rows(problem, right, np.arange(rows) >= whole),
@@ -286,7 +288,13 @@ def _softmaxes(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
     right = np.sum(p * dp, -1, keepdims=True)
     delta = _delta(problem, exact)
     of_lse = right - delta
-    yield "δ = rowsum(dO ∘ O) is left out of dS", _of_ds(problem, p * (dp + of_lse))
+    without = _of_ds(problem, p * (dp + of_lse))
+    if problem.masking.sinks is not None:
+        lse = exact.found["lse"]
+        weights = np.exp(problem.masking.sinks.astype(np.float64)[:, None] - lse)
+        of_rows = weights * of_lse.transpose(0, 2, 1, 3)
+        without["dsinks"] = of_rows.sum((0, 1), keepdims=True)
+    yield "δ = rowsum(dO ∘ O) is left out of dS", without
     yield "δ is added to dP, not subtracted", _of_ds(problem, p * (dp + right + of_lse))
     yield "dS lacks the factor P", _of_ds(problem, np.where(p > 0, dp - delta, 0.0))
     lse = exact.found["lse"].transpose(0, 2, 1, 3)

@@ -56,7 +56,11 @@ def run(folder, kind):
         )
         for rank in range(2)
     ]
-    printed = [process.communicate(timeout=120) for process in processes]
+    try:
+        printed = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert [process.returncode for process in processes] == [0, 0], printed
     return [out.split("\n")[-2] for out, _ in printed]
 

@@ -90,7 +90,11 @@ def test_each_process_takes_its_own_calls(kind):
         )
         for rank in range(2)
     ]
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        assert out.endswith("alike\n")
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert out.endswith("alike\n")
+    finally:
+        for process in processes:
+            process.kill()
