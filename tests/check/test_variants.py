@@ -187,7 +187,7 @@ def test_a_script_shows_what_an_lse_and_a_bias_do(tmp_path):
     target = check.of_function(
         heads_first, check.Options(framework="jax", layout="BNTH", causal=True, bias=True, **SMALL)
     )
-    report = check.check(target, "float32", out=tmp_path)
+    report = check.check(target, "float32", seed=1, out=tmp_path)
     (bug,) = report.bugs
     assert bug.name == "lse is in base 2"
     text = Path(bug.files[1]).read_text()
