@@ -4,29 +4,40 @@
     python -m benchmarks.check_confusion --read results/check/confusion.jsonl
 
 Every planted bug sits in a planted arithmetic drawn at random; tiles, the direction of the walk
-over the keys, lengths, head sizes, formats and seeds are drawn as well. Correct libraries are
-checked at random lengths, head sizes, formats and seeds: a bug found there is a false one. `--read`
-prints the tables that docs/check.md counts.
+over the keys, causality, lengths, head sizes, formats and seeds are drawn as well, and for half of
+the checks a window, a soft cap, sinks, a bias or all of them in every problem. Correct libraries
+are checked at random lengths, head sizes, formats and seeds, with what they have of these: a bug
+found there is a false one. `--read` prints the tables that docs/check.md counts.
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.planted import ARITHMETICS, BUGS, Asked, Planted
+from benchmarks.planted import (
+    ARITHMETICS,
+    BUGS,
+    NOT_WITH,
+    OF_CAUSAL,
+    OF_FULL,
+    ONLY_WITH,
+    Asked,
+    Planted,
+)
 from lowprec_attn import check
 from lowprec_attn.check.measure import Found, as_rows
 from lowprec_attn.check.problems import Problem
-from lowprec_attn.check.target import ABILITIES
+from lowprec_attn.check.target import ABILITIES, Setting
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, complete_lines
 from lowprec_attn.tables import markdown
@@ -35,13 +46,16 @@ _SHAPES = ((64, 32), (96, 64))  # tokens and head size
 _TILES = (16, 32, 48, 64, 80, 128)
 # The unfused one has no online softmax to be wrong.
 _WITH_BUGS = [name for name, fields in ARITHMETICS.items() if "normalize" not in fields]
-_LIBRARIES = (
-    "jax.nn",
-    "lowprec_attn:tiled",
-    "lowprec_attn:dense",
-    "torch.sdpa:math",
-    "torch.sdpa:flash",
-)
+_BESIDE = ("window", "soft_cap", "sinks", "bias")
+# Libraries, and what each has of these. tokamax adds the bias before the soft cap.
+_LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "jax.nn": ((), ("window",), ("bias",), ("window", "bias")),
+    "lowprec_attn:tiled": ((), *((name,) for name in _BESIDE), _BESIDE),
+    "lowprec_attn:dense": ((), *((name,) for name in _BESIDE), _BESIDE),
+    "tokamax": ((), ("window",), ("soft_cap",), ("bias",), ("window", "bias")),
+    "torch.sdpa:math": ((), ("bias",)),
+    "torch.sdpa:flash": ((),),
+}
 
 
 def main() -> None:
@@ -53,7 +67,12 @@ def main() -> None:
     files.add_argument("--out", type=Path, help="JSON lines, appended to")
     files.add_argument("--read", type=Path, help="such a file: prints its tables")
     parser.add_argument("--draws", type=int, default=3, help="of every planted bug and arithmetic")
-    parser.add_argument("--libraries", type=int, default=4, help="draws of every correct library")
+    parser.add_argument(
+        "--libraries", type=int, default=1, help="draws of every correct library and option"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="checks whose bug, arithmetic or library has it"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
@@ -62,46 +81,94 @@ def main() -> None:
             print("\n".join(tables(records)), end="")
             return
         rng = np.random.default_rng(args.seed)
-        for record in itertools.chain(_planted(rng, args.draws), _libraries(rng, args.libraries)):
+        for check_one in itertools.chain(
+            _planted(rng, args.draws, args.only), _libraries(rng, args.libraries, args.only)
+        ):
+            record = check_one()
             append_line(args.out, json.dumps(record))
             print(_line(record), flush=True)
     except UserError as error:
         sys.exit(f"error: {error}")
 
 
-def _planted(rng: np.random.Generator, draws: int) -> Iterator[dict[str, Any]]:
+def _planted(
+    rng: np.random.Generator, draws: int, only: str
+) -> Iterator[Callable[[], dict[str, Any]]]:
     for _ in range(draws):
-        for name in ARITHMETICS:
-            yield _checked("arithmetic", name, None, rng)
-        for bug in BUGS:
-            yield _checked("bug", str(rng.choice(_WITH_BUGS)), bug, rng)
+        planted: list[tuple[str, str, str | None]]
+        planted = [("arithmetic", name, None) for name in ARITHMETICS]
+        planted += [("bug", str(rng.choice(_WITH_BUGS)), bug) for bug in BUGS]
+        for kind, arithmetic, bug in planted:
+            if only in (bug or arithmetic):
+                yield functools.partial(_checked, kind, arithmetic, bug, rng)
 
 
 def _checked(
     kind: str, arithmetic: str, bug: str | None, rng: np.random.Generator
 ) -> dict[str, Any]:
     drawn = _drawn(rng)
+    is_causal = bug in OF_CAUSAL or (bug not in OF_FULL and bool(rng.random() < 0.7))
+    beside = _beside(bug, arithmetic, rng)
     tile, backwards = int(rng.choice(_TILES)), bool(rng.random() < 0.5)
     fields = ARITHMETICS[arithmetic]
     kernel = Planted(tile=tile, backwards=backwards, bug=bug, rng=rng, **fields)
     started = time.monotonic()
-    report = check.check(
-        target(kernel, drawn["head_size"], drawn["tokens"]), drawn["dtype"], seed=drawn["seed"]
+    planted = target(
+        kernel, drawn["head_size"], drawn["tokens"], is_causal=is_causal, setting=Setting(**beside)
     )
+    report = check.check(planted, drawn["dtype"], seed=drawn["seed"])
     return {
         "kind": kind,
         "arithmetic": arithmetic,
         "bug": bug,
         "tile": tile,
         "backwards": backwards,
+        "is_causal": is_causal,
         **drawn,
+        **beside,
         **_verdict(report),
         "seconds": round(time.monotonic() - started, 1),
     }
 
 
-def target(kernel: Planted, head_size: int = 64, tokens: int = 160) -> check.Target:
-    """A planted kernel as a target of `check`, aligned with the first row and key."""
+def _beside(bug: str | None, arithmetic: str, rng: np.random.Generator) -> dict[str, Any]:
+    """What every problem has: nothing in half of the draws, else one thing, or all."""
+    choices = [(), (), (), (), (), *((name,) for name in _BESIDE), _BESIDE]
+    never = NOT_WITH.get(bug or "")
+    if arithmetic == "corrected_after_cast":  # which is not defined with it
+        never = "soft_cap"
+    chosen = choices[rng.integers(len(choices))]
+    names = (*(n for n in chosen if n != never), *ONLY_WITH.get(bug or "", ()))
+    return _values(names, rng)
+
+
+def _values(names: Collection[str], rng: np.random.Generator) -> dict[str, Any]:
+    """Of the fields of `Setting`, those of these names."""
+    values: dict[str, Any] = {
+        "window": (int(rng.integers(8, 40)), int(rng.integers(8))),
+        "soft_cap": float(rng.choice((5.0, 20.0, 50.0))),
+        "sinks": True,
+        "bias": True,
+    }
+    return {name: value for name, value in values.items() if name in names}
+
+
+def target(
+    kernel: Planted,
+    head_size: int = 64,
+    tokens: int = 160,
+    *,
+    is_causal: bool = True,
+    setting: Setting = Setting(),  # noqa: B008
+) -> check.Target:
+    """A planted kernel as a target of `check`, aligned with the first row and key.
+
+    Args:
+      kernel: the attention.
+      head_size, tokens: of the core problems.
+      is_causal: whether it can be causal, as the core problems then are; it can always be full.
+      setting: what every problem has.
+    """
 
     def call(problem: Problem) -> Found:
         masking = problem.masking
@@ -120,31 +187,41 @@ def target(kernel: Planted, head_size: int = 64, tokens: int = 160) -> check.Tar
     return check.Target(
         name="planted",
         call=call,
-        can=frozenset(ABILITIES),
+        can=frozenset(ABILITIES) - (frozenset() if is_causal else {"causal"}),
         script=lambda problem: ["found = []"],
+        setting=setting,
         head_size=head_size,
         tokens=tokens,
     )
 
 
-def _libraries(rng: np.random.Generator, draws: int) -> Iterator[dict[str, Any]]:
-    for name in _LIBRARIES:
-        if name.startswith("torch") and importlib.util.find_spec("torch") is None:
+def _libraries(
+    rng: np.random.Generator, draws: int, only: str
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    for name, options in _LIBRARIES.items():
+        package = name.partition(".")[0].partition(":")[0]
+        if only not in name or importlib.util.find_spec(package) is None:
             continue
-        for _ in range(draws):
-            # On a CPU jax.nn declines float16.
-            drawn = _drawn(rng, ("bfloat16",) if name == "jax.nn" else ("bfloat16", "float16"))
-            started = time.monotonic()
-            options = check.Options(head_size=drawn["head_size"], tokens=drawn["tokens"])
-            report = check.check(check.find(name, options), drawn["dtype"], seed=drawn["seed"])
-            yield {
-                "kind": "library",
-                "arithmetic": name,
-                "bug": None,
-                **drawn,
-                **_verdict(report),
-                "seconds": round(time.monotonic() - started, 1),
-            }
+        for _, names in itertools.product(range(draws), options):
+            yield functools.partial(_library, name, names, rng)
+
+
+def _library(name: str, names: tuple[str, ...], rng: np.random.Generator) -> dict[str, Any]:
+    # On a CPU jax.nn declines float16.
+    drawn = _drawn(rng, ("bfloat16",) if name == "jax.nn" else ("bfloat16", "float16"))
+    beside = _values(names, rng)
+    started = time.monotonic()
+    options = check.Options(head_size=drawn["head_size"], tokens=drawn["tokens"], **beside)
+    report = check.check(check.find(name, options), drawn["dtype"], seed=drawn["seed"])
+    return {
+        "kind": "library",
+        "arithmetic": name,
+        "bug": None,
+        **drawn,
+        **beside,
+        **_verdict(report),
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def _drawn(
@@ -193,7 +270,8 @@ def outcome(record: dict[str, Any]) -> str:
     name = record["arithmetic"]
     if record["dtype"] == "float16":
         name = name.replace("bfloat16", "float16")
-    if record["named"] == name:
+    # The planted exponent is exp(S − m) of a rounded S: that of `torch_flash`.
+    if record["named"] in (name, name.replace("flash", "torch_flash")):
         return "named"
     return "not told apart" if name in record["alike"] else record["named"]
 

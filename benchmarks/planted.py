@@ -37,11 +37,61 @@ BUGS: dict[str, str] = {
     "the maximum is over hidden keys too": "",
     "the window is one key too long": "one key too many before it",
     "the window is one key too short": "one key too few before it",
+    "the window is one key too long behind": "one key too many behind it",
+    "the window is one key too short behind": "one key too few behind it",
+    "the sides of the window are exchanged": "two sides of the window are exchanged",
+    "the window is ignored in the backward pass": "backward pass alone, the window is ignored",
+    "the window begins at whole tiles": "",
     "the soft cap has no derivative": "derivative of the soft cap is left out",
+    "the soft cap is ignored": "soft cap is ignored",
+    "the soft cap is ignored in the backward pass": "backward pass alone, the soft cap is ignored",
+    "the scale comes after the soft cap": "scale is multiplied in after the soft cap",
+    "the slope of the soft cap is 1 − S²": "",
     "the bias is multiplied by the scale": "bias is added before the scale",
+    "the bias is added before the soft cap": "bias is added before the soft cap",
+    "the bias is ignored in the backward pass": "backward pass alone, the bias is ignored",
+    "the bias of the first head for all": "every head has the bias of the first",
+    "the gradient of the bias has the scale": "dbias is multiplied by the scale",
+    "the gradient of the bias is that of the first sequence": "dbias is that of the first sequence",
     "the sinks are missing from l": "sinks are missing from l",
+    "the sinks are missing from l in the backward pass": "alone, the sinks are missing from l",
+    "the sinks are multiplied by the scale": "sinks are multiplied by the scale",
+    "the sink of the first head for all": "every head has the sink of the first",
     "the gradient of the sinks has the wrong sign": "dsinks has the wrong sign",
+    "the gradient of the sinks lacks exp(sink − lse)": "dsinks lacks the factor exp(sink",
+    "the gradient of the sinks is that of the first sequence": "dsinks is that of the first seq",
+    "the gradient of the sinks lacks that of lse": "",
     "the gradient of lse is ignored": "gradient of lse is ignored",
+    "the gradient of lse has the wrong sign": "gradient of lse has the wrong sign",
+    "the gradient of lse lacks the scale": "",
+    "lse is in base 2": "lse is in base 2",
+    "lse lacks the sinks": "lse lacks the sinks",
+    "lse lacks the logarithm of l": "lse lacks the logarithm of l",
+}
+# Bugs that show in causal problems alone, or in others alone, and what hides or shows a bug.
+OF_FULL = frozenset(
+    {
+        "the window is one key too long behind",
+        "the window is one key too short behind",
+        "the sides of the window are exchanged",
+    }
+)
+OF_CAUSAL = frozenset(
+    {
+        "a row sees one key too many",
+        "backward pass aligned with the last row",
+        "hidden scores are −1e4",
+        "the maximum is over hidden keys too",
+    }
+)
+NOT_WITH: dict[str, str] = {
+    "the maximum is not subtracted": "soft_cap",
+    "the maximum is over hidden keys too": "soft_cap",
+    "hidden scores are −1e4": "soft_cap",
+    "NaN in rows that see no key": "sinks",
+}
+ONLY_WITH: dict[str, tuple[str, ...]] = {
+    "the bias is added before the soft cap": ("soft_cap", "bias"),
 }
 
 ARITHMETICS: dict[str, dict[str, Any]] = {
@@ -137,20 +187,28 @@ class Planted:
 
         def hidden(backward: bool) -> Array:
             seen = self._seen(asked, rows, keys, pad, backward)
+            every = s_all
+            if backward:
+                every, _ = self._scores(q, k, self._in_backward(asked), scale, pad)
+                every = low(every, self.scores)
             if bug == "hidden scores are −1e4":
-                return np.where(seen, s_all, s_all - np.float32(1e4))
-            return np.where(seen, s_all, -np.float32(np.inf))
+                return np.where(seen, every, every - np.float32(1e4))
+            return np.where(seen, every, -np.float32(np.inf))
 
-        sink = np.full((1, 1, 1, 1), -np.inf, np.float32)
-        if asked.sinks is not None:
-            sink = asked.sinks.astype(np.float32)[None, :, None, None]
+        sink = self._sink(asked)
         s = hidden(backward=False)
         o, lse = self._forward(s, s_all, v, sink, low)
+        returned = self._returned(s, sink, lse)
         if bug == "rows of the last partial tile are not written":
             o[:, :, rows // self.tile * self.tile :] = 0
             do = np.where(np.arange(rows)[:, None] < rows // self.tile * self.tile, do, 0)
 
         s = hidden(backward=True)
+        if bug == "the soft cap is ignored in the backward pass":
+            slope = np.ones((), np.float32)
+        if bug == "the sinks are missing from l in the backward pass":
+            m = np.where(np.isfinite(s.max(-1, keepdims=True)), s.max(-1, keepdims=True), 0)
+            lse = m + np.log(np.exp(s - m).sum(-1, keepdims=True))
         p, p_sink = np.exp(s - lse), np.exp(sink - lse)
         if bug != "NaN in rows that see no key":
             p = np.where(np.isfinite(s), p, 0)
@@ -158,10 +216,12 @@ class Planted:
         dlse = np.zeros((1, 1, 1, 1), np.float32)
         if asked.dlse is not None and bug != "the gradient of lse is ignored":
             dlse = np.moveaxis(asked.dlse, 2, 1)[..., None]
+            dlse = -dlse if bug == "the gradient of lse has the wrong sign" else dlse
         dp = low(np.einsum("bnth,bnsh->bnts", do, v), self.dp)
         delta = self._delta(p, dp, do, o, low)
         factor = np.float32(scale) * slope
-        d = low(p * (dp - delta + dlse) * factor, self.ds)
+        of_lse = dlse / factor if bug == "the gradient of lse lacks the scale" else dlse
+        d = low(p * (dp - delta + of_lse) * factor, self.ds)
         dq = np.einsum("bnts,bnsh->bnth", d, k)
         dk = np.einsum("bnts,bnth->bnsh", d, q)
         p_low = low(p, self.probs_bwd)
@@ -170,12 +230,13 @@ class Planted:
             r = ((p * (dp - delta)).sum(-1, keepdims=True) - p_sink * delta) / total
             dq = dq - r * np.einsum("bnts,bnsh->bnth", low(p * factor, self.probs_bwd), k)
             delta = delta + r
-            cast = low(p * (dp - delta + dlse) * factor, self.ds)
+            cast = low(p * (dp - delta + of_lse) * factor, self.ds)
             dk = np.einsum("bnts,bnth->bnsh", cast, q)
         if self.delta == "after_cast" and asked.soft_cap is None:
             total = np.maximum(p_low.sum(-1, keepdims=True) + p_sink, 1e-30)
-            of_sum = -p_sink * delta - dlse * (p.sum(-1, keepdims=True) > 0)
-            r = (d.sum(-1, keepdims=True) + np.float32(scale) * of_sum) / total
+            # Of rows of dS the sum is dlse, of which the sink has its part.
+            sum_of_ds = dlse * (p.sum(-1, keepdims=True) > 0) - p_sink * (dlse - delta)
+            r = (d.sum(-1, keepdims=True) - np.float32(scale) * sum_of_ds) / total
             dq = dq - r * np.einsum("bnts,bnsh->bnth", p_low, k)
             dk = dk - np.einsum("bnts,bnth->bnsh", p_low, low(r * q))
         dv = np.einsum("bnts,bnth->bnsh", p_low, do)
@@ -192,35 +253,92 @@ class Planted:
             n: np.moveaxis(low(x), 1, 2)
             for n, x in zip(("o", "dq", "dk", "dv"), (o, dq, dk, dv), strict=True)
         }
-        found["lse"] = np.moveaxis(lse[..., 0], 1, 2)
+        found["lse"] = np.moveaxis(returned[..., 0], 1, 2)
         if asked.sinks is not None:
-            of_rows = p_sink * (dlse - delta)
-            if bug == "the gradient of the sinks has the wrong sign":
-                of_rows = -of_rows
-            found["dsinks"] = low(of_rows.sum((0, 2, 3)))
+            found["dsinks"] = low(self._of_sinks(p_sink, delta, dlse, scale).sum(0))
         if asked.bias is not None:
-            ds = (p * (dp - delta + dlse))[..., :keys]
-            of_bias = scale if bug == "the bias is multiplied by the scale" else 1.0
-            found["dbias"] = low(of_bias * ds.sum(0, keepdims=True))
+            is_before = bug == "the bias is added before the soft cap"
+            ds = p * (dp - delta + dlse) * (slope if is_before else 1)
+            found["dbias"] = low(self._of_bias(ds[..., :keys], scale))
         return {n: x.astype(np.float64) for n, x in found.items()}
+
+    def _in_backward(self, asked: Asked) -> Asked:
+        """What the backward pass makes of it when it computes the scores again."""
+        if self.bug == "the soft cap is ignored in the backward pass":
+            return dataclasses.replace(asked, soft_cap=None)
+        if self.bug == "the bias is ignored in the backward pass":
+            return dataclasses.replace(asked, bias=None)
+        return asked
+
+    def _sink(self, asked: Asked) -> Array:
+        if asked.sinks is None:
+            return np.full((1, 1, 1, 1), -np.inf, np.float32)
+        sinks = asked.sinks.astype(np.float32)
+        if self.bug == "the sinks are multiplied by the scale":
+            sinks = sinks * np.float32(asked.scale)
+        if self.bug == "the sink of the first head for all":
+            sinks = np.repeat(sinks[:1], len(sinks))
+        return sinks[None, :, None, None]
+
+    def _returned(self, s: Array, sink: Array, lse: Array) -> Array:
+        """The lse that is returned; the backward pass has the right one."""
+        m = np.where(np.isfinite(s.max(-1, keepdims=True)), s.max(-1, keepdims=True), 0)
+        if self.bug == "lse is in base 2":
+            return lse * np.float32(np.log2(np.e))
+        if self.bug == "lse lacks the sinks":
+            return m + np.log(np.exp(s - m).sum(-1, keepdims=True))
+        if self.bug == "lse lacks the logarithm of l":
+            m = np.maximum(m, sink)
+            return m + np.exp(lse - m)
+        return lse
+
+    def _of_sinks(self, p_sink: Array, delta: Array, dlse: Array, scale: float) -> Array:
+        """The gradient of the sinks, sequence by sequence."""
+        if self.bug == "the gradient of the sinks lacks that of lse":
+            dlse = np.zeros_like(dlse)
+        if self.bug == "the gradient of the sinks lacks exp(sink − lse)":
+            p_sink = np.ones_like(p_sink)
+        of_rows = p_sink * (dlse - delta)
+        if self.bug == "the gradient of the sinks has the wrong sign":
+            of_rows = -of_rows
+        if self.bug == "the sinks are multiplied by the scale":
+            of_rows = of_rows * np.float32(scale)
+        if self.bug == "the gradient of the sinks is that of the first sequence":
+            of_rows = of_rows[:1]
+        return of_rows.sum((2, 3))
+
+    def _of_bias(self, ds: Array, scale: float) -> Array:
+        """The gradient of the bias."""
+        if self.bug == "the gradient of the bias is that of the first sequence":
+            ds = ds[:1]
+        scaled = ("the bias is multiplied by the scale", "the gradient of the bias has the scale")
+        return ds.sum(0, keepdims=True) * np.float32(scale if self.bug in scaled else 1)
 
     def _scores(
         self, q: Array, k: Array, asked: Asked, scale: float, pad: int
     ) -> tuple[Array, Array]:
         """S of all keys, and its slope by q kᵀ · scale."""
-        s, slope = np.einsum("bnth,bnsh->bnts", q, k) * np.float32(scale), np.ones((), np.float32)
-        if asked.soft_cap is not None:
-            cap = np.float32(asked.soft_cap)
-            t = np.tanh(s / cap)
-            s = cap * t
-            if self.bug != "the soft cap has no derivative":
-                slope = 1 - t**2
+        bug, factor = self.bug, np.float32(scale)
+        s, slope = np.einsum("bnth,bnsh->bnts", q, k) * factor, np.ones((), np.float32)
+        bias: Array = np.zeros((1, 1, 1, 1), np.float32)
         if asked.bias is not None:
             bias = np.pad(asked.bias.astype(np.float32), ((0, 0),) * 3 + ((0, pad),))
-            if self.bug == "the bias is multiplied by the scale":
-                bias = bias * np.float32(scale)
-            s = s + bias
-        return s, slope
+            if bug == "the bias is multiplied by the scale":
+                bias = bias * factor
+            if bug == "the bias of the first head for all":
+                bias = np.repeat(bias[:, :1], bias.shape[1], 1)
+        if asked.soft_cap is None or bug == "the soft cap is ignored":
+            return s + bias, slope
+        cap = np.float32(asked.soft_cap)
+        if bug == "the bias is added before the soft cap":
+            s, bias = s + bias, np.zeros_like(bias)
+        t = np.tanh(s / factor / cap if bug == "the scale comes after the soft cap" else s / cap)
+        s = cap * t * (factor if bug == "the scale comes after the soft cap" else 1)
+        if bug == "the slope of the soft cap is 1 − S²":
+            slope = 1 - (cap * t) ** 2
+        elif bug != "the soft cap has no derivative":
+            slope = 1 - t**2
+        return s + bias, slope
 
     def _seen(self, asked: Asked, rows: int, keys: int, pad: int, backward: bool) -> Array:
         bug = self.bug
@@ -235,7 +353,15 @@ class Planted:
             left, right = asked.window
             left += bug == "the window is one key too long"
             left -= bug == "the window is one key too short"
-            visible = visible & (cols >= at - left) & (cols <= at + right)
+            right += bug == "the window is one key too long behind"
+            right -= bug == "the window is one key too short behind"
+            if bug == "the sides of the window are exchanged":
+                left, right = right, left
+            first = at - left
+            if bug == "the window begins at whole tiles":
+                first = first // self.tile * self.tile
+            is_ignored = bug == "the window is ignored in the backward pass" and backward
+            visible = visible & (((cols >= first) & (cols <= at + right)) | is_ignored)
         if bug == "keys of the last partial tile are dropped":
             visible = visible & (cols < keys // self.tile * self.tile)
         visible = visible[None, None]

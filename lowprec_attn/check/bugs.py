@@ -7,6 +7,7 @@ from lowprec_attn.check.measure import WORDS, Exact, Found, row_errors
 from lowprec_attn.check.problems import Problem, scores
 
 _EXPLAINED = 0.15  # a bug's name leaves less than this part of the error
+_ROUNDED = 0.01  # what roundings leave of an error, about
 
 
 def name(
@@ -14,24 +15,28 @@ def name(
 ) -> tuple[str, frozenset[str]] | None:
     """What explains the bad results of a problem, and which of them; None: nothing known.
 
+    The best name explains many results, or few far better: by the product of what it leaves. Where
+    results are far too small, that they are zero explains most of the error of each.
+
     Args:
       problem: on which they are bad.
       exact: its exact results.
       found: the kernel's.
       bad: results, and the largest row error that rounding explains.
     """
-    best: tuple[int, float, str, frozenset[str]] | None = None
+    best: tuple[float, str, frozenset[str]] | None = None
     errors = row_errors({n: found[n] for n in bad}, exact)
     for words, wrong in wrong_references.of(problem, exact, bad):
         left = row_errors({n: found[n] for n in bad if n in wrong}, exact, wrong)
         ratios = {n: _rms(left[n]) / _rms(errors[n]) for n in left}
         explained = {n: ratio for n, ratio in ratios.items() if ratio < _EXPLAINED}
         if explained:
-            fit = (len(explained), -max(explained.values()), words, frozenset(explained))
-            best = fit if best is None or fit[:2] > best[:2] else best
+            left_over = float(np.prod([max(ratio, _ROUNDED) for ratio in explained.values()]))
+            if best is None or left_over < best[0]:
+                best = left_over, words, frozenset(explained)
     if best is None:
         return None
-    _, _, words, which = best
+    _, words, which = best
     return words.replace("{}", " and ".join(WORDS[n] for n in sorted(which))), which
 
 

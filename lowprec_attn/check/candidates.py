@@ -95,7 +95,9 @@ class Match:
 
     @property
     def distance(self) -> float:
-        """Geometric mean over the results."""
+        """Geometric mean over the results; infinite where a bug has spoilt all of them."""
+        if not self.distances:
+            return np.inf
         return float(np.exp(np.mean([np.log(d) for d in self.distances.values()])))
 
 

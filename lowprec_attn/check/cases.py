@@ -19,8 +19,9 @@ _UNNAMED = "an error that no rounding explains"
 _MOST_BUGS = 3
 _MARGINAL = 4.0  # an error larger by this than the core problems explain needs no closer look
 
-# A run that shows a bug, and the largest row error of each result that rounding explains there.
-_Shown = tuple[Trial, dict[str, float]]
+# A run that shows a bug, the largest row error of each result that rounding explains there, and the
+# results that the bug spoils.
+_Shown = tuple[Trial, dict[str, float], tuple[str, ...]]
 
 
 class Cases:
@@ -55,7 +56,7 @@ class Cases:
         runs = [(trial, dict(of_core[i])) for i, trial in enumerate(trials.core)]
         runs += [(trial, self._limits.of_feature(trial)) for trial in trials.features]
         runs += [(trial, dict.fromkeys(EVERY, np.finfo(float).max)) for trial in trials.extremes]
-        seen: dict[tuple[str, tuple[str, ...]], list[_Shown]] = {}
+        seen: dict[tuple[str, ...], list[_Shown]] = {}
         rounded: dict[str, None] = {}
         for trial, limit in runs:
             bad = _beyond(trial, limit)
@@ -69,26 +70,32 @@ class Cases:
                 if name.startswith(LSE_ROUNDED):
                     rounded[name] = None
                 else:
-                    seen.setdefault((name, spoilt), []).append((trial, limit))
+                    key = (name, *spoilt) if name == _UNNAMED else (name,)
+                    seen.setdefault(key, []).append((trial, limit, spoilt))
                 bad = {n: x for n, x in bad.items() if n not in which}
         self.risks = [f"{name}: P = exp(S − lse) of it errs by as much" for name in rounded]
         return self._merged(seen)
 
-    def _merged(self, seen: dict[tuple[str, tuple[str, ...]], list[_Shown]]) -> list[Bug]:
-        """One bug for all that it spoils: what has a name first, then what most problems show.
+    def _merged(self, seen: dict[tuple[str, ...], list[_Shown]]) -> list[Bug]:
+        """One bug for all that it spoils: what has a name first, then what spoils most results.
 
         A later one that spoils no other result may be the same, seen through other inputs.
         """
         found: list[Bug] = []
-        for (name, results), shown in sorted(
-            seen.items(), key=lambda item: (item[0][0] == _UNNAMED, -len(item[0][1]), -len(item[1]))
+        spoilt = {
+            key: tuple(n for n in EVERY if any(n in results for _, _, results in shown))
+            for key, shown in seen.items()
+        }
+        for key, shown in sorted(
+            seen.items(),
+            key=lambda item: (item[0][0] == _UNNAMED, -len(spoilt[item[0]]), -len(item[1])),
         ):
-            same = [i for i, bug in enumerate(found) if set(results) <= set(bug.results)]
+            same = [i for i, bug in enumerate(found) if set(spoilt[key]) <= set(bug.results)]
             if not same:
-                found.append(self._bug(name, results, shown, len(found)))
+                found.append(self._bug(key[0], spoilt[key], shown, len(found)))
                 continue
             bug = found[same[0]]
-            names = dict.fromkeys((*bug.others, *(trial.problem.name for trial, _ in shown)))
+            names = dict.fromkeys((*bug.others, *(trial.problem.name for trial, _, _ in shown)))
             others = tuple(other for other in names if other != bug.problem)
             found[same[0]] = dataclasses.replace(bug, others=others)
         return found[:_MOST_BUGS]
@@ -104,29 +111,28 @@ class Cases:
     def _bug(
         self, name: str, results: tuple[str, ...], shown: Sequence[_Shown], number: int
     ) -> Bug:
-        trial, limit = shown[0]
+        first = max(shown, key=lambda one: len(one[2]))
+        trial, limit, here = first
         smallest: str = ""
         files: tuple[str, ...] = ()
         if self._out is not None:
-            smallest, files = self._reduced(self._out, shown[0], results, number)
-        times = max(float(trial.errors[n].max() / limit[n]) for n in results)
-        where = [f"{WORDS[n]}: {places.words(n, trial.errors[n] > limit[n])}" for n in results]
+            smallest, files = self._reduced(self._out, first, number)
+        times = max(float(trial.errors[n].max() / limit[n]) for n in here)
+        where = [f"{WORDS[n]}: {places.words(n, trial.errors[n] > limit[n])}" for n in here]
         return Bug(
             name,
             results,
             trial.problem.name,
             "; ".join(where),
-            tuple(other.problem.name for other, _ in shown[1:]),
+            tuple(dict.fromkeys(other.problem.name for other, _, _ in shown if other is not trial)),
             times,
             smallest,
             files,
         )
 
-    def _reduced(
-        self, out: Path, shown: _Shown, results: Sequence[str], number: int
-    ) -> tuple[str, tuple[str, ...]]:
+    def _reduced(self, out: Path, shown: _Shown, number: int) -> tuple[str, tuple[str, ...]]:
         """The shape of the smallest case in words, and its files."""
-        trial, limit = shown
+        trial, limit, results = shown
 
         def shows(problem: Problem) -> bool:
             again = self._trials.run(problem)

@@ -68,6 +68,10 @@ def own(choice: str, options: Options) -> Target:
 def tokamax(choice: str, _: Options) -> Target:
     """`tokamax.dot_product_attention`."""
     package = imported("tokamax", "pip install tokamax")
+    # Its first call reads flags of absl from the command line, where it knows none of ours.
+    flags = imported("absl.flags", "pip install tokamax").FLAGS
+    if not flags.is_parsed():
+        flags(["lowprec-attn"])
 
     def attend(problem: Problem, x: Inputs) -> Any:
         return package.dot_product_attention(

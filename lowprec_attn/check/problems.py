@@ -165,8 +165,8 @@ def features(
         *plain,
         windowed(made("local window", "20 keys before, 9 behind", (150, 150)), (20, 9)),
         capped(made("soft cap", "scores reach twice the cap", (130, 130)), _SOFT_CAP),
-        with_sinks(made("attention sinks", "half of a row's weight", (130, 130)), seed),
-        biased(made("additive bias", "a number for each pair", (130, 130)), seed),
+        with_sinks(made("attention sinks", "half of a row's weight", (130, 130), batch=2), seed),
+        biased(made("additive bias", "a number for each pair", (130, 130), batch=2), seed),
         _with_dlse(made("gradient of lse", "beside that of O", (130, 130)), rng),
         _with_dlse(
             with_sinks(made("gradient of lse, sinks", "beside that of O", (66, 66)), seed), rng
@@ -213,6 +213,17 @@ def seeing(problem: Problem) -> Problem:
     dlse = None if problem.dlse is None else np.where(sees, problem.dlse, np.float32(0))
     do = np.where(sees[..., None], problem.do, np.zeros((), problem.do.dtype))
     return problem.replace(do=do, dlse=dlse)
+
+
+def sequence(problem: Problem, index: int) -> Problem:
+    """One sequence of a batch."""
+    one = slice(index, index + 1)
+    q, k, v, do = (x[one] for x in problem.arrays)
+    dlse = None if problem.dlse is None else problem.dlse[one]
+    mask = problem.masking.mask
+    if mask is not None and len(mask) > 1:
+        problem = problem.masked(mask=mask[one])
+    return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse)
 
 
 def _problem(

@@ -53,10 +53,9 @@ def check(
         [*trials.notes, *dependences.notes],
     )
     cures: Mapping[str, training.Effect] = {}
-    allowed = training.RISK
+    allowed = training.allowed([trial.problem for trial in trials.core], exacts)
     if not spoilt and arithmetic is not None:
         numerics = arithmetic.match.candidate.numerics
-        allowed = training.allowed(emulation, exacts, numerics)
         if training.row_sum(effects) > allowed:
             risks.insert(0, _ROW_SUMS)
             cures = training.cures(emulation, exacts, numerics)

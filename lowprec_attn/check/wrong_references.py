@@ -16,7 +16,7 @@ from lowprec_attn.check.measure import (
 )
 from lowprec_attn.check.measure import exact as exact_of
 from lowprec_attn.check.measure import slope as slope_of
-from lowprec_attn.check.problems import Problem, products, scores
+from lowprec_attn.check.problems import Problem, products, scores, sequence
 
 _TILES = (16, 32, 48, 64, 80, 96, 112, 128, 192, 256)
 LSE_ROUNDED = "lse is rounded to "  # no bug, but a risk
@@ -33,7 +33,7 @@ def of(problem: Problem, exact: Exact, bad: Collection[str]) -> Iterator[tuple[s
         yield words, _reference(problem, **changes)
         if "dlse" not in changes:  # which no other pass reads
             yield f"in the backward pass alone, {words}", _backward_alone(problem, exact, changes)
-    yield from _lengths(problem)
+    yield from _lengths(problem, may_lose_all="o" in bad)
     yield from _heads(problem)
     yield from _batches(problem, exact)
     yield from _softmaxes(problem, exact)
@@ -63,8 +63,11 @@ def _backward_alone(problem: Problem, exact: Exact, changes: dict[str, Any]) -> 
     lse = exact.found["lse"].transpose(0, 2, 1, 3)
     with np.errstate(all="ignore"):
         p = np.exp(np.where(np.isfinite(lse), s - lse, -np.inf))
-        found = _of_ds(other, p * (exact.dp - _delta(other, exact)))
-        return found | {"dv": _of_p(problem, p)}
+        ds = p * (exact.dp - _delta(other, exact))
+        found = _of_ds(other, ds) | {"dv": _of_p(problem, p)}
+        if problem.masking.bias is not None:  # also where the backward pass reads none
+            found["dbias"] = ds.sum(0, keepdims=True).swapaxes(1, 2)
+        return found
 
 
 def _delta(problem: Problem, exact: Exact) -> np.ndarray:
@@ -178,16 +181,26 @@ def _left_out(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     if masking.bias is not None:
         yield "the bias is ignored", {"bias": None}
         yield "the bias has the wrong sign", {"bias": -masking.bias}
+        yield "every head has the bias of the first", {"bias": _of_first(masking.bias, 1)}
+    if masking.sinks is not None and len(masking.sinks) > 1:
+        yield "every head has the sink of the first", {"sinks": _of_first(masking.sinks, 0)}
     if problem.dlse is not None:
         yield "the gradient of lse is ignored", {"dlse": None}
         yield "the gradient of lse has the wrong sign", {"dlse": -problem.dlse}
 
 
-def _lengths(problem: Problem) -> Iterator[tuple[str, Found]]:
+def _of_first(x: np.ndarray, axis: int) -> np.ndarray:
+    """The part of the first head, for all."""
+    return np.repeat(x.take([0], axis), x.shape[axis], axis)
+
+
+def _lengths(problem: Problem, *, may_lose_all: bool) -> Iterator[tuple[str, Found]]:
+    """may_lose_all: whether a tile may be larger than all there is: then O is zero as well."""
     rows, keys = problem.q.shape[1], problem.k.shape[1]
     q, k, v, do = problem.arrays
     right = _reference(problem)
-    for whole in {keys // tile * tile for tile in _TILES} - {keys}:
+    never = set() if may_lose_all else {0}
+    for whole in {keys // tile * tile for tile in _TILES} - {keys} - never:
         yield (
             "the last keys, which do not fill a tile, are left out",
             _reference(problem, key_lengths=np.full(len(q), whole)),
@@ -205,7 +218,7 @@ def _lengths(problem: Problem) -> Iterator[tuple[str, Found]]:
         if bias is not None:
             padded["dbias"] = padded["dbias"][..., :keys]
         yield "zeros that fill the last tile of keys are attended to", padded
-    for whole in {rows // tile * tile for tile in _TILES} - {rows}:
+    for whole in {rows // tile * tile for tile in _TILES} - {rows} - never:
         yield (
             "the last rows, which do not fill a tile, are left out",
             _without_rows(problem, right, np.arange(rows) >= whole),
@@ -254,12 +267,20 @@ def _heads(problem: Problem) -> Iterator[tuple[str, Found]]:
 
 
 def _batches(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    if problem.q.shape[0] > 1:
+    count = problem.q.shape[0]
+    if count > 1:
         same = {n: np.repeat(x[:1], x.shape[0], 0) for n, x in exact.found.items()}
         yield "every sequence gets the results of the first", same
         q, k, v, do = problem.arrays
         k, v = (np.repeat(x[:1], x.shape[0], 0) for x in (k, v))
         yield "every sequence reads the keys of the first", _reference(problem, (q, k, v, do))
+        summed = [n for n in ("dsinks", "dbias") if n in exact.found]
+        for index, which in ((0, "first"), (count - 1, "last")) if summed else ():
+            words = f"{{}} is that of the {which} sequence alone, not the sum over the batch"
+            alone = exact_of(sequence(problem, index)).found
+            yield words, {n: alone[n] for n in summed}
+        words = "{} is the mean over the sequences, not their sum"
+        yield words, {n: exact.found[n] / count for n in summed}
 
 
 def _softmaxes(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
@@ -267,7 +288,13 @@ def _softmaxes(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
     right = np.sum(p * dp, -1, keepdims=True)
     delta = _delta(problem, exact)
     of_lse = right - delta
-    yield "δ = rowsum(dO ∘ O) is left out of dS", _of_ds(problem, p * (dp + of_lse))
+    without = _of_ds(problem, p * (dp + of_lse))
+    if problem.masking.sinks is not None:
+        lse = exact.found["lse"]
+        weights = np.exp(problem.masking.sinks.astype(np.float64)[:, None] - lse)
+        of_rows = weights * of_lse.transpose(0, 2, 1, 3)
+        without["dsinks"] = of_rows.sum((0, 1), keepdims=True)
+    yield "δ = rowsum(dO ∘ O) is left out of dS", without
     yield "δ is added to dP, not subtracted", _of_ds(problem, p * (dp + right + of_lse))
     yield "dS lacks the factor P", _of_ds(problem, np.where(p > 0, dp - delta, 0.0))
     lse = exact.found["lse"].transpose(0, 2, 1, 3)
@@ -330,7 +357,14 @@ def _sinks(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
     if sinks is None:
         return
     without = exact_of(problem.masked(sinks=None))
-    yield "the sinks are missing from l", without.found | {"dsinks": 0 * exact.found["dsinks"]}
+    words = "the sinks are missing from l"
+    yield words, without.found | {"dsinks": 0 * exact.found["dsinks"]}
+    # As of a backward pass that is written out: exp(sink − lse) of that lse.
+    lse = without.found["lse"]
+    with np.errstate(all="ignore"):
+        weights = np.where(np.isfinite(lse), np.exp(sinks.astype(np.float64)[:, None] - lse), 0.0)
+        of_rows = -weights * _delta(problem, without).transpose(0, 2, 1, 3)
+    yield words, {"dsinks": of_rows.sum((0, 1), keepdims=True)}
     p = without.p
     lost = _of_ds(problem, p * (exact.dp - _delta(problem, exact))) | {"dv": _of_p(problem, p)}
     yield "in the backward pass alone, the sinks are missing from l", lost
@@ -369,16 +403,20 @@ def _lse(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
 
 
 def _factors(problem: Problem, exact: Exact) -> Iterator[tuple[str, Found]]:
-    factors = {
-        "{} lacks the factor scale": 1 / problem.scale,
-        "{} has the factor scale twice": problem.scale,
-        "{} has a factor log2 e": np.log2(np.e),
-        "{} has a factor ln 2": np.log(2),
-        "{} has the wrong sign": -1.0,
-        "{} is zero": 0.0,
-        "{} is twice too large": 2.0,
-        "{} is twice too small": 0.5,
-    }
-    for words, factor in factors.items():
+    every = {n: x for n, x in exact.found.items() if n != "lse"}
+    scaled = {n: x for n, x in every.items() if n in ("dq", "dk")}
+    others = {n: x for n, x in every.items() if n not in scaled}
+    for words, factor, of_results in (
+        ("{} lacks the factor scale", 1 / problem.scale, scaled),
+        ("{} has the factor scale twice", problem.scale, scaled),
+        ("{} is divided by the scale", 1 / problem.scale, others),
+        ("{} is multiplied by the scale", problem.scale, others),
+        ("{} has a factor log2 e", np.log2(np.e), every),
+        ("{} has a factor ln 2", np.log(2), every),
+        ("{} has the wrong sign", -1.0, every),
+        ("{} is zero", 0.0, every),
+        ("{} is twice too large", 2.0, every),
+        ("{} is twice too small", 0.5, every),
+    ):
         if factor != 1.0:
-            yield words, {n: factor * x for n, x in exact.found.items() if n != "lse"}
+            yield words, {n: factor * x for n, x in of_results.items()}

@@ -150,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
     series = _series(args, by_source)
     examined = worst_first(one for of_source in by_source for one in of_source)
     examined[:1] = [with_advice(one, arithmetics) for one in examined[:1]]
-    print("\n".join([wording.headline(examined), "", *wording.preface(layers, arithmetics)]))
+    print(_wrapped([wording.headline(examined), "", *wording.preface(layers, arithmetics)]))
     print(f"\n{_table(examined, layers, args.rows)}")
     not_finite = [line for of_source in by_source for line in wording.first_not_finite(of_source)]
-    print("\n" + "\n".join([*not_finite, *_verdicts(examined)]))
+    print("\n" + _wrapped([*not_finite, *_verdicts(examined)]))
     for one in series:
-        print("\n" + "\n".join(_trend(one)))
+        print("\n" + _wrapped(_trend(one)))
     if args.json is not None:
         _write_json(args, examined, arithmetics, series)
     if args.html is not None:
@@ -251,6 +251,18 @@ def _check_options(args: argparse.Namespace) -> None:
             require_output(path, reads)
     if args.json is not None and args.json == args.html:
         raise DiagnoseError(f"--json and --html both name {args.json}; give two files")
+
+
+def _wrapped(lines: Sequence[str]) -> str:
+    """Sentences in lines of at most 100 columns, names of files and layers in one piece."""
+    return "\n".join(
+        textwrap.fill(
+            line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        if len(line) > 100
+        else line
+        for line in lines
+    )
 
 
 def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from lowprec_attn.attention import tap
@@ -32,6 +33,8 @@ class Capture:
     def save(self, path: str | Path) -> None:
         """Writes an npz with names such as `layer_00/q`, for `lowprec-attn diagnose`.
 
+        A process of several that was handed nothing writes no file.
+
         Args:
           path: with its suffix, .npz.
 
@@ -42,6 +45,8 @@ class Capture:
         path = Path(path)
         if path.suffix != ".npz":
             raise CaptureError(f"a capture is saved as .npz, got {path}")
+        if not self.layers:
+            return
         named = {
             f"{layer}/{name}": np.asarray(value)
             for layer, values in self.layers.items()
@@ -71,6 +76,10 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     several times in a pass (a scan over layers, micro-batches, `vmap`, devices of a `shard_map`) is
     there as often: `layer_00`, `layer_00.1`, … in the order of the backward pass, which begins with
     the last layer.
+
+    Of several processes (`jax.distributed`) all enter the block, because they run one program. The
+    arrays of a program over the global batch come to the first process, and the others' `layers`
+    stay empty. Within `shard_map` each process takes its own.
 
     Args:
       sequences: how many of each batch to take, None for all. One is what the signals of a training
@@ -107,7 +116,7 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
 
     with foreign.seen(), tap.receiving(receive, sequences or 0):
         yield taken
-    if not calls:
+    if not calls and jax.process_index() == 0:
         raise CaptureError(
             "nothing was captured: the block differentiated no attention of jax.nn, Flax or "
             "lowprec_attn; run jax.grad of the loss in it, under jit and not as a compiled "

@@ -56,7 +56,8 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
       function: of q, k, v (or query, key, value) and whatever else; returns O, or a tuple that
         begins with it. Kept of its arguments are is_causal (causal), scale (softmax_scale,
         sm_scale), mask, bias, query_seq_lengths, key_value_seq_lengths and local_window_size, with
-        the meaning that they have in jax.nn. Other ones that are given are named in `ignored`.
+        the meaning that they have in jax.nn; of the first two the defaults as well. Other ones that
+        are given are named in `ignored`.
       layout: of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
 
     Raises:
@@ -71,8 +72,8 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
     for name in "qkv":
         if not {*_SPELLINGS[name]} & signature.parameters.keys():
             raise ValueError(
-                f"{getattr(function, '__name__', function)} has no argument "
-                f"{' or '.join(_SPELLINGS[name])}; wrap a function that has"
+                f"{getattr(function, '__name__', type(function).__name__)} has no argument "
+                f"{' or '.join(_SPELLINGS[name])}; wrap a function that has, and calls it"
             )
 
     @functools.wraps(function)
@@ -144,7 +145,12 @@ def _tapped(
     given: Mapping[str, Any], signature: inspect.Signature, out: jax.Array, layout: str
 ) -> jax.Array:
     def of(which: str) -> Any:
-        return next((given[name] for name in _SPELLINGS[which] if name in given), None)
+        names = [name for name in _SPELLINGS[which] if name in signature.parameters]
+        if not names:
+            return None
+        default = signature.parameters[names[0]].default
+        default = default if isinstance(default, (bool, int, float)) else None
+        return next((given[name] for name in names if name in given), default)
 
     def rows_first(x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -102,6 +102,8 @@ class Watch:
     def _watched(self, step: int) -> Iterator[None]:
         with self._framework.captured() as taken:
             yield
+        if not taken.layers:  # of several processes the first has them
+            return
         layers = {name: _layers(name, values) for name, values in taken.layers.items()}
         self._numerics = self._given or _of_dtype([one for of in layers.values() for one in of])
         device = jax.local_devices(backend="cpu")[0] if self._framework.on_cpu else None

@@ -15,20 +15,23 @@ import numpy as np
 import pytest
 
 from benchmarks import check_confusion
-from benchmarks.planted import ARITHMETICS, BUGS, Planted
+from benchmarks.planted import ARITHMETICS, BUGS, OF_FULL, ONLY_WITH, Planted
 from lowprec_attn import check
 from lowprec_attn.check import candidates, inputs, measure, problems, training
-from lowprec_attn.check.target import aligned
+from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
 from lowprec_attn.testing import assert_attention
 
 SMALL = {"tokens": 64, "head_size": 32}
 
 
-def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, **fields):
+def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, bug=None, **fields):
     rng = np.random.default_rng(seed)
-    kernel = Planted(tile=tile, rng=rng, **ARITHMETICS[name], **fields)
-    return check.check(check_confusion.target(kernel, **SMALL), dtype, seed=seed)
+    kernel = Planted(tile=tile, rng=rng, bug=bug, **ARITHMETICS[name], **fields)
+    every = {"window": (12, 3), "soft_cap": 5.0, "sinks": True, "bias": True}
+    setting = Setting(**{n: every[n] for n in ONLY_WITH.get(bug, ())})
+    target = check_confusion.target(kernel, **SMALL, is_causal=bug not in OF_FULL, setting=setting)
+    return check.check(target, dtype, seed=seed)
 
 
 @pytest.fixture
@@ -73,6 +76,21 @@ def test_a_planted_arithmetic_is_told(name):
     assert found.explains
     has_risk = name in ("flash", "halves_output", "probe", "flash with dp=bfloat16")
     assert (report.state == "risk") == has_risk
+
+
+def nothing_finite(q, k, v):
+    return attention(q, k, v) * jnp.nan
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
+    options = check.Options(causal=True, framework="jax", **SMALL)
+    report = check.check(check.of_function(nothing_finite, options))
+    assert report.state == "bug" and report.arithmetic is None
+    assert report.bugs[0].name == "NaN or infinity at moderate scores"
+    assert "not finite" in "\n".join(check.lines(report))
+    # By this the search for a nearer arithmetic ends.
+    assert candidates.Match(None, {}, {}).distance == np.inf
 
 
 def test_float16_is_told_from_its_presets():

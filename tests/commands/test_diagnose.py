@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from terminal import sentences
 
 from lowprec_attn import installation
 from lowprec_attn.commands import diagnose
@@ -65,7 +66,7 @@ def verdict_in(text):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
     assert run(save(tmp_path / "a.npz", healthy_arrays(seed))) == 0
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     first, *_ = text.splitlines()
     assert first.startswith("No sign of this in 2 heads: the largest |score| is ")
     assert "Σ_j P is off by 0.002, errors of δ are 0." in first
@@ -79,7 +80,7 @@ def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
 def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path, capsys):
     code = run(save(tmp_path / "a.npz", paper_like_arrays()), "--json", tmp_path / "out.json")
     assert code == 0  # which the sentence says
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert text.startswith("No warning in 2 heads. Seen, and none by itself: coherence.\n")
     assert "head 1: under published the errors of δ have a persistent sign" in verdict_in(text)
     assert "delta=normalized would leave 0.0% of the mean error" in verdict_in(text)
@@ -113,14 +114,14 @@ def test_random_signs_of_do_take_the_verdict_away(tmp_path, capsys):
     signs = np.random.default_rng(1).choice([-1, 1], LENGTH)
     arrays["do"] *= signs[None, :, None, None]
     run(save(tmp_path / "a.npz", arrays), "--numerics", "published")
-    assert "persistent sign (coherence" not in capsys.readouterr().out
+    assert "persistent sign (coherence" not in sentences(capsys.readouterr().out)
 
 
 def test_without_do_nothing_is_said_about_delta(tmp_path, capsys):
     arrays = paper_like_arrays()
     del arrays["do"]
     run(save(tmp_path / "a.npz", arrays), "--numerics", "published", "--kv-block", "64")
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "note: there is no do (the gradient of the loss by O), so δ and Σ_j P are" in text
     assert "δ: mean" not in text
     assert "errors of the output have a persistent sign" in verdict_in(text)
@@ -141,7 +142,7 @@ def test_options_reach_the_arithmetic(tmp_path, capsys):
         "stochastic_output",
     )
     run(path, *options, "--json", tmp_path / "out.json")
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "all keys, scale 50" in text
     assert " stochastic_output with row_max=dynamic_max " in text
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
@@ -442,7 +443,7 @@ def test_many_layers_are_one_table_with_a_verdict_each(tmp_path, capsys):
     page, record = tmp_path / "out.html", tmp_path / "out.json"
     options = ("--numerics", "exact", "--rows", "3", "--html", page, "--json", record)
     assert run(several(tmp_path / "a.npz"), *options) == diagnose.EXIT_FOUND
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "3 layers, each q [1, 32, 2, 32]" in text
     heading, *rows = [line for line in text.splitlines() if " | " in line]
     assert heading.split()[:2] == ["layer", "head"]
@@ -486,11 +487,22 @@ def test_a_healthy_file_is_answered_by_its_first_line_alone(tmp_path, capsys):
     path = tmp_path / "a.npz"
     np.savez(path, **of_size(healthy_arrays(), [1, 1, 1, 5, 1, 1]))
     assert run(path) == 0
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     scores = re.findall(r"^layer_03 +\d+ \S+ +([\d.]+)", text, re.MULTILINE)
     first = f"No sign of this in 72 heads of 6 layers: the largest |score| is {scores[0]}, Σ_j P"
     assert text.startswith(first)
     assert text.count("Verdict") == 1
+
+
+def test_what_is_printed_fits_a_terminal(tmp_path, capsys, monkeypatch):
+    """But for tables, which have their own width."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", **of_size(healthy_arrays(), [1, 1, 1, 200, 1, 1]))
+    np.savez("b.npz", **of_size(healthy_arrays(), [1, 2]))
+    assert run("a.npz", "b.npz") == diagnose.EXIT_FOUND
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if " | " not in line) <= 100
+    assert any(line.startswith("Verdict for a.npz:layer_03") for line in lines)
 
 
 def test_the_heads_nearest_to_trouble_stand_first(tmp_path, capsys):
@@ -501,7 +513,7 @@ def test_the_heads_nearest_to_trouble_stand_first(tmp_path, capsys):
     arrays["layer_02/v"] = v.astype(BFLOAT16).astype(np.float32)
     np.savez(tmp_path / "a.npz", **arrays)
     assert run(tmp_path / "a.npz", "--rows", "0", "--numerics", "flash") == 0
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     rows = [line.split() for line in text.splitlines() if line.startswith("layer_0")]
     scores, shares = ([float(row[n].rstrip("%")) for row in rows] for n in (3, 5))
     assert scores == sorted(scores, reverse=True)
@@ -557,9 +569,9 @@ def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):
              for layer in json.loads((tmp_path / "out.json").read_text())["layers"]}  # fmt: skip
     assert (found["own.npz"]["is_causal"], found["own.npz"]["scale"]) == (False, 2.0)
     assert (found["plain.npz"]["is_causal"], found["plain.npz"]["scale"]) == (True, 32**-0.5)
-    assert "own.npz: q [1, 32, 2, 32]" in capsys.readouterr().out
+    assert "own.npz: q [1, 32, 2, 32]" in sentences(capsys.readouterr().out)
     run(*both, "--causal", "--scale", "2")
-    assert capsys.readouterr().out.count("causal, scale 2\n") == 2
+    assert sentences(capsys.readouterr().out).count("causal, scale 2\n") == 2
 
 
 def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
@@ -567,7 +579,7 @@ def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
     short = {n: x[..., :8] for n, x in arrays.items() if n in ("v", "do")}
     np.savez(tmp_path / "a.npz", **arrays | short, window=np.array([4, 0]), masked=np.array(True))
     run(tmp_path / "a.npz", "--numerics", "exact", "--json", tmp_path / "out.json")
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "float32, causal, window 4 left, 0 right, scale 0.176777\n" in text
     assert "note: v, do: head size 8 filled with zeros to 32, which count in the RMS of O\n" in text
     assert "note: a mask of the call was not kept: rows are judged as if there were none" in text
@@ -760,7 +772,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     paths = captures(tmp_path, [1, 1, 1, 1, 60])
     out, html = tmp_path / "out.json", tmp_path / "page.html"
     code = run("--series", *paths, "--numerics", "exact", "--json", out, "--html", html)
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     _, _, told = text.partition("Trend over 5 measurements, ")
     assert told.startswith(f"{paths[0]} to {paths[4]}; this is no warning")
     assert f"largest |score|: layer_1 left the other layers at {paths[4]} (" in told
@@ -779,7 +791,7 @@ def test_a_series_of_captures_names_the_layer_that_leaves(tmp_path, capsys):
     assert escape("layer_1 left the other layers") in html.read_text()
     # The same files without it: the same verdict and exit code, and nothing of a trend.
     assert run(*paths, "--numerics", "exact", "--json", out) == code
-    assert "Trend" not in capsys.readouterr().out
+    assert "Trend" not in sentences(capsys.readouterr().out)
     assert json.loads(out.read_text()) | {"trend": [trend]} == report
     assert worst["layer"] == "layer_1"
 
@@ -800,7 +812,7 @@ def test_a_series_of_captures_knows_the_norm_of_a_weight_that_is_in_them(axes, t
         np.savez(path, **arrays)
     out = tmp_path / "out.json"
     run("--series", *paths, "--numerics", "exact", "--json", out)
-    told = capsys.readouterr().out
+    told = sentences(capsys.readouterr().out)
     assert f"W_Q: layer_2 left the other layers at {paths[3]} (50, 5.0 times their median)" in told
     norms = json.loads(out.read_text())["trend"][0]["quantities"]["query_weight_norm"]
     np.testing.assert_allclose(norms["values"], [[10] * 3] * 3 + [[10, 10, 50]], rtol=1e-5)
@@ -823,7 +835,7 @@ def test_a_short_series_says_what_it_lacks(tmp_path, capsys):
         paths.append(tmp_path / f"{i}.npz")
         np.savez(paths[-1], **arrays)
     assert run("--series", *paths) == 0
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "no layer left its past or the others" in text
     assert "A layer's own past takes 3 measurements and one after them" in text
     assert "There are no other layers to compare with" in text
@@ -928,7 +940,7 @@ def test_lookalikes_are_named(arrays, product, kinds, words):
 
 def test_arrays_that_are_not_finite_are_a_finding_and_not_measured(tmp_path, capsys):
     assert run(save(tmp_path / "a.npz", with_value("q", np.nan))) == diagnose.EXIT_FOUND
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert "no layer could be measured" in text
     assert "1 of 2048 entries of q are NaN or infinite" in verdict_in(text)
 
@@ -952,9 +964,9 @@ def test_a_gradient_of_zeros_is_not_taken_for_an_error(tmp_path, capsys):
     one_head[:, :, 1] = 0
     path = save(tmp_path / "a.npz", arrays | {"do": one_head})
     assert run(path, "--numerics", "flash") == 0
-    assert "nothing found" in verdict_in(capsys.readouterr().out)
+    assert "nothing found" in verdict_in(sentences(capsys.readouterr().out))
     run(save(tmp_path / "b.npz", arrays | {"do": 0 * one_head}), "--numerics", "flash")
-    assert "every entry of dO is 0" in verdict_in(capsys.readouterr().out)
+    assert "every entry of dO is 0" in verdict_in(sentences(capsys.readouterr().out))
 
 
 def test_random_signs_do_not_reach_the_threshold():

@@ -7,6 +7,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from terminal import sentences
 from tiny import tiny_config
 
 from lowprec_attn import attention
@@ -89,7 +90,7 @@ def test_a_run_has_a_trend_of_what_it_recorded(made, tmp_path, capsys):
         series.values["score_maximum"], np.array([*scores.values()], float)
     )
     assert run(copy.path) == 0  # the checkpoint alone decides
-    text = capsys.readouterr().out
+    text = sentences(capsys.readouterr().out)
     assert f"Trend over 5 measurements of {copy.path}, step 0 to step 1,400; this is no" in text
     assert "largest |score|: layer_02 left the other layers at step 1,400 (700, 140.0 times" in text
     assert "norm of a head's W_Q: no layer left its past or the others." in text

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.nn import dot_product_attention  # a name of a user's module
 
 from lowprec_attn import attention
@@ -211,6 +212,62 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5)
     assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
     assert list(layer["ignored"]) == ["softcap"]
+
+
+def scaled_by_itself(q, k, v, is_causal=True, scale=0.25):
+    """A user's function with defaults of its own."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+
+def test_defaults_of_a_function_count():
+    with capture() as taken:
+        jax.grad(lambda w: jnp.sum(captured(scaled_by_itself)(Q * w, K, V)))(2.0)
+    layer = taken.layers["layer_00"]
+    assert (layer["is_causal"], layer["scale"]) == (True, 0.25)
+    assert "ignored" not in layer
+
+
+def test_splash_behind_a_function_that_says_what_it_computes():
+    """The kernel itself has no q; its causality and scale are its caller's."""
+    tokens, heads, size = 128, 2, 128
+    mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((tokens, tokens))] * heads)
+    kernel = splash_attention.make_splash_mha_single_device(mask, interpret=True)
+    with pytest.raises(ValueError, match="SplashAttentionKernel has no argument query or q"):
+        captured(kernel)
+
+    def splash(q, k, v, is_causal=True, scale=size**-0.5):
+        return jax.vmap(kernel)(q * scale, k, v)
+
+    q = np.random.default_rng(5).standard_normal((2, heads, tokens, size), np.float32)
+
+    def cube(w, attend):
+        return jnp.sum(attend(q * w, q, q) ** 3)
+
+    gradient = jax.jit(jax.grad(cube), static_argnums=1)
+    with capture() as taken:
+        found = gradient(2.0, captured(splash, layout="BNTH"))
+    np.testing.assert_array_equal(found, gradient(2.0, splash))
+    (layer,) = taken.layers.values()
+    np.testing.assert_array_equal(layer["q"], 2 * q[:1].swapaxes(1, 2))
+    assert (layer["is_causal"], layer["scale"]) == (True, size**-0.5)
+
+
+def test_tokamax(monkeypatch):
+    tokamax = pytest.importorskip("tokamax", reason="needs tokamax")
+    monkeypatch.setattr("sys.argv", ["python"])  # it reads flags there
+
+    def cube(w, attend):
+        o = attend(Q * w, K, V, is_causal=True, logits_soft_cap=30.0, implementation="xla")
+        return jnp.sum(o.astype(jnp.float32) ** 3)
+
+    gradient = jax.jit(jax.grad(cube), static_argnums=1)
+    usual = tokamax.dot_product_attention
+    with capture() as taken:
+        found = gradient(2.0, captured(usual))
+    np.testing.assert_array_equal(found, gradient(2.0, usual))
+    (layer,) = taken.layers.values()
+    np.testing.assert_array_equal(layer["q"], 2 * Q[:1])
+    assert layer["is_causal"] and list(layer["ignored"]) == ["logits_soft_cap"]
 
 
 def test_what_is_not_seen_says_so():

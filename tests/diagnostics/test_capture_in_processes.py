@@ -1,0 +1,85 @@
+"""A capture in a run of two processes, each with a device of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+port, rank, folder, local = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4] == "shard_map"
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from lowprec_attn import diagnostics
+
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+batch = np.load(folder / "batch.npy")
+x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), batch[2 * rank :][:2])
+
+def attend(x):
+    return jax.nn.dot_product_attention(x, x, x, is_causal=True)
+
+if local:
+    attend = jax.shard_map(attend, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+step = jax.jit(jax.grad(lambda w, x: jnp.mean(attend(w * x) ** 2)))
+with diagnostics.watch(every=1, path=folder / f"watch_{rank}.jsonl").step(0):
+    step(2.0, x).block_until_ready()
+with diagnostics.capture() as taken:
+    step(2.0, x).block_until_ready()
+taken.save(folder / f"step_{rank}.npz")
+try:
+    with diagnostics.capture():
+        pass
+    print("no error")
+except diagnostics.CaptureError:
+    print("an error")
+"""
+
+
+def run(folder, kind):
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    words = [sys.executable, "-c", PROGRAM, str(port)]
+    processes = [
+        subprocess.Popen(
+            [*words, str(rank), str(folder), kind],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], printed
+    return [out.split("\n")[-2] for out, _ in printed]
+
+
+def test_the_first_process_has_the_global_batch_and_each_its_own_in_shard_map(tmp_path):
+    batch = np.random.default_rng(0).standard_normal((4, 16, 2, 8), np.float32)
+    for kind in ("jit", "shard_map"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        np.save(folder / "batch.npy", batch)
+        assert run(folder, kind) == ["an error", "no error"]
+        for rank in (0, 1):
+            has_it = kind == "shard_map" or rank == 0
+            assert (folder / f"watch_{rank}.jsonl").exists() == has_it
+            path = folder / f"step_{rank}.npz"
+            assert path.exists() == has_it
+            if has_it:
+                with np.load(path) as saved:
+                    np.testing.assert_array_equal(
+                        saved["layer_00/q"], 2 * batch[2 * rank : 2 * rank + 1]
+                    )
+                    assert np.any(saved["layer_00/do"])
