@@ -80,3 +80,24 @@ def test_pictures_are_small_and_a_page_shows_each():
     pictures = tracked("docs/images")
     assert [path.name for path in pictures if path.name not in text] == []
     assert [path.name for path in pictures if path.stat().st_size > 150_000] == []
+
+
+def words(path):
+    """What a reader reads: words and numbers, without tables' lines, links' targets and images."""
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)]*\)", "", path.read_text())
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def test_words_are_those_that_a_reader_reads(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A [link](to/some where.md)\n\n![a picture](a.png)\n\n| one | 2 |\n|---|---|\n"
+    )
+    assert words(page) == 4
+
+
+def test_pages_are_short_enough_to_be_read():
+    assert words(ROOT / "README.md") <= 900
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 170
+    assert words(ROOT / "docs" / "failure.md") <= 1500
+    assert sum(words(path) for path in tracked("docs/*.md")) <= 15_000
