@@ -207,8 +207,9 @@ def _libraries(
 
 
 def _library(name: str, names: tuple[str, ...], rng: np.random.Generator) -> dict[str, Any]:
-    # On a CPU jax.nn declines float16.
-    drawn = _drawn(rng, ("bfloat16",) if name == "jax.nn" else ("bfloat16", "float16"))
+    # On a CPU jax.nn and tokamax decline float16.
+    declines = name in ("jax.nn", "tokamax")
+    drawn = _drawn(rng, ("bfloat16",) if declines else ("bfloat16", "float16"))
     beside = _values(names, rng)
     started = time.monotonic()
     options = check.Options(head_size=drawn["head_size"], tokens=drawn["tokens"], **beside)
