@@ -213,7 +213,7 @@ def test_a_traced_scale_is_not_kept():
 
 
 def test_a_block_without_a_backward_pass_says_so(tmp_path):
-    with pytest.raises(CaptureError, match=r"run jax.grad of the loss there"), capture():
+    with pytest.raises(CaptureError, match=r"run jax.grad of the loss in it"), capture():
         attend(1.0, ROWS)
     with pytest.raises(RuntimeError, match="cannot be nested"), capture(), capture():
         pass

@@ -455,7 +455,7 @@ def test_wrong_arguments_are_named():
     signals = functools.partial(diagnostics.attention_signals, q, k, v, numerics=numerics.FLASH)
     with pytest.raises(ValueError, match=r"do must have shape \[2, 40, 4, 16\]"):
         signals(do[:, 1:])
-    with pytest.raises(ValueError, match="needs do as well"):
+    with pytest.raises(ValueError, match="needs do: the gradient of W_Q takes both"):
         signals(x=jnp.ones((2, 40, 8)))
     with pytest.raises(ValueError, match="which needs x"):
         signals(do, common_direction=True)

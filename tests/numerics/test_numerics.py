@@ -54,6 +54,7 @@ ROUNDED_TOO = {
 # Exponent and statistics, where they are not left open and `lse`.
 ROWS = {
     "exact": (None, "m_and_l"),
+    "standard": (None, "m_and_l"),
     "flash_attention_3": ("scale_first", "lse"),
     "torch_flash": ("unfused", "lse"),
     "jax_pallas": ("unfused", "lse"),
