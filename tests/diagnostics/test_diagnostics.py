@@ -457,7 +457,7 @@ def test_wrong_arguments_are_named():
         signals(do[:, 1:])
     with pytest.raises(ValueError, match="needs do: the gradient of W_Q takes both"):
         signals(x=jnp.ones((2, 40, 8)))
-    with pytest.raises(ValueError, match="which needs x"):
+    with pytest.raises(ValueError, match="common_direction needs x"):
         signals(do, common_direction=True)
     with pytest.raises(ValueError, match=r"w_k must have shape \[any, 2, 16\]"):
         signals(w_k=jnp.ones((8, 4, 16)))
@@ -469,7 +469,7 @@ def test_wrong_arguments_are_named():
         diagnostics.attention_signals(
             q, k[:, :10], v[:, :10], numerics=numerics.FLASH, local_window_size=3
         )
-    with pytest.raises(ValueError, match="no mask, bias or lengths"):
+    with pytest.raises(ValueError, match="no mask, bias, lengths or sinks"):
         extras = Extras(key_lengths=jnp.array([3, 3], jnp.int32))
         comparison.compare(q, k, v, None, extras, make_spec(numerics.FLASH))
 
