@@ -25,9 +25,9 @@ def push(run_dir: RunDir, url: str) -> None:
     """Brings the copy at `url` up to date: the newest complete checkpoint and all records.
 
     Without a checkpoint nothing is copied. Records are copied after it, so that they reach at
-    least as far. Then older
-    checkpoints there are removed. A copy that is interrupted at any instant holds the checkpoint
-    that it had before, or the new one. Only one process may push to a `url`.
+    least as far. Then older checkpoints there are removed. A copy that is interrupted at any
+    instant holds the checkpoint that it had before, or the new one. Only one process may push to a
+    `url`.
 
     Args:
       run_dir: a run, finished or going on.

@@ -1,17 +1,13 @@
 """A capture in a run of two processes, each with a device of its own."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import numpy as np
+from processes.ranks import free_port, in_two_ranks
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
-port, rank, folder, local = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4] == "shard_map"
+rank, port, folder, local = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4] == "shard_map"
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from lowprec_attn import diagnostics
@@ -41,28 +37,9 @@ except diagnostics.CaptureError:
 
 
 def run(folder, kind):
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    words = [sys.executable, "-c", PROGRAM, str(port)]
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), str(folder), kind],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
-    return [out.split("\n")[-2] for out, _ in printed]
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    printed = in_two_ranks(PROGRAM, [str(free_port()), str(folder), kind], **environment)
+    return [out.split("\n")[-2] for out in printed]
 
 
 def test_the_first_process_has_the_global_batch_and_each_its_own_in_shard_map(tmp_path):

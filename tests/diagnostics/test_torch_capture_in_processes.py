@@ -1,11 +1,7 @@
 """Capture of a PyTorch model that two processes share out: FSDP of both kinds, DDP."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
+from processes.ranks import free_port, in_two_ranks
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -76,25 +72,5 @@ print("alike")
 
 @pytest.mark.parametrize("kind", ["fsdp", "fully_shard", "ddp"])
 def test_each_process_takes_its_own_calls(kind):
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), kind],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err
-            assert out.endswith("alike\n")
-    finally:
-        for process in processes:
-            process.kill()
+    printed = in_two_ranks(PROGRAM, [kind], MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    assert all(out.endswith("alike\n") for out in printed)

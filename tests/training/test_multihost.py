@@ -2,13 +2,13 @@
 
 import json
 import signal
-import socket
 import time
 
 import command
 import numpy as np
 import pytest
 from command import wait_for_steps
+from processes.ranks import free_port
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
@@ -21,12 +21,6 @@ RUN = {
     "model.layers": 1,
     "attention.implementation": "tiled",
 }
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def start(cache, text, workdir, *, processes, devices, own=None, **changes):

@@ -158,14 +158,8 @@ def _unsupported_if_wide(spec: Spec) -> str | None:
     # What rounding O left goes to memory from registers, 16 bytes of a row at a time. Mosaic GPU of
     # JAX 0.12 stores whole sectors of 32 bytes alone.
     if n.saved_output == "halves" and jax.__version_info__ >= (0, 12) and not _interprets(spec):
-        return (
-            f"saved_output=halves on JAX {jax.__version__} (whose Mosaic GPU stores whole sectors)"
-        )
+        return f"saved_output=halves on JAX {jax.__version__} (it takes JAX 0.11)"
     return None
-
-
-def _interprets(spec: Spec) -> bool:
-    return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
 
 
 def _unsupported_in_long_steps(request: Request) -> str | None:
@@ -193,6 +187,10 @@ def _is_unordered(spec: Spec) -> bool:
     return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.unordered
 
 
+def _interprets(spec: Spec) -> bool:
+    return isinstance(spec.block_sizes, BlockSizes) and spec.block_sizes.interpret
+
+
 def is_available() -> bool:
     """Whether this JAX has what the kernels are written in."""
     return jax.__version_info__ >= (0, 11)
@@ -202,8 +200,7 @@ def _unsupported_machine(request: Request) -> str | None:
     if not is_available():
         return f"JAX {jax.__version__} (it needs 0.11)"
     # The interpreter needs no GPU.
-    sizes = request.spec.block_sizes
-    if isinstance(sizes, BlockSizes) and sizes.interpret:
+    if _interprets(request.spec):
         return None
     if (request.platform or jax.default_backend()) not in ("cuda", "gpu"):
         return "this platform (it needs a Hopper GPU, or BlockSizes(interpret=True))"
