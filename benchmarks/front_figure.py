@@ -1,4 +1,4 @@
-"""The README's first figure: what the scores of layer 1 do, in our trainer and in nanoGPT, and why.
+"""The README's first figure: what scores of layer 1 and the loss do, and scores in nanoGPT.
 
     python -m benchmarks.front_figure docs/images/front
 
@@ -6,7 +6,7 @@ writes front_light.png and front_dark.png from results/true_bfloat16.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from lowprec_attn.runs.pages.drawing import write_figure
 
 RESULTS = Path(__file__).parent.parent / "results" / "true_bfloat16"
 LAYER = 1  # from 0; the paper's layer 2
+WINDOW = 500  # steps that a difference of losses is averaged over; batches are the same
 
 
 class Line(NamedTuple):
@@ -59,17 +60,23 @@ def main() -> None:
 
 def figure() -> Figure:
     """Three panels, one line a run."""
-    ours, nanogpt = read_all(RESULTS / "arithmetic"), read_all(RESULTS / "nanogpt")
+    ours, nanogpt = read_all(RESULTS / "long"), read_all(RESULTS / "nanogpt")
+    # Those were not run for longer.
+    float32 = [run for run in read_all(RESULTS / "arithmetic") if run.arm.name == "exact"]
     drawn = Figure(figsize=(10.4, 4.4), layout="constrained")
-    score, theirs, error = drawn.subplots(1, 3)
-    theirs.sharey(score)
-    _draw(score, OURS, [(run, *largest_scores(run)) for run in ours])
+    score, loss, theirs = drawn.subplots(1, 3)
+    _draw(score, OURS, [(run, *largest_scores(run)) for run in [*ours, *float32]])
+    _draw(loss, OURS[:1], losses_above(ours, OURS[0].arm, OURS[1].arm))
     _draw(theirs, NANOGPT, [(run, *largest_scores(run)) for run in nanogpt])
-    _draw(error, OURS, [(run, *gradient_errors(run)) for run in ours])
-    error.axhline(1, color=style.LIMIT, lw=1)
+    loss.set_yscale("symlog", linthresh=0.02, linscale=2)
+    loss.set_ylim(-0.012, 2)
+    loss.set_yticks([-0.01, 0, 0.01, 0.02, 0.1, 1], ["−0.01", "0", "0.01", "0.02", "0.1", "1"])
+    loss.minorticks_off()
+    loss.axhline(0, color=OURS[1].color, ls=OURS[1].dash, lw=2, label=OURS[1].label)
+    _legend(loss)
     score.set_title("Our trainer:\nlargest attention score")
+    loss.set_title("Its training loss, less that of\nthe same seed with the cure")
     theirs.set_title("nanoGPT itself:\nlargest attention score")
-    error.set_title("Our trainer: rounding error\nover true gradient of W_Q")
     score.set_ylabel("layer 1")
     return drawn
 
@@ -80,20 +87,26 @@ def largest_scores(run: ArmRecord) -> tuple[list[int], list[float]]:
     return steps, [run.largest("score_maximum", step, LAYER) for step in steps]
 
 
-def gradient_errors(run: ArmRecord) -> tuple[list[int], list[float]]:
-    """Steps, and the error that all roundings of the backward pass make, over W_Q's gradient.
+def losses_above(
+    runs: Sequence[ArmRecord], arm: str, control: str
+) -> list[tuple[ArmRecord, list[int], list[float]]]:
+    """Of each run of the arm: steps, and its loss less that of the control with the same seed.
 
-    Of the head that has the largest score at that step.
+    A mean over `WINDOW` steps that ends at the step, from step 1,000 on. Both runs read the same
+    batches, so that the batch's own luck cancels.
     """
-
-    def found() -> Iterator[tuple[int, float]]:
-        for step, layers in sorted(run.signals.items()):
-            of = layers[LAYER]
-            head = int(np.argmax(of["score_maximum"]))
-            yield step, of["query_weight_gradient_error_from_total"][head]
-
-    steps, errors = zip(*found(), strict=True)
-    return [*steps], [*errors]
+    controls = {run.seed: run.losses for run in runs if run.arm.name == control}
+    found = []
+    for run in runs:
+        if run.arm.name != arm:
+            continue
+        other = controls[run.seed]
+        steps = np.array([step for step in sorted(run.losses) if step in other])
+        above = np.array([run.losses[int(step)] - other[int(step)] for step in steps])
+        ends = [int(step) for step in steps if step >= 1000]
+        means = [float(np.mean(above[(steps > end - WINDOW) & (steps <= end)])) for end in ends]
+        found.append((run, ends, means))
+    return found
 
 
 def _draw(
@@ -110,6 +123,10 @@ def _draw(
     axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.grid(**style.GRID)
+    _legend(axis)
+
+
+def _legend(axis: Axes) -> None:
     # Below, where it hides no line.
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
 

@@ -11,7 +11,7 @@ from command import ROOT
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks import causes_figure
+from benchmarks import causes_figure, front_figure
 from lowprec_attn.commands.main import main
 from lowprec_attn.data.order import SeededOrder
 from lowprec_attn.lab import archive, records
@@ -24,7 +24,7 @@ CONTROLS = ("--positive-control", "published_lse_bf16", "--negative-control", "e
 
 LAYER_0 = ("--layer", "0")
 OPTIONS = {"lse_rounding": CONTROLS}
-OPTIONS |= dict.fromkeys(["laptop", "laptop_causes", "laptop_matched"], LAYER_0)
+OPTIONS["laptop"] = LAYER_0
 EXPERIMENTS = sorted(
     str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("table.md") if path.is_file()
 )
@@ -148,6 +148,52 @@ def test_the_separation_is_no_matter_of_how_it_is_measured():
     np.testing.assert_array_equal([f"{x:.2g}" for x in most], ["0.24", "0.071", "0.00039"])
 
 
+def test_the_page_of_the_long_runs_has_what_the_records_have():
+    page = (RESULTS / "true_bfloat16" / "long" / "README.md").read_text()
+    runs = records.read_all(RESULTS / "true_bfloat16" / "long")
+    cells = {}
+    for run in runs:
+        step = max(run.signals)
+        scores = run.signals[step][causes_figure.LAYER]["score_maximum"]
+        values = (
+            "–" if run.explosion is None else f"{run.explosion:,}",
+            f"{max(scores):,.0f}",
+            str(sum(score > 512 for score in scores)),
+            f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
+            f"{run.val_losses[7000]:.3f}",
+        )
+        for column, value in zip(cells.setdefault(run.arm.name, ([], [], [], [], [])), values):
+            column.append(value)
+    assert set(cells) == {"flash", "normalized_delta"}
+    for name, columns in cells.items():
+        (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
+        assert [cell.strip().split(", ") for cell in line.split("|")[2:7]] == [*columns], name
+
+    above = {
+        run.seed: dict(zip(steps, means, strict=True))
+        for run, steps, means in front_figure.losses_above(runs, "flash", "normalized_delta")
+    }
+    rows = re.findall(r"^\| step ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for step, said in rows:
+        means = [above[seed][int(step.replace(",", ""))] for seed in (1, 2, 3)]
+        assert said.replace("−", "-").split(" | ") == [f"{mean:+.4f}" for mean in means]
+    # Behind at every record from then on, with all three seeds.
+    assert all(mean > 0 for of in above.values() for step, mean in of.items() if step >= 3500)
+
+
+def test_the_long_runs_begin_as_those_of_the_first_batch():
+    first = {
+        (run.arm.name, run.seed): run.losses
+        for run in records.read_all(RESULTS / "true_bfloat16" / "arithmetic")
+    }
+    for run in records.read_all(RESULTS / "true_bfloat16" / "long"):
+        losses = first[run.arm.name, run.seed]
+        common = losses.keys() & run.losses.keys()
+        assert len(common) == 250  # every tenth
+        assert all(losses[step] == run.losses[step] for step in common)
+
+
 def test_the_page_of_nanogpt_has_what_the_records_have():
     directory = RESULTS / "true_bfloat16" / "nanogpt"
     page = (directory / "README.md").read_text()
@@ -212,9 +258,19 @@ def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
     rows = re.findall(row, page, re.MULTILINE)
     assert {name for name, *_ in rows} == set(largest)
     for name, *texts in rows:
-        for text, value in zip(texts, largest[name], strict=True):
+        assert len(largest[name]) == 20
+        values = min(largest[name]), np.median(largest[name]), max(largest[name])
+        for text, value in zip(texts, values, strict=True):
             shown = f"{value:.2f}" if value < 1 else f"{float(f'{value:.3g}'):,.0f}"
             assert text.rstrip(",") == shown, (name, texts)
+
+
+def test_nothing_lies_between_the_two_groups_of_arms_on_a_laptop():
+    largest = largest_after_the_start(RESULTS / "laptop_causes").values()
+    ran_away = [value for values in largest for value in values if min(values) > 1]
+    held = [value for values in largest for value in values if min(values) <= 1]
+    assert (len(ran_away), len(held)) == (240, 160)
+    assert min(ran_away) > 33 > 0.7 > max(held)
 
 
 PICTURES = {
