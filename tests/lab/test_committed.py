@@ -22,9 +22,7 @@ FAILURE = RESULTS / "failure"
 CONTROLS = ("--positive-control", "published_lse_bf16", "--negative-control", "exact")
 
 
-LAYER_0 = ("--layer", "0")
-OPTIONS = {"lse_rounding": CONTROLS}
-OPTIONS["laptop"] = LAYER_0
+OPTIONS = {"lse_rounding": CONTROLS, "laptop": ("--layer", "0")}
 EXPERIMENTS = sorted(
     str(path.parent.relative_to(RESULTS)) for path in RESULTS.rglob("table.md") if path.is_file()
 )
@@ -162,7 +160,8 @@ def test_the_page_of_the_long_runs_has_what_the_records_have():
             f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
             f"{run.val_losses[7000]:.3f}",
         )
-        for column, value in zip(cells.setdefault(run.arm.name, ([], [], [], [], [])), values):
+        columns = cells.setdefault(run.arm.name, ([], [], [], [], []))
+        for column, value in zip(columns, values, strict=True):
             column.append(value)
     assert set(cells) == {"flash", "normalized_delta"}
     for name, columns in cells.items():
