@@ -133,7 +133,7 @@ def test_steps_outside_the_window_do_not_exist(kernels: str) -> None:
 # On the TPU's longer rows one that is tipped over tips others over, with every point rounded.
 RANDOM = {
     "gpu": (
-        dataclasses.replace(CAUSAL, heads=4, kv_heads=2),
+        dataclasses.replace(CAUSAL, heads=4, kv_heads=2, value_size=20),
         tiled.BlockSizes(query=5, kv_bwd=9),
         0.05,
     ),

@@ -595,7 +595,8 @@ class Call:
 def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
     # Interpreted kernels take longer to compile than to run, even in slow tests.
     options = UNOPTIMIZED if call.implementation.name in KERNELS else None
-    return jax.jit(call.forward_and_backward, compiler_options=options)
+    # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
+    return jax.jit(lambda *operands: call.forward_and_backward(*operands), compiler_options=options)
 
 
 def error(x: np.ndarray, exact: np.ndarray) -> float:
