@@ -1,6 +1,6 @@
 """Attention sinks, a learned score per head without key or value: what they have of their own.
 
-Their arithmetic stands in `test_cap_sinks_values.py`, beside that of a soft cap and of other values.
+Their arithmetic stands in `test_cap_sinks_values.py`, with a soft cap and other values.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The soft cap on scores, c · tanh(S / c), and its derivative: what they have of their own.
 
-Their arithmetic stands in `test_cap_sinks_values.py`, beside that of sinks and of other values.
+Their arithmetic stands in `test_cap_sinks_values.py`, with sinks and other values.
 """
 
 import dataclasses
