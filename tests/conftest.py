@@ -16,6 +16,9 @@ from compiling import compile_quickly
 
 from lowprec_attn.data import builtin_text
 
+# Of the workers, which begin after this: threads of BLAS that wait for a core wait busily.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 _ON_A_DEVICE = os.environ.get("JAX_PLATFORMS", "cpu") not in ("", "cpu")
 if not os.environ.get("JAX_PLATFORMS"):
     jax.config.update("jax_platforms", "cpu")
@@ -105,18 +108,21 @@ def command(compilations: Path) -> Callable[..., object]:
 
 # Whole files go to one worker each, so the longest must not be left for last.
 _LONGEST = (
+    "test_check.py",
     "test_kernels.py",
     "test_attention.py",
+    "test_kernel_points.py",
     "test_train.py",
     "test_lab.py",
-    "test_kernel_points.py",
     "test_notebooks.py",
+    "test_tpu_kernels.py",
+    "test_variants.py",
+    "test_llama.py",
+    "test_step.py",
     "test_multihost.py",
     "test_train_kills.py",
-    "test_tpu_kernels.py",
     "test_published.py",
     "test_train_explosion.py",
-    "test_step.py",
     "test_packed.py",
 )
 

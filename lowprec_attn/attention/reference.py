@@ -85,7 +85,7 @@ def attention(
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     masking = masking or Masking()
-    s = np.einsum("btnh,bsnh->bnts", q, k) * scale
+    s = pairs(q, k) * scale
     if soft_cap is not None:
         s = soft_cap * np.tanh(s / soft_cap)
     if masking.bias is not None:
@@ -99,7 +99,7 @@ def attention(
     with np.errstate(divide="ignore"):
         lse = m + np.log(l)
     p = p_bar / np.where(l == 0, 1.0, l)
-    o = np.einsum("bnts,bsnh->btnh", p, v)
+    o = over_keys(p, v)
     return Forward(s, p, o, lse[..., 0].transpose(0, 2, 1))
 
 
@@ -128,16 +128,16 @@ def backward(
     p = forward.p
     k, v = _repeat_heads(k, q.shape[2]), _repeat_heads(v, q.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dv = np.einsum("bnts,btnh->bsnh", p, do)
-    dp = np.einsum("btnh,bsnh->bnts", do, v)
+    dv = over_rows(p, do)
+    dp = pairs(do, v)
     delta = np.sum(dp * p, axis=-1, keepdims=True)
     of_lse = 0.0 if dlse is None else _float64(dlse).transpose(0, 2, 1)[..., None]
     ds = p * (dp - delta + of_lse)
     dx = ds
     if soft_cap is not None:
-        dx = ds * (1 - np.tanh(np.einsum("btnh,bsnh->bnts", q, k) * scale / soft_cap) ** 2)
-    dq = np.einsum("bnts,bsnh->btnh", dx, k) * scale
-    dk = np.einsum("bnts,btnh->bsnh", dx, q) * scale
+        dx = ds * (1 - np.tanh(pairs(q, k) * scale / soft_cap) ** 2)
+    dq = over_keys(dx, k) * scale
+    dk = over_rows(dx, q) * scale
     dk, dv = _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
     less = (delta - of_lse)[..., 0].transpose(0, 2, 1)
     dsinks = -np.sum(sink_probabilities(forward, masking or Masking()) * less, axis=(0, 1))
@@ -151,6 +151,27 @@ def sink_probabilities(forward: Forward, masking: Masking) -> Float64[np.ndarray
     sink = _sink_column(masking, (b, n, t, s))[..., 0].transpose(0, 2, 1)
     exists = sink > -np.inf
     return np.where(exists, np.exp(sink - np.where(exists, forward.lse, 0.0)), 0.0)
+
+
+def pairs(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """q kᵀ of [B, T, N, H] and [B, S, N, H], [B, N, T, S]."""
+    return _product(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1))
+
+
+def over_keys(p: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p v of [B, N, T, S] and [B, S, N, H], [B, T, N, H]."""
+    return _product(p, v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
+def over_rows(p: np.ndarray, do: np.ndarray) -> np.ndarray:
+    """pᵀ do of [B, N, T, S] and [B, T, N, H], [B, S, N, H]."""
+    return over_keys(p.swapaxes(2, 3), do)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    # `np.einsum` would do the same without BLAS, ten times slower.
+    with np.errstate(invalid="ignore"):
+        return np.matmul(a, b)
 
 
 def _float64(x: ArrayLike) -> np.ndarray:

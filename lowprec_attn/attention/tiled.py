@@ -145,10 +145,7 @@ class _BackwardRows(NamedTuple):
         extras, rows = self.tiles.extras, self.grid.place(self.i, 0).rows
 
         def step(j: Index, sees: Array) -> Array:
-            grid, mask = self.grid, extras.mask
-            mask = None if mask is None else grid.pairs(mask, self.i, j)
-            mask = visibility.unhidden(mask, *grid.segments(extras, self.i, j))
-            seen = visibility.visible(extras, self.spec, grid.place(self.i, j), mask)
+            seen = _seen(self.grid, extras, self.i, j, self.spec)
             # Without anything that hides keys every row sees some.
             return sees | (seen is None or jnp.any(seen, axis=-1, keepdims=True))
 
@@ -361,15 +358,22 @@ def _tile_scores(
     The last is the slope of the soft cap, None without one.
     """
     place = grid.place(i, j)
-    bias, mask = (
-        None if x is None else grid.pairs(x, i, j) for x in (tiles.extras.bias, tiles.extras.mask)
-    )
+    bias = None if tiles.extras.bias is None else grid.pairs(tiles.extras.bias, i, j)
     s, slope = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
-    mask = visibility.unhidden(mask, *grid.segments(tiles.extras, i, j))
-    seen = visibility.visible(tiles.extras, spec, place, mask)
+    seen = _seen(grid, tiles.extras, i, j, spec)
     s = visibility.mask_scores(s, seen, softmax.UNSEEN)
     if grid.kv_padding:
         s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)
-    if seen is not None:  # of what pads the last tiles nothing is: it meets what is not finite
-        seen = seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]
     return s, seen, place, slope
+
+
+def _seen(grid: Grid, extras: Extras, i: Index, j: Index, spec: Spec) -> Array | None:
+    """Which keys of block j the rows of query tile i see; None: all, and what pads the block."""
+    mask = None if extras.mask is None else grid.pairs(extras.mask, i, j)
+    mask = visibility.unhidden(mask, *grid.segments(extras, i, j))
+    place = grid.place(i, j)
+    seen = visibility.visible(extras, spec, place, mask)
+    if seen is None:
+        return None
+    # Of what pads the last tiles nothing is seen: it meets what is not finite.
+    return seen & ((place.rows < grid.rows) & (place.cols < grid.keys))[None, None, None]

@@ -110,17 +110,17 @@ def _units(problem: Problem, forward: reference.Forward) -> Found:
     q, k, v, do = (np.abs(x.astype(np.float64)) for x in problem.arrays)
     kv_heads = k.shape[2]
     k, v = (np.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
-    dp = np.einsum("btnh,bsnh->bnts", do, v)
+    dp = reference.pairs(do, v)
     dlse = np.zeros(q.shape[:3]) if problem.dlse is None else np.abs(problem.dlse)
     less = np.sum(p * dp, -1, keepdims=True) + dlse.transpose(0, 2, 1)[..., None]
     ds = p * (dp + less)
     # The slope is a difference too, of 1 and tanh².
     dx = ds * (2 - slope(problem)) * problem.scale
     units = {
-        "o": np.einsum("bnts,bsnh->btnh", p, v),
-        "dq": np.einsum("bnts,bsnh->btnh", dx, k),
-        "dk": np.einsum("bnts,btnh->bsnh", dx, q),
-        "dv": np.einsum("bnts,btnh->bsnh", p, do),
+        "o": reference.over_keys(p, v),
+        "dq": reference.over_keys(dx, k),
+        "dk": reference.over_rows(dx, q),
+        "dv": reference.over_rows(p, do),
         "lse": np.ones((*q.shape[:3], 1)),
     }
     for name in ("dk", "dv"):

@@ -80,7 +80,7 @@ def products(problem: Problem) -> np.ndarray:
     """q kᵀ · scale in float64 [B, N, T, S], before a soft cap."""
     q, k = (x.astype(np.float64) for x in (problem.q, problem.k))
     k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    return np.einsum("btnh,bsnh->bnts", q, k) * problem.scale
+    return reference.pairs(q, k) * problem.scale
 
 
 def scores(problem: Problem) -> np.ndarray:

@@ -82,7 +82,7 @@ def _delta(problem: Problem, exact: Exact) -> np.ndarray:
 def _of_p(problem: Problem, p: np.ndarray) -> np.ndarray:
     """dV of probabilities."""
     do = problem.do.astype(np.float64)
-    return by_key_head(np.einsum("bnts,btnh->bsnh", p, do), problem.k.shape[2])
+    return by_key_head(reference.over_rows(p, do), problem.k.shape[2])
 
 
 def _of_ds(
@@ -101,8 +101,8 @@ def _of_ds(
     k = np.repeat(k, q.shape[2] // kv_heads, axis=2)
     dx = ds * (slope_of(problem) if slope is None else slope) * problem.scale
     found = {
-        "dq": np.einsum("bnts,bsnh->btnh", dx, k),
-        "dk": by_key_head(np.einsum("bnts,btnh->bsnh", dx, q), kv_heads),
+        "dq": reference.over_keys(dx, k),
+        "dk": by_key_head(reference.over_rows(dx, q), kv_heads),
     }
     if problem.masking.bias is not None:
         found["dbias"] = of_bias * ds.sum(0, keepdims=True).swapaxes(1, 2)

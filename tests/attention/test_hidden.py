@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.attention import reference
 from lowprec_attn.numerics import Numerics
 
 pytestmark = [
@@ -18,7 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 
-GARBAGE = (np.nan, np.inf, -np.inf)
 # Grouped heads, several tiles, and rows and keys that are hidden from everything, in each way.
 BASE = harness.Case(rows=20, keys=22, heads=4, kv_heads=2)
 CASES = {
@@ -33,29 +31,9 @@ CASES = {
     "window": dataclasses.replace(BASE, rows=30, window=(4, 1)),
     "offset": dataclasses.replace(BASE, is_causal=True, query_offset=(-3, 1)),
 }
+# Keys beyond the diagonal, of a key head, and rows.
+MASKS = {"masks": dataclasses.replace(BASE, rows=16, is_causal=True, mask="random")}
 PLAIN = ("dense", "tiled_odd")
-
-
-def visible(case: harness.Case, arrays: harness.Arrays) -> np.ndarray:
-    """bool [B, N, T, S]."""
-    qkv = (arrays[name] for name in ("q", "k", "v"))
-    return reference.attention(*qkv, masking=harness.masking(case, arrays)).s > -np.inf
-
-
-def with_garbage_in_the_unseen(
-    case: harness.Case, arrays: harness.Arrays, seen: np.ndarray
-) -> tuple[harness.Arrays, dict[str, np.ndarray]]:
-    """The arrays with NaN, inf and −inf in rows and keys hidden from all; and where these are."""
-    rows = ~seen.any(3).swapaxes(1, 2)  # [B, T, N]
-    by_key_head = seen.reshape(case.batch, case.kv_heads, -1, *seen.shape[2:]).any((2, 3))
-    keys = ~by_key_head.swapaxes(1, 2)
-    assert keys.any() or rows.any()
-    where = {"q": rows, "do": rows, "dlse": rows, "k": keys, "v": keys}
-    spoiled = {name: x.copy() for name, x in arrays.items()}
-    for number, (name, at) in enumerate(where.items()):
-        values = np.resize(np.roll(GARBAGE, number), at.sum()).astype(arrays[name].dtype)
-        spoiled[name][at] = values[:, None] if arrays[name].ndim == 4 else values
-    return spoiled, {"dq": rows, "dk": keys, "dv": keys}
 
 
 # Every way from v, k, q, dO to a result.
@@ -69,31 +47,26 @@ CHOICES: dict[str, Numerics] = {
 }
 
 
+# In exact arithmetic `test_attention.py` has every case of the table with garbage too.
 @pytest.mark.parametrize(
     ("case", "choice"),
-    [*((case, "flash") for case in CASES), ("lengths", "dp_p"), ("lengths", "normalized")],
+    [("masks", "flash"), *(("lengths", choice) for choice in ("flash", "dp_p", "normalized"))],
 )
 @pytest.mark.parametrize("implementation", [*PLAIN, *harness.KERNELS])
 def test_what_nothing_sees_changes_no_result(implementation: str, case: str, choice: str) -> None:
-    how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
-    if not how.serves(problem):
-        pytest.skip("the kernels decline query_offset")
+    how, problem = harness.IMPLEMENTATIONS[implementation], (CASES | MASKS)[case]
     arrays, chosen = harness.inputs(problem), CHOICES[choice]
-    if case == "mask of heads":
+    if case == "masks":
         arrays["mask"][:, :2, :, 9] = False  # from all rows of key head 0
         arrays["mask"][:, 0, :, 12] = False  # not from the other query head of that
         arrays["mask"][:, 1, :, 3] = False
-    spoiled, hidden = with_garbage_in_the_unseen(problem, arrays, visible(problem, arrays))
+        arrays["mask"][:, :, [5, 15]] = False  # all keys from these rows
     expected = harness.run(how, problem, arrays, chosen)
-    result = harness.run(how, problem, spoiled, chosen)
-    for name, x in result.items():
-        np.testing.assert_array_equal(x, expected[name], err_msg=name)
-    for name, at in hidden.items():
-        np.testing.assert_array_equal(result[name][at], 0)
+    assert harness.check_hidden(how, problem, arrays, expected, chosen)
     if implementation in harness.KERNELS:  # and no key that some row sees was taken for hidden
         dense = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen)
         for name, x in dense.items():  # in steps of other keys: some roundings of order 1 differ
-            np.testing.assert_allclose(result[name], x, rtol=0, atol=0.05, err_msg=name)
+            np.testing.assert_allclose(expected[name], x, rtol=0, atol=0.05, err_msg=name)
 
 
 CASES_AND_CHOICES = sorted(
@@ -107,7 +80,7 @@ def changed_by(
     """Results with garbage of each kind at one place of an array, and without."""
     arrays = harness.inputs(problem)
     spoiled = arrays | {name: arrays[name].copy()}
-    spoiled[name][at] = np.resize(GARBAGE, spoiled[name][at].shape)
+    spoiled[name][at] = np.resize(harness.GARBAGE, spoiled[name][at].shape)
     return tuple(harness.run(how, problem, x, chosen) for x in (spoiled, arrays))
 
 
@@ -118,7 +91,7 @@ def test_a_key_reaches_the_rows_that_see_it_and_no_other(
 ) -> None:
     """NaN and infinities in v of one key, then in k: rows that see it are not finite."""
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
-    seen, key = visible(problem, harness.inputs(problem)), 9
+    seen, key = harness.visible(problem, harness.inputs(problem)), 9
     group = problem.heads // problem.kv_heads
     sees = seen[:, :group, :, key].swapaxes(1, 2)  # by rows and the query heads of key head 0
     for name in ("v", "k"):
@@ -144,7 +117,7 @@ def test_a_row_reaches_the_keys_that_it_sees_and_no_other(
     """NaN and infinities in dO of one row, then in its q."""
     how, problem = harness.IMPLEMENTATIONS[implementation], CASES[case]
     row, group = 6, problem.heads // problem.kv_heads
-    seen = visible(problem, harness.inputs(problem))[:, 0, row]  # of query head 0
+    seen = harness.visible(problem, harness.inputs(problem))[:, 0, row]  # of query head 0
     for name in ("do", "q"):
         result, expected = changed_by(how, problem, CHOICES[choice], name, np.s_[:, row, 0])
         for of_keys in ("dk", "dv"):

@@ -22,7 +22,14 @@ pytestmark = [
 
 CASE = harness.Case(is_causal=True, dtype="bfloat16", rows=21, keys=21, heads=3, kv_heads=3)
 LENGTHS = harness.Case(
-    rows=21, keys=21, heads=2, head_size=24, query_lengths=(4, 17), key_lengths=(20, 6)
+    rows=21,
+    keys=21,
+    heads=2,
+    head_size=24,
+    query_lengths=(4, 17),
+    key_lengths=(20, 6),
+    sinks=True,
+    soft_cap=2.0,
 )
 
 
@@ -51,8 +58,8 @@ def assert_same_bits(attend: Callable[..., Any], **how: Any) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        {"implementation": "tiled"},
-        {"implementation": "dense"},
+        {"implementation": "tiled", "sinks": jnp.array([0.5, -1.0, 2.0])},
+        {"implementation": "dense", "logits_soft_cap": 2.0},
         {"numerics": FLASH.replace(output="bfloat16:stochastic"), "rng_key": jax.random.key(1)},
         {"numerics": [numerics.PUBLISHED, FLASH, FLASH], "row_max": DynamicMax()},
         {"implementation": "gpu", "block_sizes": harness.GPU_TILES},

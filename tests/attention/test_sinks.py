@@ -1,26 +1,20 @@
-"""Attention sinks, a learned score per head without key or value, in every arithmetic they meet.
+"""Attention sinks, a learned score per head without key or value: what they have of their own.
 
-Cases in exact arithmetic stand in the harness's table, random calls in `test_fuzz.py`.
+Their arithmetic stands in `test_cap_sinks_values.py`, with a soft cap and other values.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
 import harness
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import slow_among
-from kernel_calls import Call, check_accuracy, compiled, extras_of, kernel_call
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic import backward, sinks
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
-from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import EXACT, FLASH
 from pallas_kernels.tpu import attention as tpu
 
@@ -37,179 +31,47 @@ CASE = harness.Case(
     query_lengths=(4, 17),
     values="repeated_maxima",
 )
-SERVED = [
-    name for name, n in numerics.PRESETS.items() if not n.normalize_probs and n.mean_key == "kept"
-]
-# A rule looks at the scores of a step: it is tried where a maximum repeats.
-PRESETS_AND_RULES = [
-    *(("tiled_odd", preset, numerics.StandardMax()) for preset in SERVED),
-    *(("dense", preset, numerics.StandardMax()) for preset in ("exact", "published", "matched")),
-    ("tiled_odd", "flash", numerics.DynamicMax()),
-    ("tiled_odd", "flash_attention_3", numerics.LazyMax(threshold=0.5)),
-    ("tiled_odd", "published", numerics.PublishedMax()),
+SIZES = [
+    ("dense", "flash"),
+    *(("tiled_odd", name) for name in ("exact", "flash_attention_3", "matched")),
+    *((name, "normalized_delta") for name in ("tiled_odd", "gpu")),
+    *(("gpu", name) for name in ("flash_attention_3", "matched")),
 ]
 
 
-@pytest.mark.parametrize(("implementation", "preset", "rule"), PRESETS_AND_RULES)
-def test_presets_are_as_accurate_as_plain(
-    implementation: str, preset: str, rule: numerics.RowMax
+@pytest.mark.parametrize(("implementation", "preset"), SIZES)
+def test_a_sink_of_minus_infinity_is_none_and_others_may_be_of_any_size(
+    implementation: str, preset: str
 ) -> None:
-    how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(CASE)
-    chosen = numerics.PRESETS[preset]
-    same = harness.run_plain(CASE, arrays, how.numerics(chosen.replace(output="bfloat16")), rule)
-    result = harness.run(how, CASE, arrays, chosen, rule, jax.random.key(7))
-    harness.check(result, same, harness.oracle(CASE, arrays), 4 if chosen.needs_bits else 2)
-
-
-def test_p_may_be_normalised_before_it_is_rounded() -> None:
-    how, arrays = harness.IMPLEMENTATIONS["dense"], harness.inputs(CASE)
-    harness.check(
-        harness.run(how, CASE, arrays, numerics.STANDARD),
-        harness.run_plain(CASE, arrays, numerics.STANDARD),
-        harness.oracle(CASE, arrays),
+    """Far below all scores they change nothing, far above they take all weight."""
+    case = dataclasses.replace(CASE, sinks=False)
+    how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(case)
+    without, none, small, large = (
+        harness.run(how, case, arrays | given, numerics.PRESETS[preset])
+        for given in (
+            {},
+            *({"sinks": np.full(4, x, np.float32)} for x in (-np.inf, -1e6, 1e6)),
+        )
     )
-
-
-# Of every way to form exponents and δ that the kernels have, and of each statistic.
-OF_KERNELS = ["flash", "normalized_delta", "corrected_after_cast", "matched", "published"]
-OF_KERNELS += ["flash_attention_3", "exact", "delta_dp_p"]
-WITH_SINKS = dataclasses.replace(CASE, scale=0.3)
+    np.testing.assert_array_equal(none["dsinks"], 0)
+    for name, x in without.items():
+        np.testing.assert_array_equal(none[name], x, err_msg=name)
+        within = {"lse": without["lse"] > -np.inf}.get(name, ...)  # else lse is the sink
+        np.testing.assert_allclose(small[name][within], x[within], atol=1e-5, err_msg=name)
+        if name != "lse":
+            assert np.abs(large[name]).max() < 1e-30, name
+    rows = np.arange(case.rows)[:, None] < np.array(case.query_lengths)[:, None, None]
+    of_sinks = np.broadcast_to(np.where(rows, 1e6, -np.inf), large["lse"].shape)
+    np.testing.assert_allclose(large["lse"], of_sinks, rtol=3e-7)
 
 
 @pytest.mark.parametrize(
-    "preset", slow_among(OF_KERNELS, ["published", "delta_dp_p", "normalized_delta"])
+    ("implementation", "preset"),
+    [
+        *((name, "flash") for name in ("dense", "tiled")),
+        *((name, "normalized_delta") for name in ("dense", "tiled", "gpu")),
+    ],
 )
-def test_presets_of_kernels_are_as_accurate_as_plain(preset: str) -> None:
-    check_accuracy(WITH_SINKS, kernel_call("gpu", WITH_SINKS, numerics.PRESETS[preset]))
-
-
-def plain_attention(
-    q: Any, k: Any, v: Any, column: Any, *, seen: np.ndarray
-) -> tuple[jax.Array, jax.Array]:
-    """The sink as a key among the others, for JAX to differentiate in float64."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    s = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-    s = jnp.where(seen, s, -jnp.inf)
-    column = jnp.broadcast_to(column[None, :, None, None], (*s.shape[:3], 1))
-    s = jnp.concatenate([s, column], axis=-1)
-    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s, axis=-1)[..., :-1], v)
-    return out, jax.nn.logsumexp(s, axis=-1).swapaxes(1, 2)
-
-
-@pytest.mark.parametrize("delta", ["do_o", "normalized", "after_cast", "dp_p"])
-@pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu", "reference"])
-def test_gradients_are_those_that_jax_derives(implementation: str, delta: str) -> None:
-    """Row 2 sees no key: its lse is the sink, and dlse of it reaches the sink."""
-    case = harness.Case(heads=4, rows=9, keys=13, sinks=True)
-    arrays = harness.inputs(case)
-    seen = np.tri(9, 13, dtype=bool)
-    seen[2] = False
-    operands = [arrays[name].astype(np.float64) for name in ("q", "k", "v", "sinks")]
-    do, dlse = (arrays[name].astype(np.float64) for name in ("do", "dlse"))
-    with jax.enable_x64(True):
-        out, pullback = jax.vjp(functools.partial(plain_attention, seen=seen), *operands)
-        exact = [np.asarray(x) for x in (*out, *pullback((jnp.array(do), jnp.array(dlse))))]
-    if implementation == "reference":
-        masking = harness.reference.Masking(mask=seen[None, None], sinks=operands[3])
-        fwd = harness.reference.attention(*operands[:3], masking=masking)
-        bwd = harness.reference.backward(*operands[:3], do, masking=masking, dlse=dlse)
-        for x, y in zip((fwd.o, fwd.lse, bwd.dq, bwd.dk, bwd.dv, bwd.dsinks), exact, strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-12)
-        return
-
-    def ours(q: Any, k: Any, v: Any, column: Any) -> Any:
-        return attention.dot_product_attention(
-            q, k, v,
-            mask=seen[None, None], sinks=column, numerics=EXACT.replace(delta=delta),
-            implementation=implementation, return_residual=True,
-            block_sizes=harness.GPU_TILES if implementation == "gpu" else None,
-        )  # fmt: skip
-
-    def both(operands: Any) -> Any:
-        out, pullback = jax.vjp(ours, *operands)
-        return *out, *pullback((jnp.asarray(arrays["do"]), jnp.asarray(arrays["dlse"])))
-
-    result = jax.jit(both)([jnp.asarray(x, jnp.float32) for x in operands])
-    for x, y in zip(result, exact, strict=True):
-        # Sums of up to 2 · 9 · 16 terms of order 1: far above noise, far below a bug.
-        np.testing.assert_allclose(x, y, atol=2e-5)
-
-
-@pytest.mark.parametrize("implementation", ["dense", "tiled"])
-def test_second_derivatives_are_those_of_the_formula(implementation: str) -> None:
-    q, k, v = (jax.random.normal(jax.random.key(i), (1, 4, 2, 4)) for i in range(3))
-    seen = np.tri(4, dtype=bool)
-
-    def ours(column: jax.Array, q: jax.Array) -> jax.Array:
-        out, lse = attention.dot_product_attention(
-            q, k, v,
-            is_causal=True, sinks=column, numerics=EXACT, implementation=implementation,
-            return_residual=True,
-        )  # fmt: skip
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-    def plain(column: jax.Array, q: jax.Array) -> jax.Array:
-        out, lse = plain_attention(q, k, v, column, seen=seen)
-        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-    column = jnp.array([0.3, -1.0], jnp.float32)
-    for argnums in ((0, 0), (0, 1)):
-        a, b = (
-            jax.jit(jax.jacrev(jax.grad(f, argnums[0]), argnums[1]))(column, q)
-            for f in (ours, plain)
-        )
-        assert np.abs(b).max() > 0.01
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-@hypothesis.settings(deadline=None, max_examples=12, derandomize=True)
-@hypothesis.given(data=st.data())
-def test_any_shape_with_any_tiles(data: st.DataObject) -> None:
-    """Causal or not, groups, one key, tiles that the end cuts; every δ."""
-    size = st.integers(1, 12)
-    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    case = harness.Case(
-        batch=data.draw(st.integers(1, 2)),
-        rows=data.draw(size),
-        keys=data.draw(size),
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_size=data.draw(st.sampled_from([1, 4])),
-        is_causal=data.draw(st.booleans()),
-        mask=data.draw(st.sampled_from([None, "random"])),
-        sinks=True,
-    )
-    how = harness.Implementation(
-        name="tiled",
-        kv_block=data.draw(size),
-        block_sizes=tiled.BlockSizes(query=data.draw(size), kv_bwd=data.draw(size)),
-    )
-    chosen = EXACT.replace(
-        delta=data.draw(st.sampled_from(["do_o", "normalized", "after_cast", "dp_p"])),
-        exponent=data.draw(st.sampled_from([None, "scale_first", "unfused", "whole_max"])),
-    )
-    arrays = harness.inputs(case)
-    exact = harness.oracle(case, arrays)
-    for name, x in harness.run(how, case, arrays, chosen).items():
-        assert harness.error(x, exact[name]) < 1e-4, name
-
-
-@pytest.mark.parametrize("preset", ["flash", "matched", "normalized_delta"])
-@pytest.mark.parametrize("implementation", ["dense", "tiled_odd", "gpu"])
-def test_a_sink_of_minus_infinity_is_none(implementation: str, preset: str) -> None:
-    case = dataclasses.replace(CASE, sinks=False)
-    how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(case)
-    without = harness.run(how, case, arrays, numerics.PRESETS[preset])
-    column = np.full(4, -np.inf, np.float32)
-    result = harness.run(how, case, arrays | {"sinks": column}, numerics.PRESETS[preset])
-    np.testing.assert_array_equal(result.pop("dsinks"), 0)
-    for name, x in without.items():
-        np.testing.assert_array_equal(result[name], x, err_msg=name)
-
-
-@pytest.mark.parametrize("preset", ["flash", "normalized_delta"])
-@pytest.mark.parametrize("implementation", ["dense", "tiled", "gpu"])
 def test_rows_without_a_key_have_the_sink_as_lse_and_rows_beyond_the_lengths_nothing(
     implementation: str, preset: str
 ) -> None:
@@ -242,70 +104,6 @@ def test_the_whole_row_sums_to_one_and_dS_to_zero_with_its_sink() -> None:
         assert total > 1e-5 if name == "flash" else total < 1e-6, name
 
 
-@pytest.mark.parametrize("value", [-1e6, 1e6])
-@pytest.mark.parametrize("preset", ["exact", "matched", "flash_attention_3"])
-def test_sinks_of_any_size(preset: str, value: float) -> None:
-    """Far below all scores they change nothing, far above they take all weight."""
-    case = harness.Case()
-    arrays = harness.inputs(case) | {"sinks": np.full(2, value, np.float32)}
-    for name in ("tiled_odd", "gpu"):
-        how = harness.IMPLEMENTATIONS[name]
-        result = harness.run(how, case, arrays, numerics.PRESETS[preset])
-        if value > 0:
-            np.testing.assert_allclose(result["lse"], value, rtol=3e-7)
-            assert all(np.abs(result[x]).max() < 1e-30 for x in ("out", "dq", "dk", "dv"))
-            continue
-        without = {x: y for x, y in arrays.items() if x != "sinks"}
-        for x, y in harness.run(how, case, without, numerics.PRESETS[preset]).items():
-            np.testing.assert_allclose(result[x], y, atol=1e-5, err_msg=x)
-
-
-def test_heads_of_different_arithmetic_shards_and_packed_arrays_have_them() -> None:
-    case = harness.Case(batch=2, heads=4, kv_heads=4, is_causal=True, sinks=True)
-    arrays = harness.inputs(case)
-    q, k, v, column = (jnp.asarray(arrays[name]) for name in ("q", "k", "v", "sinks"))
-    options = {"is_causal": True, "implementation": "tiled"}
-
-    def gradients(attend: Any, column: Any, **options: Any) -> Any:
-        return jax.value_and_grad(lambda s: jnp.sum(jnp.sin(attend(q, k, v, sinks=s, **options))))(
-            column
-        )
-
-    attend = attention.dot_product_attention
-    loss, exact = gradients(attend, column, numerics="exact", **options)
-    _, flash = gradients(attend, column, numerics="flash", **options)
-    _, mixed = gradients(attend, column, numerics=["exact", "flash"] * 2, **options)
-    np.testing.assert_allclose(mixed[::2], exact[::2], rtol=1e-6)
-    np.testing.assert_allclose(mixed[1::2], flash[1::2], rtol=1e-6)
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    split = attention.sharded(mesh, batch_axis="data", head_axis="model")
-    for x, y in zip(
-        gradients(split, column, numerics="exact", **options), (loss, exact), strict=True
-    ):
-        np.testing.assert_allclose(x, y, rtol=1e-5)
-    packed = jnp.stack([q, k, v], axis=2)
-    out = attend(packed, sinks=column, numerics="exact", **options)
-    np.testing.assert_array_equal(out, attend(q, k, v, sinks=column, numerics="exact", **options))
-    flax = attention.attention_fn(numerics="exact", is_causal=True, implementation="tiled")
-    np.testing.assert_array_equal(flax(q, k, v, sinks=column), out)
-    assert np.abs(flax(q, k, v) - out).max() > 0.01
-
-
-def test_packed_arrays_of_the_kernels_have_them() -> None:
-    case = harness.Case(heads=2, is_causal=True, sinks=True)
-    extras = extras_of(case)
-    call = kernel_call("gpu", case, FLASH)
-    packed = Call(call.spec, packed=True)
-    arrays = {name: jnp.asarray(x) for name, x in harness.inputs(case).items()}
-    for x, y in zip(
-        compiled(packed)(arrays, extras).items(),
-        compiled(call)(arrays, extras).items(),
-        strict=True,
-    ):
-        assert x[0] == y[0]
-        np.testing.assert_array_equal(x[1], y[1], err_msg=x[0])
-
-
 @pytest.mark.parametrize("implementation", ["tiled", "dense", "gpu"])
 def test_vmap_over_sinks(implementation: str) -> None:
     case = harness.Case(batch=1, sinks=True, query_lengths=(13,))
@@ -334,8 +132,9 @@ def test_vmap_over_sinks(implementation: str) -> None:
 def test_the_gradient_has_the_format_of_the_sinks() -> None:
     q = jnp.ones((1, 4, 2, 16), jnp.bfloat16)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
-        gradient = jax.grad(
-            lambda s: attention.dot_product_attention(q, q, q, sinks=s).astype(jnp.float32).sum()
+        attend = functools.partial(attention.dot_product_attention, implementation="dense")
+        gradient = jax.jit(
+            jax.grad(lambda s, attend=attend: attend(q, q, q, sinks=s).astype(jnp.float32).sum())
         )(jnp.zeros(2, dtype))
         assert gradient.dtype == dtype
         assert (gradient < -0.1).all()
@@ -354,11 +153,9 @@ def test_row_sums_without_the_sink_are_noticed(
     )
     monkeypatch.setattr(backward.RowSums, "with_sink", lambda self, *_: self)
     harness.compiled.cache_clear()
-    jax.clear_caches()
     with pytest.raises(AssertionError, match="dq"):
         harness.check(harness.run(how, CASE, arrays, chosen), same, exact)
     harness.compiled.cache_clear()
-    jax.clear_caches()
 
 
 def test_the_start_of_a_row_is_the_sink_and_one_or_a_whole_number_and_less() -> None:

@@ -23,6 +23,8 @@ SEED = 41
 EPS = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # an ulp of 1
 PRESETS = ("exact", "exact", "flash", "float32_output", "auxiliary_output", "delta_dp_p")
 PRESETS = (*PRESETS, "normalized_delta", "published")
+DELTAS = ("do_o", "normalized", "after_cast", "dp_p")
+EXPONENTS = (None, "scale_first", "unfused", "whole_max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,15 @@ class Program:
     soft_cap: float | None
     sinks: bool
     value_size: int
+    delta: str  # of `exact`, as is the exponent
+    exponent: str | None
 
     @property
     def numerics(self) -> numerics.Numerics:
         """In the format of the arrays where that is float16."""
         chosen = numerics.get_preset(self.preset).replace(kv_block=self.kv_block)
+        if self.preset == "exact":
+            chosen = chosen.replace(delta=self.delta, exponent=self.exponent)
         return chosen.with_format("float16") if self.dtype == "float16" else chosen
 
 
@@ -89,7 +95,8 @@ def program(number: int, implementation: str) -> Program:
         offset = [int(rng.integers(-8, 40)), "array", "end"][rng.integers(3)]
     scale: float | str | None = [None, float(rng.uniform(-0.5, 1)), "traced"][rng.integers(3)]
     head_size = 16 if in_kernel else int(rng.choice([1, 4, 8]))
-    return Program(
+    of_exact = np.random.default_rng([SEED, number, 2])
+    program = Program(
         number=number,
         implementation=implementation,
         block_sizes=sizes,
@@ -117,7 +124,12 @@ def program(number: int, implementation: str) -> Program:
         value_size=int(rng.choice([24, 40] if in_kernel else [1, 3, 16]))
         if maybe(0.3)
         else head_size,
+        delta=str(of_exact.choice(DELTAS)),
+        exponent=of_exact.choice(EXPONENTS),
     )
+    if program.soft_cap is not None and program.delta == "after_cast":  # which has no slope
+        program = dataclasses.replace(program, delta="normalized")
+    return program
 
 
 def compiled(p: Program) -> Callable[..., dict[str, jax.Array]]:

@@ -1,9 +1,12 @@
 """Which results each point reaches, and how to see in them that it is there."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import harness
 import numpy as np
 
-from lowprec_attn.numerics import EXACT, MATCHED, Numerics
+from lowprec_attn.numerics import EXACT, MATCHED, PRESETS, Numerics
 
 # Every point on its own, and which results it reaches; O reaches dS through δ.
 ALL = {"out", "lse", "dq", "dk", "dv"}
@@ -130,3 +133,24 @@ def distances(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -
 
 def finite(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), x, 0.0)
+
+
+def presets_with_every_choice(names: Sequence[str]) -> list[str]:
+    """The fewest presets, found greedily, that have between them what any of these chooses.
+
+    What meets every arithmetic is tried with these: each format at each point, and each exponent,
+    δ, saved O and row sum stands in one of them.
+    """
+    choices = {
+        name: {
+            (field.name, str(getattr(PRESETS[name], field.name)))
+            for field in dataclasses.fields(Numerics)
+            if field.name != "kv_block"
+        }
+        for name in names
+    }
+    missing, chosen = set().union(*choices.values()), []
+    while missing:
+        chosen.append(max(names, key=lambda name: len(choices[name] & missing)))
+        missing -= choices[chosen[-1]]
+    return chosen
