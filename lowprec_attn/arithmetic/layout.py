@@ -60,11 +60,11 @@ def _group_pairs(x: Array, kv_heads: int) -> Array:
     return x.reshape(b, 1, 1, t, s) if n == 1 else x.reshape(b, kv_heads, n // kv_heads, t, s)
 
 
-def ungroup(o: Array, lse: Array) -> tuple[Array, Array]:
-    """O and lse back to [B, T, N, H] and [B, T, N]."""
+def ungroup(o: Array, *of_rows: Array) -> tuple[Array, ...]:
+    """O and row statistics, such as lse, back to [B, T, N, H] and [B, T, N]."""
     b, k, g, t, h = o.shape
     o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
-    return o, lse.reshape(b, k * g, t).transpose(0, 2, 1)
+    return o, *(x.reshape(b, k * g, t).transpose(0, 2, 1) for x in of_rows)
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:

@@ -2,7 +2,8 @@
 
 An implementation is a module with four functions, and may have a fifth:
 
-  attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`
+  attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`; with
+                                                     `Spec.max_logit` a third array, [B, T, N]
   unsupported(request) -> str | None                 names what it cannot serve
   keys_per_step(request) -> int                      keys of one step of its softmax
   exponent_of(request) -> str                        how it forms exponents, see `Numerics`
@@ -39,6 +40,7 @@ class Spec:
         t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
+      max_logit: the largest score of every row is returned as well, see `max_logit`.
     """
 
     numerics: Numerics
@@ -48,6 +50,7 @@ class Spec:
     is_causal: bool = False
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
+    max_logit: bool = False
 
     @property
     def scale_is_power_of_two(self) -> bool:

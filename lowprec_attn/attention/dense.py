@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
@@ -48,19 +48,22 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(q, k, v, extras, spec)[0]
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], layout.Residuals]:
+) -> tuple[tuple[Array, ...], layout.Residuals]:
     place, s, seen, _ = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec, extras)
     state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
@@ -68,14 +71,14 @@ def _forward(
     state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
     inputs = layout.Grouped(q, k, v, extras)
-    return (out.o, out.lse), layout.Residuals(inputs, out.o_saved, out.statistics)
+    return (out.o, *out.of_rows), layout.Residuals(inputs, out.o_saved, out.statistics)
 
 
 def _backward(
-    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
-    do, dlse = cotangents
+    do, dlse, *_ = cotangents
     place, s, seen, slope = _scores(q, k, extras, spec)
     n, dlse, sink = spec.numerics, dlse[..., None], None
     given_dlse = dlse

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
@@ -69,19 +69,22 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(q, k, v, extras, spec)[0]
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
-) -> tuple[tuple[Array, Array], layout.Residuals]:
+) -> tuple[tuple[Array, ...], layout.Residuals]:
     inputs = layout.Grouped(q, k, v, extras)
     grid = _grid(inputs, spec, backward=False, every_block=every_block)
     tiles = grid.pad(inputs)
@@ -105,14 +108,15 @@ def _forward(
         return softmax.finish(state, spec, extras, rows, q.dtype)
 
     out = lax.map(query_tile, jnp.arange(grid.q_tiles))
-    o, lse = grid.unpad_rows(out.o), grid.unpad_rows(out.lse[..., None])[..., 0]
+    o = grid.unpad_rows(out.o)
+    of_rows = [grid.unpad_rows(x[..., None])[..., 0] for x in out.of_rows]
     saved = None
     if out.o_saved is not None:
         saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
-    statistics = RowStatistics(lse[..., None])
+    statistics = RowStatistics(of_rows[0][..., None])
     if out.apart is not None:
         statistics = RowStatistics(*map(grid.unpad_rows, out.apart))
-    return (o, lse), layout.Residuals(inputs, saved, statistics)
+    return (o, *of_rows), layout.Residuals(inputs, saved, statistics)
 
 
 class _Sums(NamedTuple):
@@ -247,12 +251,12 @@ class _BackwardRows(NamedTuple):
 def _backward(
     spec: Spec,
     res: layout.Residuals,
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, ...],
     *,
     every_block: bool = False,
 ) -> tuple[Array, Array, Array, Extras]:
     k, extras = res.inputs.k, res.inputs.extras
-    do, dlse = cotangents
+    do, dlse, *_ = cotangents
     grid = _grid(res.inputs, spec, backward=True, every_block=every_block)
     tiles = grid.pad(res.inputs)
     do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))

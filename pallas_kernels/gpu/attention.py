@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
@@ -128,8 +128,10 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -139,7 +141,7 @@ def attention(
 
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Array, ...]:
     """The same of q, k and v in one array; the kernels read it, and write its gradient, in place.
 
     Raises:
@@ -166,11 +168,11 @@ def _separate(arrays: _Arrays) -> _Arrays:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(arrays, extras, spec)[0]
 
 
-def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, ...], _Residuals]:
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
@@ -192,13 +194,12 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         low = out.saved if halves else None
     statistics = RowStatistics(*((out.lse,) if out.apart is None else out.apart))
     residuals = _Residuals(arrays, extras, saved, low, statistics)
-    return (out.o, out.lse.transpose(0, 2, 1)), residuals
+    of_rows = (out.lse,) if out.max_logit is None else (out.lse, out.max_logit)
+    return (out.o, *(x.transpose(0, 2, 1) for x in of_rows)), residuals
 
 
-def _backward(
-    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
-) -> tuple[_Arrays, Extras]:
-    do, dlse = first_order_only(cotangents, "gpu")
+def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tuple[_Arrays, Extras]:
+    do, dlse = first_order_only(cotangents[:2], "gpu")
     arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
     sizes = block_sizes(q, spec, v.shape[-1])
