@@ -7,6 +7,7 @@ import logging
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -249,5 +250,8 @@ def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...]
     if stream is not None:
         stream = stream._replace(head=stream.head[query_heads])
     sinks = None if extras.sinks is None else extras.sinks[query_heads]
-    extras = extras._replace(bias=bias, mask=mask, stream=stream, sinks=sinks)
+    row_sums = jax.tree.map(lambda x: x[:, :, query_heads], extras.backward_sums)
+    extras = extras._replace(
+        bias=bias, mask=mask, stream=stream, sinks=sinks, backward_sums=row_sums
+    )
     return (q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads]), extras

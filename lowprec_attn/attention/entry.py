@@ -13,7 +13,14 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
-from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec, planes
+from lowprec_attn.arithmetic.request import (
+    BackwardSums,
+    Extras,
+    RandomStream,
+    Request,
+    Spec,
+    planes,
+)
 from lowprec_attn.attention import validation
 from lowprec_attn.attention.dispatch import Call, Part, compute, resolve_by_platform
 from lowprec_attn.attention.tap import tapped
@@ -40,6 +47,7 @@ def dot_product_attention(
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
     sinks: Float[ArrayLike, " N"] | None = None,
+    backward_sums: BackwardSums | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
@@ -102,6 +110,8 @@ def dot_product_attention(
         dlse. A row beyond `query_seq_lengths` has lse = −inf. A sink of −inf has no effect. The
         gradient is summed in float32. `hopper`, `gpu`, `tiled` and `dense` serve it. It excludes
         `mean_key='subtracted'`.
+      backward_sums: `BackwardSums.zeros(query)`. Its gradients are the row sums of P and dS in the
+        backward pass. `gpu`, `tiled` and `dense` serve it.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads, or one per
         query head. Query heads that share a key head must agree. It may also be a sequence of
         `arithmetic.heads.HeadGroup`, which hold the row-max rules as well. Presets round to
@@ -173,6 +183,7 @@ class Options(NamedTuple):
     query_segment_ids: Any = None
     key_value_segment_ids: Any = None
     sinks: Any = None
+    backward_sums: BackwardSums | None = None
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax()
     rng_key: Key[Array, ""] | None = None
@@ -242,6 +253,7 @@ def _validated(
         *validation.segments(segments[0], segments[1], (batch, rows), (batch, keys)),
         offset,
         validation.sinks(options.sinks, heads),
+        validation.backward_sums(options.backward_sums, (batch, rows, heads)[int(unbatched) :]),
     )
     window = options.local_window_size
     scale = 1.0 if extras.scale is not None else validation.scale(options.scale, head_size)

@@ -151,6 +151,8 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
             specs[name] = PartitionSpec(*axes, None, None)
     if extras.scale is not None:
         specs["scale"] = PartitionSpec()
+    if extras.backward_sums is not None:
+        specs["backward_sums"] = PartitionSpec(batch_axis, None, head_axis)
     if extras.sinks is not None:
         specs["sinks"] = PartitionSpec(head_axis)
     if extras.stream is not None:

@@ -29,6 +29,7 @@ from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
+    BackwardSums,
     Extras,
     Request,
     Spec,
@@ -231,12 +232,15 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
         keys = k[:, :, 1] if by_query.packed else k
         of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2)))
         operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=dlse)
-    dq, found = query_gradients(operands_of_q, scalars, by_query)
+    asked = extras.backward_sums is not None
+    dq, found, row_sums = query_gradients(operands_of_q, scalars, by_query, row_sums=asked)
     operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None, sink=None)
     of_extras = Extras()
+    if asked:
+        of_extras = Extras(backward_sums=BackwardSums(*(x.transpose(0, 2, 1) for x in row_sums)))
     if sink is not None and extras.sinks is not None:
         dsinks = _sink_gradient(sink, found, by_query).astype(extras.sinks.dtype)
-        of_extras = Extras(sinks=dsinks)
+        of_extras = of_extras._replace(sinks=dsinks)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
         return key_gradients(operands, scalars, by_key), of_extras

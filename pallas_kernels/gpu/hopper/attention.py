@@ -75,6 +75,8 @@ def unsupported(request: Request) -> str | None:
             return f"{length} {name} (it takes multiples of {ROWS})"
     if request.mask_shape is not None:
         return "a dense mask"
+    if request.has_backward_sums:
+        return "backward_sums"
     if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
