@@ -259,23 +259,28 @@ def corrected(
       dlse: the gradient of lse, [..., T, 1]. d lse / dS = P, so it enters dS beside δ.
       spec, extras: the call.
     """
-    lacks = lacking(sums, dlse, spec, extras)
+    scale = scale_of(spec, extras)
     # Of a row that sees nothing, dlse may be anything.
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
+    lacks = _lacking(sums, dlse, scale, spec.numerics)
     if spec.numerics.delta == "after_cast":
-        unrounded = delta + row_shift(sums.shift, scale_of(spec, extras)) - dlse
+        unrounded = delta + row_shift(sums.shift, scale) - dlse
         return dq - lacks * sums.pk, Delta(delta, unrounded, lacks)
+    dq = dq - lacks * sums.pk
     delta = delta + sums.shift - dlse
-    return dq - lacks * sums.pk, Delta(delta, delta)
+    return dq, Delta(delta, delta)
+
+
+def _lacking(sums: RowSums, dlse: Array, scale: Array, numerics: Numerics) -> Array:
+    if numerics.delta == "after_cast":
+        return sums.shift - scale * dlse
+    return scale * (sums.shift - dlse)
 
 
 def lacking(sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
-    """The factor of P as rounded, that dQ takes from the dS · scale of δ₀, [..., T, 1]."""
-    scale = scale_of(spec, extras)
+    """The factor of round(P) that dQ takes from the dS · scale of δ₀, [..., T, 1]."""
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
-    if spec.numerics.delta == "after_cast":
-        return sums.shift - scale * dlse
-    return scale * (sums.shift - dlse)
+    return _lacking(sums, dlse, scale_of(spec, extras), spec.numerics)
 
 
 class QuerySums(NamedTuple):

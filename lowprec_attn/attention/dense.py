@@ -95,14 +95,14 @@ def _backward(
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
     of_q = backward.query_keys(k, spec)
     k_of_q = k if of_q is None else of_q.k
-    lacks, delta_of_q = None, delta
+    lacks, delta_of_q, asks_sums = None, delta, extras.backward_sums is not None
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
         if sink is not None:
             sums = sums.with_sink(sink, delta, spec, extras)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
-        lacks = backward.lacking(sums, dlse, spec, extras)
+        lacks = backward.lacking(sums, dlse, spec, extras) if asks_sums else None
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta_of_q = delta - dlse
@@ -124,7 +124,7 @@ def _backward(
         of_rows = sink.gradient(corrected.unrounded, given_dlse)
         dsinks = layout.sum_to_shape(of_rows, extras.sinks.shape).astype(extras.sinks.dtype)
     row_sums = None
-    if extras.backward_sums is not None:
+    if asks_sums:
         of_keys = backward.query_sums(tile, delta_of_q, spec, extras, place)
         row_sums = of_keys.of_query_gradient(lacks)
     return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks, backward_sums=row_sums))

@@ -581,17 +581,18 @@ def _query_gradients(
         return dq, pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, p_rounded)
 
     def reported(tile: _Tile, place: Place) -> tuple[Array, ...]:
-        """Of `arithmetic.backward.QuerySums`, in the units of dS."""
+        """Of `arithmetic.backward.QuerySums`, in the units of dS; the last where it is needed."""
         if row_sums is None:
             return ()
-        p_rounded = round_point(tile.behind_cap(tile.probs), "probs_bwd", place)
-        ds = _rounded_ds(queries.program, tile, of_dp, place)
-        return tuple(by_lane(jnp.sum, x) for x in (tile.probs, ds, p_rounded))
+        summed = [tile.probs, _rounded_ds(queries.program, tile, of_dp, place)]
+        if sums_rows:
+            summed.append(round_point(tile.behind_cap(tile.probs), "probs_bwd", place))
+        return tuple(by_lane(jnp.sum, x) for x in summed)
 
     zero = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
     none: tuple[Array, ...] = ()
     if row_sums is not None:
-        none = (jnp.zeros((problem.tile.query, LANES), jnp.float32),) * 3
+        none = (jnp.zeros((problem.tile.query, LANES), jnp.float32),) * (2 + sums_rows)
     lacks, of_rows = None, list[Array]()
     if sums_rows:
         lanes = jnp.zeros((problem.tile.query, LANES), jnp.float32)
@@ -621,8 +622,10 @@ def _query_gradients(
         )
         of_rows = [jnp.sum(x, axis=-1, keepdims=True) for x in sums]
     if row_sums is not None:
-        p, ds, p_rounded = of_rows
-        ds = _scaled_sum(ds if lacks is None else ds - lacks * p_rounded, problem)
+        p, ds, *p_rounded = of_rows
+        if lacks is not None:
+            ds = ds - lacks * p_rounded[0]
+        ds = _scaled_sum(ds, problem)
         for out_ref, x in zip(row_sums, (p, ds), strict=True):
             problem.store_statistics(out_ref, x[:, 0], queries.start)
     if ref.mean is not None:
