@@ -62,6 +62,18 @@ def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) 
         np.testing.assert_array_equal(result, without)
 
 
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("rule", [STANDARD, numerics.DynamicMax()], ids=str)
+@pytest.mark.parametrize("implementation", harness.KERNELS)
+def test_steps_of_several_tiles_have_the_same(implementation: str, rule: RowMax) -> None:
+    how = harness.IMPLEMENTATIONS[implementation]
+    how = dataclasses.replace(how, kv_block=2 * how.tile)
+    problem = dataclasses.replace(CASE, rows=2 * how.tile, keys=3 * how.tile, batch=1)
+    arrays = harness.inputs(problem)
+    *_, found = calls(how, problem, arrays, numerics.EXACT, rule, return_max_logit=True)
+    check(found, exact(problem, arrays), tolerance(problem, arrays))
+
+
 CASE = harness.CASES["causal_repeated_maxima"]
 ARRAYS = harness.inputs(CASE)
 HOW_TO_TRANSFORM = ("dense", "tiled", "gpu", "tpu")
