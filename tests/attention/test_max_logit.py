@@ -63,6 +63,19 @@ def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) 
 
 
 @pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str) -> None:
+    how = harness.IMPLEMENTATIONS[implementation]
+    problem = dataclasses.replace(
+        harness.CASES["both_lengths"], values="large_negative_scores", is_causal=False
+    )
+    arrays = harness.inputs(problem)
+    *_, found = calls(how, problem, arrays, numerics.EXACT, STANDARD, return_max_logit=True)
+    assert exact(problem, arrays).max() < -50
+    check(found, exact(problem, arrays), tolerance(problem, arrays))
+
+
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("rule", [STANDARD, numerics.DynamicMax()], ids=str)
 @pytest.mark.parametrize("implementation", harness.KERNELS)
 def test_steps_of_several_tiles_have_the_same(implementation: str, rule: RowMax) -> None:

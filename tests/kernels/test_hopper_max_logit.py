@@ -40,6 +40,13 @@ CASES: dict[str, tuple[Case, Numerics, RowMax]] = {
         StandardMax(),
     ),
     "below zero": (dataclasses.replace(CASE, values="large_negative_scores"), FLASH, StandardMax()),
+    "lengths, below zero": (
+        dataclasses.replace(
+            CASE, values="large_negative_scores", query_lengths=(90,), key_lengths=(150,)
+        ),
+        FLASH,
+        StandardMax(),
+    ),
     "ties": (TIES, FLASH, DynamicMax()),
     "near ties": (TIES, FLASH, DynamicMax(tolerance=0.1, beta=7)),
     "whole maximum": (TIES, MATCHED, StandardMax()),
