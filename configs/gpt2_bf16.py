@@ -96,7 +96,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.optimizer.weight_decay = 0.0
     config.optimizer.clip_norm = placeholder(float)
     config.optimizer.clip_norm = 1.0
-    config.optimizer.qk_clip = placeholder(float)  # largest |score| a head keeps; Kimi K2 has 100
+    config.optimizer.qk_clip = placeholder(float)  # largest score a head keeps; Kimi K2 has 100
 
     config.checkpoints_kept = 2
     config.eval_batches = 8

@@ -75,7 +75,7 @@ def function(kernel: str, spec: Spec, sizes: BlockSizes) -> Callable[..., Result
             return tuple(jax.tree.leaves(out))
         if kernel == "key_gradients":
             return key_gradients(operands, scalars, problem)
-        dq, found = query_gradients(operands, scalars, problem)
+        dq, found, _ = query_gradients(operands, scalars, problem)
         return dq, found.dp_offset
 
     return run

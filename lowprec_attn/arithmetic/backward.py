@@ -23,7 +23,7 @@ from lowprec_attn.arithmetic.products import (
     values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
-from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.request import BackwardSums, Extras, Spec
 from lowprec_attn.arithmetic.sinks import SinkColumn
 from lowprec_attn.numerics import Format, Numerics, round_to
 
@@ -262,13 +262,56 @@ def corrected(
     scale = scale_of(spec, extras)
     # Of a row that sees nothing, dlse may be anything.
     dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
+    lacks = _lacking(sums, dlse, scale, spec.numerics)
     if spec.numerics.delta == "after_cast":
-        after = sums.shift - scale * dlse
         unrounded = delta + row_shift(sums.shift, scale) - dlse
-        return dq - after * sums.pk, Delta(delta, unrounded, after)
-    dq = dq - scale * (sums.shift - dlse) * sums.pk
+        return dq - lacks * sums.pk, Delta(delta, unrounded, lacks)
+    dq = dq - lacks * sums.pk
     delta = delta + sums.shift - dlse
     return dq, Delta(delta, delta)
+
+
+def _lacking(sums: RowSums, dlse: Array, scale: Array, numerics: Numerics) -> Array:
+    if numerics.delta == "after_cast":
+        return sums.shift - scale * dlse
+    return scale * (sums.shift - dlse)
+
+
+def lacking(sums: RowSums, dlse: Array, spec: Spec, extras: Extras) -> Array:
+    """The factor of round(P) that dQ takes from the dS · scale of δ₀, [..., T, 1]."""
+    dlse = jnp.where(sums.p == 0, jnp.float32(0), dlse)
+    return _lacking(sums, dlse, scale_of(spec, extras), spec.numerics)
+
+
+class QuerySums(NamedTuple):
+    """Sums over keys [..., T, 1]: of P, of dS · scale as rounded, and of P as rounded.
+
+    The last two are behind a soft cap, as dQ multiplies k with them.
+    """
+
+    p: Array
+    ds: Array
+    p_rounded: Array
+
+    @classmethod
+    def zeros(cls, like: Array) -> "QuerySums":
+        """Of no key; like: a row statistic."""
+        zeros = jnp.zeros_like(like)
+        return cls(zeros, zeros, zeros)
+
+    def of_query_gradient(self, lacks: Array | None) -> BackwardSums:
+        """Of the dS that dQ has; lacks: see `lacking`, None: nothing."""
+        ds = self.ds if lacks is None else self.ds - lacks * self.p_rounded
+        return BackwardSums(self.p, ds)
+
+
+def query_sums(
+    tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place
+) -> QuerySums:
+    """Those of the keys of this tile; delta: that of the dS which dQ multiplies."""
+    p_rounded = Rounder.of(spec, extras)(tile.behind_cap(tile.p), "probs_bwd", place)
+    ds = rounded_ds(tile, delta, spec, extras, place)
+    return QuerySums(*(jnp.sum(x, axis=-1, keepdims=True) for x in (tile.p, ds, p_rounded)))
 
 
 def ds_of(tile: BackwardTile, delta: Array) -> Array:

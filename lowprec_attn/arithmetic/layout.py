@@ -11,6 +11,7 @@ There are K key heads, with G = N / K query heads each:
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -42,7 +43,7 @@ class Residuals(NamedTuple):
 def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
     """From [B, T, N, H] to arrays grouped by key head; see the module.
 
-    Mask and bias to [B|1, K|1, G|1, T, S], sinks to [1, K, G, 1, 1].
+    Mask and bias to [B|1, K|1, G|1, T, S], sinks to [1, K, G, 1, 1], row sums to [B, K, G, T, 1].
     """
     b, t, n, h = q.shape
     kv_heads = k.shape[2]
@@ -52,7 +53,12 @@ def group(q: Array, k: Array, v: Array, extras: Extras) -> Grouped:
     sinks = extras.sinks
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, n // kv_heads, 1, 1)
-    return Grouped(q, k, v, extras._replace(bias=bias, mask=mask, sinks=sinks))
+    by_group = (b, t, kv_heads, n // kv_heads, 1)
+    row_sums = jax.tree.map(
+        lambda x: x.reshape(by_group).transpose(0, 2, 3, 1, 4), extras.backward_sums
+    )
+    changed = {"bias": bias, "mask": mask, "sinks": sinks, "backward_sums": row_sums}
+    return Grouped(q, k, v, extras._replace(**changed))
 
 
 def _group_pairs(x: Array, kv_heads: int) -> Array:
@@ -60,11 +66,11 @@ def _group_pairs(x: Array, kv_heads: int) -> Array:
     return x.reshape(b, 1, 1, t, s) if n == 1 else x.reshape(b, kv_heads, n // kv_heads, t, s)
 
 
-def ungroup(o: Array, lse: Array) -> tuple[Array, Array]:
-    """O and lse back to [B, T, N, H] and [B, T, N]."""
+def ungroup(o: Array, *of_rows: Array) -> tuple[Array, ...]:
+    """O and row statistics, such as lse, back to [B, T, N, H] and [B, T, N]."""
     b, k, g, t, h = o.shape
     o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
-    return o, lse.reshape(b, k * g, t).transpose(0, 2, 1)
+    return o, *(x.reshape(b, k * g, t).transpose(0, 2, 1) for x in of_rows)
 
 
 def sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:

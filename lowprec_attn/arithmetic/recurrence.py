@@ -17,12 +17,16 @@ from lowprec_attn.numerics import MASKED, Numerics, RowMax
 
 
 class SoftmaxState(NamedTuple):
-    """Running m, l [B, K, G, T, 1] and Ō [B, K, G, T, H]; Ō′ for `saved_output='auxiliary'`."""
+    """Running m, l [B, K, G, T, 1] and Ō [B, K, G, T, H]; Ō′ for `saved_output='auxiliary'`.
+
+    `max_logit` is the largest score so far, like m, where it is kept beside it.
+    """
 
     m: Array
     l: Array
     acc: Array
     aux: Array | None
+    max_logit: Array | None = None
 
 
 class RowStatistics(NamedTuple):

@@ -2,7 +2,8 @@
 
 An implementation is a module with four functions, and may have a fifth:
 
-  attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`
+  attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`; with
+                                                     `Spec.max_logit` a third array, [B, T, N]
   unsupported(request) -> str | None                 names what it cannot serve
   keys_per_step(request) -> int                      keys of one step of its softmax
   exponent_of(request) -> str                        how it forms exponents, see `Numerics`
@@ -39,6 +40,7 @@ class Spec:
         t − left <= s <= t + right; None for all.
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
+      max_logit: the largest score of every row is returned as well, see `max_logit`.
     """
 
     numerics: Numerics
@@ -48,6 +50,7 @@ class Spec:
     is_causal: bool = False
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
+    max_logit: bool = False
 
     @property
     def scale_is_power_of_two(self) -> bool:
@@ -78,6 +81,30 @@ class RandomStream(NamedTuple):
         )
 
 
+class BackwardSums(NamedTuple):
+    """Sums over the keys of each row in the backward pass, float32 [B, T, N].
+
+    A call takes zeros, and the gradients by them are these sums, whatever the loss. They add up
+    where several calls take the same zeros.
+
+    Attributes:
+      p: Σ P of the P that the backward pass recomputes, unrounded. In exact arithmetic 1, less the
+        P of a sink, and 0 in a row that sees no key.
+      ds: Σ dS · scale as dQ multiplies k with it: rounded at `ds`, corrected as `delta` says,
+        behind a soft cap. In exact arithmetic scale · dlse · Σ P; with sinks scale · P_sink · δ
+        is added. A soft cap leaves anything.
+    """
+
+    p: Float32[Array, "B T N"]
+    ds: Float32[Array, "B T N"]
+
+    @classmethod
+    def zeros(cls, query: Any) -> "BackwardSums":
+        """What a call with these queries [B, T, N, H] takes; a packed array is not told apart."""
+        zeros = jnp.zeros(jnp.shape(query)[:-1], jnp.float32)
+        return cls(zeros, zeros)
+
+
 # Arrays of which only shape and dtype are asked.
 Shaped = Array | jax.ShapeDtypeStruct
 
@@ -94,6 +121,7 @@ class Extras(NamedTuple):
       query_segments, key_segments: a row sees the keys whose segment is its own; both or neither.
       query_offset: position among the keys of row 0, for causality and the window; None for 0.
       sinks: scores of one more column for every row of a head, without a key and with v = 0.
+      backward_sums: zeros whose gradients are sums of the backward pass.
     """
 
     bias: Float[Array, "#B #N T S"] | None = None
@@ -106,6 +134,7 @@ class Extras(NamedTuple):
     key_segments: Int32[Array, "B S"] | None = None
     query_offset: Int32[Array, "B"] | None = None
     sinks: Float[Array, "N"] | None = None
+    backward_sums: BackwardSums | None = None
 
 
 def planes(*arrays: Array) -> tuple[Array, Array, Array]:
@@ -137,6 +166,7 @@ class Request:
     has_traced_scale: bool = False
     has_query_offset: bool = False
     has_sinks: bool = False
+    has_backward_sums: bool = False
     value_size: int | None = None
     checks_vma: bool = False
     platform: str | None = None
@@ -158,6 +188,7 @@ class Request:
             has_traced_scale=extras.scale is not None,
             has_query_offset=extras.query_offset is not None,
             has_sinks=extras.sinks is not None,
+            has_backward_sums=extras.backward_sums is not None,
             value_size=None if v is None else v.shape[-1],
             checks_vma=checks_varying_types(),
         )
@@ -196,7 +227,12 @@ def unsupported_row_sums(request: Request) -> str | None:
 
 
 def unsupported_variants(request: Request) -> str | None:
-    """A soft cap, sinks or values of another head size, for implementations without them."""
+    """Sums of the backward pass, a soft cap, sinks or values of another head size.
+
+    For implementations without them.
+    """
+    if request.has_backward_sums:
+        return "backward_sums"
     if (cap := request.spec.soft_cap) is not None:
         return f"logits_soft_cap={cap}"
     if request.value_size not in (None, request.q_shape[-1]):

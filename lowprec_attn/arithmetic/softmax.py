@@ -89,11 +89,12 @@ def initial_state(q: Array, v: Array, spec: Spec, extras: Extras) -> SoftmaxStat
     row = jnp.zeros_like(q, jnp.float32, (b, k, g, t, 1))
     acc = jnp.zeros_like(q, jnp.float32, (b, k, g, t, v.shape[-1]))
     aux = acc if spec.numerics.saved_output == "auxiliary" else None
+    max_logit = jnp.full_like(row, UNSEEN) if spec.max_logit else None
     if extras.sinks is not None:
         start = sinks.start_of_rows(extras.sinks, score_unit(spec, extras), spec)
         m, l = (jnp.broadcast_to(x, row.shape) for x in start)
-        return SoftmaxState(m, l, acc, aux)
-    return SoftmaxState(jnp.full_like(row, UNSEEN), row, acc, aux)
+        return SoftmaxState(m, l, acc, aux, max_logit)
+    return SoftmaxState(jnp.full_like(row, UNSEEN), row, acc, aux, max_logit)
 
 
 def is_empty(m: Array) -> Array:
@@ -157,7 +158,11 @@ def softmax_step(
     if aux is not None:
         float32 = get_format("float32")
         aux = alpha * aux + seen_dot("bkgts,bksh->bkgth", p, v, float32, format_of(v), seen)
-    return SoftmaxState(m, l, acc, aux)
+    max_logit = state.max_logit
+    if max_logit is not None:
+        of_step = jnp.max(lax.stop_gradient(s), axis=-1, keepdims=True)
+        max_logit = jnp.maximum(max_logit, of_step)
+    return SoftmaxState(m, l, acc, aux, max_logit)
 
 
 def _running_max(n: Numerics, rule: RowMax, s: Array, m: Array, unit: float) -> Array:
@@ -173,13 +178,20 @@ def _running_max(n: Numerics, rule: RowMax, s: Array, m: Array, unit: float) -> 
 class Output(NamedTuple):
     """O as handed on, the O that δ sees (None: not kept), and lse [B, K, G, T].
 
-    `apart`, [B, K, G, T, 1], is what P is formed from where that is not lse.
+    `apart`, [B, K, G, T, 1], is what P is formed from where that is not lse. `max_logit`,
+    [B, K, G, T], is the largest score, where it was asked for.
     """
 
     o: Array
     o_saved: Array | None
     lse: Array
     apart: tuple[Array, Array] | None = None
+    max_logit: Array | None = None
+
+    @property
+    def of_rows(self) -> tuple[Array, ...]:
+        """lse, and the largest score where it was asked for."""
+        return (self.lse,) if self.max_logit is None else (self.lse, self.max_logit)
 
     @property
     def statistics(self) -> RowStatistics:
@@ -225,4 +237,7 @@ def finish(state: SoftmaxState, spec: Spec, extras: Extras, rows: Array, dtype: 
     if exists is not None:
         lse = jnp.where(exists, lse, -jnp.inf)
     apart = m_and_inverse_l(state.m, l, empty) if n.statistics == "m_and_l" else None
-    return Output(o, saved, lse[..., 0], apart)
+    max_logit = None
+    if state.max_logit is not None:
+        max_logit = (state.max_logit * jnp.float32(score_unit(spec, extras)))[..., 0]
+    return Output(o, saved, lse[..., 0], apart, max_logit)

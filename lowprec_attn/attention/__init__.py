@@ -11,6 +11,7 @@ implementations in plain JAX: `tiled`, `dense`, and the textbook formula, `refer
 with `arithmetic`; the kernels of `pallas_kernels` are reached through `dispatch` alone.
 """
 
+from lowprec_attn.arithmetic.request import BackwardSums
 from lowprec_attn.attention.dispatch import (
     IMPLEMENTATIONS,
     UnsupportedError,
@@ -24,6 +25,7 @@ from lowprec_attn.attention.target import compiled_for, explanation
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "BackwardSums",
     "UnsupportedError",
     "attention_fn",
     "compiled_for",

@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
@@ -48,19 +48,22 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(q, k, v, extras, spec)[0]
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], layout.Residuals]:
+) -> tuple[tuple[Array, ...], layout.Residuals]:
     place, s, seen, _ = _scores(q, k, extras, spec)
     start = softmax.initial_state(q, v, spec, extras)
     state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
@@ -68,14 +71,14 @@ def _forward(
     state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
     inputs = layout.Grouped(q, k, v, extras)
-    return (out.o, out.lse), layout.Residuals(inputs, out.o_saved, out.statistics)
+    return (out.o, *out.of_rows), layout.Residuals(inputs, out.o_saved, out.statistics)
 
 
 def _backward(
-    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: layout.Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Extras]:
     q, k, v, extras = res.inputs
-    do, dlse = cotangents
+    do, dlse, *_ = cotangents
     place, s, seen, slope = _scores(q, k, extras, spec)
     n, dlse, sink = spec.numerics, dlse[..., None], None
     given_dlse = dlse
@@ -92,15 +95,17 @@ def _backward(
         delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
     of_q = backward.query_keys(k, spec)
     k_of_q = k if of_q is None else of_q.k
+    lacks, delta_of_q, asks_sums = None, delta, extras.backward_sums is not None
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
         if sink is not None:
             sums = sums.with_sink(sink, delta, spec, extras)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
         dq, corrected = backward.corrected(dq, sums, delta, dlse, spec, extras)
+        lacks = backward.lacking(sums, dlse, spec, extras) if asks_sums else None
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-        delta = delta - dlse
+        delta = delta_of_q = delta - dlse
         corrected = backward.Delta(delta, delta)
         dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
     if of_q is not None:
@@ -118,7 +123,11 @@ def _backward(
     if sink is not None and extras.sinks is not None:
         of_rows = sink.gradient(corrected.unrounded, given_dlse)
         dsinks = layout.sum_to_shape(of_rows, extras.sinks.shape).astype(extras.sinks.dtype)
-    return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks))
+    row_sums = None
+    if asks_sums:
+        of_keys = backward.query_sums(tile, delta_of_q, spec, extras, place)
+        row_sums = of_keys.of_query_gradient(lacks)
+    return (*rounded, Extras(bias=dbias, scale=dscale, sinks=dsinks, backward_sums=row_sums))
 
 
 _attend.defvjp(_forward, _backward)

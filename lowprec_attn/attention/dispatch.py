@@ -7,6 +7,7 @@ import logging
 from types import ModuleType
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -173,8 +174,11 @@ def _log_choice(names: tuple[tuple[str, str], ...], numerics: Numerics) -> None:
     _log.info("attention: %s for %s", choice, numerics)
 
 
-def compute(call: Call) -> tuple[Array, Array]:
-    """One call per part, heads put back in order."""
+def compute(call: Call) -> tuple[Array, ...]:
+    """O, lse and, where `Spec.max_logit` asks for it, the largest score of every head [B, N].
+
+    One call per part, heads put back in order.
+    """
     arrays, extras = vary_alike((call.arrays, call.extras))
     call = call._replace(arrays=arrays, extras=extras)
     if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
@@ -182,13 +186,15 @@ def compute(call: Call) -> tuple[Array, Array]:
     results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
     order = np.argsort([head for part in call.parts for head in part.heads])
     # Parts may hand on O in different formats; the widest one holds them all.
-    dtypes = {out.dtype for out, _ in results}
+    out, lse, *max_logit = zip(*results, strict=True)
+    dtypes = {x.dtype for x in out}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
-    out = jnp.concatenate([out.astype(dtype) for out, _ in results], axis=2)[:, :, order]
-    return out, jnp.concatenate([lse for _, lse in results], axis=2)[:, :, order]
+    o = jnp.concatenate([x.astype(dtype) for x in out], axis=2)[:, :, order]
+    of_heads = [jnp.concatenate(x, axis=1)[:, order] for x in max_logit]
+    return o, jnp.concatenate(lse, axis=2)[:, :, order], *of_heads
 
 
-def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, Array]:
+def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, ...]:
     """The part's implementation; where platforms differ, chosen when the call is lowered."""
     by_platform = {
         platform: functools.partial(_attend, IMPLEMENTATIONS[name], part.spec)
@@ -201,7 +207,7 @@ def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, 
 
 def _attend(
     module: ModuleType, spec: Spec, arrays: tuple[Array, ...], extras: Extras
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     seen = None
     if module not in (tiled, dense):  # these drop every hidden pair by themselves
         q, k, _ = planes(*arrays)
@@ -210,15 +216,16 @@ def _attend(
     if seen is not None:
         arrays = seen.clean(arrays)
     if len(arrays) == 1 and hasattr(module, "packed_attention"):
-        result = module.packed_attention(*arrays, extras, spec)
+        o, lse, *of_rows = module.packed_attention(*arrays, extras, spec)
     else:
-        result = module.attention(*planes(*arrays), extras, spec)
+        o, lse, *of_rows = module.attention(*planes(*arrays), extras, spec)
+    max_logit = [jnp.max(lax.stop_gradient(x), axis=1) for x in of_rows]
     if seen is None:
-        return result
-    o, lse = seen.without_gradients(*result)
+        return o, lse, *max_logit
+    o, lse = seen.without_gradients(o, lse)
     if extras.sinks is not None:  # the one gradient that a row without keys passes on
         lse = jnp.where(seen.rows, lse, _lse_without_keys(extras, lse))
-    return o, lse
+    return o, lse, *max_logit
 
 
 def _lse_without_keys(extras: Extras, lse: Array) -> Array:
@@ -243,5 +250,8 @@ def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...]
     if stream is not None:
         stream = stream._replace(head=stream.head[query_heads])
     sinks = None if extras.sinks is None else extras.sinks[query_heads]
-    extras = extras._replace(bias=bias, mask=mask, stream=stream, sinks=sinks)
+    row_sums = jax.tree.map(lambda x: x[:, :, query_heads], extras.backward_sums)
+    extras = extras._replace(
+        bias=bias, mask=mask, stream=stream, sinks=sinks, backward_sums=row_sums
+    )
     return (q[:, :, query_heads], k[:, :, kv_heads], v[:, :, kv_heads]), extras

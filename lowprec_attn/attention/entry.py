@@ -10,10 +10,17 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Float32, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
-from lowprec_attn.arithmetic.request import Extras, RandomStream, Request, Spec, planes
+from lowprec_attn.arithmetic.request import (
+    BackwardSums,
+    Extras,
+    RandomStream,
+    Request,
+    Spec,
+    planes,
+)
 from lowprec_attn.attention import validation
 from lowprec_attn.attention.dispatch import Call, Part, compute, resolve_by_platform
 from lowprec_attn.attention.tap import tapped
@@ -40,13 +47,15 @@ def dot_product_attention(
     query_segment_ids: Int[ArrayLike, "B T"] | None = None,
     key_value_segment_ids: Int[ArrayLike, "B S"] | None = None,
     sinks: Float[ArrayLike, " N"] | None = None,
+    backward_sums: BackwardSums | None = None,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH,
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     rng_key: Key[Array, ""] | None = None,
     implementation: str | None = None,
     block_sizes: Hashable = None,
     return_residual: bool = False,
-) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
+    return_max_logit: bool = False,
+) -> Float[Array, "B T N V"] | tuple[Array, ...]:
     """O = softmax(q kᵀ · scale + bias) v, with the roundings of `numerics`.
 
     Takes the arguments of `jax.nn.dot_product_attention`, by position and by name.
@@ -101,6 +110,8 @@ def dot_product_attention(
         dlse. A row beyond `query_seq_lengths` has lse = −inf. A sink of −inf has no effect. The
         gradient is summed in float32. `hopper`, `gpu`, `tiled` and `dense` serve it. It excludes
         `mean_key='subtracted'`.
+      backward_sums: `BackwardSums.zeros(query)`. Its gradients are the row sums of P and dS in the
+        backward pass. `gpu`, `tiled` and `dense` serve it.
       numerics: a `Numerics`, or the name of a preset such as `'flash'`, for all heads, or one per
         query head. Query heads that share a key head must agree. It may also be a sequence of
         `arithmetic.heads.HeadGroup`, which hold the row-max rules as well. Presets round to
@@ -116,10 +127,14 @@ def dot_product_attention(
       block_sizes: tile sizes of that implementation, such as `tiled.BlockSizes`. They never change
         what is rounded where.
       return_residual: return lse = log rowsum exp(scores) as well, float32 [B, T, N].
+      return_max_logit: return the largest score of every head as well, float32 [B, N]: after scale,
+        soft cap, bias and mask, before the sinks, and signed, as Kimi K2's QK-clip takes it. It is
+        −inf if no row of the head sees a key. It has no gradient. Where rows or keys are split over
+        a mesh axis of yours, take `jax.lax.pmax` of it.
 
     Returns:
-      O, or (O, lse). O has q's dtype, or float32 if q's dtype cannot hold the format of
-      `numerics.output`.
+      O; (O, lse), (O, max_logit) or (O, lse, max_logit). O has q's dtype, or float32 if q's dtype
+      cannot hold the format of `numerics.output`.
 
     Raises:
       ValueError: a shape, dtype or option is wrong, or an array is split over an explicit mesh
@@ -138,11 +153,18 @@ def dot_product_attention(
     options = Options(*(given[name] for name in Options._fields))
     call, unbatched = prepare((query, key, value, bias, mask), options)
     validation.unsharded(call.arrays, implementation)
-    out, lse = compute(call)
-    out = tapped(call, out)
+    out, *others = compute(call)
+    results = tapped(call, out), *others
     if unbatched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+        results = tuple(x[0] for x in results)
+    return returned(results, return_residual=return_residual)
+
+
+def returned(results: tuple[Array, ...], *, return_residual: bool) -> Array | tuple[Array, ...]:
+    """What a call gives of O, lse and max logits, if there are any."""
+    out, lse, *max_logit = results
+    residual = (lse,) if return_residual else ()
+    return (out, *residual, *max_logit) if residual or max_logit else out
 
 
 class Options(NamedTuple):
@@ -161,11 +183,13 @@ class Options(NamedTuple):
     query_segment_ids: Any = None
     key_value_segment_ids: Any = None
     sinks: Any = None
+    backward_sums: BackwardSums | None = None
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup] = FLASH
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax()
     rng_key: Key[Array, ""] | None = None
     implementation: str | None = None
     block_sizes: Hashable = None
+    return_max_logit: bool = False
 
 
 def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[Call, bool]:
@@ -229,6 +253,7 @@ def _validated(
         *validation.segments(segments[0], segments[1], (batch, rows), (batch, keys)),
         offset,
         validation.sinks(options.sinks, heads),
+        validation.backward_sums(options.backward_sums, (batch, rows, heads)[int(unbatched) :]),
     )
     window = options.local_window_size
     scale = 1.0 if extras.scale is not None else validation.scale(options.scale, head_size)
@@ -239,6 +264,7 @@ def _validated(
         is_causal=is_causal,
         window=validation.window(window, rows, keys, offset=offset is not None),
         block_sizes=options.block_sizes,
+        max_logit=options.return_max_logit,
     )
     return extras, spec
 

@@ -49,6 +49,11 @@ class Forward:
     o: Float64[np.ndarray, "B T N V"]
     lse: Float64[np.ndarray, "B T N"]
 
+    @property
+    def max_logit(self) -> Float64[np.ndarray, "B N"]:
+        """The largest score of every head; −inf where no row sees a key."""
+        return self.s.max(axis=(2, 3))
+
 
 @dataclasses.dataclass(frozen=True)
 class Backward:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, RandomStream, planes
 from lowprec_attn.attention.dispatch import Call, compute
-from lowprec_attn.attention.entry import Options, prepare
+from lowprec_attn.attention.entry import Options, prepare, returned
 from lowprec_attn.attention.tap import tapped
 
 
@@ -36,7 +36,7 @@ def sharded(
         if axis is not None and axis not in mesh.axis_names:
             raise ValueError(f"the mesh has no axis {axis!r}; its axes are {mesh.axis_names}")
 
-    def run(call: Call) -> tuple[Array, Array]:
+    def run(call: Call) -> tuple[Array, ...]:
         _check_divides(mesh, batch_axis, head_axis, call)
         heads = PartitionSpec(batch_axis, None, head_axis, None)
         packed = PartitionSpec(batch_axis, None, None, head_axis, None)
@@ -44,11 +44,14 @@ def sharded(
             (packed,) if len(call.arrays) == 1 else (heads,) * 3,
             _extras_specs(call.extras, batch_axis, head_axis),
         )
+        out_specs = [heads, PartitionSpec(batch_axis, None, head_axis)]
+        if call.parts[0].spec.max_logit:
+            out_specs.append(PartitionSpec(batch_axis, head_axis))
         over_shards = jax.shard_map(
             lambda arrays, extras: compute(Call(arrays, extras, call.parts)),
             mesh=mesh,
             in_specs=in_specs,
-            out_specs=(heads, PartitionSpec(batch_axis, None, head_axis)),
+            out_specs=tuple(out_specs),
             check_vma=False,  # Pallas calls carry no varying-axes types
         )
         arrays = (call.arrays, call.extras)
@@ -60,7 +63,7 @@ def sharded(
     return _attention_by(run)
 
 
-def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array]]:
+def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, ...]]:
     """`dot_product_attention` for code that runs under `jax.shard_map` already.
 
     The kernels need a `jax.shard_map` with `check_vma=False`. Under its default, `check_vma=True`,
@@ -76,7 +79,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
       axis.
     """
 
-    def run(call: Call) -> tuple[Array, Array]:
+    def run(call: Call) -> tuple[Array, ...]:
         stream = call.extras.stream
         if stream is not None:
             start = jax.lax.axis_index(batch_axis) * jnp.int32(stream.batch.size)
@@ -87,7 +90,7 @@ def within_shard(*, batch_axis: str) -> Callable[..., Array | tuple[Array, Array
     return _attention_by(run)
 
 
-def _attention_by(run: Callable[[Call], tuple[Array, Array]]) -> Callable[..., Any]:
+def _attention_by(run: Callable[[Call], tuple[Array, ...]]) -> Callable[..., Any]:
     """`dot_product_attention` with its validated call computed by `run`."""
 
     def attend(
@@ -97,12 +100,11 @@ def _attention_by(run: Callable[[Call], tuple[Array, Array]]) -> Callable[..., A
         bias: Any = None,
         mask: Any = None,
         **options: Any,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Array | tuple[Array, ...]:
         return_residual = options.pop("return_residual", False)
         call = _batched(*prepare((query, key, value, bias, mask), Options(**options)))
-        out, lse = run(call)
-        out = tapped(call, out)
-        return (out, lse) if return_residual else out
+        out, *others = run(call)
+        return returned((tapped(call, out), *others), return_residual=return_residual)
 
     return attend
 
@@ -149,6 +151,8 @@ def _extras_specs(extras: Extras, batch_axis: str | None, head_axis: str | None)
             specs[name] = PartitionSpec(*axes, None, None)
     if extras.scale is not None:
         specs["scale"] = PartitionSpec()
+    if extras.backward_sums is not None:
+        specs["backward_sums"] = PartitionSpec(batch_axis, None, head_axis)
     if extras.sinks is not None:
         specs["sinks"] = PartitionSpec(head_axis)
     if extras.stream is not None:

@@ -13,14 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import RowStatistics, SoftmaxState, keep_unvisited
-from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_in_tiles
+from lowprec_attn.arithmetic.request import (
+    BackwardSums,
+    Extras,
+    Request,
+    Spec,
+    unsupported_in_tiles,
+)
 from lowprec_attn.arithmetic.transforms import differentiated_as
 
 DEFAULT_KV_BLOCK = 256
@@ -69,19 +75,22 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale + bias) v and lse; roundings as `spec.numerics` says."""
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale + bias) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    """
     return layout.ungroup(*_attend(*layout.group(q, k, v, extras), spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(q, k, v, extras, spec)[0]
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
-) -> tuple[tuple[Array, Array], layout.Residuals]:
+) -> tuple[tuple[Array, ...], layout.Residuals]:
     inputs = layout.Grouped(q, k, v, extras)
     grid = _grid(inputs, spec, backward=False, every_block=every_block)
     tiles = grid.pad(inputs)
@@ -105,14 +114,15 @@ def _forward(
         return softmax.finish(state, spec, extras, rows, q.dtype)
 
     out = lax.map(query_tile, jnp.arange(grid.q_tiles))
-    o, lse = grid.unpad_rows(out.o), grid.unpad_rows(out.lse[..., None])[..., 0]
+    o = grid.unpad_rows(out.o)
+    of_rows = [grid.unpad_rows(x[..., None])[..., 0] for x in out.of_rows]
     saved = None
     if out.o_saved is not None:
         saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
-    statistics = RowStatistics(lse[..., None])
+    statistics = RowStatistics(of_rows[0][..., None])
     if out.apart is not None:
         statistics = RowStatistics(*map(grid.unpad_rows, out.apart))
-    return (o, lse), layout.Residuals(inputs, saved, statistics)
+    return (o, *of_rows), layout.Residuals(inputs, saved, statistics)
 
 
 class _Sums(NamedTuple):
@@ -201,32 +211,54 @@ class _BackwardRows(NamedTuple):
             self.do, o, rows, self.spec, self.tiles.extras, self.tiles.q.dtype
         )
 
-    def corrected(self, delta: Array) -> tuple[Array, backward.Delta]:
-        """dQ, and what dS has in dK, of δ₀: a pass over the keys of its own."""
+    def corrected(self, delta: Array) -> tuple[Array, backward.Delta, BackwardSums | None]:
+        """dQ, what dS has in dK, and sums of rows, of δ₀: a pass over the keys of its own."""
         extras = self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             k = self.k_of_q(k, j)
             sums = backward.row_sums(tile, delta, k, self.spec, extras, place)
             dq = self.query_gradient(tile, delta, k, place)
-            return jax.tree.map(jnp.add, total, (dq, sums))
+            return jax.tree.map(jnp.add, total, (dq, sums, self.reported(tile, delta, place)))
 
         zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
-        dq, sums = self.over_keys(add, (zero, backward.RowSums(row, row, zero)))
+        start = zero, backward.RowSums(row, row, zero), self.nothing_reported()
+        dq, sums, reported = self.over_keys(add, start)
         if self.sink is not None:
             sums = sums.with_sink(self.sink, delta, self.spec, extras)
-        return backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
+        dq, in_dk = backward.corrected(dq, sums, delta, self.dlse, self.spec, extras)
+        if reported is None:
+            return dq, in_dk, None
+        lacks = backward.lacking(sums, self.dlse, self.spec, extras)
+        return dq, in_dk, reported.of_query_gradient(lacks)
+
+    def reported(
+        self, tile: backward.BackwardTile, delta: Array, place: Place
+    ) -> backward.QuerySums | None:
+        """The row sums of a block that the call asks for; delta: that of dQ."""
+        extras = self.tiles.extras
+        if extras.backward_sums is None:
+            return None
+        return backward.query_sums(tile, delta, self.spec, extras, place)
+
+    def nothing_reported(self) -> backward.QuerySums | None:
+        """The same of no block."""
+        asked = self.tiles.extras.backward_sums is not None
+        return backward.QuerySums.zeros(self.dlse) if asked else None
 
     def gradients(
         self, sums: _Sums, delta: backward.Delta, dq: Array | None
-    ) -> tuple[_Sums, Array]:
-        """The sums with this tile's contributions, and its dQ where that is not known yet."""
+    ) -> tuple[_Sums, Array, BackwardSums | None]:
+        """The sums with this tile's contributions; its dQ and row sums if dQ is not known yet."""
         grid, extras = self.grid, self.tiles.extras
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
-            sums, dq_sum = total
+            sums, dq_sum, reported = total
             if dq_sum is not None:
                 dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, self.k_of_q(k, j), place)
+            if reported is not None:
+                of_block = self.reported(tile, delta.rounded, place)
+                reported = jax.tree.map(jnp.add, reported, of_block)
             dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
             ds, dbias, dscale = backward.ds_of(tile, delta.unrounded), sums.dbias, sums.dscale
             if dbias is not None:
@@ -234,22 +266,24 @@ class _BackwardRows(NamedTuple):
             if dscale is not None:
                 dscale = dscale + backward.scale_gradient(tile, delta.unrounded, self.q, k)
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
-            return _Sums(dk, dv, dbias, dscale, sums.dsinks), dq_sum
+            return _Sums(dk, dv, dbias, dscale, sums.dsinks), dq_sum, reported
 
         start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
-        sums, dq_sum = self.over_keys(add, (sums, start))
-        return sums, self.finished(dq_sum if dq is None else dq)
+        nothing = self.nothing_reported() if dq is None else None
+        sums, dq_sum, reported = self.over_keys(add, (sums, start, nothing))
+        of_rows = None if reported is None else reported.of_query_gradient(None)
+        return sums, self.finished(dq_sum if dq is None else dq), of_rows
 
 
 def _backward(
     spec: Spec,
     res: layout.Residuals,
-    cotangents: tuple[Array, Array],
+    cotangents: tuple[Array, ...],
     *,
     every_block: bool = False,
 ) -> tuple[Array, Array, Array, Extras]:
     k, extras = res.inputs.k, res.inputs.extras
-    do, dlse = cotangents
+    do, dlse, *_ = cotangents
     grid = _grid(res.inputs, spec, backward=True, every_block=every_block)
     tiles = grid.pad(res.inputs)
     do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
@@ -264,7 +298,7 @@ def _backward(
     if of_q is not None:
         of_q = of_q._replace(k=grid.pad_keys(of_q.k))
 
-    def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, Array]:
+    def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, tuple[Array, BackwardSums | None]]:
         q, do_tile, statistics, dlse_tile = jax.tree.map(
             lambda x: grid.query_rows(x, i),
             (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
@@ -282,12 +316,14 @@ def _backward(
             return sums._replace(dsinks=dsinks)
 
         if spec.numerics.delta in backward.SUMS_ROWS:
-            dq, corrected = queries.corrected(delta)
-            return queries.gradients(with_dsinks(corrected), corrected, dq)
+            dq, corrected, of_rows = queries.corrected(delta)
+            sums, dq, _ = queries.gradients(with_dsinks(corrected), corrected, dq)
+            return sums, (dq, of_rows)
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
         delta = delta - queries.dlse
         unshifted = backward.Delta(delta, delta)
-        return queries.gradients(with_dsinks(unshifted), unshifted, None)
+        sums, dq, of_rows = queries.gradients(with_dsinks(unshifted), unshifted, None)
+        return sums, (dq, of_rows)
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
     dbias, dscale, dsinks = (
@@ -295,7 +331,7 @@ def _backward(
         for x in (tiles.extras.bias, tiles.extras.scale, tiles.extras.sinks)
     )
     sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale, dsinks)
-    sums, dq = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
+    sums, (dq, of_rows) = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
 
     keys = k.shape[-2]
     dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
@@ -305,7 +341,9 @@ def _backward(
         dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
     if extras.sinks is not None and sums.dsinks is not None:
         dsinks = sums.dsinks.astype(extras.sinks.dtype)
-    return (*rounded, Extras(bias=dbias, scale=sums.dscale, sinks=dsinks))
+    row_sums = jax.tree.map(grid.unpad_rows, of_rows)
+    d_extras = Extras(bias=dbias, scale=sums.dscale, sinks=dsinks, backward_sums=row_sums)
+    return (*rounded, d_extras)
 
 
 # A loop that ends at the causal diagonal or a window has a traced length, so JAX has no reverse

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from lowprec_attn.arithmetic.heads import HeadGroup, group_heads
+from lowprec_attn.arithmetic.request import BackwardSums
 from lowprec_attn.numerics import (
     DynamicMax,
     LazyMax,
@@ -268,6 +269,24 @@ def _real_number(name: str, value: object) -> float:
     if not np.isfinite(rounded) or (exact != 0 and rounded == 0):
         raise ValueError(f"{name} must be a finite number that float32 can hold, got {value!r}")
     return exact
+
+
+def backward_sums(value: BackwardSums | None, shape: tuple[int, ...]) -> BackwardSums | None:
+    """Two float32 arrays [B, T, N], or None; `shape` may lack the batch axis.
+
+    Raises:
+      ValueError: something else.
+    """
+    if value is None:
+        return None
+    arrays = [jnp.asarray(x) for x in value] if isinstance(value, BackwardSums) else []
+    if not arrays or any(x.shape != shape or x.dtype != jnp.float32 for x in arrays):
+        told = ", ".join(f"{x.dtype}{x.shape}" for x in arrays) or type(value).__name__
+        raise ValueError(
+            f"backward_sums must be BackwardSums of float32{shape}, as BackwardSums.zeros(query) "
+            f"gives them, got {told}"
+        )
+    return BackwardSums(*(x if x.ndim == 3 else x[None] for x in arrays))
 
 
 def sinks(value: ArrayLike | None, heads: int) -> Array | None:

@@ -30,10 +30,32 @@ class Attend:
       function: `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
       packed: whether one product forms q, k and v, and its result is handed over as it is. It is
         for kernels that read it so: others would have to copy it apart.
+      max_logit: whether it returns the largest scores as well.
     """
 
     function: Callable[..., Any]
     packed: bool = False
+    max_logit: bool = False
+
+    def __call__(self, *qkv: Array, tap: Array | None, **options: Any) -> "Given":
+        """Calls the function; a tap, if there is one, is added to O."""
+        if tap is not None:
+            options["return_residual"] = True
+        if self.max_logit:
+            options["return_max_logit"] = True
+        given = self.function(*qkv, **options)
+        o, *others = given if isinstance(given, tuple) else (given,)
+        lse = None if tap is None else others.pop(0)
+        o = o if tap is None else o + tap.astype(o.dtype)
+        return Given(o, lse, others[0] if self.max_logit else None)
+
+
+class Given(NamedTuple):
+    """What attention gives: O, lse where there is a tap, the largest scores where asked for."""
+
+    o: Array
+    lse: Array | None
+    max_logit: Array | None
 
 
 class LayerRecord(NamedTuple):
@@ -46,6 +68,7 @@ class LayerRecord(NamedTuple):
       residual: the residual stream after the layer, [B, T, d].
       lse: log of the row sums of exp(scores), float32 [B, T, N]; None without a tap.
       projected: x W_Q, where q follows from it through a norm or a rotation; see `query_of`.
+      max_logit: the largest score of every head, float32 [B, N], where it was asked for.
     """
 
     x: Array
@@ -56,6 +79,7 @@ class LayerRecord(NamedTuple):
     residual: Array
     lse: Array | None = None
     projected: Array | None = None
+    max_logit: Array | None = None
 
 
 class Attended(NamedTuple):
@@ -65,8 +89,7 @@ class Attended(NamedTuple):
     q: Array
     k: Array
     v: Array
-    o: Array
-    lse: Array | None
+    given: Given
     projected: Array | None
 
 
@@ -134,14 +157,6 @@ def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..
         return init(of_rows, shape, dtype) + dtype(size) * signs
 
     return rows
-
-
-def tapped(o: Any, tap: Array | None) -> tuple[Array, Array | None]:
-    """O + tap and lse of what attention gives with a tap, O and lse; without one O alone."""
-    if tap is None:
-        return o, None
-    o, lse = o
-    return o + tap.astype(o.dtype), lse
 
 
 @jax.custom_vjp
@@ -223,17 +238,11 @@ class CausalSelfAttention(nnx.Module):
             if self.scale_placement == "qk":
                 qkv, scale = _scaled_qk(qkv, math.sqrt(scale)), 1.0
         with jax.named_scope("attention"):
-            o = attend.function(
-                *qkv,
-                is_causal=True,
-                scale=scale,
-                numerics=self.arithmetic,
-                rng_key=key,
-                return_residual=tap is not None,
+            given = attend(
+                *qkv, tap=tap, is_causal=True, scale=scale, numerics=self.arithmetic, rng_key=key
             )
-        o, lse = tapped(o, tap)
         with jax.named_scope("projections"):
-            return Attended(self.out(o.reshape(b, t, d)), *planes(*qkv), o, lse, projected)
+            return Attended(self.out(given.o.reshape(b, t, d)), *planes(*qkv), given, projected)
 
     def _projections(self, x: Array) -> tuple[Array, Array, Array]:
         """q, k and v [B, T, N, H] by three products."""
@@ -318,8 +327,8 @@ class Block(nnx.Module):
             y = self.mlp(x_2)
         # Only the record holds this sum: XLA drops it where no record is read.
         after = residual + y.astype(jnp.float32)
-        q, k, v, o, lse, projected = attended[1:]
-        return residual, y, LayerRecord(x, q, k, v, o, after, lse, projected)
+        q, k, v, (o, lse, max_logit), projected = attended[1:]
+        return residual, y, LayerRecord(x, q, k, v, o, after, lse, projected, max_logit)
 
     def mlp(self, x: Array) -> Array:
         """The second half of the block, [B, T, d]."""

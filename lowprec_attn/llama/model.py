@@ -23,7 +23,6 @@ from lowprec_attn.gpt2.model import (
     init_std,
     linear,
     require_shape,
-    tapped,
     three_times,
 )
 from lowprec_attn.gpt2.settings import AttentionSettings
@@ -82,7 +81,7 @@ class LlamaAttention(nnx.Module):
                 for array, norm in zip((projected, k), norms, strict=True)
             )
         with jax.named_scope("attention"):
-            o = attend.function(
+            given = attend(
                 q,
                 k,
                 v,
@@ -92,11 +91,10 @@ class LlamaAttention(nnx.Module):
                 sinks=self.sinks[...] if of.sinks else None,
                 numerics=self.arithmetic,
                 rng_key=key,
-                return_residual=tap is not None,
+                tap=tap,
             )
-        o, lse = tapped(o, tap)
         with jax.named_scope("projections"):
-            return Attended(self.out(o.reshape(b, t, -1)), q, k, v, o, lse, projected)
+            return Attended(self.out(given.o.reshape(b, t, -1)), q, k, v, given, projected)
 
 
 class LlamaBlock(Block):

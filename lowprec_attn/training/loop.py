@@ -334,7 +334,7 @@ class Loop:
         return EXIT_DONE
 
 
-_RECORDED = ("loss", "grad_norm", "lr", "heads_clipped")
+_RECORDED = ("loss", "grad_norm", "lr", "heads_clipped", "max_logit")
 
 
 class _UndoneError(Exception):

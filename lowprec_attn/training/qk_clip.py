@@ -1,9 +1,9 @@
 """QK-clip: W_Q and W_K of a head shrink where its scores are too large.
 
-Kimi K2 (arXiv 2507.20534, algorithm 1, with α = 1/2 and |score| in the place of the score): after
-the update of a step, where the largest |score| of a head exceeds τ, its columns of W_Q and W_K are
-multiplied by √(τ / that score), and its biases if there are any. So its scores on the same inputs
-are at most τ.
+Kimi K2 (arXiv 2507.20534, algorithm 1, with α = 1/2): after the update of a step, where the largest
+score of a head exceeds τ, its columns of W_Q and W_K are multiplied by √(τ / that score), and its
+biases if there are any. So its scores on the same inputs are at most τ. As there, the score is
+signed: what shrinks is a score that takes the weight of a row, not one that leaves it.
 
 The largest score is that of the forward pass of the same step: all its sequences, the weights
 before the update. A step's update can therefore lead beyond τ until the step after.
@@ -22,12 +22,25 @@ from lowprec_attn.training.models import score_scale
 from lowprec_attn.training.settings import Model
 
 
-def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[Array, "L N"]:
-    """max |q_i · k_j| · scale over all sequences and j ≤ i, for every head of every layer.
+def asks_attention(settings: Model) -> bool:
+    """Whether the largest scores come from attention itself, which has them at hand.
 
-    Products have the operands of the attention and float32 sums; the point `scores` does not round
-    them. Cost: 2·B·N·T²·H FLOP a layer, without causal skipping; memory for N·T² scores.
+    A soft cap stands between them and W_Q and W_K: what it has rounded to the cap is lost.
     """
+    return settings.soft_cap is None
+
+
+def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[Array, "L N"]:
+    """max q_i · k_j · scale over all sequences and j ≤ i, for every head of every layer.
+
+    Where attention has returned it, it is that one, as rounded at `scores`. Elsewhere products have
+    the operands of the attention and float32 sums; `scores` does not round them, and they are taken
+    before a soft cap. Cost: 2·B·N·T²·H FLOP a layer, without causal skipping; memory for N·T²
+    scores.
+    """
+    given = [record.max_logit for record in records if record.max_logit is not None]
+    if given:
+        return jnp.max(jnp.stack(given), axis=1)
     scale = jnp.float32(score_scale(settings)[0])
 
     def of_sequence(qk: tuple[Array, Array]) -> Array:
@@ -37,7 +50,8 @@ def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[A
             preferred_element_type=jnp.float32,
             precision=lax.Precision.HIGHEST,
         )
-        return jnp.max(jnp.abs(jnp.tril(scores)), axis=(1, 2))
+        seen = jnp.tri(scores.shape[1], dtype=jnp.bool_)[None]
+        return jnp.max(jnp.where(seen, scores, -jnp.inf), axis=(1, 2))
 
     largest = [
         jnp.max(lax.map(of_sequence, lax.stop_gradient((r.q, r.k))), axis=0) for r in records

@@ -67,7 +67,7 @@ class OptimizerSettings:
         still exactly zero is left unchanged (0/0 := 0).
       weight_decay: decoupled decay λ ≥ 0 of matrices and embeddings, 0 switches it off.
       clip_norm: global gradient-norm bound, None for no clipping.
-      qk_clip: τ > 0, the largest |score| that a head keeps; see `qk_clip`. None for no bound.
+      qk_clip: τ > 0, the largest score that a head keeps; see `qk_clip`. None for no bound.
     """
 
     peak_lr: float

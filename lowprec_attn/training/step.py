@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation, as pure functions of the training state."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from lowprec_attn.gpt2.model import Attend, Decoder
 from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training import models
 from lowprec_attn.training.optimizer import adamw, can_overflow, learning_rate
-from lowprec_attn.training.qk_clip import clipped, largest_scores
+from lowprec_attn.training.qk_clip import asks_attention, clipped, largest_scores
 from lowprec_attn.training.settings import Model, TrainSettings
 
 
@@ -44,6 +45,7 @@ class StepMetrics(NamedTuple):
       grad_norm, lr: before clipping; of the update.
       applied: False if the update was withheld.
       heads_clipped: heads whose W_Q and W_K were scaled, None without `qk_clip`.
+      max_logit: largest score of all heads before the update, None without `qk_clip`.
     """
 
     loss: Float[Array, ""]
@@ -51,6 +53,7 @@ class StepMetrics(NamedTuple):
     lr: Float[Array, ""]
     applied: Bool[Array, ""]
     heads_clipped: Int[Array, ""] | None = None
+    max_logit: Float[Array, ""] | None = None
 
 
 class Gathered(NamedTuple):
@@ -98,9 +101,13 @@ def make_steps(
     update = _make_update(settings, optimizer)
     loss_fn = make_loss(settings.model, settings.attention, attend)
     clips = settings.optimizer.qk_clip is not None
+    trained_loss = loss_fn
+    if clips and asks_attention(settings.model):
+        asking = dataclasses.replace(attend, max_logit=True)
+        trained_loss = make_loss(settings.model, settings.attention, asking)
 
     def loss_and_scores(*args: Any) -> tuple[Array, Array | None]:
-        loss, records = loss_fn(*args)
+        loss, records = trained_loss(*args)
         return loss, largest_scores(settings.model, records) if clips else None
 
     def init(root: Key[Array, ""]) -> TrainState:
@@ -179,8 +186,9 @@ def _make_update(
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if can_overflow(settings.optimizer):  # the check takes two passes over the state
             finite &= jnp.isfinite(optax.tree.norm(updates))
-        heads_clipped = None
+        heads_clipped = max_logit = None
         if threshold is not None and scores is not None:
+            max_logit = jnp.max(scores)
             finite &= jnp.all(jnp.isfinite(scores))
             params, heads_clipped = clipped(params, scores, threshold)
         applied = finite & ~state.failed
@@ -188,7 +196,7 @@ def _make_update(
         old = state._replace(failed=jnp.bool_(True))
         kept = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)
         lr = schedule(state.step)
-        return kept, StepMetrics(loss, grad_norm, lr, applied, heads_clipped)
+        return kept, StepMetrics(loss, grad_norm, lr, applied, heads_clipped, max_logit)
 
     return update
 
@@ -224,7 +232,10 @@ def _gathered(
         largest = jax.tree.map(jnp.maximum, before.largest, new.largest)
         return Gathered(jax.tree.map(jnp.add, before.mean, new.mean), largest)
 
-    # What is to be the largest is never negative.
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, 0))
-    total = lax.fori_loop(0, count, joined, zeros)
+    mean, largest = jax.eval_shape(part, 0)
+    start = Gathered(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), mean),
+        jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), largest),
+    )
+    total = lax.fori_loop(0, count, joined, start)
     return total._replace(mean=jax.tree.map(lambda x: x / jnp.float32(count), total.mean))

@@ -22,13 +22,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic import sinks
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, without_mean
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
+    BackwardSums,
     Extras,
     Request,
     Spec,
@@ -128,8 +129,10 @@ def attention(
     v: Float[Array, "B S K V"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N V"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale) v [B, T, N, V] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -139,7 +142,7 @@ def attention(
 
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Array, ...]:
     """The same of q, k and v in one array; the kernels read it, and write its gradient, in place.
 
     Raises:
@@ -166,11 +169,11 @@ def _separate(arrays: _Arrays) -> _Arrays:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(arrays, extras, spec)[0]
 
 
-def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, ...], _Residuals]:
     if spec.numerics.needs_bits and extras.stream is None:
         raise ValueError("stochastic rounding draws random bits; pass rng_key=jax.random.key(...)")
     arrays = first_order_only(arrays, "gpu")
@@ -192,13 +195,12 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         low = out.saved if halves else None
     statistics = RowStatistics(*((out.lse,) if out.apart is None else out.apart))
     residuals = _Residuals(arrays, extras, saved, low, statistics)
-    return (out.o, out.lse.transpose(0, 2, 1)), residuals
+    of_rows = (out.lse,) if out.max_logit is None else (out.lse, out.max_logit)
+    return (out.o, *(x.transpose(0, 2, 1) for x in of_rows)), residuals
 
 
-def _backward(
-    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
-) -> tuple[_Arrays, Extras]:
-    do, dlse = first_order_only(cotangents, "gpu")
+def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tuple[_Arrays, Extras]:
+    do, dlse = first_order_only(cotangents[:2], "gpu")
     arrays, extras, o_saved, o_low, statistics = res
     q, k, v = _separate(arrays)
     sizes = block_sizes(q, spec, v.shape[-1])
@@ -230,12 +232,15 @@ def _backward(
         keys = k[:, :, 1] if by_query.packed else k
         of_q, mean = (x.swapaxes(1, 2) for x in without_mean(keys.swapaxes(1, 2)))
         operands_of_q = operands._replace(k_of_q=of_q, mean=mean, given=dlse)
-    dq, found = query_gradients(operands_of_q, scalars, by_query)
+    asked = extras.backward_sums is not None
+    dq, found, row_sums = query_gradients(operands_of_q, scalars, by_query, row_sums=asked)
     operands = operands._replace(**found._asdict(), o=None, o_low=None, dlse=None, sink=None)
     of_extras = Extras()
+    if asked:
+        of_extras = Extras(backward_sums=BackwardSums(*(x.transpose(0, 2, 1) for x in row_sums)))
     if sink is not None and extras.sinks is not None:
         dsinks = _sink_gradient(sink, found, by_query).astype(extras.sinks.dtype)
-        of_extras = Extras(sinks=dsinks)
+        of_extras = of_extras._replace(sinks=dsinks)
     if by_key.packed:
         operands = operands._replace(gradients=dq)
         return key_gradients(operands, scalars, by_key), of_extras

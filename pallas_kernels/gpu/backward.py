@@ -389,16 +389,22 @@ class Found(NamedTuple):
     after: Any = None
 
 
-def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, Found]:
-    """dQ, and of rows what is found on the way."""
-    dq = (jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), problem.tile_rows(0))
-    if x.dp_offset is not None:
-        found = Found(x.dp_offset)
-        return _over_queries(_query_gradients, x, scalars, problem, [dq])[0], found
-    rows = 2 if problem.spec.numerics.delta == "after_cast" else 1
-    outputs = [dq, *[problem.tile_statistics] * rows]
-    dq, *formed = _over_queries(_query_gradients, x, scalars, problem, outputs)
-    return dq, Found(*formed)
+def query_gradients(
+    x: Operands, scalars: Scalars, problem: Problem, *, row_sums: bool = False
+) -> tuple[Array, Found, tuple[Array, ...]]:
+    """dQ, of rows what is found on the way, and the two of `BackwardSums` if asked for."""
+    outputs = [(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), problem.tile_rows(0))]
+    if x.dp_offset is None:
+        rows = 2 if problem.spec.numerics.delta == "after_cast" else 1
+        outputs += [problem.tile_statistics] * rows
+    body: Callable[..., None] = _query_gradients
+    formed = len(outputs)
+    if row_sums:
+        body = _query_gradients_and_row_sums
+        outputs += [problem.tile_statistics] * 2
+    dq, *others = _over_queries(body, x, scalars, problem, outputs)
+    found = Found(*others[: formed - 1]) if x.dp_offset is None else Found(x.dp_offset)
+    return dq, found, tuple(others[formed - 1 :])
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
@@ -527,7 +533,20 @@ class _BackwardRows(NamedTuple):
         return lax.fori_loop(begin, full, partial(add_tile, masked=False), total)
 
 
-def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem) -> None:
+def _query_gradients_and_row_sums(
+    ref: Operands, scalars: Scalars, *out: Any, problem: Problem
+) -> None:
+    *out_of_dq, p_ref, ds_ref = out
+    _query_gradients(ref, scalars, *out_of_dq, problem=problem, row_sums=(p_ref, ds_ref))
+
+
+def _query_gradients(
+    ref: Operands,
+    scalars: Scalars,
+    *out: Any,
+    problem: Problem,
+    row_sums: tuple[Any, Any] | None = None,
+) -> None:
     n = problem.spec.numerics
     queries = _BackwardRows.of(ref, scalars, problem)
     round_point = queries.program.round_point
@@ -561,12 +580,28 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         )
         return dq, pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, p_rounded)
 
+    def reported(tile: _Tile, place: Place) -> tuple[Array, ...]:
+        """Of `arithmetic.backward.QuerySums`, in the units of dS; the last where it is needed."""
+        if row_sums is None:
+            return ()
+        summed = [tile.probs, _rounded_ds(queries.program, tile, of_dp, place)]
+        if sums_rows:
+            summed.append(round_point(tile.behind_cap(tile.probs), "probs_bwd", place))
+        return tuple(by_lane(jnp.sum, x) for x in summed)
+
     zero = jnp.zeros((problem.tile.query, problem.padded_head), jnp.float32)
+    none: tuple[Array, ...] = ()
+    if row_sums is not None:
+        none = (jnp.zeros((problem.tile.query, LANES), jnp.float32),) * (2 + sums_rows)
+    lacks, of_rows = None, list[Array]()
     if sums_rows:
         lanes = jnp.zeros((problem.tile.query, LANES), jnp.float32)
         contribution = with_rounded_sums if after_cast else with_row_sums
-        dq, pk, *sums = queries.sum_of_rounded(contribution, (zero, zero, lanes, lanes))
-        r, s = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
+        dq, pk, *sums = queries.sum_of_rounded(
+            lambda tile, k, place: (*contribution(tile, k, place), *reported(tile, place)),
+            (zero, zero, lanes, lanes, *none),
+        )
+        r, s, *of_rows = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
         if ref.sink is not None:  # a column with dP = 0, whose dS none rounds
             p_sink = queries.statistic(ref.sink)
             r, s = r + p_sink * of_dp, s + p_sink
@@ -579,10 +614,20 @@ def _query_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Proble
         else:
             problem.store_statistics(out[1], (of_dp - lacks)[:, 0], queries.start)
         dq = dq - lacks * pk
-    elif problem.tiles_per_rounded_product[1] is None:
+    elif problem.tiles_per_rounded_product[1] is None and row_sums is None:
         dq = queries.sum(product, zero)
     else:
-        (dq,) = queries.sum_of_rounded(lambda *args: (product(*args),), (zero,))
+        dq, *sums = queries.sum_of_rounded(
+            lambda tile, k, place: (product(tile, k, place), *reported(tile, place)), (zero, *none)
+        )
+        of_rows = [jnp.sum(x, axis=-1, keepdims=True) for x in sums]
+    if row_sums is not None:
+        p, ds, *p_rounded = of_rows
+        if lacks is not None:
+            ds = ds - lacks * p_rounded[0]
+        ds = _scaled_sum(ds, problem)
+        for out_ref, x in zip(row_sums, (p, ds), strict=True):
+            problem.store_statistics(out_ref, x[:, 0], queries.start)
     if ref.mean is not None:
         # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
         dq = dq - dp_offset(queries.statistic(ref.given), problem) * problem.load_one(ref.mean)

@@ -45,13 +45,15 @@ _BFLOAT16 = get_rounding("bfloat16")
 class Outputs(NamedTuple):
     """O [B, T, N, V], lse [B, N, T], O for δ where it is another, or the lower half of O.
 
-    `apart`, [B, N, T], is what P is formed from where that is not lse.
+    `apart`, [B, N, T], is what P is formed from where that is not lse. `max_logit`, [B, N, T], is
+    the largest score, where it was asked for.
     """
 
     o: Any
     lse: Any
     saved: Any = None
     apart: tuple[Any, Any] | None = None
+    max_logit: Any = None
 
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
@@ -66,6 +68,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         lse,
         None if saved is None else jax.ShapeDtypeStruct(shape, saved),
         (lse, lse) if apart else None,
+        lse if problem.spec.max_logit else None,
     )
     out_rows = problem.head_rows(values=True)
     out_specs = Outputs(
@@ -73,6 +76,7 @@ def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) ->
         statistics,
         None if saved is None else out_rows,
         (statistics, statistics) if apart else None,
+        statistics if problem.spec.max_logit else None,
     )
     specs = ((problem.head_rows(0), *problem.head_keys, jax.tree.map(whole, scalars)), out_specs)
     return Outputs(*call(_forward, problem, problem.query_grid, specs, out)(q, k, v, scalars))
@@ -148,6 +152,10 @@ def _epilogue(
     if out.apart is not None:
         for ref, x in zip(out.apart, m_and_inverse_l(m, l, empty), strict=True):
             problem.store_statistics(ref, x[:, 0], start)
+    if out.max_logit is not None:
+        largest = m if state.max_logit is None else one(state.max_logit)
+        largest = jnp.where(largest <= MASKED, -jnp.inf, largest * np.float32(problem.score_unit))
+        problem.store_statistics(out.max_logit, largest[:, 0], start)
     m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
     if exists is not None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic import powers
+from lowprec_attn.arithmetic.max_logit import is_tracked
 from lowprec_attn.arithmetic.places import Place, statistic
 from lowprec_attn.arithmetic.powers import power_of_two
 from lowprec_attn.arithmetic.products import format_of
@@ -45,13 +46,16 @@ def initial_state(problem: Problem, start: tuple[Array, Array] | None = None) ->
     acc = jnp.zeros((problem.tile.query, problem.padded_value), jnp.float32)
     aux = acc if problem.keeps_auxiliary else None
     l = jnp.zeros((problem.tile.query, LANES), jnp.float32) if problem.keeps_partial_sums else row
+    tracked = is_tracked(problem.spec, has_sinks=start is not None)
+    max_logit = jnp.full_like(row, MASKED) if tracked else None
     if start is None:
-        return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux)
+        return SoftmaxState(jnp.full_like(row, MASKED), l, acc, aux, max_logit)
     m, of_l = start
     if problem.keeps_partial_sums:
         of_l = of_l * np.float32(1 / LANES)  # a power of two: the parts add up to l exactly
     m = jnp.maximum(m, jnp.float32(MASKED))
-    return SoftmaxState(jnp.broadcast_to(m, row.shape), jnp.broadcast_to(of_l, l.shape), acc, aux)
+    m, of_l = jnp.broadcast_to(m, row.shape), jnp.broadcast_to(of_l, l.shape)
+    return SoftmaxState(m, of_l, acc, aux, max_logit)
 
 
 def step_of_one_tile(
@@ -247,7 +251,10 @@ class _Step(NamedTuple):
         aux = state.aux
         if aux is not None and aux_pv is not None:
             aux = alpha * aux + aux_pv
-        return SoftmaxState(self.m, l, acc, aux)
+        max_logit = state.max_logit
+        if max_logit is not None:
+            max_logit = jnp.maximum(max_logit, self.r_m)
+        return SoftmaxState(self.m, l, acc, aux, max_logit)
 
 
 def _copies(problem: Problem) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, delta_from_saved_output, rounded_delta
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
@@ -114,8 +114,10 @@ def attention(
     v: Float[Array, "B S K H"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says.
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale) v [B, T, N, H] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -126,13 +128,13 @@ def attention(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
     return _forward(q, k, v, extras, spec)[0]
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
-) -> tuple[tuple[Array, Array], Residuals]:
+) -> tuple[tuple[Array, ...], Residuals]:
     q, k, v = first_order_only((q, k, v), "tpu")
     inputs = Grouped(q, k, v, extras)
     problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
@@ -141,22 +143,22 @@ def _forward(
     out = forward(Inputs(qs, ks, vs, pairs), _scalars(extras, spec), problem)
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
-    lse = _by_row(out.lse, problem)
-    statistics = RowStatistics(lse)
+    of_rows = [_by_row(x, problem) for x in (out.lse, out.max_logit) if x is not None]
+    statistics, result = RowStatistics(of_rows[0]), (o, *of_rows)
     if out.apart is not None:
         statistics = RowStatistics(*(_by_row(x, problem) for x in out.apart))
     saved = None if out.saved is None else _by_group(out.saved, problem)[..., :rows, :]
     if spec.numerics.delta == "dp_p":
-        return (o, lse), Residuals(inputs, None, statistics)
+        return result, Residuals(inputs, None, statistics)
     if spec.numerics.saved_output == "halves":
-        return (o, lse), Residuals(inputs, o, statistics, saved)
-    return (o, lse), Residuals(inputs, o if saved is None else saved, statistics)
+        return result, Residuals(inputs, o, statistics, saved)
+    return result, Residuals(inputs, o if saved is None else saved, statistics)
 
 
 def _backward(
-    spec: Spec, res: Residuals, cotangents: tuple[Array, Array]
+    spec: Spec, res: Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Extras]:
-    inputs, (do, dlse) = res.inputs, first_order_only(cotangents, "tpu")
+    inputs, (do, dlse) = res.inputs, first_order_only(cotangents[:2], "tpu")
     sizes, scalars = _sizes_of(inputs, spec), _scalars(inputs.extras, spec)
     by_query, by_key = (
         _problem(inputs, spec, tile) for tile in (sizes.query_gradients, sizes.key_gradients)

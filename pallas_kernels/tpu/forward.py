@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.max_logit import is_tracked
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.recurrence import (
     SoftmaxState,
@@ -52,13 +53,15 @@ from pallas_kernels.tpu.products import Rounder
 class Outputs(NamedTuple):
     """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another, or the lower half of O.
 
-    `apart`, [B, N, 1, T], is what P is formed from where that is not lse.
+    `apart`, [B, N, 1, T], is what P is formed from where that is not lse. `max_logit`,
+    [B, N, 1, T], is the largest score, where it was asked for.
     """
 
     o: Any
     lse: Any
     saved: Any = None
     apart: tuple[Any, Any] | None = None
+    max_logit: Any = None
 
 
 def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
@@ -91,9 +94,11 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
         row,
         None if saved_dtype is None else jax.ShapeDtypeStruct(shape, saved_dtype),
         (row, row) if apart else None,
+        row if problem.spec.max_logit else None,
     )
     per_row, accumulator = (size.query, LANES), (size.query, problem.head_size)
     state = (per_row, per_row, accumulator) + (accumulator,) * problem.keeps_auxiliary
+    tracked = (per_row,) * is_tracked(problem.spec, has_sinks=False)
     grid = Grid(
         sizes=(problem.batch, problem.heads, problem.q_tiles, order.programs),
         parallel=3,
@@ -103,26 +108,33 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
             statistics,
             None if saved_dtype is None else rows,
             (statistics, statistics) if apart else None,
+            statistics if problem.spec.max_logit else None,
         ),
-        scratch=state + ((per_row,) * 2 + state) * order.is_long,
+        scratch=tracked + state + ((per_row,) * 2 + state) * order.is_long,
     )
     return Outputs(*call(_forward, problem, grid, out)(scalars, x))
 
 
 def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> None:
-    out, scratch = Outputs(*refs[:4]), refs[4:]
+    size = len(Outputs._fields)
+    out, scratch = Outputs(*refs[:size]), refs[size:]
+    max_logit = None
+    if is_tracked(problem.spec, has_sinks=False):
+        max_logit, scratch = scratch[0], scratch[1:]
     batch, head, i, j = (pl.program_id(axis) for axis in range(4))
     program = Program(problem, scalars, batch, problem.rounder(scalars, batch, head), i, head)
     order = KeyTiles.of(problem)
     size, missing = (4, ()) if problem.keeps_auxiliary else (3, (None,))
-    state_ref = SoftmaxState(*scratch[:size], *missing)
+    state_ref = SoftmaxState(*scratch[:size], *missing)._replace(max_logit=max_logit)
 
     @pl.when(j == 0)
     def prologue() -> None:
         state_ref.m[...] = jnp.full_like(state_ref.m, MASKED)
-        for ref in state_ref[1:]:
+        for ref in state_ref[1:4]:
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
+        if max_logit is not None:
+            max_logit[...] = jnp.full_like(max_logit, MASKED)
 
     if order.is_long:
         first, second, m, *sums = scratch[size:]
@@ -176,5 +188,10 @@ def _epilogue(
     if out.apart is not None:
         for ref, x in zip(out.apart, m_and_inverse_l(state.m, l, empty), strict=True):
             ref[...] = to_row(x)
+    if out.max_logit is not None:
+        largest = state.m if state.max_logit is None else state.max_logit
+        none = empty | (largest <= MASKED)
+        largest = jnp.where(none, -jnp.inf, largest * jnp.float32(problem.score_unit))
+        out.max_logit[...] = to_row(largest)
     m = state.m * jnp.float32(problem.score_unit)
     out.lse[...] = to_row(log_sum_exp(m, l, empty, round_point, place))

@@ -219,9 +219,11 @@ def take_part(
 
     @pl.when(taken & (within == order.per_step))
     def find_m() -> None:
-        m = read(ref.largest).running_max(
-            problem.spec.row_max, state_ref.m[...], problem.score_unit
-        )
+        largest = read(ref.largest)
+        m = largest.running_max(problem.spec.row_max, state_ref.m[...], problem.score_unit)
+        if state_ref.max_logit is not None:
+            r_m = jnp.max(largest.first, axis=-1, keepdims=True)
+            state_ref.max_logit[...] = jnp.maximum(state_ref.max_logit[...], r_m)
         ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
         _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))
 

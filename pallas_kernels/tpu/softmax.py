@@ -79,7 +79,10 @@ def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> Softmax
     aux = state.aux
     if aux is not None:
         aux = factor * aux + step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS)
-    return SoftmaxState(m, l, acc, aux)
+    max_logit = state.max_logit
+    if max_logit is not None:
+        max_logit = jnp.maximum(max_logit, jnp.max(s, axis=-1, keepdims=True))
+    return SoftmaxState(m, l, acc, aux, max_logit)
 
 
 def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -> Sums:
@@ -92,7 +95,10 @@ def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -
 
 
 def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState:
-    """The state after a step with maximum m; `sums.l` has one partial sum per lane."""
+    """The state after a step with maximum m; `sums.l` has one partial sum per lane.
+
+    The largest score is that of the state already.
+    """
     alpha = _alpha(state.m, _subtracted(m, step), step)
     row_sum = sums.l
     if not step.problem.keeps_partial_sums:
@@ -103,7 +109,7 @@ def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState
     aux = state.aux
     if aux is not None and sums.aux is not None:
         aux = factor * aux + sums.aux
-    return SoftmaxState(m, l, acc, aux)
+    return SoftmaxState(m, l, acc, aux, state.max_logit)
 
 
 def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:

@@ -88,6 +88,7 @@ def test_the_platform_that_a_call_is_lowered_for_decides(kind):
         ({"numerics": "corrected_after_cast"}, True),
         ({"window": (64, 0)}, False),
         ({"soft_cap": 30.0}, False),
+        ({"max_logit": True}, False),
     ],
 )
 def test_what_has_not_run_on_a_device_is_taken_where_it_is_named_alone(change, has_run):

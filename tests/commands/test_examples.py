@@ -47,9 +47,15 @@ def test_a_program_and_its_diagnosis_run(path, command, tmp_path, monkeypatch, c
     assert "not kept" not in out
 
 
-def test_the_program_of_the_page_runs():
-    (program,) = re.findall(r"^```python\n(.*?^from flax.*?)^```", USE, re.DOTALL | re.MULTILINE)
+def test_the_programs_of_the_page_run():
+    programs = re.findall(r"^```python\n(.*?)^```", USE, re.DOTALL | re.MULTILINE)
     made = {}
-    exec(compile(program, "docs/use.md", "exec"), made)
+    for program in programs:
+        if "torch" not in program:
+            exec(compile(program, "docs/use.md", "exec"), made)
     assert made["out"].shape == made["q"].shape
     assert made["y"].shape == made["z"].shape == made["x"].shape
+    (batch, rows, heads, _), sums = made["q"].shape, made["sums"]
+    assert made["max_logit"].shape == (batch, heads)
+    assert sums.p.shape == sums.ds.shape == (batch, rows, heads)
+    assert abs(sums.p - 1).max() < 1e-5

@@ -15,6 +15,7 @@ from kernel_calls import check_rows_without_a_score
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
     AUXILIARY_OUTPUT,
     CORRECTED_AFTER_CAST,
@@ -123,20 +124,33 @@ class Call:
             found = found._replace(sinks=jnp.asarray(rng.standard_normal(self.heads), jnp.float32))
         return found
 
-    def run(self, module: Any, *, block_sizes: Any = None, **changes: Any) -> dict[str, np.ndarray]:
-        """O, lse, dQ, dK, dV and dsinks of an implementation, as float32.
-
-        0 stands for the lse of rows that see nothing.
-        """
-        spec = Spec(
-            numerics=changes.get("numerics", self.numerics.replace(kv_block=self.kv_block)),
+    def spec(self, chosen: Numerics, block_sizes: Any, *, max_logit: bool = False) -> Spec:
+        return Spec(
+            numerics=chosen,
             row_max=self.row_max,
             scale=self.head_size**-0.5,
             is_causal=self.is_causal,
             window=self.window,
             soft_cap=self.soft_cap,
             block_sizes=block_sizes,
+            max_logit=max_logit,
         )
+
+    def forward(self, module: Any, block_sizes: Any = None, *, max_logit: bool) -> list[np.ndarray]:
+        """O, lse and, if asked for, the largest scores of rows."""
+        chosen = self.numerics.replace(kv_block=self.kv_block)
+        spec, (*qkv, _) = self.spec(chosen, block_sizes, max_logit=max_logit), self.arrays()
+        qkv = [x.astype(jnp.bfloat16) for x in qkv]
+        results = jax.jit(lambda *x: module.attention(*x, self.extras(), spec))(*qkv)
+        return [np.asarray(x).astype(np.float32) for x in results]
+
+    def run(self, module: Any, *, block_sizes: Any = None, **changes: Any) -> dict[str, np.ndarray]:
+        """O, lse, dQ, dK, dV and dsinks of an implementation, as float32.
+
+        0 stands for the lse of rows that see nothing.
+        """
+        chosen = changes.get("numerics", self.numerics.replace(kv_block=self.kv_block))
+        spec = self.spec(chosen, block_sizes)
         extras = self.extras()
         dtype = changes.get("dtype", jnp.bfloat16)
         q, k, v, do = (x.astype(dtype) for x in self.arrays())
@@ -346,6 +360,24 @@ def test_as_accurate_as_the_general_kernels(name: str, long: bool) -> None:
         assert error <= factor * of_general + 1e-6 * np.sqrt(np.mean(x**2)), what
         if what not in ("lse", "dsinks"):  # the same roundings of almost the same numbers
             assert np.mean(result[what] == general[what]) > 0.98, what
+
+
+@BOTH_TABLES
+@pytest.mark.parametrize("name", CALLS)
+def test_the_largest_scores_are_those_of_float32_and_change_no_bit(name: str, long: bool) -> None:
+    call = CALLS[name]
+    sizes = sizes_of(call, long=long)
+    *results, found = call.forward(hopper, sizes, max_logit=True)
+    for x, without in zip(results, call.forward(hopper, sizes, max_logit=False), strict=True):
+        np.testing.assert_array_equal(x, without)
+    *_, expected = call.forward(tiled, max_logit=True)
+    sees = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isneginf(found), ~sees)
+    # Sums in another order; S as rounded at `scores`; tanh errs by 2^-21.
+    ulp = 2**-23 * np.abs(expected[sees]).max()
+    within = 64 * ulp + 2**-20 * (call.soft_cap or 0)
+    within += 0 if call.numerics.scores.is_identity else 2**16 * ulp
+    np.testing.assert_allclose(found[sees], expected[sees], rtol=0, atol=within)
 
 
 @BOTH_TABLES

@@ -155,6 +155,7 @@ def code(
     halved: bool = True,
     unordered: bool = False,
     tests_ties: bool = True,
+    max_logit: bool = False,
 ) -> Code:
     sizes = default_block_sizes(head_size, long=long, unordered=True) if unordered else None
     if not tests_ties:
@@ -166,7 +167,12 @@ def code(
         forward = dataclasses.replace(sizes.forward, halved=halved)
         sizes = dataclasses.replace(sizes, forward=forward)
     spec = Spec(
-        numerics=chosen, row_max=rule, scale=head_size**-0.5, is_causal=is_causal, block_sizes=sizes
+        numerics=chosen,
+        row_max=rule,
+        scale=head_size**-0.5,
+        is_causal=is_causal,
+        block_sizes=sizes,
+        max_logit=max_logit,
     )
 
     def step(*qkv: jax.Array) -> Any:
@@ -280,6 +286,32 @@ def test_other_numerics_and_rules_hardly_spill(
         most = SPILLED["key_gradients"][hopper.HEAD_SIZES.index(head_size)]
         assert found.spilled["key_gradients"] <= most
         assert not any(re.search(SERIALIZED, report) for report in found.reports.values())
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize(
+    ("chosen", "rule"),
+    [(FLASH, StandardMax()), (FLASH, DynamicMax()), (MATCHED, StandardMax())],
+    ids=str,
+)
+def test_the_largest_score_costs_no_instruction_of_an_entry(
+    head_size: int, long: bool, chosen: Numerics, rule: RowMax
+) -> None:
+    found, without = (
+        code(head_size, chosen, rule, long=long, max_logit=on) for on in (True, False)
+    )
+    # What `dynamic_max` keeps beside m is two registers, of which the long steps of 64 spill one.
+    tracked = rule != StandardMax() or chosen.exponent == "whole_max"
+    assert found.spilled["forward"] <= (4 if tracked and head_size == 64 and long else 0)
+    assert not re.search(SERIALIZED, found.reports["forward"])
+    of_rows, of_before = (
+        len(re.findall(r"\bmax\S*\.f32", x.ptx["forward"])) for x in (found, without)
+    )
+    # A maximum for each of a thread's two rows, in each copy of the softmax.
+    assert of_rows - of_before in ((2, 4, 6) if tracked else (0,))
+    for kernel in ("query_gradients", "key_gradients"):
+        assert found.spilled[kernel] == without.spilled[kernel]
 
 
 @pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])

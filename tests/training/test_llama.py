@@ -298,6 +298,19 @@ def test_the_clip_bounds_scores_behind_the_rotation():
     assert int(found.heads_clipped) == 4
 
 
+def test_the_clip_takes_scores_before_a_soft_cap():
+    """The cap bounds the scores of the softmax, and nothing of W_Q and W_K."""
+    found = {}
+    for cap in (None, 0.01):
+        fields = {"model__soft_cap": cap, "model__kv_heads": 4, "model__layers": 1}
+        fields["diagnostics_every"] = 0
+        settings = llama_settings(optimizer__qk_clip=0.05, **EXACT, **fields)
+        steps, state = begin(settings)
+        _, found[cap] = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
+    assert found[0.01].max_logit > 0.03
+    np.testing.assert_allclose(found[0.01].max_logit, found[None].max_logit, rtol=1e-6)
+
+
 REFUSED = {
     "architecture": ({"model__architecture": "mamba"}, "one of gpt2, llama, got 'mamba'"),
     "kv_heads": ({"model__kv_heads": 3}, "kv_heads must be a divisor of 4 heads, got 3"),

@@ -12,10 +12,10 @@ from tiny import tiny_settings
 
 from lowprec_attn import attention
 from lowprec_attn.gpt2.model import Attend, HeadNorm, LayerRecord, parameter_count, score_scale
-from lowprec_attn.training import step
+from lowprec_attn.training import qk_clip, step
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.qk_clip import clipped, largest_scores
-from lowprec_attn.training.step import make_steps, root_key
+from lowprec_attn.training.step import make_loss, make_steps, root_key
 
 TILED = functools.partial(attention.dot_product_attention, implementation="tiled")
 EXACT = {"model__activation_dtype": "float32", "attention__numerics": "exact"}
@@ -89,16 +89,49 @@ def test_the_largest_score_is_that_of_keys_a_row_sees(placement):
     model = tiny_settings(model__scale_placement=placement).model
     q, k = np.random.default_rng(1).standard_normal((2, 2, 3, 7, 2, 16)).astype(np.float32)
     q[1, 0, 0, 0] *= 100
-    k[:, 1, -1, 1] *= -1000  # the last key: only the last row sees it
+    k[:, 1, -1, 1] *= 1000  # the last key: only the last row sees it
+    k[:, :, 0, 1] *= -100  # scores far below zero
     records = [
         LayerRecord(x=None, q=jnp.asarray(a), k=jnp.asarray(b), v=None, o=None, residual=None)
         for a, b in zip(q, k, strict=True)
     ]
     scores = np.einsum("lbtnh,lbsnh->lbnts", *(x.astype(np.float64) for x in (q, k)))
-    seen = np.tril(np.ones((7, 7))) * score_scale(model)[0]
-    expected = np.abs(scores * seen).max(axis=(1, 3, 4))
+    scores *= score_scale(model)[0]
+    expected = np.where(np.tri(7, dtype=bool), scores, -np.inf).max(axis=(1, 3, 4))
     np.testing.assert_allclose(largest_scores(model, records), expected, rtol=1e-6)
-    assert (np.abs(scores).max(axis=(1, 3, 4)) * seen.max() > expected).any()
+    assert (scores.max(axis=(1, 3, 4)) > expected).any()
+    assert (np.abs(scores * np.tri(7)).max(axis=(1, 3, 4)) > expected).any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_gives_the_scores_of_the_clip(packed, monkeypatch):
+    settings = clip_settings(1e-3, accumulation_steps=2)
+    _, state = begin(settings)
+    loss = make_loss(settings.model, settings.attention, Attend(TILED, packed, max_logit=True))
+    largest = []
+    for inputs, targets in zip(*tokens(settings), strict=True):
+        _, records = jax.jit(loss)(state.params, inputs, targets)
+        found = largest_scores(settings.model, records)
+        computed = [record._replace(max_logit=None) for record in records]
+        np.testing.assert_allclose(found, largest_scores(settings.model, computed), rtol=1e-6)
+        largest.append(found)
+    # The step takes them from there: its own products would fail.
+    monkeypatch.setattr(qk_clip, "score_scale", None)
+    steps = make_steps(settings, Attend(TILED, packed))
+    _, metrics = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
+    np.testing.assert_allclose(metrics.max_logit, np.max(largest), rtol=1e-6)
+    assert int(metrics.heads_clipped) == np.sum(np.max(largest, axis=0) > 1e-3)
+
+
+def test_scores_below_zero_are_not_those_of_no_micro_batch():
+    """A key bias against the query's moves all scores of a head."""
+    settings = clip_settings(1.0, accumulation_steps=2, model__biases=True)
+    steps, state = begin(settings)
+    for name, sign in (("query", 1.0), ("key", -1.0)):
+        state.params["blocks"][0]["attention"][name]["bias"][...] = jnp.full((32,), sign)
+    _, metrics = jax.jit(steps.train)(state, *tokens(settings), root_key(settings))
+    assert -8 < metrics.max_logit < -1
+    assert int(metrics.heads_clipped) == 0
 
 
 def clip_settings(threshold, **changes):

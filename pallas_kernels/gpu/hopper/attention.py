@@ -13,7 +13,7 @@ cast has two, of the nine of both passes (docs/developers/hopper.md).
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS
 from lowprec_attn.arithmetic.request import (
@@ -75,6 +75,8 @@ def unsupported(request: Request) -> str | None:
             return f"{length} {name} (it takes multiples of {ROWS})"
     if request.mask_shape is not None:
         return "a dense mask"
+    if request.has_backward_sums:
+        return "backward_sums"
     if not spec.scale > 0:  # the maximum of q kᵀ is looked for, whose scale comes later
         return f"scale={spec.scale} (it takes numbers above 0)"
     if not isinstance(spec.row_max, StandardMax | DynamicMax):
@@ -105,6 +107,10 @@ def _unsupported_unordered(n: Numerics) -> str | None:
 
 def variants(request: Request) -> list[str]:
     """What a call has beside plain or causal attention, by name."""
+    return [*_masks_and_scores(request), *["max_logit"] * request.spec.max_logit]
+
+
+def _masks_and_scores(request: Request) -> list[str]:
     spec = request.spec
     asked = {
         "a local window": spec.window is not None,
@@ -122,7 +128,7 @@ def _unsupported_together(request: Request) -> str | None:
     which = "unordered=True" if _is_unordered(spec) else "tile_grads=bfloat16"
     if not _is_unordered(spec) and not rounds_products(spec.numerics):
         return None
-    given = variants(request)
+    given = _masks_and_scores(request)
     return f"{', '.join(given)} with {which}" if given else None
 
 
@@ -257,19 +263,22 @@ def attention(
     v: Float[Array, "B S K H"],
     extras: Extras,
     spec: Spec,
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
-    """O = softmax(q kᵀ · scale) v and lse; roundings as `spec.numerics` says."""
+) -> tuple[Array, ...]:
+    """O = softmax(q kᵀ · scale) v [B, T, N, H] and lse [B, T, N], float32.
+
+    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    """
     return _attend((q, k, v), extras, spec)
 
 
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
-) -> tuple[Float[Array, "B T N H"], Float32[Array, "B T N"]]:
+) -> tuple[Array, ...]:
     """The same of q, k and v in one array, read, and its gradient written, in place."""
     return _attend((qkv,), extras, spec)
 
 
-def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, Array]:
+def _attend(arrays: tuple[Array, ...], extras: Extras, spec: Spec) -> tuple[Array, ...]:
     # Importing Mosaic GPU takes a quarter of a second: only who calls these kernels waits for it.
     from pallas_kernels.gpu.hopper.vjp import attend
 

@@ -34,15 +34,15 @@ class _Residuals(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def attend(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[Array, Array]:
-    """O and lse."""
+def attend(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[Array, ...]:
+    """O, lse and, with `spec.max_logit`, the largest scores [B, T, N]."""
     return _forward(arrays, extras, spec)[0]
 
 
 # Each under `jit`: layers with equal calls share one trace and one lowering of its kernels, which
 # take seconds.
 @partial(jax.jit, static_argnums=2)
-def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, Array], _Residuals]:
+def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, ...], _Residuals]:
     arrays = first_order_only(arrays, "hopper")
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])
@@ -55,15 +55,16 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, A
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
         saved, low = out.o, out.saved
-    lse = without_beyond(out.lse[..., : q.shape[1]].transpose(0, 2, 1), extras)
-    return (out.o, lse), _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l)
+    lse, *max_logit = (
+        x[..., : q.shape[1]].transpose(0, 2, 1) for x in (out.lse, out.max_logit) if x is not None
+    )
+    result = (out.o, without_beyond(lse, extras), *max_logit)
+    return result, _Residuals(arrays, extras, saved, low, out.offset, out.inverse_l)
 
 
 @partial(jax.jit, static_argnums=0)
-def _backward(
-    spec: Spec, res: _Residuals, cotangents: tuple[Array, Array]
-) -> tuple[Arrays, Extras]:
-    do, dlse = first_order_only(cotangents, "hopper")
+def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Arrays, Extras]:
+    do, dlse = first_order_only(cotangents[:2], "hopper")
     arrays, extras, o_saved, o_low, offset, inverse_l = res
     q, k, v = arrays * 3 if len(arrays) == 1 else arrays
     segments = Segments.of(extras, q.shape[1], k.shape[1])

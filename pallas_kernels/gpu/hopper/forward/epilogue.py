@@ -89,6 +89,12 @@ def epilogue(
     if inverse_l is not None:
         part = out.inverse_l.at[batch, head, pl.ds(rows.row, ROWS)]
         problem.store_from_registers(rows.row, inverse_l, part, end=problem.vector_rows)
+    if out.max_logit is not None:
+        largest = softmax.m if softmax.max_logit is None else softmax.max_logit
+        none = largest <= np.float32(MASKED)
+        largest = jnp.where(none, -infinity, largest * np.float32(problem.unit))
+        part = out.max_logit.at[batch, head, pl.ds(rows.row, ROWS)]
+        problem.store_from_registers(rows.row, largest, part, end=problem.vector_rows)
     plgpu.commit_smem()  # the copy engine is to see what threads have written
     for source, target in copies:
         plgpu.copy_smem_to_gmem(source, target)

@@ -77,6 +77,8 @@ def forward(
         out["saved"] = jax.ShapeDtypeStruct(shape, n.saved_dtype)
     if problem.saves_inverse_l:
         out["inverse_l"] = statistics
+    if problem.spec.max_logit:
+        out["max_logit"] = statistics
     if segments is not None:
         segments = segments.by_query(tile, problem.query_tiles(tile))
     given, structure = jax.tree.flatten(Inputs(q, k, v, segments, start))
@@ -203,7 +205,8 @@ def _consume(
         return tiles, steps, due
 
     zero = jnp.int32(0)
-    nothing = zero, zero, nothing_due(problem, tile) if overlaps else None
+    due = nothing_due(problem, tile, has_sinks=x.start is not None) if overlaps else None
+    nothing = zero, zero, due
     tiles, steps, due = lax.fori_loop(0, scheduler.count(program), consume_tile, nothing)
     ping_pong.end()
     if overlaps:

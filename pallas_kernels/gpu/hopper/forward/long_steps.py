@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from lowprec_attn.numerics import MASKED, DynamicMax
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
-from pallas_kernels.gpu.hopper.forward.operands import QueryRows
+from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Running
 from pallas_kernels.gpu.hopper.forward.softmax import exponentials, masked, no_key_yet, offset
 from pallas_kernels.gpu.hopper.machine.instruction_order import finish_before_waiting
 from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least
@@ -35,21 +35,21 @@ from pallas_kernels.gpu.hopper.machine.layouts import (
 from pallas_kernels.gpu.hopper.machine.types import Accumulator, Ref
 from pallas_kernels.gpu.hopper.machine.wgmma import accumulator, as_operand, begin_product
 
-# Ō, m [64] and l [64, LANES].
-_Carry = tuple[Array, Array, Array]
+# Ō, and the rest.
+_Carry = tuple[Array, Running]
 
 
 def mainloop(rows: QueryRows) -> _Carry:
-    """Ō, m [64] and l [64, LANES] after the last step."""
+    """Ō, m, l and the largest score after the last step."""
     problem = rows.problem
     begin, end = problem.long_steps(rows.tile.step, rows.end)
-    none = constant((ROWS, problem.head_size), 0, TILE), *no_key_yet()
-    acc, m, l = lax.fori_loop(begin, end, partial(_long_step, rows=rows), none)
-    return acc, m, l
+    none = constant((ROWS, problem.head_size), 0, TILE), no_key_yet(problem, has_sinks=False)
+    acc, running = lax.fori_loop(begin, end, partial(_long_step, rows=rows), none)
+    return acc, running
 
 
 def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
-    acc, m, l = carry
+    acc, (m, l, max_logit) = carry
     problem = rows.problem
     first, last = problem.parts_of_long_step(i, rows.tile.step, rows.end)
     # k comes twice: part t as filling n + t, and again as n + (last − first) + t.
@@ -76,7 +76,10 @@ def _long_step(i: Array, carry: _Carry, *, rows: QueryRows) -> _Carry:
 
     # A sum of its own for each long step: it is rounded before it is added to Ō.
     l, pv = pl.run_scoped(values, accumulator(ROWS, problem.head_size))
-    return along_rows(alpha, acc.shape) * acc + problem.rounded(pv), new, l
+    acc = along_rows(alpha, acc.shape) * acc + problem.rounded(pv)
+    if max_logit is not None:
+        max_logit = jnp.maximum(max_logit, r_m)
+    return acc, Running(new, l, max_logit)
 
 
 def _maxima(first: Array, last: Array, n: Array, rows: QueryRows) -> tuple[Array, Array | None]:

@@ -7,6 +7,7 @@ the last P̄V of a tile runs during the first softmax of the program's next.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,7 +17,13 @@ from jaxtyping import Array
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
 from pallas_kernels.gpu.hopper.forward import long_steps
 from pallas_kernels.gpu.hopper.forward.epilogue import epilogue, free_last_output
-from pallas_kernels.gpu.hopper.forward.operands import Due, Outputs, QueryRows, Softmax
+from pallas_kernels.gpu.hopper.forward.operands import (
+    Due,
+    Outputs,
+    QueryRows,
+    Running,
+    Softmax,
+)
 from pallas_kernels.gpu.hopper.forward.softmax import (
     before_first_step,
     begin_softmax_step,
@@ -39,8 +46,8 @@ from pallas_kernels.gpu.hopper.problem import Problem
 
 # Ō, Ō′ − Ō where it is kept, and the softmax after a step.
 _Carry = tuple[Array, Array | None, Softmax]
-# Ō, Ō′ − Ō, m and l.
-_InOrder = tuple[Array, Array | None, Array, Array]
+# Ō, Ō′ − Ō, and the rest.
+_InOrder = tuple[Array, Array | None, Running]
 
 
 def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
@@ -54,8 +61,8 @@ def mainloop(rows: QueryRows) -> tuple[Softmax, Array, Array | None]:
         free_last_output(rows)  # with one stage, q has no other place to come to
     rows.shared.q.consumer_wait(rows.tiles)
     if problem.rounds_products:
-        acc, m, l = long_steps.mainloop(rows)
-        return Softmax(m, l, m, m), acc, None
+        acc, running = long_steps.mainloop(rows)
+        return _after_last(running), acc, None
     run = _run_in_order if in_order else _run_overlapped
     found = run(acc, auxiliary, rows)
     if tile.overlap_tiles:  # O leaves elsewhere, so q is free before the epilogue
@@ -68,7 +75,7 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
 
     def end_tile_before(due: Due) -> Softmax:
         first = rows.end * 0  # not a literal, which Mosaic GPU's conditions do not take
-        acc, softmax = _advance(first, due.acc, due.softmax, *before_first_step(rows), rows)
+        acc, softmax = _advance(first, due.acc, due.softmax, before_first_step(rows), rows)
         _store_due(due, acc, out, rows)
         return _rounded(softmax, rows.problem)
 
@@ -87,13 +94,13 @@ def overlapped_mainloop(due: Due, out: Outputs, rows: QueryRows) -> tuple[Softma
     return softmax, acc
 
 
-def nothing_due(problem: Problem, tile: ForwardTile) -> Due:
+def nothing_due(problem: Problem, tile: ForwardTile, *, has_sinks: bool) -> Due:
     """Before a program's first tile."""
-    m, l = no_key_yet()
+    m, l, max_logit = no_key_yet(problem, has_sinks=has_sinks)
     acc = constant((ROWS, problem.head_size), 0, TILE)
     probs = constant((ROWS, tile.step), 0, TILE).astype(problem.dtype)
     nowhere = jnp.int32(0)
-    return Due(acc, Softmax(m, l, probs, m), nowhere, nowhere, nowhere)
+    return Due(acc, Softmax(m, l, probs, m, max_logit), nowhere, nowhere, nowhere)
 
 
 def end_last_tile(due: Due, out: Outputs, rows: QueryRows) -> None:
@@ -114,14 +121,20 @@ def _run_in_order(
     """One product after the other, P̄ from shared memory: for tests."""
     no_score = constant((ROWS, rows.tile.step), 0, TILE)
     step = partial(_step_in_order, no_score=no_score, rows=rows)
-    acc, auxiliary, m, l = lax.fori_loop(
-        0, rows.end, step, (acc, auxiliary, *before_first_step(rows))
+    acc, auxiliary, running = lax.fori_loop(
+        0, rows.end, step, (acc, auxiliary, before_first_step(rows))
     )
-    return Softmax(m, l, m, m), acc, auxiliary
+    return _after_last(running), acc, auxiliary
+
+
+def _after_last(running: Running) -> Softmax:
+    """What an epilogue reads of a softmax after its last step."""
+    m, l, max_logit = running
+    return Softmax(m, l, m, m, max_logit)
 
 
 def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRows) -> _InOrder:
-    acc, auxiliary, m, l = carry
+    acc, auxiliary, running = carry
     shared, interpret = rows.shared, rows.problem.sizes.interpret
     assert shared.probs is not None
     n = rows.steps + t
@@ -130,7 +143,7 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
     s = add_product(no_score, q, k.T, interpret=interpret)
     if rows.ids is None:
         shared.k.consumer_release(n)
-    softmax = softmax_step(masked(s, rows, t), m, l, rows.problem, rows.tile)
+    softmax = softmax_step(masked(s, rows, t), running, rows.problem, rows.tile)
     acc = along_rows(softmax.alpha, acc.shape) * acc
     auxiliary, softmax = _add_auxiliary(auxiliary, softmax, n, rows)
     _wait_for_v(n, rows)
@@ -140,7 +153,7 @@ def _step_in_order(t: Array, carry: _InOrder, *, no_score: Array, rows: QueryRow
         shared.k.consumer_release(n)
     acc = add_product(acc, operand, shared.v.get(n), interpret=interpret)
     shared.v.consumer_release(n)
-    return acc, auxiliary, softmax.m, softmax.l
+    return acc, auxiliary, softmax.running
 
 
 def _run_overlapped(
@@ -160,7 +173,7 @@ def _prologue(rows: QueryRows) -> Softmax:
     s = _begin_scores(first, rows)
     rows.ping_pong.arrive()  # as soon as the product is started, not when it is done
     s = _finish_scores(s, first, rows, later=0)
-    return softmax_step(s, *before_first_step(rows), rows.problem, rows.tile)
+    return softmax_step(s, before_first_step(rows), rows.problem, rows.tile)
 
 
 def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: QueryRows) -> _Carry:
@@ -168,7 +181,7 @@ def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: Quer
 
     def step(t: Array, carry: _Carry) -> _Carry:
         acc, auxiliary, softmax = carry
-        acc, softmax = _advance(t, acc, softmax, softmax.m, softmax.l, rows)
+        acc, softmax = _advance(t, acc, softmax, softmax.running, rows)
         auxiliary, softmax = _add_auxiliary(auxiliary, softmax, rows.steps + t, rows)
         # Ō is scaled when P̄V has been added, by the new α: FlashAttention-3's rescale_o.
         return along_rows(softmax.alpha, acc.shape) * acc, auxiliary, softmax
@@ -178,9 +191,9 @@ def _run_steps(acc: Array, auxiliary: Array | None, softmax: Softmax, rows: Quer
 
 
 def _advance(
-    t: Array, acc: Array, softmax: Softmax, m: Array, l: Array, rows: QueryRows
+    t: Array, acc: Array, softmax: Softmax, running: Running, rows: QueryRows
 ) -> tuple[Array, Softmax]:
-    """Ō with P̄V of the step before step t, and t's softmax beside it, from m and l on."""
+    """Ō with P̄V of the step before step t, and t's softmax beside it, from `running` on."""
     problem, tile, shared = rows.problem, rows.tile, rows.shared
     before = rows.steps + t - 1
 
@@ -194,13 +207,13 @@ def _advance(
         rows.ping_pong.arrive()
         s = _finish_scores(s, t, rows, later=1)
         if waits_early(problem, tile):
-            result = begin_softmax_step(s, m, l, problem, tile)
+            result = begin_softmax_step(s, running, problem, tile)
         else:
-            result = softmax_step(s, m, l, problem, tile)
+            result = softmax_step(s, running, problem, tile)
             # The wait for P̄V stands behind; without this the assembler puts it before the softmax,
             # and nothing runs beside the product.
             finish_before_waiting(result.l)
-        for ref, x in zip(new, result, strict=True):
+        for ref, x in zip(*map(jax.tree.leaves, (new, result)), strict=True):
             ref[...] = x
 
     # P̄ that is not rounded yet is float32: the state of `run_state` needs its type.

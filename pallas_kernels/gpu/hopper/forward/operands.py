@@ -29,7 +29,8 @@ class Outputs(NamedTuple):
     """O [B, T, N, H]; lse, and what the exponent of P adds, −lse·log2(e), [B, N, T].
 
     `saved`: the O that δ sees, where it is another, or the lower half of O. `inverse_l`: 1 / l,
-    where it is saved apart; `offset` is then −M, or −m·log2(e), in the units of P̄.
+    where it is saved apart; `offset` is then −M, or −m·log2(e), in the units of P̄. `max_logit`: the
+    largest score, where it was asked for, [B, N, T].
     """
 
     o: Ref
@@ -37,6 +38,7 @@ class Outputs(NamedTuple):
     offset: Ref
     saved: Ref = None
     inverse_l: Ref = None
+    max_logit: Ref = None
 
 
 class ForwardMemory(NamedTuple):
@@ -94,16 +96,37 @@ class QueryRows(NamedTuple):
         return self.keys.end
 
 
+class Running(NamedTuple):
+    """What a step leaves of the rows to the next, beside Ō.
+
+    Attributes:
+      m: [64].
+      l: [64, LANES], in parts: it is summed across threads once, in the epilogue, as
+        FlashAttention-3's.
+      max_logit: the largest score [64], in the units of m; None where it is m, or not asked for.
+    """
+
+    m: Array
+    l: Array
+    max_logit: Array | None = None
+
+
 class Softmax(NamedTuple):
-    """Running m [64] and l [64, LANES], in parts; a step's P̄ [64, keys] and α [64].
+    """`Running` m, l and largest score; a step's P̄ [64, keys] and α [64].
 
     P̄ is rounded, but see `softmax.rounds_later`.
     """
 
     m: Array
-    l: Array  # in parts: it is summed across threads once, in the epilogue, as FlashAttention-3's
+    l: Array
     probs: Array
     alpha: Array
+    max_logit: Array | None = None
+
+    @property
+    def running(self) -> Running:
+        """What the next step starts from."""
+        return Running(self.m, self.l, self.max_logit)
 
 
 class Due(NamedTuple):

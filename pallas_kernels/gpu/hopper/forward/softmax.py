@@ -12,11 +12,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from lowprec_attn.arithmetic.max_logit import is_tracked
 from lowprec_attn.arithmetic.recurrence import subtracted_max
 from lowprec_attn.numerics import MASKED, DynamicMax, RowMax, StandardMax
 from pallas_kernels.gpu.hopper import powers
 from pallas_kernels.gpu.hopper.block_sizes import ROWS, ForwardTile
-from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Softmax
+from pallas_kernels.gpu.hopper.forward.operands import QueryRows, Running, Softmax
 from pallas_kernels.gpu.hopper.machine.instruction_order import after, finish_before_waiting, mixed
 from pallas_kernels.gpu.hopper.machine.instructions import ONE, at_least, unpacked
 from pallas_kernels.gpu.hopper.machine.layouts import (
@@ -37,14 +38,16 @@ from pallas_kernels.gpu.hopper.segments import IDS_OF_KEYS, same
 _EARLY_KEYS = 16
 
 
-def before_first_step(rows: QueryRows) -> tuple[Array, Array]:
-    """m and l: those of no key, or of the sink."""
-    return no_key_yet() if rows.start is None else rows.start
+def before_first_step(rows: QueryRows) -> Running:
+    """That of no key, or of the sink."""
+    none = no_key_yet(rows.problem, has_sinks=rows.start is not None)
+    return none if rows.start is None else Running(*rows.start, none.max_logit)
 
 
-def no_key_yet() -> tuple[Array, Array]:
-    """m and l of rows that have seen none."""
-    return constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
+def no_key_yet(problem: Problem, *, has_sinks: bool) -> Running:
+    """That of rows that have seen none, nor a sink."""
+    m, l = constant((ROWS,), MASKED, PER_ROW), constant((ROWS, LANES), 0, TILE)
+    return Running(m, l, m if is_tracked(problem.spec, has_sinks=has_sinks) else None)
 
 
 def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
@@ -68,30 +71,29 @@ def masked(s: Array, rows: QueryRows, t: Array, first: int = 0) -> Array:
     return lax.cond(rows.keys.takes_mask(t), mask, lambda: s)
 
 
-def softmax_step(s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile) -> Softmax:
-    """One step of online softmax, from m and l on."""
-    new, alpha = _maxima(s, m, problem, tile)
+def softmax_step(s: Array, before: Running, problem: Problem, tile: ForwardTile) -> Softmax:
+    """One step of online softmax."""
+    l = before.l
+    new, alpha, max_logit = _maxima(s, before, problem, tile)
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
     l = along_rows(alpha, l.shape) * l + by_lane(jnp.add, _summed(probs, problem))
     # For O′ it is not rounded yet: terms would be formed from it while a product runs, and the
     # assembler would then let none run beside other instructions (its remark C7513).
     if not rounds_later(problem, tile):
         probs = probs.astype(problem.dtype)
-    return Softmax(new, l, probs, alpha)
+    return Softmax(new, l, probs, alpha, max_logit)
 
 
-def begin_softmax_step(
-    s: Array, m: Array, l: Array, problem: Problem, tile: ForwardTile
-) -> Softmax:
+def begin_softmax_step(s: Array, before: Running, problem: Problem, tile: ForwardTile) -> Softmax:
     """What of it comes before an early wait for P̄V; S for P̄, and l without it."""
-    new, alpha = _maxima(s, m, problem, tile)
-    l = along_rows(alpha, l.shape) * l
+    new, alpha, max_logit = _maxima(s, before, problem, tile)
+    l = along_rows(alpha, before.l.shape) * before.l
     probs = exponentials(s, along_rows(offset(new, problem), s.shape), problem)
     # Of every so-manyth 8 columns, whose sum l takes anyway, if it adds P̄ before its rounding: the
     # compiler drops the others.
     sums = by_lane(jnp.add, probs, LANES * _one_of(tile))
     finish_before_waiting(sums[:, :LANES], l)
-    return Softmax(new, l, s, alpha)
+    return Softmax(new, l, s, alpha, max_logit)
 
 
 def end_softmax_step(
@@ -140,8 +142,11 @@ def rounds_later(problem: Problem, tile: ForwardTile) -> bool:
     return problem.keeps_auxiliary or waits_early(problem, tile)
 
 
-def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Array, Array]:
-    """The new m [64], and α."""
+def _maxima(
+    s: Array, running: Running, problem: Problem, tile: ForwardTile
+) -> tuple[Array, Array, Array | None]:
+    """The new m [64], α, and the largest score where it is kept."""
+    m = running.m
     interpret = problem.sizes.interpret
     rule, unit = problem.spec.row_max, problem.unit
 
@@ -165,9 +170,12 @@ def _maxima(s: Array, m: Array, problem: Problem, tile: ForwardTile) -> tuple[Ar
         # By halves: Mosaic GPU's own reduction is a chain of dependent maxima.
         r_m = by_lane(jnp.maximum, s).max(axis=1)
         new = new_by(rule)
+    max_logit = running.max_logit
+    if max_logit is not None:
+        max_logit = jnp.maximum(max_logit, r_m)
     if problem.whole_max:
-        return powers.whole_max(new, m, problem)
-    return new, jnp.exp2((m - new) * np.float32(problem.log2_unit))
+        return *powers.whole_max(new, m, problem), max_logit
+    return new, jnp.exp2((m - new) * np.float32(problem.log2_unit)), max_logit
 
 
 def _tests_ties(problem: Problem, tile: ForwardTile) -> bool:

@@ -1,0 +1,206 @@
+"""The largest score of a head as attention returns it: `return_max_logit`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+from max_logits import calls, check, exact, tolerance
+
+from lowprec_attn import attention, numerics
+from lowprec_attn.numerics import Numerics, RowMax
+
+STANDARD = numerics.StandardMax()
+# Arithmetics whose m is something else than the largest score, each by a way of its own.
+OTHER_MAXIMA: dict[str, tuple[Numerics, RowMax]] = {
+    "dynamic_max": (numerics.EXACT, numerics.DynamicMax()),
+    "published_max": (numerics.EXACT, numerics.PublishedMax()),
+    "lazy_max": (numerics.EXACT, numerics.LazyMax(threshold=4.0)),
+    "whole_max": (numerics.EXACT.replace(exponent="whole_max"), STANDARD),
+    "rounded m": (numerics.EXACT.replace(stats="bfloat16"), STANDARD),
+    "rounded scores": (numerics.EXACT.replace(scores="bfloat16"), numerics.DynamicMax()),
+}
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(("implementation", "case"), harness.every_case())
+def test_it_is_the_largest_score(implementation: str, case: str) -> None:
+    how, problem = harness.IMPLEMENTATIONS[implementation], harness.cases_of(implementation)[case]
+    arrays = harness.inputs(problem)
+    *_, found = calls(how, problem, arrays, numerics.EXACT, STANDARD, return_max_logit=True)
+    check(found, exact(problem, arrays), tolerance(problem, arrays))
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+    ("implementation", "choice"),
+    [
+        (name, choice)
+        for name in harness.IMPLEMENTATIONS
+        for choice in OTHER_MAXIMA
+        if (name, choice) != ("tpu", "whole_max")  # which it declines
+    ],
+)
+def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) -> None:
+    how, (chosen, row_max) = harness.IMPLEMENTATIONS[implementation], OTHER_MAXIMA[choice]
+    problem = harness.CASES["both_lengths_repeated_maxima"]
+    arrays = harness.inputs(problem)
+    *results, found = calls(how, problem, arrays, chosen, row_max, return_max_logit=True)
+    expected, within = exact(problem, arrays), tolerance(problem, arrays)
+    if choice == "rounded scores":
+        within += 2**-8 * np.abs(expected[np.isfinite(expected)]).max()
+    check(found, expected, within)
+    # What it is returned beside does not change, to the bit.
+    for result, without in zip(results, calls(how, problem, arrays, chosen, row_max), strict=True):
+        np.testing.assert_array_equal(result, without)
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str) -> None:
+    how = harness.IMPLEMENTATIONS[implementation]
+    problem = dataclasses.replace(
+        harness.CASES["both_lengths"], values="large_negative_scores", is_causal=False
+    )
+    arrays = harness.inputs(problem)
+    *_, found = calls(how, problem, arrays, numerics.EXACT, STANDARD, return_max_logit=True)
+    assert exact(problem, arrays).max() < -50
+    check(found, exact(problem, arrays), tolerance(problem, arrays))
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("rule", [STANDARD, numerics.DynamicMax()], ids=str)
+@pytest.mark.parametrize("implementation", harness.KERNELS)
+def test_steps_of_several_tiles_have_the_same(implementation: str, rule: RowMax) -> None:
+    how = harness.IMPLEMENTATIONS[implementation]
+    how = dataclasses.replace(how, kv_block=2 * how.tile)
+    problem = dataclasses.replace(CASE, rows=2 * how.tile, keys=3 * how.tile, batch=1)
+    arrays = harness.inputs(problem)
+    *_, found = calls(how, problem, arrays, numerics.EXACT, rule, return_max_logit=True)
+    check(found, exact(problem, arrays), tolerance(problem, arrays))
+
+
+CASE = harness.CASES["causal_repeated_maxima"]
+ARRAYS = harness.inputs(CASE)
+HOW_TO_TRANSFORM = ("dense", "tiled", "gpu", "tpu")
+
+
+def attend(implementation: str, *qkv: jax.Array, **options: Any) -> Any:
+    how = harness.IMPLEMENTATIONS[implementation]
+    options = {"is_causal": True, "numerics": how.numerics(numerics.EXACT)} | options
+    return attention.dot_product_attention(
+        *qkv,
+        implementation=how.name,
+        block_sizes=how.block_sizes if how.name != "tpu" else TPU_TILES,
+        return_max_logit=True,
+        **options,
+    )
+
+
+# Race detection does not batch.
+TPU_TILES = dataclasses.replace(harness.TPU_TILES, interpret=True)
+QKV = tuple(jnp.asarray(ARRAYS[name]) for name in "qkv")
+
+
+@pytest.mark.parametrize("implementation", HOW_TO_TRANSFORM)
+def test_it_has_no_gradient_and_leaves_the_others_alone(implementation: str) -> None:
+    def loss(weight: float, *qkv: jax.Array) -> jax.Array:
+        out, max_logit = attend(implementation, *qkv)
+        return jnp.sum(out * ARRAYS["do"]) + weight * jnp.sum(max_logit)
+
+    # Without remat, within it, and in a scan: a step of training has all three.
+    def of_steps(weight: float, *qkv: jax.Array) -> jax.Array:
+        step = jax.checkpoint(functools.partial(loss, weight))
+        return lax.scan(lambda sum_, _: (sum_ + step(*qkv), None), 0.0, length=2)[0]
+
+    with_it, without = (
+        jax.jit(jax.grad(of_steps, argnums=(1, 2, 3)))(weight, *QKV) for weight in (1e3, 0.0)
+    )
+    for x, y in zip(with_it, without, strict=True):
+        assert np.any(x)
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("implementation", HOW_TO_TRANSFORM)
+def test_an_element_of_a_batch_has_its_own(implementation: str) -> None:
+    one = functools.partial(attend, implementation)
+    _, found = jax.jit(one)(*QKV)
+    assert len(np.unique(found)) == found.size
+    # Without a batch axis a call has [N].
+    _, by_vmap = jax.jit(jax.vmap(one))(*QKV)
+    np.testing.assert_allclose(by_vmap, found, rtol=4 * plain.EPS32)
+
+
+def test_heads_of_different_arithmetic_keep_their_places() -> None:
+    case = harness.CASES["gqa_head_32"]
+    arrays = harness.inputs(case)
+    kinds = ["exact", "exact", "flash", "flash"]
+    *_, found = attention.dot_product_attention(
+        *(arrays[name] for name in "qkv"),
+        is_causal=True,
+        numerics=kinds[::-1],
+        row_max=["standard", "standard", "dynamic_max", "dynamic_max"],
+        implementation="tiled",
+        return_residual=True,
+        return_max_logit=True,
+    )
+    check(found, exact(case, arrays), tolerance(case, arrays))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shards_of_batch_and_heads_have_theirs(axis_type: AxisType) -> None:
+    case = harness.Case(batch=4, heads=8, kv_heads=4, is_causal=True)
+    arrays = harness.inputs(case)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    split = attention.sharded(mesh, batch_axis="data", head_axis="model")
+    call = functools.partial(split, is_causal=True, numerics="exact", implementation="tiled")
+    _, found = jax.jit(functools.partial(call, return_max_logit=True))(*(arrays[x] for x in "qkv"))
+    check(found, exact(case, arrays), tolerance(case, arrays))
+
+
+@pytest.mark.parametrize("split", ["rows", "keys"])
+def test_over_shards_of_a_sequence_it_is_the_largest_of_theirs(split: str) -> None:
+    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(AxisType.Auto,))
+    of_rows, of_keys = PartitionSpec(None, "sequence"), PartitionSpec()
+    if split == "keys":
+        of_rows, of_keys = of_keys, of_rows
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(of_rows, of_keys, of_keys),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    def largest(*qkv: jax.Array) -> jax.Array:
+        _, found = attend("tiled", *qkv, is_causal=False)
+        return lax.pmax(found, "sequence")
+
+    case = dataclasses.replace(CASE, is_causal=False)
+    check(jax.jit(largest)(*QKV), exact(case, ARRAYS), tolerance(case, ARRAYS))
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "gpu"])
+def test_a_packed_array_has_the_same(implementation: str) -> None:
+    _, found = jax.jit(functools.partial(attend, implementation))(jnp.stack(QKV, axis=2))
+    check(found, exact(CASE, ARRAYS), tolerance(CASE, ARRAYS))
+
+
+def test_every_way_to_call_returns_what_is_asked_for() -> None:
+    call = functools.partial(attention.dot_product_attention, *QKV, is_causal=True)
+    out = call()
+    assert isinstance(out, jax.Array)
+    (batch, rows, heads, _), (_, lse) = out.shape, call(return_residual=True)
+    shapes = [x.shape for x in call(return_residual=True, return_max_logit=True)]
+    assert shapes == [out.shape, (batch, rows, heads), (batch, heads)]
+    same, found = call(return_max_logit=True)
+    np.testing.assert_array_equal(same, out)
+    assert found.shape == (batch, heads)
+    assert (found <= lse.max(axis=1)).all()

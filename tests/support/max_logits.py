@@ -1,0 +1,70 @@
+"""The largest scores of a case: by a call, exactly, and how far the two may be apart."""
+
+import functools
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain
+from compiling import UNOPTIMIZED
+
+from lowprec_attn import attention
+from lowprec_attn.attention import reference
+from lowprec_attn.numerics import Numerics, RowMax
+
+
+def calls(
+    how: harness.Implementation,
+    case: harness.Case,
+    arrays: harness.Arrays,
+    numerics_: Numerics,
+    row_max: RowMax,
+    **options: Any,
+) -> tuple[jax.Array, ...]:
+    """What a call of the case returns."""
+    operands = harness.call_arrays(case, arrays)
+    attend = functools.partial(
+        attention.dot_product_attention,
+        scale=case.scale,
+        is_causal=case.is_causal,
+        local_window_size=case.window,
+        logits_soft_cap=case.soft_cap,
+        numerics=how.numerics(numerics_),
+        row_max=row_max,
+        implementation=how.name,
+        block_sizes=how.block_sizes,
+        return_residual=True,
+        **options,
+    )
+    compiler_options = UNOPTIMIZED if how.name in (*harness.KERNELS, "hopper") else None
+    given = harness.by_argument(operands.differentiated) | operands.rest
+    return jax.jit(attend, compiler_options=compiler_options)(**given)
+
+
+def exact(case: harness.Case, arrays: harness.Arrays) -> np.ndarray:
+    """The largest scores in float64 [B, N]."""
+    options = harness.reference_options(case, arrays)
+    return reference.attention(arrays["q"], arrays["k"], arrays["v"], **options).max_logit
+
+
+def tolerance(case: harness.Case, arrays: harness.Arrays) -> float:
+    """How far a float32 score may be from the exact one.
+
+    A sum of H products errs by H ε/2 of the sum of their sizes; the scale, its square root's
+    rounding, tanh (whose slope is at most 1) and the bias by a few ε of what they give.
+    """
+    q, k = (np.abs(arrays[name].astype(np.float64)) for name in ("q", "k"))
+    sizes = np.einsum("btnh,bsnh->bnts", q, k.repeat(case.heads // case.kv_heads, 2))
+    largest = sizes.max() * (case.scale or case.head_size**-0.5)
+    bias = 0.0 if "bias" not in arrays else np.abs(arrays["bias"]).max()
+    return plain.EPS32 * ((case.head_size / 2 + 2) * largest + bias + 4 * (case.soft_cap or 0))
+
+
+def check(found: jax.Array, expected: np.ndarray, within: float) -> None:
+    assert found.dtype == jnp.float32
+    assert found.shape == expected.shape
+    sees = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isneginf(found), ~sees)
+    np.testing.assert_allclose(np.asarray(found)[sees], expected[sees], rtol=0, atol=within)
