@@ -28,7 +28,6 @@ from lowprec_attn.training.settings import (
     OptimizerSettings,
     RollbackSettings,
     TrainSettings,
-    unmeasured,
 )
 
 
@@ -161,9 +160,6 @@ def _check(run: TrainSettings) -> None:
     require("name variant", plain, "letters, digits, and _ - + . within")
     _check_ends(run)
     _check_optimizer(run.optimizer, run.model)
-    if (reason := unmeasured(run.model)) is not None:
-        what = f"0 beside a model with {reason}, which diagnostics do not take"
-        require("diagnostics_every", lambda x: x == 0, what)
     if run.data.path is not None:
         fits, what = "documentation".__eq__, "documentation beside data.path"
         _require("data", run.data, "builtin", fits, what)
