@@ -284,7 +284,7 @@ def test_the_total_is_the_error_of_the_dq_of_the_implementation(variant, name):
     )()  # fmt: skip
     measured = np.asarray(signals["query_weight_gradient_error_measured"])
     total = np.asarray(signals["query_weight_gradient_error_from_total"])
-    assert np.all(measured > 5e-4)
+    assert np.all((measured > 5e-4) & (measured < 0.1))
     np.testing.assert_allclose(total, measured, rtol=0.05)
     if name == "flash_attention_3":  # whose S is not formed, and is here
         return
