@@ -55,6 +55,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.init = "gpt2"  # or small_init, lecun_uniform
     config.model.scale_placement = "scores"  # or qk
     config.model.activation_dtype = "bfloat16"
+    config.model.remat = placeholder(str)  # nothing_saveable: blocks are computed again
     config.model.biases = placeholder(bool)  # True: linear layers and norms have them
     config.model.logits_dtype = "float32"  # bfloat16 is faster, and what PyTorch's autocast does
     config.model.qk_norm = False  # q and k over their RMS, times a learned scale

@@ -24,7 +24,7 @@ class Place(NamedTuple):
       number: grows from call to call in the order in which they are traced.
       is_causal: row t sees the keys s <= t.
       scale: of the scores; None for one that is not known before the call is run.
-      window: (left, right), see `Spec`; None for none.
+      window, soft_cap: see `Spec`; None for none.
       ignored: names of arguments that hide keys or change scores, and are not recorded.
     """
 
@@ -32,6 +32,7 @@ class Place(NamedTuple):
     is_causal: bool
     scale: float | None
     window: tuple[int, int] | None
+    soft_cap: float | None
     ignored: tuple[str, ...]
 
 
@@ -77,13 +78,12 @@ def tapped(call: Call, out: Array) -> Array:
         "mask": extras.mask,
         "query_seq_lengths": extras.query_lengths,
         "key_value_seq_lengths": extras.key_lengths,
+        "sinks": None if extras.sinks is None else extras.sinks[None],
     }
     not_kept = {
         "query_segment_ids": extras.query_segments,
         "scale": extras.scale,
         "query_offset": extras.query_offset,
-        "logits_soft_cap": spec.soft_cap,
-        "sinks": extras.sinks,
     }
     q, k, v = planes(*call.arrays)
     arrays = {"q": q, "k": k, "v": v} | {n: x for n, x in kept.items() if x is not None}
@@ -93,6 +93,7 @@ def tapped(call: Call, out: Array) -> Array:
         is_causal=spec.is_causal,
         scale=None if extras.scale is not None else spec.scale,
         window=spec.window,
+        soft_cap=spec.soft_cap,
         ignored=tuple(name for name, value in not_kept.items() if value is not None),
     )
 
@@ -106,7 +107,8 @@ def handed_over(arrays: dict[str, Array], out: Array, **facts: Any) -> Array:
     """`out`, whose backward pass hands over the arrays and dO.
 
     Args:
-      arrays: by name, q, k and v [B, T, N, H] among them; sequences first, where an array has them.
+      arrays: by name, q, k and v [B, T, N, H] among them; sequences first, where an array has them,
+        sinks [1, N].
       out: O [B, T, N, H].
       facts: the fields of `Place`, but its number.
     """

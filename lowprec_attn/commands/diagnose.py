@@ -33,7 +33,7 @@ from lowprec_attn.diagnostics.examine.examination import (
 )
 from lowprec_attn.diagnostics.examine.series import Series
 from lowprec_attn.diagnostics.layer import Layer
-from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
+from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step, refusal
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import require_output, write_json, writing
 from lowprec_attn.numerics import (
@@ -140,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
                 "need --numerics NAME"
             )
         arithmetics = [] if len(of_runs) == len(layers) else arithmetics
+    for layer in layers:
+        for arithmetic in arithmetics if args.numerics is not None or layer.own is None else ():
+            if (refused := refusal(layer, arithmetic)) is not None:
+                raise DiagnoseError(f"{layer.source}: no attention has {refused}; give other "
+                                    "--numerics")  # fmt: skip
     by_source = [
         [
             examine(layer, [] if args.numerics is None and layer.own is not None else arithmetics)
@@ -322,6 +327,8 @@ def _write_json(
                 "is_causal": one.layer.is_causal,
                 "scale": one.layer.factor,
                 "window": one.layer.window,
+                "soft_cap": one.layer.soft_cap,
+                "has_sinks": one.layer.sinks is not None,
                 "notes": one.layer.notes,
                 "findings": _found(one),
                 "signals": {

@@ -20,8 +20,9 @@ class Capture:
 
     Attributes:
       layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
-        k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes; is_causal; scale, where it was
-        a number; window (left, right), where there was one; mask, bias, query_seq_lengths and
+        k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes, v and do of another H where
+        they have one; is_causal; scale, where it was a number; window (left, right),
+        logits_soft_cap and sinks [N], where there were any; mask, bias, query_seq_lengths and
         key_value_seq_lengths, as they were; and ignored, the names of other arguments that hide
         keys or change scores (segments, query_offset, a traced scale, dropout), which are not kept.
         Filled when the block ends.
@@ -110,6 +111,10 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
             values["scale"] = place.scale
         if place.window is not None:
             values["window"] = np.array(place.window)
+        if place.soft_cap is not None:
+            values["logits_soft_cap"] = place.soft_cap
+        if "sinks" in values:
+            (values["sinks"],) = values["sinks"]
         if place.ignored:
             values["ignored"] = np.array(place.ignored)
         calls.setdefault(place, []).append(values)

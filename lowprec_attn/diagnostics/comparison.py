@@ -9,7 +9,7 @@ rounding makes O, and with it δ, disagree with the P and dP that δ is subtract
                          dW_Q(hp) − dW_Q(lp), where P is the same on both sides
 
 The run is `lowprec_attn.arithmetic` and nothing else. `sources` has the exact side of the backward
-pass.
+pass. S is what softmax sees, behind a soft cap. Sums of P and of dS include the column of a sink.
 """
 
 import dataclasses
@@ -23,8 +23,9 @@ from jaxtyping import Array, Bool, Float, Float32
 from lowprec_attn.arithmetic import backward, layout, products, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid
 from lowprec_attn.arithmetic.places import Place, span
-from lowprec_attn.arithmetic.recurrence import SoftmaxState, keep_unvisited
-from lowprec_attn.arithmetic.request import Extras, Spec
+from lowprec_attn.arithmetic.recurrence import RowStatistics, SoftmaxState, keep_unvisited
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
+from lowprec_attn.arithmetic.sinks import SinkColumn, column
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import rows, sources
 from lowprec_attn.diagnostics.pairs import pair_sum
@@ -41,7 +42,10 @@ _EXACT = EXACT.replace(output="float32")
 
 
 class ScoreRows(NamedTuple):
-    """Properties of each row of scores as the run rounds them; see `diagnostics.rows`."""
+    """Properties of each row of scores as the run rounds them; see `diagnostics.rows`.
+
+    `uncapped_maximum`: max |scale · q kᵀ| before the soft cap and any rounding; None without one.
+    """
 
     sees_several: Bool[Array, "B T N 1"]
     score_maximum: Float32[Array, "B T N 1"]
@@ -50,6 +54,7 @@ class ScoreRows(NamedTuple):
     repeated_maxima: Bool[Array, "B T N 1"]
     rounded_to_one: Bool[Array, "B T N 1"]
     dominated: Bool[Array, "B T N 1"]
+    uncapped_maximum: Float32[Array, "B T N 1"] | None
 
 
 class OutputRows(NamedTuple):
@@ -58,19 +63,23 @@ class OutputRows(NamedTuple):
     Ō_exact stands on the run's own S and m, which a row-max rule and `stats` may change.
     """
 
-    unnormalized: Float32[Array, "B T N H"]
-    unnormalized_exact: Float32[Array, "B T N H"]
-    output: Float32[Array, "B T N H"]
-    output_exact: Float32[Array, "B T N H"]
+    unnormalized: Float32[Array, "B T N V"]
+    unnormalized_exact: Float32[Array, "B T N V"]
+    output: Float32[Array, "B T N V"]
+    output_exact: Float32[Array, "B T N V"]
 
 
 class GradientRows(NamedTuple):
     """δ, row sums of the backward pass, rows of P k, and dQ before `tile_grads` and `grads`.
 
+    P k is slope ∘ P k behind a soft cap.
+
     δ_exact is rowsum(dO ∘ O) with O exact; where the run forms δ from dP, Σ P dP / Σ P of the
     run's own P and dP, at which rows of dS sum to zero. The row sums: Σ_j P − 1; Σ_j dS of
     dS = P ∘ (dP − δ), and of dS as rounded at `ds`. Their terms are the float32 numbers that the
-    backward pass forms, their sums are pairs.
+    backward pass forms, their sums are pairs. Both have the dS of the sink, −P_sink δ. Behind a
+    soft cap the first is of dS before the slope, and the second, whose sum over the keys is not
+    zero in exact arithmetic, is the difference from that.
     """
 
     delta: Float32[Array, "B T N 1"]
@@ -87,12 +96,12 @@ class Returned(NamedTuple):
     """Results of the implementation that runs, for the same q, k, v and dO.
 
     Attributes:
-      o: O [B, T, N, H].
+      o: O [B, T, N, V].
       lse: as `return_residual=True` gives it, [B, T, N].
       dq: dQ [B, T, N, H], None where it is not known.
     """
 
-    o: Float[Array, "B T N H"]
+    o: Float[Array, "B T N V"]
     lse: Float32[Array, "B T N"]
     dq: Float[Array, "B T N H"] | None = None
 
@@ -108,8 +117,8 @@ class Comparison(NamedTuple):
 def compare(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    do: Float[Array, "B T N H"] | None,
+    v: Float[Array, "B S K V"],
+    do: Float[Array, "B T N V"] | None,
     extras: Extras,
     spec: Spec,
     returned: Returned | None = None,
@@ -124,18 +133,21 @@ def compare(
     Args:
       q, k, v: as in `attention.dot_product_attention`.
       do: gradient of the loss by O, or None.
-      extras: the random stream, where a point needs one; masks, biases and lengths are refused.
-      spec: the arithmetic, scale and causality.
+      extras: sinks, and the random stream, where a point needs one; masks, biases and lengths are
+        refused.
+      spec: the arithmetic, scale, soft cap and causality.
       returned: replaces the O and lse of this run of `spec`, where they are that of its rounding.
 
     Raises:
-      ValueError: extras other than the stream, a soft cap, or a `kv_block` that splits rows that
-        must stay whole.
+      ValueError: extras other than those, a `kv_block` that splits rows that must stay whole, or a
+        choice that relies on what rows of dS sum to beside a soft cap or sinks.
     """
-    if spec.soft_cap is not None:
-        raise ValueError(f"diagnostics take no soft cap, got {spec.soft_cap}")
-    if any(x is not None for x in extras._replace(stream=None)):
-        raise ValueError("diagnostics take no mask, bias, lengths or sinks; cut the arrays instead")
+    if any(x is not None for x in extras._replace(stream=None, sinks=None)):
+        raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
+    if spec.soft_cap is not None or extras.sinks is not None:
+        refused = unsupported_row_sums(Request.of(q, k, extras, spec, v))
+        if refused is not None:
+            raise ValueError(f"no attention has {refused}")
     # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
     if spec.numerics.exponent == "whole_max":
         extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
@@ -201,14 +213,29 @@ class _Chunk:
             span(0, self.tiles.k.shape[-2])[None],
         )
 
-    def scores(self, spec: Spec) -> Array:
+    def scores(self, spec: Spec) -> softmax.Scores:
         """Masked scores of all keys."""
         tiles, place = self.tiles, self.place
-        s = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place).s
+        s, slope = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
         seen = (place.cols < self.grid.keys)[None, None, None]
         by_position = visibility.visible(tiles.extras, spec, place, None)
         seen = seen if by_position is None else seen & by_position
-        return visibility.mask_scores(s, seen, softmax.UNSEEN)
+        return softmax.Scores(visibility.mask_scores(s, seen, softmax.UNSEEN), slope)
+
+    @property
+    def sinks(self) -> Array | None:
+        """Scores of the sinks, float32 [1, K, G, 1, 1]."""
+        sinks = self.tiles.extras.sinks
+        return None if sinks is None else sinks.astype(jnp.float32)
+
+    def sink_column(self, statistics: RowStatistics, spec: Spec) -> SinkColumn | None:
+        """The column of the sinks, where there are any, in the run's backward pass."""
+        extras = self.tiles.extras
+        if extras.sinks is None:
+            return None
+        sees = jnp.ones_like(statistics.subtracted, bool)  # `signals` declines rows without keys
+        unit = products.score_unit(spec, extras)
+        return column(statistics, sees, self.place.rows, unit, spec, extras)
 
     def run(self, s: Array, spec: Spec) -> SoftmaxState:
         """The run's own online softmax, one step per block of keys."""
@@ -237,12 +264,14 @@ class _Chunk:
 
 def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     exact_spec = dataclasses.replace(spec, numerics=_EXACT, row_max=StandardMax())
-    s, unrounded = chunk.scores(spec), chunk.scores(exact_spec)
-    state = chunk.run(s, spec)
+    of_run, unrounded = chunk.scores(spec), chunk.scores(exact_spec).s
+    state = chunk.run(of_run.s, spec)
     out = _with_returned(chunk.finish(state, spec), given, spec.numerics)
-    own = exact = sources.Softmax.of(s)
+    unit = products.score_unit(spec, chunk.tiles.extras)
+    s = of_run.s if unit == 1 else of_run.s * jnp.float32(unit)
+    own = exact = sources.Softmax.of(s, chunk.sinks)
     if not spec.numerics.scores.is_identity:
-        exact = sources.Softmax.of(unrounded)
+        exact = sources.Softmax.of(unrounded, chunk.sinks)
     v = chunk.tiles.v
     # V as attention reads it is the same in both passes, as S is.
     v_read = products.values_as_read(v, chunk.place, spec, chunk.tiles.extras)
@@ -255,8 +284,8 @@ def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     outputs = OutputRows(state.acc, unnormalized_exact, out.o.astype(jnp.float32), o_exact)
     gradients = None
     if given.do is not None:
-        gradients = _gradient_rows(chunk, s, (own, exact), out, given.do, spec)
-    return Comparison(_score_rows(s, spec), outputs, gradients)
+        gradients = _gradient_rows(chunk, of_run, (own, exact), out, given.do, spec)
+    return Comparison(_score_rows(chunk, s, spec), outputs, gradients)
 
 
 def _with_returned(out: softmax.Output, given: _Rows, numerics: Numerics) -> softmax.Output:
@@ -272,21 +301,26 @@ def _with_returned(out: softmax.Output, given: _Rows, numerics: Numerics) -> sof
     return out._replace(o=given.o, o_saved=o_saved, lse=given.lse[..., 0])
 
 
-def _score_rows(s: Array, spec: Spec) -> ScoreRows:
+def _score_rows(chunk: _Chunk, s: Array, spec: Spec) -> ScoreRows:
+    uncapped = None
+    if spec.soft_cap is not None:
+        plain = dataclasses.replace(spec, numerics=_EXACT, soft_cap=None)
+        uncapped = rows.score_maximum(chunk.scores(plain).s)[..., None]
     return ScoreRows(
         rows.sees_several(s)[..., None],
         rows.score_maximum(s)[..., None],
         rows.level(s)[..., None],
         rows.spread(s)[..., None],
         rows.repeated_maxima(s)[..., None],
-        rows.rounded_to_one(s, spec.numerics.probs)[..., None],
-        rows.dominated_rows(s)[..., None],
+        rows.rounded_to_one(s, spec.numerics.probs, chunk.sinks)[..., None],
+        rows.dominated_rows(s, sink=chunk.sinks)[..., None],
+        uncapped,
     )
 
 
 def _gradient_rows(
     chunk: _Chunk,
-    s: Array,
+    scores: softmax.Scores,
     exact_of: tuple[sources.Softmax, sources.Softmax],
     out: softmax.Output,
     do: Array,
@@ -295,7 +329,9 @@ def _gradient_rows(
     """`exact_of`: exact softmax of the scores with and without their rounding."""
     _, k, v, extras = chunk.tiles
     place, numerics = chunk.place, spec.numerics
-    tile = backward.backward_tile(s, out.statistics, v, do, spec, extras, place)
+    tile = backward.backward_tile(scores.s, out.statistics, v, do, spec, extras, place)
+    tile = tile._replace(slope=scores.slope)
+    sink = chunk.sink_column(out.statistics, spec)
     k = chunk.k_of_q
     if out.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
@@ -304,29 +340,41 @@ def _gradient_rows(
         delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, dtype)
     shift = jnp.zeros_like(delta)
     if numerics.delta in backward.SUMS_ROWS:
-        shift = backward.row_sums(tile, delta, k, spec, extras, place).shift
+        sums = backward.row_sums(tile, delta, k, spec, extras, place)
+        shift = (sums if sink is None else sums.with_sink(sink, delta, spec, extras)).shift
         if numerics.delta == "after_cast":  # of dS · scale
             shift = shift / jnp.float32(spec.scale)
     float32, k_format = get_format("float32"), get_format(k.dtype.name)
-    pk = products.dot("bkgts,bksh->bkgth", tile.p, k, float32, k_format)
+    pk = products.dot("bkgts,bksh->bkgth", tile.behind_cap(tile.p), k, float32, k_format)
 
-    run = sources.Run(tile, delta, shift, out.statistics, pk)
+    sink_p = None if sink is None else sink.p
+    run = sources.Run(tile, delta, shift, out.statistics, pk, sink_p)
     v_read = products.values_as_read(v, place, spec, extras)
     exact = sources.exact_rows(*exact_of, do, v_read)
-    follows = sources.followed(exact, tile, numerics)
+    follows = sources.followed(exact, tile, sink_p, numerics)
     # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
     multiplied = sources.multiplied_ds(run, spec, extras, place)
-    sum_of_p, sum_of_p_low = pair_sum(tile.p)
+    sum_of_p, sum_of_p_low = pair_sum(_with_column(tile.p, sink_p))
+    sink_ds = None if sink_p is None else -sink_p * (delta + shift)  # which nothing rounds
+    if spec.soft_cap is None:
+        rounded = _with_column(multiplied, sink_ds)
+    else:
+        rounded = multiplied - tile.behind_cap(exact.own.ds)
     return GradientRows(
         delta + shift,
         exact.c + follows.delta + follows.dp,
         sources.delta_error(exact, run, follows),
         (sum_of_p - 1) + sum_of_p_low,
-        pair_sum(backward.ds_of(tile, delta + shift))[0],
-        pair_sum(multiplied)[0],
+        pair_sum(_with_column(backward.ds_of(tile, delta + shift), sink_ds))[0],
+        pair_sum(rounded)[0],
         pk,
         sources.sources(exact, run, follows, multiplied, k, numerics),
     )
+
+
+def _with_column(x: Array, of_sink: Array | None) -> Array:
+    """x [..., T, S] and the column of the sinks [..., T, 1], where there are any."""
+    return x if of_sink is None else jnp.concatenate([x, of_sink], axis=-1)
 
 
 def _grid(q: Array, k: Array, spec: Spec) -> Grid:

@@ -28,6 +28,8 @@ _SPELLINGS = {
     "is_causal": ("is_causal", "causal"),
     "scale": ("scale", "softmax_scale", "sm_scale"),
     "window": ("local_window_size",),
+    "soft_cap": ("logits_soft_cap", "softcap", "soft_cap", "attn_logits_soft_cap"),
+    "sinks": ("sinks", "s_aux"),
 }
 _KEPT = ("mask", "bias", "query_seq_lengths", "key_value_seq_lengths")
 # That do not say what is computed, but how.
@@ -56,8 +58,10 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
       function: of q, k, v (or query, key, value) and whatever else; returns O, or a tuple that
         begins with it. Kept of its arguments are is_causal (causal), scale (softmax_scale,
         sm_scale), mask, bias, query_seq_lengths, key_value_seq_lengths and local_window_size, with
-        the meaning that they have in jax.nn; of the first two the defaults as well. Other ones that
-        are given are named in `ignored`.
+        the meaning that they have in jax.nn; of the first two the defaults as well. So are a soft
+        cap c of scores c · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap,
+        attn_logits_soft_cap; 0 is none) and sinks [N] (s_aux), one more score of each head. Other
+        ones that are given are named in `ignored`.
       layout: of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
 
     Raises:
@@ -167,6 +171,12 @@ def _tapped(
         scale = None
     elif scale is None:
         scale = arrays["q"].shape[-1] ** -0.5
+    soft_cap, sinks = of("soft_cap"), of("sinks")
+    if isinstance(soft_cap, jax.core.Tracer):
+        ignored.append("logits_soft_cap")
+        soft_cap = None
+    if sinks is not None:
+        arrays["sinks"] = jnp.asarray(sinks).reshape(1, -1)
     rows, keys = arrays["q"].shape[1], arrays["k"].shape[1]
     o = tap.handed_over(
         arrays,
@@ -174,6 +184,7 @@ def _tapped(
         is_causal=bool(of("is_causal")),
         scale=None if scale is None else float(scale),
         window=validation.window(of("window"), rows, keys),
+        soft_cap=float(soft_cap) if soft_cap else None,
         ignored=tuple(ignored),
     )
     return (o.swapaxes(1, 2) if layout == "BNTH" else o).reshape(out.shape)

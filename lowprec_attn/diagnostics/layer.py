@@ -18,7 +18,7 @@ class Layer(NamedTuple):
     Attributes:
       source: the file or run that it was read from.
       name: within the source; empty where that holds one layer without a name.
-      q, k, v: [B, T, N, H] and twice [B, S, K, H].
+      q, k, v: [B, T, N, H], [B, S, K, H] and [B, S, K, V].
       do: gradient of the loss by the attention output.
       x: input of W_Q.
       w_q: W_Q.
@@ -28,6 +28,8 @@ class Layer(NamedTuple):
       is_causal: None where the source does not say.
       scale: of the scores; None for 1/√H.
       window: (left, right); row t sees the keys t − left to t + right; None for all.
+      soft_cap: c of scores c · tanh(scale · q kᵀ / c); None for no cap.
+      sinks: scores of one more column of every row, without a key and with v = 0; None for none.
       own: the arithmetic of its heads, where the source says.
       returned: what `own` gave when it ran, where it did.
       notes: what was assumed or converted, one line each.
@@ -37,8 +39,8 @@ class Layer(NamedTuple):
     name: str
     q: Float[np.ndarray, "B T N H"]
     k: Float[np.ndarray, "B S K H"]
-    v: Float[np.ndarray, "B S K H"]
-    do: Float[np.ndarray, "B T N H"] | None = None
+    v: Float[np.ndarray, "B S K V"]
+    do: Float[np.ndarray, "B T N V"] | None = None
     x: Float[np.ndarray, "B T D"] | None = None
     w_q: Float[np.ndarray, "D N H"] | None = None
     projection: Projection | None = None
@@ -47,6 +49,8 @@ class Layer(NamedTuple):
     is_causal: bool | None = None
     scale: float | None = None
     window: tuple[int, int] | None = None
+    soft_cap: float | None = None
+    sinks: Float[np.ndarray, "N"] | None = None
     own: tuple[HeadGroup, ...] | None = None
     returned: Returned | None = None
     notes: tuple[str, ...] = ()
@@ -60,23 +64,3 @@ class Layer(NamedTuple):
     def factor(self) -> float:
         """Of q·k in a score."""
         return float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
-
-
-def of_one_head_size(arrays: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], list[str]]:
-    """The arrays with heads, all of one head size, and a note where some had a smaller one.
-
-    Zeros at the end of v and dO add nothing to dO·Vᵀ and to rowsum(dO ∘ O), nor do zeros at the end
-    of q and k to a score. Models with compressed keys and values have v of another head size.
-    """
-    shapes = {w: arrays[w].shape for w in WITH_HEADS if w in arrays}
-    sizes = {w: shape[-1] for w, shape in shapes.items()}
-    are_pairs = sizes["q"] == sizes["k"] and sizes.get("do", sizes["v"]) == sizes["v"]
-    if not are_pairs or sizes["q"] == sizes["v"] or 0 in sizes.values():
-        return arrays, []
-    size, smaller = max(sizes.values()), [w for w in sizes if sizes[w] < max(sizes.values())]
-    ends = {w: [(0, 0)] * 3 + [(0, size - sizes[w])] for w in smaller}
-    note = (
-        f"{', '.join(smaller)}: head size {min(sizes.values())} filled with zeros to {size}"
-        f"{', which count in the RMS of O' if 'v' in smaller else ''}"
-    )
-    return arrays | {w: np.pad(arrays[w], ends[w]) for w in smaller}, [note]

@@ -23,9 +23,7 @@ SERVED = (*VISIBLE, *HIDDEN, *BIASES, *LENGTHS)
 # What changes or hides scores in other ways.
 REFUSED = {
     **dict.fromkeys(("position_bias", "rel_pos_bias", "alibi", "alibi_slopes"), "adds to scores"),
-    **dict.fromkeys(("softcap", "logits_soft_cap", "softmax_cap"), "changes scores"),
-    **dict.fromkeys(("score_mod", "qv"), "changes scores"),
-    **dict.fromkeys(("sinks", "sink", "s_aux"), "adds to row sums"),
+    **dict.fromkeys(("softmax_cap", "score_mod", "qv"), "changes scores"),
     **dict.fromkeys(("block_mask", "dropout_mask", "head_mask", "attention_chunk"), "hides scores"),
     **dict.fromkeys(
         ("segment_ids", "query_segment_ids", "key_segment_ids", "key_value_segment_ids"),

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.heads import HeadGroup
+from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import verdict
 from lowprec_attn.diagnostics.layer import Layer
@@ -22,7 +24,10 @@ CURED = {"delta": "query_gradient_error_relative", "coherence": "delta_error_mea
 # One program for all layers of a shape, and not one for each; without what is not asked for.
 @functools.partial(
     jax.jit,
-    static_argnames=("names", "numerics", "row_max", "scale", "is_causal", "local_window_size"),
+    static_argnames=(
+        *("names", "numerics", "row_max", "scale", "is_causal", "local_window_size"),
+        "logits_soft_cap",
+    ),
 )
 def _signals(*arrays: Any, names: tuple[str, ...] | None, **options: Any) -> dict[str, Array]:
     signals = attention_signals(*arrays, **options)
@@ -75,12 +80,31 @@ def measure(
         scale=layer.scale,
         is_causal=bool(layer.is_causal),
         local_window_size=layer.window,
+        logits_soft_cap=layer.soft_cap,
+        sinks=layer.sinks,
         returned=layer.returned if arithmetic.numerics is layer.own else None,
         x=x,
         projection=None if x is None else layer.projection,
         rng_key=jax.random.key(0) if arithmetic.needs_bits else None,
     )
     return jax.tree.map(np.asarray, signals)
+
+
+def refusal(layer: Layer, arithmetic: Arithmetic) -> str | None:
+    """What of an arithmetic no attention has beside the soft cap or sinks of a layer; None: all."""
+    numerics = arithmetic.numerics
+    if not isinstance(numerics, Numerics) or (layer.soft_cap is None and layer.sinks is None):
+        return None
+    spec = Spec(
+        numerics=numerics,
+        row_max=arithmetic.row_max,
+        scale=layer.factor,
+        soft_cap=layer.soft_cap,
+        window=layer.window,
+    )
+    extras = Extras(sinks=None if layer.sinks is None else jnp.asarray(layer.sinks))
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (layer.q, layer.k, layer.v))
+    return unsupported_row_sums(Request.of(q, k, extras, spec, v))
 
 
 def keys_per_step(arithmetic: Arithmetic) -> KvBlock:

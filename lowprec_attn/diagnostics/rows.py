@@ -2,7 +2,7 @@
 
 Functions of scores [..., T, S] return one value per row, [..., T]. Entries at or below
 `numerics.MASKED` are unseen keys. Each function costs O(T S) elementwise operations with one or two
-exp per score.
+exp per score. Scores are those of softmax, behind a soft cap. A sink [..., T, 1] is no key.
 """
 
 import jax.numpy as jnp
@@ -48,27 +48,36 @@ def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Boo
     return _count(_seen(s) & (s >= r_m - jnp.float32(tolerance))) > 1
 
 
-def rounded_to_one(s: Float32[Array, "... T S"], probs: Rounding) -> Bool[Array, "... T"]:
+def rounded_to_one(
+    s: Float32[Array, "... T S"], probs: Rounding, sink: Float32[Array, "... #T 1"] | None = None
+) -> Bool[Array, "... T"]:
     """Rows with at least two P̄ = exp(S − r_m) that round to exactly 1 in the format of `probs`.
 
     In these rows v enters P̄·V unweighted twice. In bfloat16 the two largest scores are then less
-    than about 2⁻⁹ apart, so every exact tie counts. r_m is the row's maximum over all keys,
-    whatever row-max rule the run uses, and rounding is to nearest.
+    than about 2⁻⁹ apart, so every exact tie counts. r_m is the row's maximum over all keys and the
+    sink, whatever row-max rule the run uses, and rounding is to nearest.
     """
-    p_bar = round_to(_p_bar(s), probs.format)
+    r_m = _largest(s) if sink is None else jnp.maximum(_largest(s), sink)
+    p_bar = round_to(jnp.exp(s - r_m), probs.format)
     return _count(_seen(s) & (p_bar == 1)) > 1
 
 
 def dominated_rows(
-    s: Float32[Array, "... T S"], threshold: float = DOMINATED
+    s: Float32[Array, "... T S"],
+    threshold: float = DOMINATED,
+    sink: Float32[Array, "... #T 1"] | None = None,
 ) -> Bool[Array, "... T"]:
     """Rows in which one key has nearly all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
 
-    The default is the smallest P that bfloat16 rounds to 1.
+    The sum is over the keys and the sink, r_m the largest score of a key. The default is the
+    smallest P that bfloat16 rounds to 1.
     """
-    weights = jnp.where(_seen(s), _p_bar(s), jnp.float32(0))
+    r_m = _largest(s)
+    weights = jnp.where(_seen(s), jnp.exp(s - r_m), jnp.float32(0))
     # Written without a division: a row without keys has the sum 0 and is not dominated.
     total = jnp.sum(weights, axis=-1)
+    if sink is not None:
+        total = total + jnp.exp(sink - r_m)[..., 0]
     return (total > 0) & (total * jnp.float32(threshold) <= 1)
 
 
@@ -76,8 +85,8 @@ def _seen(s: Array) -> Array:
     return s > MASKED
 
 
-def _p_bar(s: Array) -> Array:
-    return jnp.exp(s - jnp.max(s, axis=-1, keepdims=True))
+def _largest(s: Array) -> Array:
+    return jnp.max(s, axis=-1, keepdims=True)
 
 
 def _count(flags: Array) -> Array:

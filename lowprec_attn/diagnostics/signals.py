@@ -26,14 +26,16 @@ from lowprec_attn.numerics import Numerics, RowMax, StandardMax
 def attention_signals(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    do: Float[Array, "B T N H"] | None = None,
+    v: Float[Array, "B S K V"],
+    do: Float[Array, "B T N V"] | None = None,
     *,
     numerics: Numerics | str | Sequence[Numerics | str] | Sequence[HeadGroup],
     row_max: RowMax | str | Sequence[RowMax | str] = StandardMax(),  # noqa: B008 (frozen)
     scale: float | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
     x: Float[Array, "B T D"] | None = None,
     w_q: Float[Array, "D N H"] | None = None,
     w_k: Float[Array, "D K H"] | None = None,
@@ -45,12 +47,13 @@ def attention_signals(
     """Signals of one attention layer, one number per query head; the batch is reduced.
 
     Always:
-      score_maximum: max |S|, S as rounded at `scores`.
+      score_maximum: max |S|, S as softmax sees it: behind the soft cap, rounded at `scores`.
+      score_maximum_before_cap, with a soft cap: max |scale · q kᵀ|, which the cap hides.
       score_level_rms: RMS over rows of the mean score of a row, which softmax does not feel. Where
         it is far above score_spread_mean, all scores of a row have moved together.
       score_spread_mean, score_spread_max: over rows, of the largest score minus that mean.
       repeated_maxima, rounded_to_one, dominated_rows: shares in [0, 1] of the rows that see
-        at least two keys; see `diagnostics.rows` (0 where there is no such row).
+        at least two keys; see `diagnostics.rows` (0 where there is no such row). A sink is no key.
       unnormalized_error_*: Ō against the exact Ō of the run's own S and m.
       output_error_*: O against O from q, k, v in float32 throughout.
       unnormalized_rms, output_rms: RMS of those exact values, to compare with.
@@ -61,11 +64,13 @@ def attention_signals(
         error of P or dP that δ shares moves no row sum of dS.
       delta_rms: RMS of δ_hp.
       ds_row_sum_*: Σ_j P ∘ (dP − δ); 0 in exact arithmetic, −delta_error where δ alone is off.
-      rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ.
-      p_row_sum_error_*: Σ_j P − 1 of the backward pass, whose P is exp(S − lse), or exp(S − m) / l
-        as `statistics` says; 0 in exact arithmetic.
+        With sinks j runs over that column too, whose dP is 0. Of dS before the slope of a cap.
+      rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ. With a soft cap,
+        behind which exact rows sum to anything: by how much Σ_j over the keys misses the exact sum.
+      p_row_sum_error_*: Σ_j P − 1 of the backward pass, P_sink included, whose P is exp(S − lse),
+        or exp(S − m) / l as `statistics` says; 0 in exact arithmetic.
       query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F: how much of dQ the
-        errors of δ are.
+        errors of δ are. P k is slope ∘ P k behind a soft cap, here and below.
       vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.
     With dO and x (the input of W_Q):
       query_weight_gradient_exact: ‖dW_Q‖_F of exact arithmetic.
@@ -104,8 +109,9 @@ def attention_signals(
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Args:
-      q, k, v, scale, is_causal, local_window_size, numerics, row_max, rng_key: as in
-        `attention.dot_product_attention`, whose `kv_block` and `tiled` default step apply.
+      q, k, v, scale, is_causal, local_window_size, logits_soft_cap, sinks, numerics, row_max,
+        rng_key: as in `attention.dot_product_attention`, whose `kv_block` and `tiled` default step
+        apply.
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.
@@ -116,28 +122,31 @@ def attention_signals(
 
     Raises:
       ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, x without
-        dO, `common_direction` or `projection` without x, or rows beyond all windows, which see no
-        key.
+        dO, `common_direction` or `projection` without x, rows beyond all windows, which see no
+        key, or `numerics` that no attention has beside a soft cap or sinks.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
-    validation.check_inputs(q, k, v)
-    _check_optional(q, k, do=do, x=x, w_q=w_q, w_k=w_k)
-    _check_returned(q, returned)
+    validation.check_inputs(q, k, v, any_value_size=True)
+    _check_optional(q, k, v, do=do, x=x, w_q=w_q, w_k=w_k)
+    _check_returned(q, v, returned)
     if common_direction and x is None:
         raise ValueError("common_direction needs x: it is a direction of (PK)ᵀ X")
     _check_projection(q, x, projection)
     heads = q.shape[2]
     groups = validation.head_groups(numerics, row_max, heads, k.shape[2])
     stream = None if rng_key is None else RandomStream.of(rng_key, q.shape[0], heads)
+    factor = validation.scale(scale, q.shape[-1])
     spec = functools.partial(
         Spec,
-        scale=validation.scale(scale, q.shape[-1]),
+        scale=factor,
+        soft_cap=validation.soft_cap(logits_soft_cap, factor),
         is_causal=validation.causal(is_causal),
         window=_window(local_window_size, q.shape[1], k.shape[1]),
     )
     signals: list[dict[str, Array]] = []
     for group in groups:
-        whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned, projection)
+        of_sinks = validation.sinks(sinks, heads)
+        whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned, projection, of_sinks)
         part = _select(whole, np.array(group.heads))
         signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
         if not common_direction:
@@ -170,13 +179,14 @@ class _Arrays(NamedTuple):
     stream: RandomStream | None
     returned: Returned | None
     projection: weights.Projection | None
+    sinks: Array | None
 
 
 def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
     """The query heads `which`, whole groups, with their key heads."""
     group = arrays.q.shape[2] // arrays.k.shape[2]
     kv_which = np.unique(which // group)
-    q, k, v, do, w_q, w_k, stream, returned, projection = arrays
+    q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays
     return _Arrays(
         q[:, :, which],
         k[:, :, kv_which],
@@ -187,13 +197,14 @@ def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
         None if stream is None else stream._replace(head=stream.head[which]),
         jax.tree.map(lambda x: x[:, :, which], returned),
         None if projection is None else projection._replace(values=projection.values[:, :, which]),
+        None if sinks is None else sinks[which],
     )
 
 
 def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
     """The signals of heads that share their arithmetic."""
-    q, k, v, do, w_q, w_k, stream, returned, projection = arrays
-    result = compare(q, k, v, do, Extras(stream=stream), spec, returned)
+    q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays
+    result = compare(q, k, v, do, Extras(stream=stream, sinks=sinks), spec, returned)
     signals = _score_signals(result.scores) | _output_signals(result.outputs)
     if result.gradients is not None:
         signals |= _gradient_signals(result.gradients)
@@ -218,7 +229,10 @@ def _score_signals(scores: ScoreRows) -> dict[str, Array]:
         hits = jnp.sum((flags & scores.sees_several).astype(jnp.float32), axis=(0, 1, 3))
         return hits / jnp.maximum(counted, 1.0)
 
-    return {
+    before_cap = {}
+    if scores.uncapped_maximum is not None:
+        before_cap["score_maximum_before_cap"] = jnp.max(scores.uncapped_maximum, axis=(0, 1, 3))
+    return before_cap | {
         "score_maximum": jnp.max(scores.score_maximum, axis=(0, 1, 3)),
         "score_level_rms": signed_errors.root_mean_square(scores.level),
         "score_spread_mean": jnp.mean(scores.spread, axis=(0, 1, 3)),
@@ -307,12 +321,12 @@ def _named(name: str, values: dict[str, Array]) -> dict[str, Array]:
     return {f"{name}_{statistic}": value for statistic, value in values.items()}
 
 
-def _check_optional(q: Array, k: Array, **arrays: Array | None) -> None:
+def _check_optional(q: Array, k: Array, v: Array, **arrays: Array | None) -> None:
     (batch, length, heads, head_size), kv_heads = q.shape, k.shape[2]
     if arrays["x"] is not None and arrays["do"] is None:
         raise ValueError("x needs do: the gradient of W_Q takes both")
     expected = {
-        "do": (batch, length, heads, head_size),
+        "do": (batch, length, heads, v.shape[-1]),
         "x": (batch, length, None),
         "w_q": (None, heads, head_size),
         "w_k": (None, kv_heads, head_size),
@@ -341,10 +355,10 @@ def _check_projection(q: Array, x: Array | None, projection: weights.Projection 
         )
 
 
-def _check_returned(q: Array, returned: Returned | None) -> None:
+def _check_returned(q: Array, v: Array, returned: Returned | None) -> None:
     if returned is None:
         return
-    expected = {"o": q.shape, "lse": q.shape[:3], "dq": q.shape}
+    expected = {"o": (*q.shape[:3], v.shape[-1]), "lse": q.shape[:3], "dq": q.shape}
     for name, shape in expected.items():
         array = getattr(returned, name)
         if array is not None and array.shape != shape:

@@ -10,6 +10,10 @@ add up. Let, for each row,
 
 V is as attention reads it, on both sides, and k that of dQ.
 
+Behind a soft cap, S = c · tanh(scale · q kᵀ / c), each dS below is that of S, and is multiplied by
+the slope of the cap before k is: the same float32 slope on both sides, counted nowhere. A sink is
+one more column with dP = 0 and without a key: in l and Σ P, and in δ by them, but in no product.
+
 From the exact dS_e to the run's, points are switched one after the other, in this order:
 
   dS_e = P_e ∘ (dP_e − δ_e)
@@ -90,7 +94,8 @@ class Run(NamedTuple):
       delta, shift: its δ is their sum [..., T, 1]; a shift is what `delta='normalized'` adds to δ₀,
         or 'after_cast' as λ / scale, which enters dQ by a way of its own.
       statistics: of rows as saved, [..., T, 1].
-      pk: P k, [..., T, H], with the k of dQ.
+      pk: P k, [..., T, H], with the k of dQ; behind a soft cap slope ∘ P k.
+      sink_p: P_sink of the run, [..., T, 1]; None without sinks.
     """
 
     tile: backward.BackwardTile
@@ -98,21 +103,30 @@ class Run(NamedTuple):
     shift: Array
     statistics: RowStatistics
     pk: Array
+    sink_p: Array | None = None
 
 
 class Softmax(NamedTuple):
-    """P = weights / l with weights = exp(S − m), exact but for float32."""
+    """P = weights / l with weights = exp(S − m), exact but for float32.
+
+    `sink` is the weight of the sink [..., T, 1], which is in m and l; None without sinks.
+    """
 
     weights: Array
     m: Array
     l: Array
+    sink: Array | None = None
 
     @classmethod
-    def of(cls, s: Array) -> "Softmax":
-        """Of masked scores [..., T, S]."""
+    def of(cls, s: Array, sink: Array | None = None) -> "Softmax":
+        """Of masked scores [..., T, S] and, where there are sinks, theirs [..., 1, 1]."""
         m = jnp.max(s, axis=-1, keepdims=True)
-        weights = jnp.exp(s - m)
-        return cls(weights, m, jnp.sum(weights, axis=-1, keepdims=True))
+        if sink is None:
+            weights = jnp.exp(s - m)
+            return cls(weights, m, jnp.sum(weights, axis=-1, keepdims=True))
+        m = jnp.maximum(m, sink)
+        weights, of_sink = jnp.exp(s - m), jnp.exp(sink - m)
+        return cls(weights, m, jnp.sum(weights, axis=-1, keepdims=True) + of_sink, of_sink)
 
     def times(self, v: Array) -> Array:
         """weights v, [..., T, H]."""
@@ -126,10 +140,12 @@ class Gradient(NamedTuple):
     ds: Array
 
     @classmethod
-    def of(cls, softmax: Softmax, d: Array) -> "Gradient":
-        """Of D, see the module."""
+    def of(cls, softmax: Softmax, d: Array, c: Array) -> "Gradient":
+        """Of D and c, see the module."""
         p = softmax.weights / softmax.l
         delta = jnp.sum(p * d, axis=-1, keepdims=True)
+        if softmax.sink is not None:  # whose D is −c
+            delta = delta - softmax.sink / softmax.l * c
         return cls(delta, p * (d - delta))
 
 
@@ -158,11 +174,14 @@ def exact_rows(own: Softmax, unrounded: Softmax, do: Array, v: Array) -> Exact:
     """
     dp = products.dot("bkgth,bksh->bkgts", do, v, products.format_of(do), products.format_of(v))
     # Rounding is monotone: this key has a largest score of both kinds.
-    largest = _first_of(unrounded.weights == 1)
+    most: Array | int = 1
+    if unrounded.sink is not None:  # which may be the largest
+        most = jnp.max(unrounded.weights, axis=-1, keepdims=True)
+    largest = _first_of(unrounded.weights == most)
     c = jnp.take_along_axis(dp, largest, axis=-1, mode="promise_in_bounds")
     d = dp - c
-    of_own = Gradient.of(own, d)
-    of_unrounded = of_own if unrounded is own else Gradient.of(unrounded, d)
+    of_own = Gradient.of(own, d, c)
+    of_unrounded = of_own if unrounded is own else Gradient.of(unrounded, d, c)
     return Exact(c, d, own, of_own, of_unrounded)
 
 
@@ -173,18 +192,20 @@ class Followed(NamedTuple):
     dp: Array
 
 
-def followed(exact: Exact, tile: backward.BackwardTile, numerics: Numerics) -> Followed:
-    """What an exact δ is, beside the run's own P and dP."""
+def followed(
+    exact: Exact, tile: backward.BackwardTile, sink_p: Array | None, numerics: Numerics
+) -> Followed:
+    """What an exact δ is, beside the run's own P and dP, and P_sink where there are sinks."""
     # The O of a P̄ that is recomputed as it was rounded has the same P̄.
     shares_p = numerics.recomputed_probs == "rounded"
     if not shares_p and numerics.delta not in ("dp_p", *backward.SUMS_ROWS):
         return Followed(exact.own.delta, jnp.zeros_like(exact.own.delta))
     total = jnp.sum(tile.p, axis=-1, keepdims=True)
-
-    def mean(x: Array) -> Array:
-        return backward.row_shift(jnp.sum(tile.p * x, axis=-1, keepdims=True), total)
-
-    return Followed(mean(exact.d), mean(_dp_error(exact, tile)))
+    of_d = jnp.sum(tile.p * exact.d, axis=-1, keepdims=True)
+    of_dp = jnp.sum(tile.p * _dp_error(exact, tile), axis=-1, keepdims=True)
+    if sink_p is not None:  # whose dP is 0 on both sides
+        total, of_d = total + sink_p, of_d - sink_p * exact.c
+    return Followed(backward.row_shift(of_d, total), backward.row_shift(of_dp, total))
 
 
 def delta_error(exact: Exact, run: Run, follows: Followed) -> Array:
@@ -197,7 +218,8 @@ def multiplied_ds(run: Run, spec: Spec, extras: Extras, place: Place) -> Array:
     ds = backward.rounded_ds(run.tile, run.delta, spec, extras, place) / jnp.float32(spec.scale)
     if spec.numerics.delta not in backward.SUMS_ROWS:
         return ds
-    return ds - run.shift * Rounder.of(spec, extras)(run.tile.p, "probs_bwd", place)
+    of_pk = run.tile.behind_cap(run.tile.p)
+    return ds - run.shift * Rounder.of(spec, extras)(of_pk, "probs_bwd", place)
 
 
 def sources(
@@ -224,19 +246,21 @@ def sources(
     sum_of_p = exact.softmax.l if inverse_l is None else exact.softmax.l * inverse_l
     above = above_subtracted(exact.softmax.m, subtracted, numerics)
     gain_less_one = jnp.expm1(above + jnp.log(sum_of_p))
-    of_own = _product(own.ds, k)
+    of_own = _product(tile.behind_cap(own.ds), k)
     lse = gain_less_one * of_own
     p_part = tile.p * (exact.d - follows.delta) - own.ds
-    exponent = _product(p_part - gain_less_one * own.ds, k)
+    exponent = _product(tile.behind_cap(p_part - gain_less_one * own.ds), k)
 
     delta = -delta_error(exact, run, follows) * run.pk
     scores = dp = ds = None
     if not numerics.scores.is_identity:
-        scores = _product(own.ds - exact.unrounded.ds, k)
+        scores = _product(tile.behind_cap(own.ds - exact.unrounded.ds), k)
     if not numerics.dp.is_identity:
-        dp = _product(tile.p * _dp_error(exact, tile), k) - follows.dp * run.pk
+        dp_part = tile.behind_cap(tile.p * _dp_error(exact, tile))
+        dp = _product(dp_part, k) - follows.dp * run.pk
     if not numerics.ds.is_identity:
-        ds = _product(multiplied - backward.ds_of(tile, run.delta + run.shift), k)
+        unrounded = tile.behind_cap(backward.ds_of(tile, run.delta + run.shift))
+        ds = _product(multiplied - unrounded, k)
     of_exact = of_own if scores is None else of_own - scores
     return Sources(of_exact, scores, lse, exponent, dp, delta, ds)
 

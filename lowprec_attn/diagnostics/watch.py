@@ -17,8 +17,8 @@ import numpy as np
 
 from lowprec_attn.diagnostics import masks
 from lowprec_attn.diagnostics.capture import Capture, capture
-from lowprec_attn.diagnostics.layer import WITH_HEADS, Layer, of_one_head_size
-from lowprec_attn.diagnostics.measurement import Arithmetic, measure
+from lowprec_attn.diagnostics.layer import Layer
+from lowprec_attn.diagnostics.measurement import Arithmetic, measure, refusal
 from lowprec_attn.diagnostics.rules import RULES, RUNAWAY_SCORE, Signals, runaway
 from lowprec_attn.diagnostics.verdict import SMALL
 from lowprec_attn.errors import OneLineError
@@ -31,6 +31,7 @@ _SHARES = next(rule.signals for rule in RULES if rule.name == "delta")
 _LARGE_SHARE = next(rule.threshold for rule in RULES if rule.name == "delta")
 SIGNALS = ("score_maximum", *_SHARES, "p_row_sum_error_rms", "ds_row_sum_rms",
            "rounded_ds_row_sum_rms")  # fmt: skip
+_WITH_CAP = (*SIGNALS, "score_maximum_before_cap")
 
 Write = Callable[[int, dict[str, float]], Any]
 
@@ -114,10 +115,12 @@ class Watch:
     def _measured(self, layers: list[Layer]) -> dict[str, list[float]]:
         """The worst of sequences that are padded differently, head by head."""
         arithmetic = Arithmetic("the run", self._numerics)
-        measured = [measure(layer, arithmetic, SIGNALS) for layer in layers]
+        if (refused := refusal(layers[0], arithmetic)) is not None:
+            raise WatchError(f"{layers[0].name}: no attention has {refused}; watch with another")
+        measured = [measure(layer, arithmetic, _WITH_CAP) for layer in layers]
         return {
             name: np.max([of_one[name] for of_one in measured], axis=0).tolist()
-            for name in SIGNALS
+            for name in _WITH_CAP
             if all(name in of_one for of_one in measured)
         }
 
@@ -146,9 +149,10 @@ def watch(
 ) -> Watch:
     """Watches the attention of a run in JAX, in Flax with Optax or any other loop.
 
-    Per layer and head: the largest |score|; the errors of δ over W_Q's gradient (over dQ, where
-    W_Q's input is not known); row sums of dS, and of P less 1. It warns by one line of the logger
-    `lowprec_attn.watch` where two heads or more of a layer have scores above 512.
+    Per layer and head: the largest |score|, with a soft cap behind it and before it; the errors of
+    δ over W_Q's gradient (over dQ, where W_Q's input is not known); row sums of dS, and of P less
+    1. It warns by one line of the logger `lowprec_attn.watch` where two heads or more of a layer
+    have scores above 512, behind the cap.
 
     A step between costs nothing. At a watched step the first sequence of the batch is copied to the
     host and measured, on JAX's default device; the first of them compiles the step once more.
@@ -188,19 +192,20 @@ def _layers(name: str, values: Mapping[str, Any]) -> list[Layer]:
         ignored = ", ".join(values["ignored"])
         raise WatchError(f"{name}: {ignored} of the call is not measured; train without, or use it "
                          "in another way (is_causal, local_window_size)")  # fmt: skip
-    arrays, _ = of_one_head_size({w: values[w] for w in WITH_HEADS if w in values})
-    size, window = values["q"].shape[-1], values.get("window")
+    window = values.get("window")
     layer = Layer(
         "",
         name,
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        do=arrays.get("do"),
+        values["q"],
+        values["k"],
+        values["v"],
+        do=values.get("do"),
         x=values.get("x"),
         is_causal=values["is_causal"],
-        scale=values.get("scale", size**-0.5),
+        scale=values.get("scale"),
         window=None if window is None else (int(window[0]), int(window[1])),
+        soft_cap=values.get("logits_soft_cap"),
+        sinks=values.get("sinks"),
     )
     hiding = {w: np.asarray(values[w]) for w in masks.SERVED if w in values}
     try:

@@ -6,6 +6,7 @@ Parameters and the residual stream are float32. The operands of a matrix product
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
 from lowprec_attn.gpt2.layers import LayerNorm, embed, mlp
-from lowprec_attn.gpt2.settings import AttentionSettings, InitStd, ModelSettings
+from lowprec_attn.gpt2.settings import AttentionSettings, InitStd, ModelSettings, Remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,10 +342,12 @@ class Decoder(nnx.Module, abc.ABC):
     Attributes:
       blocks: `Block`s.
       norm: the last norm.
+      remat: see `ModelSettings.remat`.
     """
 
     blocks: nnx.List
     norm: Any
+    remat: Remat | None
 
     @abc.abstractmethod
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
@@ -376,10 +379,26 @@ class Decoder(nnx.Module, abc.ABC):
         for i, block in enumerate(self.blocks):
             block_key = None if key is None else jax.random.fold_in(key, i)
             tap = None if taps is None else taps[i]
-            residual, y, record = block(residual, y, attend, block_key, tap)
+            run = _block(block, attend, self.remat)
+            residual, y, record = run(residual, y, block_key, tap)
             records.append(record)
         with jax.named_scope("norm"):
             return self.norm(residual, y)[1], tuple(records)
+
+
+def _block(block: Block, attend: Attend, remat: Remat | None) -> Callable[..., Any]:
+    """(residual, y, key, tap) -> what `block` gives, computed again in the backward pass or not."""
+    if remat is None:
+        return lambda residual, y, key, tap: block(residual, y, attend, key, tap)
+    graph, weights = nnx.split(block)
+    # The weights are arguments: those of a closure would be saved by any policy.
+    run = jax.checkpoint(
+        lambda weights, residual, y, key, tap: nnx.merge(graph, weights)(
+            residual, y, attend, key, tap
+        ),
+        policy=getattr(jax.checkpoint_policies, remat),
+    )
+    return functools.partial(run, weights)
 
 
 def require_shape(settings: Any, attention: AttentionSettings) -> None:
@@ -421,6 +440,7 @@ class GPT2(Decoder):
         self.positions = nnx.Embed(settings.context, settings.width, **embed, rngs=rngs)
         self.blocks = nnx.List([Block(settings, layer, rngs) for layer in attention.layers])
         self.norm = LayerNorm(settings.width, dtype, rngs, bool(settings.biases))
+        self.remat = settings.remat
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         """Rows of the table and of the positions."""

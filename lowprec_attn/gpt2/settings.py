@@ -13,6 +13,7 @@ LARGEST = {"layers": 4096, "heads": 4096, "kv_heads": 4096} | dict.fromkeys(
 MOST_HEADS = 2**17  # of all layers
 
 InitStd = Literal["gpt2", "small_init", "lecun_uniform"]
+Remat = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class ModelSettings:
         et al. (2019) do; None for no.
       embedding_mean: c ≥ 0: all position embeddings start with one common vector of entries ±c,
         beside which those of 0.02 are small: the mean that hidden states of trained models have.
+      remat: a policy of `jax.checkpoint_policies`, by which the backward pass computes the values
+        of a block again; None keeps them. `nothing_saveable` keeps a block's inputs alone,
+        `dots_saveable` its matrix products too, but for those in kernels of attention.
     """
 
     layers: int
@@ -57,6 +61,7 @@ class ModelSettings:
     biases: bool | None = None  # configs of earlier versions do not have it
     embedding_mean: float = 0.0  # nor this
     architecture: Literal["gpt2"] = "gpt2"  # nor this
+    remat: Remat | None = None  # nor this
 
     @property
     def kv_heads(self) -> int:

@@ -142,6 +142,7 @@ class Llama(Decoder):
         if not settings.tied:
             self.head = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.tied = settings.tied
+        self.remat = settings.remat
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         """Rows of the table."""

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from lowprec_attn.gpt2.settings import InitStd
+from lowprec_attn.gpt2.settings import InitStd, Remat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class LlamaSettings:
       rope_theta: base of the rotation's frequencies θ^(−2i/H).
       norm_eps: ε of every RMSNorm.
       init: as of `gpt2.settings.ModelSettings`.
-      activation_dtype, logits_dtype, z_loss: likewise.
+      activation_dtype, logits_dtype, z_loss, remat: likewise.
       qk_norm: q and k of every head pass an RMSNorm before they are rotated, as in Qwen3.
       soft_cap: c of scores c · tanh(score / c), as in Gemma 2; None for no cap.
       sinks: whether every head has a learned score without a key, as in gpt-oss; it starts at 0.
@@ -49,3 +49,4 @@ class LlamaSettings:
     qk_norm: bool
     soft_cap: float | None
     sinks: bool
+    remat: Remat | None = None  # configs of earlier versions do not have it

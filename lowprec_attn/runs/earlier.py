@@ -29,8 +29,8 @@ def section_of(field: str) -> str:
     return "rollback" if field.partition(".")[0] in INSTEAD else field
 
 
-# Points that are younger than such a digest. They count where they are set.
-_YOUNGER = ("recomputed_probs", "divided_in_dv")
+# Points and settings that are younger than such a digest. They count where they are set.
+_YOUNGER = ("recomputed_probs", "divided_in_dv", "remat")
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

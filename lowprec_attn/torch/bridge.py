@@ -113,13 +113,14 @@ def attention_fn(
     ) -> Tensor:
         given = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         for attend in capturing:
-            return attend(compute, *given)
+            return attend(logits_soft_cap, compute, *given)
         return compute(*given)
 
     return scaled_dot_product_attention
 
 
-# While a capture is open, what runs a call: of a function and its arguments. At most one.
+# While a capture is open, what runs a call: of a soft cap, a function and its arguments. At most
+# one.
 capturing: list[Callable[..., Tensor]] = []
 
 

@@ -43,14 +43,17 @@ def sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    soft_cap: float | None = None,
 ) -> Call:
-    """Of `torch.nn.functional.scaled_dot_product_attention`."""
+    """Of `torch.nn.functional.scaled_dot_product_attention`, and ours with its soft cap."""
     if query.is_nested:
         raise CaptureError(
             "a nested tensor reached scaled_dot_product_attention, which capture does not read; "
             "take a batch of one length, as a plain tensor"
         )
     facts: dict[str, Any] = {"is_causal": bool(is_causal), "scale": _scale(query, scale)}
+    if soft_cap is not None:
+        facts["logits_soft_cap"] = float(soft_cap)
     if dropout_p:
         facts["ignored"] = np.array(["dropout_p"])
     q, k, v = (rows_first(x) for x in (query, key, value))
@@ -108,7 +111,9 @@ def flash(function: Callable[..., Any]) -> Callable[..., Call]:
         elif rows != keys and (is_causal or (left, right) != (-1, -1)):
             mask = _from_the_end(rows, keys, left, 0 if is_causal else right)
             facts["is_causal"] = False
-        for name in ("softcap", "alibi_slopes", "qv", "attention_chunk"):
+        if given.get("softcap"):
+            facts["logits_soft_cap"] = float(given["softcap"])
+        for name in ("alibi_slopes", "qv", "attention_chunk"):
             value = given.get(name)
             if value is not None and not (isinstance(value, int | float) and value == 0):
                 facts[name] = np.array(value if isinstance(value, int | float) else name)

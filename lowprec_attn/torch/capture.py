@@ -48,8 +48,8 @@ def capture(sequences: int | None = 1) -> Iterator[Capture]:
     Layers are as those of `diagnostics.capture`, in the order of the forward pass, and hold beside
     q, k, v, do, is_causal, scale and window: attn_mask, as it was; x, the input of W_Q [B, T, D],
     where q is a view of what a matrix product gave, so not behind a rotary encoding; ignored, the
-    names of arguments that are not kept (dropout); and score_mod, softcap and alike, at which
-    `diagnose` stops. A call that is not differentiated has no do.
+    names of arguments that are not kept (dropout); logits_soft_cap; and score_mod and alike, at
+    which `diagnose` stops. A call that is not differentiated has no do.
 
     Args:
       sequences: how many of each batch to take, None for all.
@@ -86,7 +86,9 @@ def _captured(mode: "_Capturing") -> Iterator[Capture]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for function, replacement in ((_SDPA, attend), *_flash_attention(mode)):
             stack.enter_context(replaced(function, replacement, keeps=__name__))
-        bridge.capturing.append(functools.partial(mode.attend, calls.sdpa))
+        bridge.capturing.append(
+            lambda cap, *call: mode.attend(functools.partial(calls.sdpa, soft_cap=cap), *call)
+        )
         stack.callback(bridge.capturing.clear)
         stack.enter_context(mode)
         yield taken

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from lowprec_attn.arithmetic.heads import group_heads
 from lowprec_attn.attention import IMPLEMENTATIONS
@@ -28,7 +28,6 @@ from lowprec_attn.training.settings import (
     OptimizerSettings,
     RollbackSettings,
     TrainSettings,
-    unmeasured,
 )
 
 
@@ -131,10 +130,13 @@ def _path(section: str, name: Any) -> str:
 def _check_type(value: Any, annotation: Any, path: str) -> None:
     """Raises ConfigError unless a scalar has the annotated type, or is one of its choices."""
     choices = getattr(annotation, "__args__", (annotation,))
-    literals = [c for c in choices if isinstance(c, str)]
+    literals = [word for c in (annotation, *choices) if get_origin(c) is Literal
+                for word in get_args(c)]  # fmt: skip
     if literals:
-        if value not in literals:
-            raise ConfigError(f"{path} must be one of {', '.join(literals)}, got {value!r}")
+        is_none = value is None and type(None) in choices
+        if value not in literals and not is_none:
+            words = ", ".join(literals) + (", or None" if type(None) in choices else "")
+            raise ConfigError(f"{path} must be one of {words}, got {value!r}")
         return
     if float in choices and isinstance(value, int) and not isinstance(value, bool):
         return
@@ -161,9 +163,6 @@ def _check(run: TrainSettings) -> None:
     require("name variant", plain, "letters, digits, and _ - + . within")
     _check_ends(run)
     _check_optimizer(run.optimizer, run.model)
-    if (reason := unmeasured(run.model)) is not None:
-        what = f"0 beside a model with {reason}, which diagnostics do not take"
-        require("diagnostics_every", lambda x: x == 0, what)
     if run.data.path is not None:
         fits, what = "documentation".__eq__, "documentation beside data.path"
         _require("data", run.data, "builtin", fits, what)

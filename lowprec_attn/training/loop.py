@@ -37,7 +37,7 @@ from lowprec_attn.training.instability.watch import Watch, kept_records, origin_
 from lowprec_attn.training.measurement import Measured, Measurement
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.resources import heap
-from lowprec_attn.training.settings import TrainSettings, unmeasured
+from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Directions, Signals
 from lowprec_attn.training.step import StepMetrics, TrainState, make_steps, root_key, step_key
 
@@ -296,8 +296,7 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        # Else they are recorded, or cannot be taken.
-        if pending.measured is None and unmeasured(self.fixed.settings.model) is None:
+        if pending.measured is None:  # else they are recorded
             signals = self.measurement.signals(self.state.params, step, pending.arrays)
             self._write_signals(step, signals)
         self._settle()

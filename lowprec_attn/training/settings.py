@@ -27,17 +27,6 @@ def recorded_model(fields: Mapping[str, Any]) -> Model:
     return MODELS[fields.get("architecture", "gpt2")](**fields)
 
 
-def unmeasured(model: Model) -> str | None:
-    """What of a model's attention no diagnostics take, None where they take all of it."""
-    if model.soft_cap is not None:
-        return f"soft_cap {model.soft_cap:g}"
-    if model.sinks:
-        return "sinks"
-    if model.value_size != model.head_size:
-        return f"value_size {model.value_size} beside head_size {model.head_size}"
-    return None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
     """Where the tokens come from and in which order they are read.

@@ -27,6 +27,7 @@ Directions = dict[str, Array]
 class LayerArrays(NamedTuple):
     """What `attention_signals` takes of one layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
 
+    v and dO may have another H. `sinks` [N] is None where heads have none.
     dO lacks the factor by which the loss of these sequences enters the mean over a batch.
     `returned` is what the attention of the run gave in the same forward pass. `projection` is None
     where q is X W_Q, but for a factor.
@@ -41,6 +42,7 @@ class LayerArrays(NamedTuple):
     w_k: Array
     returned: Returned
     projection: Projection | None
+    sinks: Array | None
 
 
 def make_layers(
@@ -82,6 +84,7 @@ def make_layers(
                     w_k=w_k,
                     returned=Returned(record.o, record.lse),
                     projection=None if query_of is None else Projection(record.projected, query_of),
+                    sinks=weights["sinks"][...] if model.sinks else None,
                 )
             )
         return result
@@ -109,6 +112,7 @@ def make_signals(
             **arrays._asdict(),
             numerics=numerics,
             scale=scale,
+            logits_soft_cap=settings.model.soft_cap,
             is_causal=True,
             rng_key=key,
             common_direction=True,
@@ -124,7 +128,8 @@ def make_signals(
         layers = layers_of(params, inputs, targets, key)
         alike: dict[tuple[HeadGroup, ...], list[int]] = {}
         for i, arrays in enumerate(layers):
-            alike.setdefault(as_computed(settings.attention, i, arrays), []).append(i)
+            computed = as_computed(settings.attention, i, arrays, settings.model.soft_cap)
+            alike.setdefault(computed, []).append(i)
         result: dict[int, tuple[dict[str, Array], Array]] = {}
         for numerics, indices in alike.items():
             # A loop over layers of one arithmetic compiles them once. Unrolled, twelve of them took
@@ -142,13 +147,19 @@ def make_signals(
 
 
 def as_computed(
-    attention: AttentionSettings, layer: int, arrays: LayerArrays
+    attention: AttentionSettings, layer: int, arrays: LayerArrays, soft_cap: float | None
 ) -> tuple[HeadGroup, ...]:
     """The groups of heads of a layer, in the softmax steps of what computes them."""
     groups = []
     for group in attention.layers[layer]:
-        spec = Spec(numerics=group.numerics, row_max=group.row_max, scale=1.0, is_causal=True)
-        request = Request.of(arrays.q, arrays.k, Extras(), spec)
+        spec = Spec(
+            numerics=group.numerics,
+            row_max=group.row_max,
+            scale=1.0,
+            soft_cap=soft_cap,
+            is_causal=True,
+        )
+        request = Request.of(arrays.q, arrays.k, Extras(sinks=arrays.sinks), spec, arrays.v)
         step = keys_per_step(request, attention.implementation)
         numerics = group.numerics.replace(kv_block=step)
         groups.append(dataclasses.replace(group, numerics=numerics))

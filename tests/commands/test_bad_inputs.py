@@ -138,7 +138,12 @@ def get_config(variant=""):
 CASES = {
     # Files: what hides or changes scores
     "a bias in an npz": (of(bias=np.ones((1, 2, 32, 32))), "bias adds to the scores"),
-    "a soft cap in an npz": (of(softcap=np.array(30.0)), "softcap changes scores, and is not read"),
+    "a negative cap": (of(softcap=np.array(-1.0)), "must be greater than 0, or None for no cap"),
+    "a sink too few": (of(sinks=np.ones(3, np.float32)), "sinks must be 2 numbers"),
+    "a cap and after_cast": (
+        of("--numerics", "corrected_after_cast", softcap=np.array(30.0)),
+        "no attention has delta=after_cast with logits_soft_cap=30.0",
+    ),
     # Files: no false cause
     "a scale of NaN in a file": (of(scale=NAN), "scale must be a finite number, got nan"),
     "an infinite scale in a file": (of(scale=INF), "scale must be a finite number, got inf"),

@@ -283,7 +283,7 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
         ),
         (changed(q=ONES.astype(bool)), "q must be one of .* got bool"),
         (changed(q=ONES.astype(np.float16)), "q, k, v must share a dtype"),
-        (changed(v=ONES[:, 1:]), "k and v must have the same shape"),
+        (changed(v=ONES[:, 1:]), "k and v must have the same batch, length and heads"),
         (changed(q=ONES[..., :8], do=None), "q and k differ in batch or head size"),
         (changed(k=ONES[0]), r"without the batch axis, got shapes q \(1, 256, 2, 32\)"),
         (changed(q=ONES[0, 0], k=ONES[0, 0], v=ONES[0, 0], do=ONES[0, 0]), "the batch axis, got"),
@@ -580,8 +580,8 @@ def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
     np.savez(tmp_path / "a.npz", **arrays | short, window=np.array([4, 0]), masked=np.array(True))
     run(tmp_path / "a.npz", "--numerics", "exact", "--json", tmp_path / "out.json")
     text = sentences(capsys.readouterr().out)
-    assert "float32, causal, window 4 left, 0 right, scale 0.176777\n" in text
-    assert "note: v, do: head size 8 filled with zeros to 32, which count in the RMS of O\n" in text
+    assert "k [1, 40, 2, 32], v [1, 40, 2, 8] [B,T,N,H], float32, causal, window 4 left" in text
+    assert "0 right, scale 0.176777\n" in text
     assert "note: a mask of the call was not kept: rows are judged as if there were none" in text
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
     assert layer["window"] == [4, 0]

@@ -185,6 +185,7 @@ MASK = np.tri(8, dtype=bool)[None, None]
         ({"bias": np.where(MASK, 0, -np.inf).astype(np.float32)}, (), True),
         ({"local_window_size": 2, "key_value_seq_lengths": [8, 8]}, (), False),
         ({"query_segment_ids": np.zeros((2, 8), np.int32)}, ("query_segment_ids",), False),
+        ({"logits_soft_cap": 3.0, "sinks": np.array([1.0, -2.0], np.float32)}, (), False),
     ],
 )
 def test_masks_are_kept_and_what_is_not_kept_is_named(options, ignored, is_causal, tmp_path):
@@ -202,6 +203,8 @@ def test_masks_are_kept_and_what_is_not_kept_is_named(options, ignored, is_causa
     assert (bool(read.is_causal), read.scale) == (is_causal, 0.5)
     assert any("not kept" in note for note in read.notes) is bool(ignored)
     assert read.window == ((2, 2) if "local_window_size" in options else None)
+    assert read.soft_cap == options.get("logits_soft_cap")
+    np.testing.assert_array_equal(read.sinks, options.get("sinks"))
 
 
 def test_a_traced_scale_is_not_kept():

@@ -469,7 +469,7 @@ def test_wrong_arguments_are_named():
         diagnostics.attention_signals(
             q, k[:, :10], v[:, :10], numerics=numerics.FLASH, local_window_size=3
         )
-    with pytest.raises(ValueError, match="no mask, bias, lengths or sinks"):
+    with pytest.raises(ValueError, match="take no mask, bias or lengths"):
         extras = Extras(key_lengths=jnp.array([3, 3], jnp.int32))
         comparison.compare(q, k, v, None, extras, make_spec(numerics.FLASH))
 

@@ -211,7 +211,24 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     do = do.swapaxes(-3, -2)
     np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5)
     assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
-    assert list(layer["ignored"]) == ["softcap"]
+    assert layer["logits_soft_cap"] == 30 and "ignored" not in layer
+
+
+def with_sinks(q, k, v, softcap=0.0, s_aux=None):
+    """As flash_attn says that there is no cap, and FlashAttention-3 what its sinks are."""
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def test_sinks_of_a_function_are_kept_and_a_cap_of_0_is_none():
+    sinks = jnp.arange(1.0, 1 + Q.shape[2])
+    attend = captured(with_sinks)
+    with capture(1) as taken:
+        jax.grad(lambda w: jnp.sum(attend(Q * w, K, V, s_aux=w * sinks)))(2.0)
+        jax.grad(lambda w: jnp.sum(attend(Q * w, K, V, softcap=3.0)))(2.0)
+    first, second = taken.layers.values()
+    np.testing.assert_array_equal(first["sinks"], 2 * sinks)
+    assert "logits_soft_cap" not in first and "ignored" not in first
+    assert second["logits_soft_cap"] == 3 and "sinks" not in second
 
 
 def scaled_by_itself(q, k, v, is_causal=True, scale=0.25):
@@ -267,7 +284,7 @@ def test_tokamax(monkeypatch):
     np.testing.assert_array_equal(found, gradient(2.0, usual))
     (layer,) = taken.layers.values()
     np.testing.assert_array_equal(layer["q"], 2 * Q[:1])
-    assert layer["is_causal"] and list(layer["ignored"]) == ["logits_soft_cap"]
+    assert layer["is_causal"] and layer["logits_soft_cap"] == 30 and "ignored" not in layer
 
 
 def test_what_is_not_seen_says_so():

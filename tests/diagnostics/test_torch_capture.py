@@ -353,8 +353,7 @@ def test_flash_attn_from_the_end_and_what_is_not_read(flash_attn, tmp_path):
     with capture() as taken:
         flash_attn.module.flash_attn_func(k, k, k, softcap=30.0)
     taken.save(tmp_path / "a.npz")
-    with pytest.raises(DiagnoseError, match="softcap changes scores"):
-        array_file.load(tmp_path / "a.npz")
+    assert array_file.load(tmp_path / "a.npz")[0].soft_cap == 30
     with pytest.raises(CaptureError, match="flash_attn_varlen_func was called, which"), capture():
         flash_attn.module.flash_attn_varlen_func(q, k, k, None)
 

@@ -210,6 +210,14 @@ def test_writers_get_every_number(tmp_path):
     assert len(metrics[0]) == len(writer.scalars) == len(SIGNALS) * LAYERS * HEADS
 
 
+def test_the_cap_of_our_own_function_is_kept():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    attend = ours.attention_fn(numerics="exact", logits_soft_cap=3.0)
+    with ours.capture() as taken:
+        attend(q, q, q).sum().backward()
+    assert taken.layers["layer_00"]["logits_soft_cap"] == 3
+
+
 def test_our_own_function_is_watched_too(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     monkeypatch.setattr(functional, "scaled_dot_product_attention", ours.attention)

@@ -1,5 +1,6 @@
 """`diagnostics.watch` on small trainings with Flax and Optax."""
 
+import functools
 import json
 
 import flax.linen as nn
@@ -155,25 +156,27 @@ def test_scores_that_run_away_are_warned_of(train, tmp_path, caplog):
         assert ("elsewhere" if share < 0.1 else "names no cause") in first
 
 
-def test_what_is_recorded_is_of_the_arrays_of_the_step(tmp_path):
+@pytest.mark.parametrize("variant", ["window", "cap, sinks and value size"])
+def test_what_is_recorded_is_of_the_arrays_of_the_step(variant, tmp_path):
     path = tmp_path / "a.jsonl"
     q, k, v = jax.random.normal(jax.random.key(0), (3, B, T, HEADS, 8), jnp.bfloat16)
+    call = {"is_causal": True, "local_window_size": 5}
+    if variant != "window":
+        v, call = v[..., :4], {"logits_soft_cap": 0.5, "sinks": jnp.arange(1.0 * HEADS)}
+    attend = functools.partial(attention.dot_product_attention, **call)
 
     @jax.jit
     @jax.grad
     def step(q):
-        out = attention.dot_product_attention(q, k, v, is_causal=True, local_window_size=5)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
+        return jnp.sum(attend(q, k, v).astype(jnp.float32) ** 2)
 
     with watch(every=1, path=path).step(7):
         step(q)
     line = json.loads(path.read_text())
-    do = jax.grad(lambda o: jnp.sum(o.astype(jnp.float32) ** 2))(
-        attention.dot_product_attention(q, k, v, is_causal=True, local_window_size=5)
-    )
-    expected = diagnostics.attention_signals(
-        q[:1], k[:1], v[:1], do[:1], numerics="flash", is_causal=True, local_window_size=5
-    )
+    do = jax.grad(lambda o: jnp.sum(o.astype(jnp.float32) ** 2))(attend(q, k, v))
+    expected = diagnostics.attention_signals(q[:1], k[:1], v[:1], do[:1], numerics="flash", **call)
     assert line["step"] == 7
+    capped = line["signals"]["layer_00"].keys() & {"score_maximum_before_cap"}
+    assert len(capped) == (variant != "window")
     for name, values in line["signals"]["layer_00"].items():
         np.testing.assert_allclose(values, expected[name], rtol=1e-3, atol=1e-9)

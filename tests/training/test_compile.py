@@ -81,9 +81,12 @@ def test_advice_names_the_fields_that_help(monkeypatch):
     assert [line.split(": ")[-1] for line in _advice(settings, 4)] == [
         "--config.accumulation_steps=16",
         "--config.shard_optimizer=True (6.0 GiB)",
+        "--config.model.remat=nothing_saveable",
         "a larger slice, or a generation with more memory",
     ]
-    settings = tiny_settings(batch_size=64, accumulation_steps=16, shard_optimizer=True)
+    settings = tiny_settings(
+        batch_size=64, accumulation_steps=16, shard_optimizer=True, model__remat="dots_saveable"
+    )
     assert [line.split(": ")[-1] for line in _advice(settings, 4)] == [
         "--config.accumulation_steps=1 (4.0 GiB)",
         "a larger slice, or a generation with more memory",
@@ -205,6 +208,17 @@ class TestCompiler:
         said = compiled("v5e:16x16", batch_size=256, accumulation_steps=1, shard_optimizer=True)
         assert "256 x TPU v5 lite (64 hosts), 15.75 GiB" in said["slice"]
         assert "all-gather" in said["collectives"] and "all-reduce" in said["collectives"]
+
+    def test_blocks_that_are_computed_again_take_less(self):
+        said = [
+            compiled("v5e:1x1", **{"model.layers": 4, "batch_size": 64, **changes})
+            for changes in ({}, {"model.remat": "nothing_saveable"})
+        ]
+        assert said[1]["step"].endswith("; remat nothing_saveable")
+        # One more of a layer: the forward pass of attention.
+        assert [one["kernels"] for one in said] == ["12 calls", "16 calls"]
+        needed = [float(one["memory"].split()[0]) for one in said]
+        assert needed[1] < 0.8 * needed[0]
 
     def test_what_does_not_fit_is_said_with_advice(self):
         """A vocabulary whose parameters and moments alone take more than a chip has."""

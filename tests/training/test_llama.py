@@ -71,7 +71,7 @@ def test_the_sizes_have_the_parameters_that_the_config_states(variant):
     [
         {},
         {"model__tied": True, "model__qk_norm": True},
-        {"model__sinks": True, "model__value_size": 8, "diagnostics_every": 0},
+        {"model__sinks": True, "model__value_size": 8},
     ],
 )
 def test_parameters_are_counted_as_they_are(changes):
@@ -150,7 +150,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_attention_have_the_loss_of_the_formula(variant):
-    settings = llama_settings(diagnostics_every=0, **EXACT, **VARIANTS[variant])
+    settings = llama_settings(**EXACT, **VARIANTS[variant])
     model = settings.model
     steps, state = begin(settings)
     params = jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, state.params)  # scores that count
@@ -189,9 +189,12 @@ def test_variants_of_attention_have_the_loss_of_the_formula(variant):
     [
         functools.partial(llama_settings, model__qk_norm=False),
         functools.partial(llama_settings, model__qk_norm=True),
+        functools.partial(
+            llama_settings, model__soft_cap=0.5, model__sinks=True, model__value_size=8
+        ),
         functools.partial(tiny_settings, model__qk_norm=True, model__scale_placement="qk"),
     ],
-    ids=["llama", "llama with qk_norm", "gpt2 with qk_norm"],
+    ids=["llama", "llama with qk_norm", "llama with cap and sinks", "gpt2 with qk_norm"],
 )
 def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     settings = made(**EXACT)
@@ -213,7 +216,14 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     for i, layer in enumerate(layers):
         exact = grads["blocks"][i]["attention"]["query"]["kernel"][...].reshape(layer.w_q.shape)
         _, pullback = jax.vjp(
-            lambda q, of=layer: TILED(q, of.k, of.v, is_causal=True, scale=scale, numerics="exact"),
+            lambda q, of=layer: TILED(
+                *(q, of.k, of.v),
+                is_causal=True,
+                scale=scale,
+                logits_soft_cap=model.soft_cap,
+                sinks=of.sinks,
+                numerics="exact",
+            ),
             layer.q,
         )
         dq = layer.projection.pullback()(pullback(layer.do)[0])
@@ -320,12 +330,6 @@ REFUSED = {
     "large soft_cap": ({"model__soft_cap": 1e300}, r"from 1e-30 to 1e30, or None, got 1e\+300"),
     "field": ({"model__biases": True}, "unknown field config.model.biases"),
     "qk_clip": ({"optimizer__qk_clip": 1.0}, "None where model.kv_heads is below model.heads"),
-    "diagnostics of a cap": (
-        {"model__soft_cap": 5.0},
-        "diagnostics_every must be 0 beside a model with soft_cap 5, which diagnostics do not take",
-    ),
-    "diagnostics of sinks": ({"model__sinks": True}, "0 beside a model with sinks, "),
-    "diagnostics of values": ({"model__value_size": 8}, "value_size 8 beside head_size 16"),
     "a group": (
         {"attention__heads": {1: {"numerics": "exact"}}},
         r"attention\.layers\[0\]: heads 0 to 1 share a key head .* the same arithmetic",
@@ -424,15 +428,28 @@ def test_a_run_is_written_for_transformers(whole, tmp_path):
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_model_without_diagnostics_trains_stops_and_says_so(whole, tmp_path, capsys):
+def test_a_cap_sinks_and_values_of_another_size_are_measured_and_diagnosed(whole, tmp_path, capsys):
     _, run, _ = whole
-    options = {"model__soft_cap": 5.0, "model__sinks": True, "model__value_size": 8}
-    options |= {"diagnostics_every": 0, "steps": 3, "model__layers": 1}
+    options = {"model__soft_cap": 0.25, "model__sinks": True, "model__value_size": 8}
+    options |= {"diagnostics_every": 2, "steps": 4, "model__layers": 1}
     run(tmp_path / "run", **options)
-    assert main(["diagnose", str(tmp_path / "run")]) == 1
-    said = capsys.readouterr().err
-    assert "its model has soft_cap 5, which diagnostics do not take" in said
-    # A loss that is not finite ends without signals, and names what went first.
+    (signals,) = [
+        r["signals"]["layer_0"]
+        for r in metrics.read(tmp_path / "run" / "metrics.jsonl")
+        if r["step"] == 4 and "signals" in r
+    ]
+    assert len(signals["score_maximum_before_cap"]) == 4
+    for before, after in zip(
+        signals["score_maximum_before_cap"], signals["score_maximum"], strict=True
+    ):
+        assert after == pytest.approx(0.25 * np.tanh(before / 0.25), rel=1e-5)
+    assert max(signals["p_row_sum_error_rms"]) < 1e-6
+    assert main(["diagnose", str(tmp_path / "run"), f"--json={tmp_path / 'out.json'}"]) in (0, 3)
+    assert "soft cap 0.25, sinks" in " ".join(capsys.readouterr().out.split())
+    (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
+    assert (layer["soft_cap"], layer["has_sinks"]) == (0.25, True)
+    assert max(layer["signals"]["own numerics"]["p_row_sum_error_rms"]) < 1e-6
+    # A loss that is not finite names what went first.
     said, _ = run(
         tmp_path / "broken",
         code=3,

@@ -120,7 +120,7 @@ def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
     for i, arrays in enumerate(layers):
         alone = diagnostics.attention_signals(
             **arrays._asdict(),
-            numerics=signals.as_computed(settings.attention, i, arrays),
+            numerics=signals.as_computed(settings.attention, i, arrays, None),
             is_causal=True,
             rng_key=jax.random.fold_in(args[-1], i),
             common_direction=True,

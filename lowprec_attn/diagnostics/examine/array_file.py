@@ -12,7 +12,7 @@ from lowprec_attn import installation
 from lowprec_attn.attention import validation
 from lowprec_attn.diagnostics import masks
 from lowprec_attn.diagnostics.examine import axes
-from lowprec_attn.diagnostics.layer import Layer, of_one_head_size
+from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.errors import OneLineError, printable
 
 # Upper and lower case alike.
@@ -26,10 +26,15 @@ _NAMES = {
     "x": ("x",),
     "w_q": ("w_q", "query_weight"),
 }
+_VARIANTS = {
+    "soft_cap": ("logits_soft_cap", "softcap", "soft_cap", "attn_logits_soft_cap"),
+    "sinks": ("sinks", "sink", "s_aux"),
+}
 _FACTS = ("is_causal", "scale", "window", "masked", "ignored", "layout")
 # Beside q, k and v; or above all layers, for all of them.
 _HIDING = (*masks.SERVED, *masks.REFUSED)
-_SPELLINGS = _NAMES | {name: (name,) for name in (*_FACTS, *_HIDING)}
+_OF_ALL = (*_HIDING, *_VARIANTS)
+_SPELLINGS = _NAMES | _VARIANTS | {name: (name,) for name in (*_FACTS, *_HIDING)}
 _SHOWN = 8  # names
 _NEEDED = ("q", "k", "v")
 _SAFETENSORS_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -45,15 +50,13 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
     A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
     (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
     [B, T, D], w_q (query_weight) itself [D, N, H] or [D, N·H], o (out) and lse (logsumexp), case
-    aside; also what `diagnostics.capture` adds:
-    is_causal, scale, window (left, right), and ignored, names of arguments that `diagnose` leaves
-    out; masked, whether there was a mask; and layout, the order of the axes as below. A mask, an
-    additive one (attn_bias) or lengths are read where they are padding, causality or a window, see
-    `masks`; where sequences of a batch are padded differently, each is a layer. Such an array
-    outside of all layers holds for each of them.
-
-    Where the head size of v and do is not that of q and k, the smaller ones are filled with zeros,
-    which changes no score, no δ and no gradient.
+    aside; also what `diagnostics.capture` adds: is_causal, scale, window (left, right),
+    logits_soft_cap (softcap, soft_cap, attn_logits_soft_cap; 0 is none), sinks (sink, s_aux) [N],
+    and ignored, names of arguments that `diagnose` leaves out; masked, whether there was a mask;
+    and layout, the order of the axes as below. A mask, an additive one (attn_bias) or lengths are
+    read where they are padding, causality or a window, see `masks`; where sequences of a batch are
+    padded differently, each is a layer. Such an array, a cap or sinks outside of all layers hold
+    for each of them.
 
     Args:
       path: .npz, read without pickle, or .safetensors.
@@ -62,8 +65,8 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
         may be left out of all arrays of a layer. dO may be [B, T, N·H].
 
     Returns:
-      Layers with arrays [B, T, N, H], which may hold NaN and infinity, and what was assumed or
-      converted, as one-line notes.
+      Layers with arrays [B, T, N, H], v and do maybe of another H, which may hold NaN and infinity,
+      and what was assumed or converted, as one-line notes.
 
     Raises:
       DiagnoseError: the file cannot be read, an array is missing, ambiguous or of another dtype,
@@ -103,21 +106,21 @@ def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[
 def _layer(
     path: Path, name: str, where: str, found: dict[str, np.ndarray], layout: str | None
 ) -> Layer:
-    facts = {fact: found.pop(fact) for fact in _FACTS if fact in found}
+    facts = {f: found.pop(f) for f in (*_FACTS, "soft_cap") if f in found}
     _check_facts(where, facts)
     arrays = {which: _as_floats(where, which, array) for which, array in found.items()}
-    w_q = arrays.pop("w_q", None)  # has neither rows nor a batch axis
+    w_q, sinks = (arrays.pop(n, None) for n in ("w_q", "sinks"))  # without rows or a batch axis
     try:
         orders = axes.parse(layout or _declared(facts))
         arrays, split = axes.rows_first(arrays, orders)
     except ValueError as error:
         raise DiagnoseError(f"{where}: {error}") from error
-    arrays, filled = of_one_head_size(arrays)
     _check_shapes(where, arrays, orders)
     # What a file says of itself is in no doubt.
     doubts = [] if layout is None and "layout" in facts else axes.doubts(arrays, orders)
-    notes = [*_conversions(found), *split, *filled, *doubts, *_not_kept(facts)]
-    head_size = found["q"].shape[-1]  # before zeros fill it
+    notes = [*_conversions(found), *split, *doubts, *_not_kept(facts)]
+    heads, head_size = arrays["q"].shape[2:]
+    scale = float(facts["scale"].item()) if "scale" in facts else None
     return Layer(
         str(path),
         printable(name),
@@ -126,18 +129,20 @@ def _layer(
         arrays["v"],
         do=arrays.get("do"),
         x=arrays.get("x"),
-        w_q=None if w_q is None else _heads_apart(where, w_q, arrays["q"].shape[2], head_size),
+        w_q=None if w_q is None else _heads_apart(where, w_q, heads, head_size),
         o=arrays.get("o"),
         lse=arrays.get("lse"),
         is_causal=bool(facts["is_causal"].item()) if "is_causal" in facts else None,
-        scale=_scale(facts, head_size if filled else None),
+        scale=scale,
         window=_window(where, facts["window"], arrays) if "window" in facts else None,
+        soft_cap=_soft_cap(where, facts, head_size**-0.5 if scale is None else scale),
+        sinks=_sinks(where, sinks, heads),
         notes=tuple(notes),
     )
 
 
 def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
-    for fact in ("is_causal", "scale", "masked"):
+    for fact in ("is_causal", "scale", "masked", "soft_cap"):
         if fact not in facts:
             continue
         value = facts[fact]
@@ -151,7 +156,7 @@ def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
                 check_scale(float(value.item()))
             except ValueError as error:
                 raise DiagnoseError(f"{where}: scale {error}") from error
-        elif value.item() not in (0, 1):
+        elif fact != "soft_cap" and value.item() not in (0, 1):
             raise DiagnoseError(f"{where}: {fact} must be true or false, got {value.item()}")
     text = facts.get("layout")
     if text is not None and (text.size != 1 or text.dtype.kind != "U"):
@@ -175,11 +180,21 @@ def _declared(facts: dict[str, np.ndarray]) -> str:
     return str(facts["layout"].item()) if "layout" in facts else "BTNH"
 
 
-def _scale(facts: dict[str, np.ndarray], head_size: int | None) -> float | None:
-    """What the file says; else 1/√H where `head_size` is not that of the arrays; else None."""
-    if "scale" in facts:
-        return float(facts["scale"].item())
-    return None if head_size is None else head_size**-0.5
+def _soft_cap(where: str, facts: dict[str, np.ndarray], scale: float) -> float | None:
+    """What the file says; None where that is 0, as flash_attn has it."""
+    value = float(facts["soft_cap"].item()) if "soft_cap" in facts else 0.0
+    try:
+        return validation.soft_cap(value, scale) if value else None
+    except ValueError as error:
+        raise DiagnoseError(f"{where}: {error}") from error
+
+
+def _sinks(where: str, sinks: np.ndarray | None, heads: int) -> np.ndarray | None:
+    try:
+        validation.sinks(sinks, heads)
+    except ValueError as error:
+        raise DiagnoseError(f"{where}: {error}") from error
+    return sinks
 
 
 def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
@@ -301,7 +316,7 @@ def _pick(path: Path, names: Iterable[str], read: Callable[[str], Any]) -> dict[
     layers = {n: found for n, found in by_layer.items() if not found.keys().isdisjoint(_NEEDED)}
     if not layers:
         layers = {"": {}}
-    of_all = {n: found for n, found in by_layer.get("", {}).items() if n in _HIDING}
+    of_all = {n: found for n, found in by_layer.get("", {}).items() if n in _OF_ALL}
     layers = {name: of_all | found for name, found in layers.items()}
     used = {spelled for found in by_layer.values() for known in found.values() for spelled in known}
     # What stands beside the arrays of a layer, or above all layers.
@@ -417,13 +432,15 @@ def _heads_apart(where: str, w_q: np.ndarray, heads: int, head_size: int) -> np.
 def _check_shapes(where: str, arrays: dict[str, np.ndarray], orders: axes.Orders) -> None:
     q, do, x = arrays["q"], arrays.get("do"), arrays.get("x")
     try:
-        validation.check_inputs(q, arrays["k"], arrays["v"])  # type: ignore[arg-type]
+        validation.check_inputs(q, arrays["k"], arrays["v"], any_value_size=True)  # type: ignore[arg-type]
     except ValueError as error:
         raise DiagnoseError(f"{where}: {error}") from error
-    if do is not None and do.shape != q.shape:
+    of_o = (*q.shape[:3], arrays["v"].shape[-1])
+    if do is not None and do.shape != of_o:
+        like = "the shape of q" if of_o == q.shape else "the shape of q and the head size of v"
         raise DiagnoseError(
-            f"{where}: do must have the shape of q, got {do.shape} and {q.shape}"
-            f"{axes.why_do_differs(q, do, orders)}"
+            f"{where}: do must have {like}, got {do.shape} and {of_o}"
+            f"{axes.why_do_differs(of_o, do, orders)}"
         )
     if x is not None and (x.ndim != 3 or x.shape[:2] != q.shape[:2]):
         raise DiagnoseError(

@@ -74,13 +74,13 @@ def doubts(arrays: Arrays, orders: Orders) -> list[str]:
     return notes
 
 
-def why_do_differs(q: np.ndarray, do: np.ndarray, orders: Orders) -> str:
-    """What to do about a dO that is not of q's shape, both [B, T, N, H] as read; may be empty."""
-    if do.ndim != 4 or do.swapaxes(1, 2).shape != q.shape:
+def why_do_differs(of_o: tuple[int, ...], do: np.ndarray, orders: Orders) -> str:
+    """What to do about a dO that has not O's shape, both [B, T, N, V] as read; may be empty."""
+    if do.ndim != 4 or do.swapaxes(1, 2).shape != of_o:
         return ""
     # Heads are seldom more than rows: that tells which of the two was declared wrongly.
-    fewer, more = sorted(q.shape[1:3])
-    wrong = ("do",) if q.shape[1] == more else ("q", "k", "v")
+    fewer, more = sorted(of_o[1:3])
+    wrong = ("do",) if of_o[1] == more else ("q", "k", "v")
     return (
         f": rows and heads of do are in another order than those of q; for {more} rows of {fewer} "
         f"heads give {_option(_turned(orders, wrong))}"

@@ -146,6 +146,7 @@ def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head
 
 def _largest_product(layer: Layer, measured: Iterable[verdict.Signals]) -> float:
     """The largest |q·k|, infinite where a score is NaN."""
-    scores = np.array([s["score_maximum"] for s in measured], np.float32)
+    name = "score_maximum" if layer.soft_cap is None else "score_maximum_before_cap"
+    scores = np.array([s[name] for s in measured], np.float32)
     # Of finite q and k, NaN comes of products that overflow.
     return float(np.max(np.where(np.isnan(scores), np.inf, scores))) / abs(layer.factor)

@@ -22,7 +22,7 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.training.models import score_scale
 from lowprec_attn.training.run import open_corpus
 from lowprec_attn.training.saved_model import restore, settings_of, val_sha256_of
-from lowprec_attn.training.settings import Model, TrainSettings, unmeasured
+from lowprec_attn.training.settings import Model, TrainSettings
 from lowprec_attn.training.signals import LayerArrays, as_computed, make_layers
 from lowprec_attn.training.step import make_loss, root_key, step_key
 
@@ -49,8 +49,6 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
         missing = " and no ".join(name for name, there in parts.items() if not there)
         raise DiagnoseError(f"{path}: neither a file nor a run directory: it has no {missing}")
     settings = settings_of(path)
-    if (reason := unmeasured(settings.model)) is not None:
-        raise DiagnoseError(f"{path}: its model has {reason}, which diagnostics do not take")
     ids, of_text = _sequence(settings, val_sha256_of(path), text)
     try:
         step, layers = _layers(settings, run_dir, ids, last_step)
@@ -151,7 +149,7 @@ def _layers(
     key = step_key(root_key(settings), jnp.int32(saved.step))
     arrays = layers_of(saved.params, ids[:, :-1], ids[:, 1:], key)
     layers = [
-        layer._replace(own=as_computed(saved.attention, i, of))
+        layer._replace(own=as_computed(saved.attention, i, of, settings.model.soft_cap))
         for i, (layer, of) in enumerate(
             zip(as_layers(str(run_dir.path), settings.model, arrays), arrays, strict=True)
         )
@@ -174,6 +172,8 @@ def as_layers(source: str, model: Model, arrays: Sequence[LayerArrays]) -> list[
             projection=copy.projection,
             is_causal=True,
             scale=scale,
+            soft_cap=model.soft_cap,
+            sinks=copy.sinks,
             returned=copy.returned,
         )
         for i, copy in enumerate(jax.device_get(arrays))

@@ -207,11 +207,16 @@ def _error(value: dict[str, float], name: str) -> list[str]:
 
 
 def _shape(layer: Layer) -> str:
+    keys = f"k and v {list(layer.k.shape)}"
+    if layer.k.shape != layer.v.shape:
+        keys = f"k {list(layer.k.shape)}, v {list(layer.v.shape)}"
     return (
-        f"q {list(layer.q.shape)}, k and v {list(layer.k.shape)} [B,T,N,H], {layer.q.dtype}, "
+        f"q {list(layer.q.shape)}, {keys} [B,T,N,H], {layer.q.dtype}, "
         f"{'causal' if layer.is_causal else 'all keys'}"
         f"{'' if layer.window is None else ', window {} left, {} right'.format(*layer.window)}, "
         f"scale {layer.factor:.6g}"
+        f"{'' if layer.soft_cap is None else f', soft cap {layer.soft_cap:g}'}"
+        f"{'' if layer.sinks is None else ', sinks'}"
     )
 
 

@@ -70,7 +70,8 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
             f"{settings.name}:{settings.variant}, {parameter_count(model) / 1e6:.1f}M parameters; "
             f"{settings.batch_size} sequences of {model.context} tokens, "
             f"{settings.accumulation_steps} x {rows // count} per device; optimizer state "
-            + ("split over the devices" if settings.shard_optimizer else "whole on every device"),
+            + ("split over the devices" if settings.shard_optimizer else "whole on every device")
+            + ("" if model.remat is None else f"; remat {model.remat}"),
         ),
         *(("attention", text) for text in computed),
         (
@@ -186,6 +187,8 @@ def _advice(settings: TrainSettings, devices: int) -> list[str]:
         advice.append(
             f"no sum over micro-batches: --config.accumulation_steps=1 ({gradients:.1f} GiB)"
         )
+    if settings.model.remat is None:
+        advice.append("blocks computed again: --config.model.remat=nothing_saveable")
     return [*advice, "a larger slice, or a generation with more memory"]
 
 

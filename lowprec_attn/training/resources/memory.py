@@ -33,9 +33,9 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     """What every device holds at once, at least, during a training step, in bytes.
 
     Float32 parameters and Adam's two moments; of every token and layer what the backward pass reads
-    and no compiler computes again (`kept_values` of the model), in the format of the activations;
-    and the larger of two things that need not be there together: gradients, and the scores of
-    `dense` in the last layer.
+    and no compiler computes again (`kept_values` of the model), in the format of the activations,
+    or with `model.remat` the float32 residual stream before it; and the larger of two things that
+    need not be there together: gradients, and the scores of `dense` in the last layer.
 
     Args:
       settings: of the run.
@@ -46,8 +46,10 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     moments = 8 / devices if settings.shard_optimizer else 8
     state = int((4 + moments) * parameters)
     sequences = settings.batch_size // settings.accumulation_steps // devices
-    values = models.of(model).kept_values(model) * model.layers * sequences * model.context
-    activations = values * jnp.dtype(model.activation_dtype).itemsize
+    of_token = models.of(model).kept_values(model) * jnp.dtype(model.activation_dtype).itemsize
+    if model.remat is not None:
+        of_token = 4 * model.width
+    activations = of_token * model.layers * sequences * model.context
     # dP in float32 as it leaves its product, beside S, which a compiler may keep in 16 bits.
     scores = (4 + 2) * sequences * _dense_heads(settings) * model.context**2
     return state + activations + max(4 * parameters, scores)
