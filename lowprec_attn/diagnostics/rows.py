@@ -8,7 +8,7 @@ exp per score.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from lowprec_attn.numerics import MASKED, Rounding, round_to
+from lowprec_attn.numerics import MASKED, Rounding, round_scaled, round_to
 
 # The smallest P that bfloat16 rounds to 1: 1 − 2⁻⁹ is the midpoint between the last bfloat16
 # before 1 and 1, and the tie goes to the even 1.
@@ -55,7 +55,12 @@ def rounded_to_one(s: Float32[Array, "... T S"], probs: Rounding) -> Bool[Array,
     than about 2⁻⁹ apart, so every exact tie counts. r_m is the row's maximum over all keys,
     whatever row-max rule the run uses, and rounding is to nearest.
     """
-    p_bar = round_to(_p_bar(s), probs.format)
+    p_bar = _p_bar(s)
+    if probs.scaling is None:
+        p_bar = round_to(p_bar, probs.format)
+    else:
+        nearest = Rounding(probs.format, scaling=probs.scaling)
+        p_bar = round_scaled(p_bar, nearest, -1, jnp.ones((1,) * p_bar.ndim, jnp.float32))
     return _count(_seen(s) & (p_bar == 1)) > 1
 
 

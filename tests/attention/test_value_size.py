@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_calls import check_accuracy, kernel_call, run
+from points import KERNEL_POINTS
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import tiled
 from lowprec_attn.diagnostics import attention_signals
-from lowprec_attn.numerics import EXACT, FLASH, POINTS
+from lowprec_attn.numerics import EXACT, FLASH
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
@@ -72,7 +73,7 @@ def test_presets_are_as_accurate_as_plain(
 
 def test_random_bits_are_those_of_tiled() -> None:
     case = dataclasses.replace(CASE, query_lengths=None, key_lengths=None, values="normal")
-    chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
+    chosen = EXACT.replace(**dict.fromkeys(KERNEL_POINTS, "bfloat16:stochastic"))
     ours = run(case, kernel_call("gpu", case, chosen))
     sizes = tiled.BlockSizes(query=5, kv_bwd=9)
     theirs = run(case, kernel_call("gpu", case, chosen, sizes=sizes, implementation=tiled))

@@ -15,9 +15,9 @@ import pytest
 from compiling import slow_among
 from harness import KERNELS, Case
 from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
-from points import CHOICES, ROUNDINGS, closer
+from points import CHOICES, KERNEL_POINTS, ROUNDINGS, closer
 
-from lowprec_attn.numerics import EXACT, POINTS, Numerics
+from lowprec_attn.numerics import EXACT, Numerics
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion", "no_races"),
@@ -29,7 +29,9 @@ CASES = {"gpu": CAUSAL, "tpu": Case(batch=1, rows=20, keys=140, heads=1, kv_head
 TILES: dict[str, dict[str, Any]] = {"gpu": {"sizes": harness.GPU_TALL}, "tpu": {}}
 
 # Of l rounded to a format after its last step, rounding it again is nothing.
-PAIRS = [pair for pair in itertools.combinations(POINTS, 2) if pair != ("stats", "normalizer")]
+PAIRS = [
+    pair for pair in itertools.combinations(KERNEL_POINTS, 2) if pair != ("stats", "normalizer")
+]
 SAMPLE = random.Random(0).sample(PAIRS, 6)
 
 
@@ -71,7 +73,7 @@ def exact_result(kernels: str) -> harness.Arrays:
     return run(CASES[kernels], call_of(kernels, EXACT))
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KERNEL_POINTS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_rounding_is_there_and_its_absence_is_noticed(kernels: str, point: str) -> None:
     result = result_with(kernels, point)
@@ -82,7 +84,7 @@ def test_rounding_is_there_and_its_absence_is_noticed(kernels: str, point: str) 
 
 
 # One that acts in both passes, and one at an operand of a product.
-MUTANTS = list(itertools.product(KERNELS, POINTS))
+MUTANTS = list(itertools.product(KERNELS, KERNEL_POINTS))
 FAST_MUTANTS = [("gpu", "scores"), ("tpu", "ds")]
 
 
@@ -145,7 +147,7 @@ def test_of_two_points_each_is_there(pair: tuple[str, str]) -> None:
 def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:
     """At all of them at once, which leaves no operand and no store out."""
     chosen, fine = (
-        EXACT.replace(**dict.fromkeys(POINTS, fmt), saved_output="same")
+        EXACT.replace(**dict.fromkeys(KERNEL_POINTS, fmt), saved_output="same")
         for fmt in ("bf16_m2", "bfloat16")
     )
     result = run(CAUSAL, call_of("gpu", chosen))
