@@ -78,6 +78,10 @@ def arms() -> Iterator[tuple[str, Numerics]]:
             scaled |= dict.fromkeys(_PROBS, f"float8_e4m3fn/{scale}")
             scaled |= {"ds": f"float8_e5m2/{scale}"}
         yield f"… {scale}", TRANSFORMER_ENGINE_FP8.replace(**scaled)
+        if scale in ("mx", "nvfp4"):
+            in_blocks = TRANSFORMER_ENGINE_FP8.replace(**scaled)
+            yield f"… {scale}, value bfloat16", in_blocks.replace(value="bfloat16")
+            yield f"… {scale}, delta normalized", in_blocks.replace(delta="normalized")
 
 
 def main() -> None:

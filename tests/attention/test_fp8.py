@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scales
 from compiling import slow_among
 from points import closer
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic.places import Place, span
+from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.request import Extras, Request, Spec
 from lowprec_attn.attention import dense, tiled
 from lowprec_attn.diagnostics import attention_signals
 from lowprec_attn.diagnostics.comparison import compare
-from lowprec_attn.numerics import EXACT, FLASH, Numerics, StandardMax
+from lowprec_attn.numerics import EXACT, FLASH, Numerics, Point, StandardMax
 from pallas_kernels.gpu import attention as gpu
 from pallas_kernels.gpu.hopper import attention as hopper
 from pallas_kernels.tpu import attention as tpu
@@ -131,6 +134,19 @@ def test_the_shift_of_the_maximum_by_eight_leaves_m_l_and_lse() -> None:
     lossy, _ = call(numerics.FLASH_ATTENTION_3_FP8.replace(probs=E4M3))
     assert np.abs(np.asarray(out) - 1).max() < 0.02
     assert np.abs(np.asarray(lossy) - 1).min() > 0.15
+
+
+@pytest.mark.parametrize("point", ["probs", "probs_bwd"])
+def test_the_amax_of_probabilities_is_one_whatever_a_tile_holds(point: Point) -> None:
+    p = np.random.default_rng(0).uniform(0, 0.3, (1, 1, 1, 32, 32)).astype(np.float32)
+    chosen = EXACT.replace(**{point: "float8_e4m3fn/nvfp4"})
+    place = Place(span(0, 32)[:, None], span(0, 32)[None])
+    found = np.asarray(Rounder(chosen, None)(jnp.asarray(p), point, place))[0]
+    expected, of_tile = (
+        scales.round_scaled(p[0], E4M3, "nvfp4", amax=amax) for amax in (1.0, None)
+    )
+    np.testing.assert_allclose(found, expected, rtol=3e-7)
+    assert (np.abs(found - of_tile) > 1e-3 * found).mean() > 0.5
 
 
 @pytest.mark.parametrize("scale", ["x448", "mx", "nvfp4"])
