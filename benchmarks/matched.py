@@ -104,8 +104,8 @@ def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
     q, k, v, do = problem[1:5]
     bias = np.zeros((1, q.shape[2], q.shape[1], k.shape[1]), np.float32)
     # With a bias S is formed, and its gradient is dS before the cast.
-    both = _compiled(numerics, problem.scale)
-    found = dict(zip(("dq", "dk", "dv", "ds"), both(q, k, v, bias, do, 0.0), strict=True))
+    both = compiled(numerics, problem.scale)
+    found = dict(zip(("o", "dq", "dk", "dv", "ds"), both(q, k, v, bias, do, 0.0), strict=True))
     *_, p = both(q, k, v, bias, np.zeros_like(do), 1.0)
     found = {name: np.asarray(x, np.float64) for name, x in found.items()}
     p = np.asarray(p, np.float64)
@@ -128,9 +128,11 @@ def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
 
 
 @functools.cache  # one program for all problems of a shape
-def _compiled(numerics: Numerics, scale: float) -> Any:
-    """(q, k, v, bias, dO, dlse) -> dQ, dK, dV in float32, and dS."""
-    numerics = numerics.replace(kv_block=STEP, grads="float32")
+def compiled(numerics: Numerics, scale: float) -> Any:
+    """(q, k, v, bias, dO, dlse) -> O, then dQ, dK, dV in float32, and dS."""
+    numerics = numerics.replace(kv_block=numerics.kv_block or STEP)
+    if numerics.grads is None:
+        numerics = numerics.replace(grads="float32")
 
     def attend(q: Any, k: Any, v: Any, bias: Any) -> Any:
         return attention.dot_product_attention(
@@ -150,7 +152,7 @@ def _compiled(numerics: Numerics, scale: float) -> Any:
     def both(q: Any, k: Any, v: Any, bias: Any, do: Any, dlse: Any) -> Any:
         arrays = (x.astype(jnp.float32) for x in (q, k, v))
         (out, lse), pullback = jax.vjp(attend, *arrays, bias)
-        return pullback((do.astype(out.dtype), jnp.full_like(lse, dlse)))
+        return out, *pullback((do.astype(out.dtype), jnp.full_like(lse, dlse)))
 
     return both
 

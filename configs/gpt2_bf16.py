@@ -20,10 +20,10 @@ from ml_collections.config_dict import placeholder
 # Fields of `lowprec_attn.numerics.Numerics` that a run may change by themselves, as
 # --config.attention.points.output=float32.
 _POINTS = [
-    "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats", "normalizer",
-    "divisor", "lse", "output", "saved_output", "output_bwd", "delta_value", "delta", "probs_bwd",
-    "dp", "ds", "tile_grads", "grads", "exponent", "statistics", "row_sum", "recomputed_probs",
-    "divided_in_dv", "mean_key",
+    "query", "key", "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats",
+    "normalizer", "divisor", "lse", "output", "saved_output", "do", "output_bwd", "delta_value",
+    "delta", "probs_bwd", "dp", "ds", "tile_grads", "grads", "exponent", "statistics", "row_sum",
+    "recomputed_probs", "divided_in_dv", "mean_key",
 ]  # fmt: skip
 
 # Shapes of Radford et al. (2019); learning rates of models of these sizes in Brown et al.

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.points import LEAST_SHIFT
 from lowprec_attn.numerics import (
+    PLAIN_POINTS,
     POINTS,
     SALTS,
     Format,
@@ -42,6 +43,10 @@ def unsupported_rounding(
         rounding = getattr(numerics, point)
         if rounding is None:
             continue
+        if rounding.scaling is not None:
+            return f"{point}={rounding} (its kernels have no scales)"
+        if point in PLAIN_POINTS and not rounding.is_identity:
+            return f"{point}={rounding} (its kernels read q, k and dO as they are)"
         if rounding.format.name not in formats or rounding.mode not in modes:
             return f"{point}={rounding}"
     return None

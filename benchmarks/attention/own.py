@@ -15,6 +15,7 @@ from lowprec_attn.attention import tiled
 from lowprec_attn.numerics import (
     EXACT,
     FLASH,
+    PLAIN_POINTS,
     POINTS,
     PRESETS,
     PUBLISHED,
@@ -73,7 +74,7 @@ def steps(platform: str) -> Iterator[JaxCandidate]:
 def points(platform: str) -> Iterator[JaxCandidate]:
     """`flash` with one more point rounded, for each that it leaves in float32."""
     for point in POINTS:
-        if getattr(FLASH, point) == getattr(EXACT, point):
+        if point not in PLAIN_POINTS and getattr(FLASH, point) == getattr(EXACT, point):
             numerics = FLASH.replace(**{point: "bfloat16"})
             yield _candidate(implementation(platform), f"flash + {point}", numerics, StandardMax())
 

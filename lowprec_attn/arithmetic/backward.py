@@ -20,12 +20,11 @@ from lowprec_attn.arithmetic.products import (
     scale_of,
     score_unit,
     seen_dot,
-    values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import BackwardSums, Extras, Spec
 from lowprec_attn.arithmetic.sinks import SinkColumn
-from lowprec_attn.numerics import Format, Numerics, round_to
+from lowprec_attn.numerics import Format, Numerics, largest, round_to
 
 
 class BackwardTile(NamedTuple):
@@ -34,6 +33,7 @@ class BackwardTile(NamedTuple):
     `seen` is True where a row sees a key, and broadcasts to them; None: everywhere. P is 0
     elsewhere, but dP and δ may not be finite there. `apart` is P̄ as rounded at `probs`, and 1 / l
     [B, K, G, T, 1], with `divided_in_dv='do'`. `slope` is the derivative of the soft cap.
+    `ds_amax` is that of dS over all tiles where the scale of `ds` asks for it; None: this is all.
     """
 
     p: Array
@@ -41,6 +41,7 @@ class BackwardTile(NamedTuple):
     seen: Array | None
     apart: tuple[Array, Array] | None = None
     slope: Array | None = None
+    ds_amax: Array | None = None
 
     def behind_cap(self, x: Array) -> Array:
         """P or dS, the gradient of S, times dS / d(scale · q kᵀ), which is 1 without a soft cap."""
@@ -85,7 +86,7 @@ def backward_tile(
     Args:
       s: masked scores, as the forward pass rounded them, [B, K, G, T, S].
       statistics: of its rows, [B, K, G, T, 1].
-      v, do: values of the block of keys, and dO of the rows.
+      v, do: values of the block of keys, and dO of the rows, as `operands` reads them.
       spec, extras: the call.
       place: the tile.
       seen: see `BackwardTile`.
@@ -97,7 +98,6 @@ def backward_tile(
         if spec.numerics.divided_in_dv == "do":
             apart = _where_seen(seen, p_bar), inverse_l
     p = _where_seen(seen, p)  # the last: 1 / l of a row may not be finite
-    v = values_as_read(v, place, spec, extras)
     dp = dot("bkgth,bksh->bkgts", do, v, format_of(do), format_of(v))
     return BackwardTile(p, Rounder.of(spec, extras)(dp, "dp", place), seen, apart)
 
@@ -123,17 +123,15 @@ def delta_from_output(do: Array, o_saved: Array, numerics: Numerics, dtype: np.d
 def delta_from_saved_output(
     do: Array, o_saved: Array, rows: Array, spec: Spec, extras: Extras, dtype: np.dtype
 ) -> Array:
-    """δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))), [B, K, G, T, 1].
+    """δ = round_delta_value(rowsum(dO ∘ O_saved)), [B, K, G, T, 1].
 
     Args:
-      do, o_saved: [B, K, G, T, H].
+      do, o_saved: [B, K, G, T, H], O as rounded at `output_bwd`.
       rows: global row indices [T, 1].
       spec, extras: the call.
       dtype: of the queries.
     """
-    place = Place(rows, span(0, o_saved.shape[-1])[None])
-    o = Rounder.of(spec, extras)(o_saved.astype(jnp.float32), "output_bwd", place)
-    return rounded_delta(delta_from_output(do, o, spec.numerics, dtype), rows, spec, extras)
+    return rounded_delta(delta_from_output(do, o_saved, spec.numerics, dtype), rows, spec, extras)
 
 
 def rounded_delta(delta: Array, rows: Array, spec: Spec, extras: Extras) -> Array:
@@ -319,10 +317,28 @@ def ds_of(tile: BackwardTile, delta: Array) -> Array:
     return _where_seen(tile.seen, tile.p * (tile.dp - delta))
 
 
-def rounded_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place) -> Array:
-    """dS · scale as rounded at `ds`; behind a soft cap."""
-    scaled = tile.behind_cap(ds_of(tile, delta)) * scale_of(spec, extras)
-    return Rounder.of(spec, extras)(scaled, "ds", place)
+def scaled_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras) -> Array:
+    """dS · scale, behind a soft cap: what is rounded at `ds`."""
+    return tile.behind_cap(ds_of(tile, delta)) * scale_of(spec, extras)
+
+
+def rounded_ds(
+    tile: BackwardTile, delta: Array, spec: Spec, extras: Extras, place: Place, axis: int = -1
+) -> Array:
+    """dS · scale as rounded at `ds`; axis: that which its product sums over."""
+    scaled = scaled_ds(tile, delta, spec, extras)
+    return Rounder.of(spec, extras)(scaled, "ds", place, axis=axis, amax=tile.ds_amax)
+
+
+def largest_ds(tile: BackwardTile, delta: Array, spec: Spec, extras: Extras) -> Array | None:
+    """`ds_amax` of this tile alone, [B, K, 1, 1, 1] or [1, 1, 1, 1, 1]; None: no scale needs it.
+
+    With `delta='normalized'` it is that of dS without what makes rows sum to zero, in dQ and dK.
+    """
+    scaling = spec.numerics.ds.scaling
+    if scaling is None or not scaling.needs_largest:
+        return None
+    return largest(scaled_ds(tile, delta, spec, extras), scaling)
 
 
 def query_gradient(
@@ -348,11 +364,12 @@ def key_gradients(
 ) -> tuple[Array, Array]:
     """What the tile adds to dK and dV, float32 [B, K, S, H], summed over the query heads.
 
-    At `tile_grads` the product of each query head is rounded by itself.
+    At `tile_grads` the product of each query head is rounded by itself. q and do are those of
+    products over rows (`operands`).
     """
     n, round_point = spec.numerics, Rounder.of(spec, extras)
-    ds = rounded_ds(tile, delta.rounded, spec, extras, place)
-    p_rounded = round_point(tile.p, "probs_bwd", place)
+    ds = rounded_ds(tile, delta.rounded, spec, extras, place, axis=-2)
+    p_rounded = round_point(tile.p, "probs_bwd", place, axis=-2)
 
     def product(a: Array, b: Array, formats: tuple[Format, Format], which: int) -> Array:
         if n.tile_grads.is_identity:

@@ -78,16 +78,19 @@ class Grid:
 
     def pad(self, x: Grouped) -> Grouped:
         """Zero padding to whole tiles."""
-        extras = x.extras
-        bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
         k, v = (self.pad_keys(a) for a in (x.k, x.v))
+        return Grouped(self.pad_rows(x.q), k, v, self.pad_extras(x.extras))
+
+    def pad_extras(self, extras: Extras) -> Extras:
+        """Zero padding of masks, biases and segments to whole tiles."""
+        bias, mask = (p if p is None else self._pad_pairs(p) for p in (extras.bias, extras.mask))
         extras = extras._replace(bias=bias, mask=mask)
         if extras.query_segments is not None and extras.key_segments is not None:
             extras = extras._replace(
                 query_segments=_pad(extras.query_segments, -1, self.q_tiles * self.block_q),
                 key_segments=_pad(extras.key_segments, -1, self.kv_blocks * self.block_kv),
             )
-        return Grouped(self.pad_rows(x.q), k, v, extras)
+        return extras
 
     def pad_rows(self, x: Array, value: float = 0.0) -> Array:
         """Padding of query rows to whole tiles."""

@@ -8,7 +8,15 @@ from jaxtyping import Array
 
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.arithmetic.request import Extras, RandomStream, Spec
-from lowprec_attn.numerics import SALTS, Numerics, Point, counter_bits, get_format, round_to
+from lowprec_attn.numerics import (
+    SALTS,
+    Numerics,
+    Point,
+    counter_bits,
+    get_format,
+    round_scaled,
+    round_to,
+)
 
 _FLOAT32 = get_format("float32")
 
@@ -35,7 +43,14 @@ class Rounder(NamedTuple):
         return cls(spec.numerics, extras.stream)
 
     def __call__(
-        self, x: Array, point: Point, place: Place, dtype: np.dtype = _FLOAT32.dtype
+        self,
+        x: Array,
+        point: Point,
+        place: Place,
+        dtype: np.dtype = _FLOAT32.dtype,
+        *,
+        axis: int = -1,
+        amax: Array | None = None,
     ) -> Array:
         """x rounded at a point of `POINTS`, float32; random bits are a function of the place.
 
@@ -44,6 +59,8 @@ class Rounder(NamedTuple):
           point: its name.
           place: where x lies.
           dtype: of the inputs, which `output` and `grads` follow.
+          axis: that which the product sums over, along which blocks of a scale lie.
+          amax: as `round_scaled` takes it, where the point has a scale and x is part of an array.
 
         Raises:
           ValueError: a stochastic point without random bits.
@@ -52,6 +69,10 @@ class Rounder(NamedTuple):
         if rounding.is_identity:
             return x
         bits = self._bits(x, point, place) if rounding.needs_bits else None
+        if rounding.scaling is not None:
+            if point in ("probs", "probs_bwd"):
+                amax = jnp.ones((1,) * x.ndim, jnp.float32)  # of an array of probabilities
+            return round_scaled(x, rounding, axis, amax, bits)
         return round_to(x, rounding.format, rounding.mode, bits)
 
     def shift(self, x: Array, place: Place) -> Array:

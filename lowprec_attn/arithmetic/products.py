@@ -8,8 +8,6 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.fused import multiply_add, rounded_product
-from lowprec_attn.arithmetic.places import Place, span
-from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.arithmetic.powers import LN2
 from lowprec_attn.arithmetic.request import Extras, Spec
 from lowprec_attn.numerics import Format, get_format
@@ -92,15 +90,6 @@ def _all_finite_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Arra
 def query_key_products(q: Array, k: Array) -> Array:
     """q kᵀ of arrays grouped as in `layout`, [B, K, G, T, S]."""
     return dot("bkgth,bksh->bkgts", q, k, format_of(q), format_of(k))
-
-
-def values_as_read(v: Array, place: Place, spec: Spec, extras: Extras) -> Array:
-    """V [B, K, S, H] of the columns of a tile, rounded at `value`, in a dtype that holds it."""
-    if spec.numerics.value.is_identity:
-        return v
-    features = Place(place.cols.reshape(-1, 1), span(0, v.shape[-1])[None])
-    rounded = Rounder.of(spec, extras)(v.astype(jnp.float32)[:, :, None], "value", features)
-    return rounded[:, :, 0].astype(spec.numerics.value_dtype(v.dtype))
 
 
 LOG2E = math.log2(math.e)

@@ -78,10 +78,9 @@ class SinkColumn(NamedTuple):
     p: Array
     sees: Array
 
-    def seen(self, do: Array, dlse: Array) -> tuple[Array, Array]:
-        """dO and dlse, 0 in rows that see no key: whatever they are, it reaches no key."""
-        zero = jnp.zeros((), do.dtype)
-        return jnp.where(self.sees, do, zero), jnp.where(self.sees, dlse, jnp.float32(0))
+    def seen(self, x: Array) -> Array:
+        """dO or dlse, 0 in rows that see no key: whatever they are, it reaches no key."""
+        return jnp.where(self.sees, x, jnp.zeros((), x.dtype))
 
     def gradient(self, delta: Array, dlse: Array) -> Array:
         """P_sink (dlse − δ) of each row; P_sink dlse where lse is the sink itself.

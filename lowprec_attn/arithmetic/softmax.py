@@ -27,7 +27,6 @@ from lowprec_attn.arithmetic.products import (
     scale_of,
     score_unit,
     seen_dot,
-    values_as_read,
 )
 from lowprec_attn.arithmetic.recurrence import (
     RowStatistics,
@@ -116,7 +115,7 @@ def softmax_step(
     Args:
       state: before the step.
       s: masked scores of the block, [B, K, G, T, S].
-      v: its values, [B, K, S, H].
+      v: its values, as `operands` reads them, [B, K, S, H].
       spec, extras: the call.
       place: rows, and the keys of the block; its first key tells the step.
       seen: True where a row sees a key, broadcastable to s; None: everywhere.
@@ -127,7 +126,6 @@ def softmax_step(
     n, round_point = spec.numerics, Rounder.of(spec, extras)
     out = Place(place.rows, span(0, v.shape[-1])[None], place.cols[0, 0])
     place = dataclasses.replace(place, step=0)
-    v = values_as_read(v, place, spec, extras)
 
     # O and lse do not depend on m, so no derivative goes through it: in low precision the terms
     # that it adds to theirs would not cancel.

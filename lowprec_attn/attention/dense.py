@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, operands, sinks, softmax, visibility
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
@@ -64,38 +64,43 @@ def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[A
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec
 ) -> tuple[tuple[Array, ...], layout.Residuals]:
-    place, s, seen, _ = _scores(q, k, extras, spec)
+    inputs = layout.Grouped(q, k, v, extras)
+    of = operands.forward_operands(inputs, spec)
+    place, s, seen, _ = _scores(of.q, of.k, extras, spec)
     start = softmax.initial_state(q, v, spec, extras)
-    state = softmax.softmax_step(start, s, v, spec, extras, place, seen)
+    state = softmax.softmax_step(start, s, of.v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
     out = softmax.finish(state, spec, extras, place.rows, q.dtype)
-    inputs = layout.Grouped(q, k, v, extras)
     return (out.o, *out.of_rows), layout.Residuals(inputs, out.o_saved, out.statistics)
 
 
 def _backward(
     spec: Spec, res: layout.Residuals, cotangents: tuple[Array, ...]
 ) -> tuple[Array, Array, Array, Extras]:
-    q, k, v, extras = res.inputs
+    extras, dtype = res.inputs.extras, res.inputs.q.dtype
     do, dlse, *_ = cotangents
-    place, s, seen, slope = _scores(q, k, extras, spec)
+    of = operands.backward_operands(res.inputs, do, spec)
+    place, s, seen, slope = _scores(of.q, of.k, extras, spec)
     n, dlse, sink = spec.numerics, dlse[..., None], None
     given_dlse = dlse
     if extras.sinks is not None:
         sees = jnp.ones((), bool) if seen is None else jnp.any(seen, axis=-1, keepdims=True)
         unit = score_unit(spec, extras)
         sink = sinks.column(res.statistics, sees, place.rows, unit, spec, extras)
-        do, dlse = sink.seen(do, dlse)
-    tile = backward.backward_tile(s, res.statistics, v, do, spec, extras, place, seen)
+        of, dlse = of.with_do(sink.seen), sink.seen(dlse)
+    tile = backward.backward_tile(s, res.statistics, of.v, of.do, spec, extras, place, seen)
     tile = tile._replace(slope=slope)
     if res.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
-        delta = backward.delta_from_saved_output(do, res.o_saved, place.rows, spec, extras, q.dtype)
-    of_q = backward.query_keys(k, spec)
-    k_of_q = k if of_q is None else of_q.k
+        o = operands.read(res.o_saved, "output_bwd", spec, extras)
+        delta = backward.delta_from_saved_output(of.do_of_delta, o, place.rows, spec, extras, dtype)
+    of_q = backward.query_keys(of.k, spec)
+    k_of_q = of.k_of_dq if of_q is None else of_q.k
     lacks, delta_of_q, asks_sums = None, delta, extras.backward_sums is not None
+    shifted = delta if n.delta in backward.SUMS_ROWS else delta - dlse
+    tile = tile._replace(ds_amax=backward.largest_ds(tile, shifted, spec, extras))
     if n.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k_of_q, spec, extras, place)
         if sink is not None:
@@ -105,19 +110,19 @@ def _backward(
         lacks = backward.lacking(sums, dlse, spec, extras) if asks_sums else None
     else:
         # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
-        delta = delta_of_q = delta - dlse
-        corrected = backward.Delta(delta, delta)
-        dq = backward.query_gradient(tile, delta, k_of_q, spec, extras, place)
+        delta_of_q = shifted
+        corrected = backward.Delta(shifted, shifted)
+        dq = backward.query_gradient(tile, shifted, k_of_q, spec, extras, place)
     if of_q is not None:
         dq = of_q.give_back(dq, dlse, spec, extras)
-    dk, dv = backward.key_gradients(tile, corrected, q, do, spec, extras, place)
+    dk, dv = backward.key_gradients(tile, corrected, of.q_of_dk, of.do_of_dv, spec, extras, place)
     dbias = None
     if extras.bias is not None:
         ds = backward.ds_of(tile, corrected.unrounded)
         dbias = layout.sum_to_shape(ds, extras.bias.shape).astype(extras.bias.dtype)
     dscale = None
     if extras.scale is not None:
-        dscale = backward.scale_gradient(tile, corrected.unrounded, q, k)
+        dscale = backward.scale_gradient(tile, corrected.unrounded, of.q, of.k)
     rounded = backward.round_gradients(dq, dk, dv, res.inputs, spec)
     dsinks = None
     if sink is not None and extras.sinks is not None:

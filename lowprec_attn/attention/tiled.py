@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from lowprec_attn.arithmetic import backward, layout, sinks, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, operands, sinks, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid, Index
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.products import score_unit
@@ -56,7 +57,25 @@ class BlockSizes:
 
 def unsupported(request: Request) -> str | None:
     """Names what in the request `tiled` cannot serve, or None."""
-    return unsupported_in_tiles(request, BlockSizes)
+    return unsupported_in_tiles(request, BlockSizes) or _unsupported_scales(request)
+
+
+def _unsupported_scales(request: Request) -> str | None:
+    """Scales of blocks that a tile would cut, of arrays that exist in tiles alone."""
+    n, sizes = request.spec.numerics, request.spec.block_sizes or BlockSizes()
+    assert isinstance(sizes, BlockSizes)  # `unsupported_in_tiles` declines any other
+    rows, keys = request.q_shape[1], request.kv_shape[1]
+    tiles = {"kv_block": (keys_per_step(request), keys)}
+    if n.tile_grads.is_identity:
+        tiles |= {"query": (sizes.query, rows), "kv_bwd": (sizes.kv_bwd, keys)}
+    for point in ("probs", "probs_bwd", "ds"):
+        rounding = getattr(n, point)
+        block = None if rounding.scaling is None else rounding.scaling.block_on_axis
+        for name, (size, length) in tiles.items():
+            is_one = isinstance(length, int) and size >= length  # or the length is symbolic
+            if block is not None and size % block and not is_one:
+                return f"{point}={rounding} with {name}={size} (it takes multiples of {block})"
+    return None
 
 
 def keys_per_step(request: Request) -> int:
@@ -93,14 +112,14 @@ def _forward(
 ) -> tuple[tuple[Array, ...], layout.Residuals]:
     inputs = layout.Grouped(q, k, v, extras)
     grid = _grid(inputs, spec, backward=False, every_block=every_block)
-    tiles = grid.pad(inputs)
+    tiles = grid.pad(operands.forward_operands(inputs, spec))
 
     def query_tile(i: Index) -> softmax.Output:
         q_tile = grid.query_rows(tiles.q, i)
 
         def step(j: Index, state: SoftmaxState) -> SoftmaxState:
-            s, seen, place, _ = _tile_scores(grid, tiles, q_tile, i, j, spec)
-            v_tile = grid.key_rows(tiles.v, j)
+            k_tile, v_tile = (grid.key_rows(x, j) for x in (tiles.k, tiles.v))
+            s, seen, place, _ = _tile_scores(grid, tiles.extras, q_tile, k_tile, (i, j), spec)
             new = softmax.softmax_step(state, s, v_tile, spec, extras, place, seen)
             # A rule that visits tiles above the diagonal has no row there that misses a block.
             visited = visibility.visited(
@@ -136,23 +155,28 @@ class _Sums(NamedTuple):
 
 
 class _BackwardRows(NamedTuple):
-    """The rows of a query tile in the backward pass, over the blocks of keys that they see."""
+    """The rows of a query tile in the backward pass, over the blocks of keys that they see.
+
+    `of` has the q and dO of these rows, and all keys. `dtype` is that of the inputs, `ds_amax` as
+    in `BackwardTile`.
+    """
 
     grid: Grid
-    tiles: layout.Grouped
+    extras: Extras
     i: Index
-    q: Array
-    do: Array
+    of: operands.BackwardOperands
     statistics: RowStatistics
     dlse: Array
     of_q: backward.QueryKeys | None
     spec: Spec
+    dtype: np.dtype
     sink: sinks.SinkColumn | None = None
+    ds_amax: Array | None = None
 
     def with_sink(self) -> "_BackwardRows":
         """The rows with their column of the sinks, and with dO and dlse that reach keys."""
 
-        extras, rows = self.tiles.extras, self.grid.place(self.i, 0).rows
+        extras, rows = self.extras, self.grid.place(self.i, 0).rows
 
         def step(j: Index, sees: Array) -> Array:
             seen = _seen(self.grid, extras, self.i, j, self.spec)
@@ -163,20 +187,18 @@ class _BackwardRows(NamedTuple):
         sees = lax.fori_loop(*blocks, step, jnp.zeros_like(self.dlse, bool))
         unit = score_unit(self.spec, extras)
         sink = sinks.column(self.statistics, sees, rows, unit, self.spec, extras)
-        do, dlse = sink.seen(self.do, self.dlse)
-        return self._replace(do=do, dlse=dlse, sink=sink)
+        return self._replace(of=self.of.with_do(sink.seen), dlse=sink.seen(self.dlse), sink=sink)
 
     def over_keys(self, add: Callable[..., Any], total: Any) -> Any:
         """total = add(total, j, P and dP, k, place) over the blocks j."""
 
         def step(j: Index, total: Any) -> Any:
-            found = _tile_scores(self.grid, self.tiles, self.q, self.i, j, self.spec)
+            k, v = (self.grid.key_rows(x, j) for x in (self.of.k, self.of.v))
+            found = _tile_scores(self.grid, self.extras, self.of.q, k, (self.i, j), self.spec)
             s, seen, place, slope = found
-            k, v = (self.grid.key_rows(x, j) for x in (self.tiles.k, self.tiles.v))
-            extras = self.tiles.extras
-            args = v, self.do, self.spec, extras, place, seen
-            tile = backward.backward_tile(s, self.statistics, *args)._replace(slope=slope)
-            return add(total, j, tile, k, place)
+            args = v, self.of.do, self.spec, self.extras, place, seen
+            tile = backward.backward_tile(s, self.statistics, *args)
+            return add(total, j, tile._replace(slope=slope, ds_amax=self.ds_amax), k, place)
 
         return lax.fori_loop(self.grid.kv_begin(self.i), self.grid.kv_end(self.i), step, total)
 
@@ -184,18 +206,17 @@ class _BackwardRows(NamedTuple):
         self, tile: backward.BackwardTile, delta: Array, k: Array, place: Place
     ) -> Array:
         """What a block adds to dQ; k: that of dQ."""
-        return backward.query_gradient(tile, delta, k, self.spec, self.tiles.extras, place)
+        return backward.query_gradient(tile, delta, k, self.spec, self.extras, place)
 
-    def k_of_q(self, k: Array, j: Index) -> Array:
-        """The k of dQ in block j, which holds k."""
-        return k if self.of_q is None else self.grid.key_rows(self.of_q.k, j)
+    def k_of_q(self, j: Index) -> Array:
+        """The k of dQ in block j."""
+        return self.grid.key_rows(self.of.k_of_dq, j)
 
     def finished(self, dq: Array) -> Array:
         """dQ of all blocks."""
         if self.of_q is None:
             return dq
-        extras = self.tiles.extras
-        return self.of_q.give_back(dq, self.dlse, self.spec, extras)
+        return self.of_q.give_back(dq, self.dlse, self.spec, self.extras)
 
     def delta(self, o_saved: Array | None) -> Array:
         """δ or δ₀, without dlse. A pass over the keys where O is not kept."""
@@ -205,23 +226,32 @@ class _BackwardRows(NamedTuple):
                 lambda total, j, tile, k, place: total + backward.delta_from_probs(tile),
                 jnp.zeros_like(self.dlse),
             )
-            return backward.rounded_delta(delta, rows, self.spec, self.tiles.extras)
+            return backward.rounded_delta(delta, rows, self.spec, self.extras)
         o = self.grid.query_rows(o_saved, self.i)
         return backward.delta_from_saved_output(
-            self.do, o, rows, self.spec, self.tiles.extras, self.tiles.q.dtype
+            self.of.do_of_delta, o, rows, self.spec, self.extras, self.dtype
         )
+
+    def largest_ds(self, delta: Array) -> Array:
+        """`ds_amax` over the keys of these rows, [B, K, 1, 1, 1]."""
+
+        def larger(total: Array, j: Index, tile: backward.BackwardTile, *_: Any) -> Array:
+            amax = backward.largest_ds(tile, delta, self.spec, self.extras)
+            return total if amax is None else jnp.maximum(total, amax)
+
+        return self.over_keys(larger, jnp.zeros_like(self.dlse[:, :, :1, :1]))
 
     def corrected(self, delta: Array) -> tuple[Array, backward.Delta, BackwardSums | None]:
         """dQ, what dS has in dK, and sums of rows, of δ₀: a pass over the keys of its own."""
-        extras = self.tiles.extras
+        extras = self.extras
 
-        def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
-            k = self.k_of_q(k, j)
+        def add(total: Any, j: Index, tile: backward.BackwardTile, _: Array, place: Any) -> Any:
+            k = self.k_of_q(j)
             sums = backward.row_sums(tile, delta, k, self.spec, extras, place)
             dq = self.query_gradient(tile, delta, k, place)
             return jax.tree.map(jnp.add, total, (dq, sums, self.reported(tile, delta, place)))
 
-        zero, row = jnp.zeros_like(self.q, jnp.float32), jnp.zeros_like(self.dlse)
+        zero, row = jnp.zeros_like(self.of.q, jnp.float32), jnp.zeros_like(self.dlse)
         start = zero, backward.RowSums(row, row, zero), self.nothing_reported()
         dq, sums, reported = self.over_keys(add, start)
         if self.sink is not None:
@@ -236,39 +266,41 @@ class _BackwardRows(NamedTuple):
         self, tile: backward.BackwardTile, delta: Array, place: Place
     ) -> backward.QuerySums | None:
         """The row sums of a block that the call asks for; delta: that of dQ."""
-        extras = self.tiles.extras
+        extras = self.extras
         if extras.backward_sums is None:
             return None
         return backward.query_sums(tile, delta, self.spec, extras, place)
 
     def nothing_reported(self) -> backward.QuerySums | None:
         """The same of no block."""
-        asked = self.tiles.extras.backward_sums is not None
+        asked = self.extras.backward_sums is not None
         return backward.QuerySums.zeros(self.dlse) if asked else None
 
     def gradients(
         self, sums: _Sums, delta: backward.Delta, dq: Array | None
     ) -> tuple[_Sums, Array, BackwardSums | None]:
         """The sums with this tile's contributions; its dQ and row sums if dQ is not known yet."""
-        grid, extras = self.grid, self.tiles.extras
+        grid, extras, of = self.grid, self.extras, self.of
 
         def add(total: Any, j: Index, tile: backward.BackwardTile, k: Array, place: Any) -> Any:
             sums, dq_sum, reported = total
             if dq_sum is not None:
-                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, self.k_of_q(k, j), place)
+                dq_sum = dq_sum + self.query_gradient(tile, delta.rounded, self.k_of_q(j), place)
             if reported is not None:
                 of_block = self.reported(tile, delta.rounded, place)
                 reported = jax.tree.map(jnp.add, reported, of_block)
-            dk, dv = backward.key_gradients(tile, delta, self.q, self.do, self.spec, extras, place)
+            dk, dv = backward.key_gradients(
+                tile, delta, of.q_of_dk, of.do_of_dv, self.spec, extras, place
+            )
             ds, dbias, dscale = backward.ds_of(tile, delta.unrounded), sums.dbias, sums.dscale
             if dbias is not None:
                 dbias = grid.add_pairs(dbias, ds, self.i, j)
             if dscale is not None:
-                dscale = dscale + backward.scale_gradient(tile, delta.unrounded, self.q, k)
+                dscale = dscale + backward.scale_gradient(tile, delta.unrounded, of.q, k)
             dk, dv = grid.add_keys(sums.dk, dk, j), grid.add_keys(sums.dv, dv, j)
             return _Sums(dk, dv, dbias, dscale, sums.dsinks), dq_sum, reported
 
-        start = jnp.zeros_like(self.q, jnp.float32) if dq is None else None
+        start = jnp.zeros_like(of.q, jnp.float32) if dq is None else None
         nothing = self.nothing_reported() if dq is None else None
         sums, dq_sum, reported = self.over_keys(add, (sums, start, nothing))
         of_rows = None if reported is None else reported.of_query_gradient(None)
@@ -282,40 +314,57 @@ def _backward(
     *,
     every_block: bool = False,
 ) -> tuple[Array, Array, Array, Extras]:
-    k, extras = res.inputs.k, res.inputs.extras
+    dtype, n = res.inputs.q.dtype, spec.numerics
     do, dlse, *_ = cotangents
     grid = _grid(res.inputs, spec, backward=True, every_block=every_block)
-    tiles = grid.pad(res.inputs)
-    do, dlse = (grid.pad_rows(x) for x in (do, dlse[..., None]))
+    of = operands.backward_operands(res.inputs, do, spec)
+    # The mean of all keys is taken before padding.
+    of_q = backward.query_keys(of.k, spec)
+    if of_q is not None:
+        of = of._replace(k_of_dq=of_q.k)
+    of = of.with_rows(grid.pad_rows).with_keys(grid.pad_keys)
+    extras = grid.pad_extras(res.inputs.extras)
+    dlse = grid.pad_rows(dlse[..., None])
     # A padded row must have P = 0: its scores are the bias, whose exp may overflow.
     subtracted, inverse_l = res.statistics
     subtracted = grid.pad_rows(subtracted, jnp.inf)
     inverse_l = None if inverse_l is None else grid.pad_rows(inverse_l)
-    o_saved = None if res.o_saved is None else grid.pad_rows(res.o_saved)
+    o_saved = None
+    if res.o_saved is not None:
+        o_saved = grid.pad_rows(operands.read(res.o_saved, "output_bwd", spec, extras))
 
-    # Padding comes after the mean.
-    of_q = backward.query_keys(k, spec)
-    if of_q is not None:
-        of_q = of_q._replace(k=grid.pad_keys(of_q.k))
-
-    def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, tuple[Array, BackwardSums | None]]:
-        q, do_tile, statistics, dlse_tile = jax.tree.map(
-            lambda x: grid.query_rows(x, i),
-            (tiles.q, do, RowStatistics(subtracted, inverse_l), dlse),
+    def rows_of(i: Index) -> tuple[_BackwardRows, Array]:
+        """The rows of a tile, and their δ or δ₀, without dlse."""
+        statistics, dlse_tile = jax.tree.map(
+            lambda x: grid.query_rows(x, i), (RowStatistics(subtracted, inverse_l), dlse)
         )
-        queries = _BackwardRows(grid, tiles, i, q, do_tile, statistics, dlse_tile, of_q, spec)
+        of_rows = of.with_rows(lambda x: grid.query_rows(x, i))
+        queries = _BackwardRows(grid, extras, i, of_rows, statistics, dlse_tile, of_q, spec, dtype)
         if extras.sinks is not None:
             queries = queries.with_sink()
-        delta = queries.delta(o_saved)
+        return queries, queries.delta(o_saved)
+
+    def largest_ds(i: Index) -> Array:
+        queries, delta = rows_of(i)
+        return queries.largest_ds(delta if n.delta in backward.SUMS_ROWS else delta - queries.dlse)
+
+    ds_amax = None
+    if n.ds.scaling is not None and n.ds.scaling.needs_largest:
+        ds_amax = jnp.max(lax.map(largest_ds, jnp.arange(grid.q_tiles)), axis=0)
+        ds_amax = ds_amax if n.ds.scaling.kind == "head" else jnp.max(ds_amax, keepdims=True)
+
+    def query_tile(sums: _Sums, i: Index) -> tuple[_Sums, tuple[Array, BackwardSums | None]]:
+        queries, delta = rows_of(i)
+        queries = queries._replace(ds_amax=ds_amax)
 
         def with_dsinks(delta: backward.Delta) -> _Sums:
             if queries.sink is None or sums.dsinks is None:
                 return sums
-            of_rows = queries.sink.gradient(delta.unrounded, dlse_tile)
+            of_rows = queries.sink.gradient(delta.unrounded, grid.query_rows(dlse, i))
             dsinks = sums.dsinks + layout.sum_to_shape(of_rows, sums.dsinks.shape)
             return sums._replace(dsinks=dsinks)
 
-        if spec.numerics.delta in backward.SUMS_ROWS:
+        if n.delta in backward.SUMS_ROWS:
             dq, corrected, of_rows = queries.corrected(delta)
             sums, dq, _ = queries.gradients(with_dsinks(corrected), corrected, dq)
             return sums, (dq, of_rows)
@@ -327,18 +376,17 @@ def _backward(
 
     zeros = partial(jnp.zeros_like, dtype=jnp.float32)
     dbias, dscale, dsinks = (
-        None if x is None else zeros(x)
-        for x in (tiles.extras.bias, tiles.extras.scale, tiles.extras.sinks)
+        None if x is None else zeros(x) for x in (extras.bias, extras.scale, extras.sinks)
     )
-    sums = _Sums(zeros(tiles.k), zeros(tiles.v), dbias, dscale, dsinks)
+    sums = _Sums(zeros(of.k), zeros(of.v), dbias, dscale, dsinks)
     sums, (dq, of_rows) = lax.scan(query_tile, sums, jnp.arange(grid.q_tiles))
 
-    keys = k.shape[-2]
+    keys, given = res.inputs.k.shape[-2], res.inputs.extras
     dk, dv = (x[..., :keys, :] for x in (sums.dk, sums.dv))
     rounded = backward.round_gradients(grid.unpad_rows(dq), dk, dv, res.inputs, spec)
-    if extras.bias is not None and sums.dbias is not None:
-        t, s = extras.bias.shape[-2:]
-        dbias = sums.dbias[..., :t, :s].astype(extras.bias.dtype)
+    if given.bias is not None and sums.dbias is not None:
+        t, s = given.bias.shape[-2:]
+        dbias = sums.dbias[..., :t, :s].astype(given.bias.dtype)
     if extras.sinks is not None and sums.dsinks is not None:
         dsinks = sums.dsinks.astype(extras.sinks.dtype)
     row_sums = jax.tree.map(grid.unpad_rows, of_rows)
@@ -389,16 +437,16 @@ def _at_most(block: int, length: Any) -> int:
 
 
 def _tile_scores(
-    grid: Grid, tiles: layout.Grouped, q_tile: Array, i: Index, j: Index, spec: Spec
+    grid: Grid, extras: Extras, q: Array, k: Array, at: tuple[Index, Index], spec: Spec
 ) -> tuple[Array, Array | None, Place, Array | None]:
-    """Masked scores of query tile i against key block j, which are seen, and where they lie.
+    """Masked scores of query tile q against block k, which are seen, and where they lie.
 
-    The last is the slope of the soft cap, None without one.
+    `at` is the tile (i, j). The last is the slope of the soft cap, None without one.
     """
-    place = grid.place(i, j)
-    bias = None if tiles.extras.bias is None else grid.pairs(tiles.extras.bias, i, j)
-    s, slope = softmax.scores(q_tile, grid.key_rows(tiles.k, j), bias, spec, tiles.extras, place)
-    seen = _seen(grid, tiles.extras, i, j, spec)
+    place = grid.place(*at)
+    bias = None if extras.bias is None else grid.pairs(extras.bias, *at)
+    s, slope = softmax.scores(q, k, bias, spec, extras, place)
+    seen = _seen(grid, extras, *at, spec)
     s = visibility.mask_scores(s, seen, softmax.UNSEEN)
     if grid.kv_padding:
         s = visibility.mask_scores(s, (place.cols < grid.keys)[None, None, None], softmax.UNSEEN)

@@ -16,6 +16,7 @@ from lowprec_attn.numerics import (
     DynamicMax,
     LazyMax,
     Numerics,
+    Rounding,
     RowMax,
     StandardMax,
     get_preset,
@@ -510,14 +511,24 @@ def check_shift(numerics: Numerics, row_max: RowMax) -> None:
 
     Every P̄ of a row would round to zero, or the largest would overflow, or no m may lag.
     """
+    probs = numerics.probs
     if isinstance(row_max, LazyMax):
         _check_lag(numerics, row_max)
-    limit = -math.log(2) * numerics.probs.format.min_exponent
+    if probs.scaling is not None and probs.scaling.kind == "mx":
+        return  # a scale that follows P̄, whatever m is
+    limit = math.log(_largest_code(probs)) - math.log(2) * probs.format.min_exponent
     if isinstance(row_max, DynamicMax) and row_max.max_shift > limit:
         raise ValueError(
             f"max_shift={row_max.max_shift} of DynamicMax shifts P̄ below the normal numbers of "
             f"probs={numerics.probs}; use max_shift={math.floor(10 * limit) / 10} or less"
         )
+
+
+def _largest_code(probs: Rounding) -> float:
+    """What a P̄ of 1 is rounded as."""
+    if probs.scaling is None:
+        return 1.0
+    return probs.scaling.number or probs.format.max_finite
 
 
 def _check_lag(numerics: Numerics, row_max: LazyMax) -> None:
@@ -526,7 +537,9 @@ def _check_lag(numerics: Numerics, row_max: LazyMax) -> None:
             "exponent='whole_max' raises its maximum with every step, which LazyMax does not; "
             "use row_max='standard'"
         )
-    limit = math.log2(numerics.probs.format.max_finite)
+    if numerics.probs.scaling is not None and numerics.probs.scaling.kind == "mx":
+        return
+    limit = math.log2(numerics.probs.format.max_finite / _largest_code(numerics.probs))
     if row_max.threshold > limit:
         raise ValueError(
             f"threshold={row_max.threshold} of LazyMax lets P̄ exceed the largest number of "

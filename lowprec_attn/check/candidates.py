@@ -56,8 +56,11 @@ OTHERS = {
 }
 BY_NAME = PRESETS | OTHERS
 
-# Presets that others contain, or that no kernel repeats.
-_NOT_BEGUN_WITH = ("stochastic_output", "published_as_compiled")
+# Presets that others contain, or that no kernel repeats; those of 8 bits are of other arrays.
+_NOT_BEGUN_WITH = (
+    *("stochastic_output", "published_as_compiled"),
+    *("flash_attention_3_fp8", "transformer_engine_fp8"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

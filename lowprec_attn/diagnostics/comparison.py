@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from lowprec_attn.arithmetic import backward, layout, products, softmax, visibility
+from lowprec_attn.arithmetic import backward, layout, operands, products, softmax, visibility
 from lowprec_attn.arithmetic.grid import Grid
 from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.recurrence import RowStatistics, SoftmaxState, keep_unvisited
@@ -128,7 +128,8 @@ def compare(
     Cost: 3 to 4 matrix products of 2·B·N·T·S·H FLOP, 4 to 7 more with dO (compilers drop those
     whose result is not used), about ten exp per score; O(T) memory beside one chunk of
     `SCORES_PER_CHUNK` scores. Without `kv_block` the step is that of `tiled`, or all keys where
-    P̄ is normalised before rounding.
+    P̄ is normalised before rounding. The amax of a scale of `ds` or `output_bwd` is that of a chunk
+    and its section of keys, not of the whole array. dO, and V in gradients, count as they are read.
 
     Args:
       q, k, v: as in `attention.dot_product_attention`.
@@ -154,28 +155,39 @@ def compare(
     else:
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)
-    tiles = grid.pad(layout.group(q, k, v, extras))
+    inputs = layout.group(q, k, v, extras)
+    tiles, read = grid.pad(inputs), grid.pad(operands.forward_operands(inputs, spec))
 
-    def padded(x: Array) -> Array:
-        return grid.pad_rows(layout.group(x, k, v, Extras()).q)
+    def grouped(x: Array) -> Array:
+        return layout.group(x, k, v, Extras()).q
 
     rows_of: _Rows = _Rows(
-        None if do is None else padded(do),
-        None if returned is None else padded(returned.o),
-        None if returned is None else padded(returned.lse[..., None]),
+        None if returned is None else grid.pad_rows(grouped(returned.o)),
+        None if returned is None else grid.pad_rows(grouped(returned.lse[..., None])),
     )
-
-    of_q = backward.query_keys(layout.group(q, k, v, extras).k, spec)
-    k_of_q = tiles.k if of_q is None else grid.pad_keys(of_q.k)
+    of = None
+    if do is not None:
+        of = operands.backward_operands(inputs, grouped(do), spec)
+        of_q = backward.query_keys(of.k, spec)
+        of = of if of_q is None else of._replace(k_of_dq=of_q.k)
+        of = of.with_rows(grid.pad_rows).with_keys(grid.pad_keys)
 
     def section(first: int, last: int, keys: int) -> Comparison:
         cut = dataclasses.replace(grid, keys=keys)
         seen = cut.kv_blocks * cut.block_kv
-        of_keys = tiles._replace(k=tiles.k[:, :, :seen], v=tiles.v[:, :, :seen])
+        of_keys, read_keys = (
+            x._replace(k=x.k[:, :, :seen], v=x.v[:, :, :seen]) for x in (tiles, read)
+        )
 
         def chunk(i: Array) -> Comparison:
-            of_chunk = jax.tree.map(lambda x: cut.query_rows(x, i), rows_of)
-            return _compare_rows(_Chunk(cut, of_keys, k_of_q[:, :, :seen], i), of_chunk, spec)
+            def rows_at(x: Array) -> Array:
+                return cut.query_rows(x, i)
+
+            of_rows = of
+            if of is not None:
+                of_rows = of.with_rows(rows_at).with_keys(lambda x: x[:, :, :seen])
+            given = jax.tree.map(rows_at, rows_of)
+            return _compare_rows(_Chunk(cut, of_keys, read_keys, of_rows, i), given, spec)
 
         return lax.map(chunk, jnp.arange(first, last))
 
@@ -185,25 +197,24 @@ def compare(
 
 
 class _Rows(NamedTuple):
-    """Rows of dO, and of O and lse as returned [..., T, 1]; None where they are not given."""
+    """Rows of O and lse as returned [..., T, 1]; None where they are not given."""
 
-    do: Array | None
     o: Array | None
     lse: Array | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Query tile `i` against all keys; `k_of_q` [B, K, S, H] are those of dQ."""
+    """Query tile `i` against all keys: arrays as they are, and as read in either pass.
+
+    `of` is None without dO; its rows are those of the tile.
+    """
 
     grid: Grid
     tiles: layout.Grouped
-    k_of_q: Array
+    read: layout.Grouped
+    of: operands.BackwardOperands | None
     i: Array
-
-    @property
-    def q(self) -> Array:
-        return self.grid.query_rows(self.tiles.q, self.i)
 
     @property
     def place(self) -> Place:
@@ -213,10 +224,11 @@ class _Chunk:
             span(0, self.tiles.k.shape[-2])[None],
         )
 
-    def scores(self, spec: Spec) -> softmax.Scores:
-        """Masked scores of all keys."""
-        tiles, place = self.tiles, self.place
-        s, slope = softmax.scores(self.q, tiles.k, None, spec, tiles.extras, place)
+    def scores(self, tiles: layout.Grouped, spec: Spec) -> softmax.Scores:
+        """Masked scores of all keys; tiles: `tiles` or `read`."""
+        place = self.place
+        q = self.grid.query_rows(tiles.q, self.i)
+        s, slope = softmax.scores(q, tiles.k, None, spec, tiles.extras, place)
         seen = (place.cols < self.grid.keys)[None, None, None]
         by_position = visibility.visible(tiles.extras, spec, place, None)
         seen = seen if by_position is None else seen & by_position
@@ -244,7 +256,7 @@ class _Chunk:
         def step(j: Array, state: SoftmaxState) -> SoftmaxState:
             place = grid.place(self.i, j)
             s_block = lax.dynamic_slice_in_dim(s, j * grid.block_kv, grid.block_kv, axis=4)
-            v_block = grid.key_rows(self.tiles.v, j)
+            v_block = grid.key_rows(self.read.v, j)
             new = softmax.softmax_step(state, s_block, v_block, spec, extras, place)
             causal = spec.is_causal and not spec.row_max.visits_above_diagonal
             visited = visibility.visited(
@@ -252,7 +264,8 @@ class _Chunk:
             )
             return keep_unvisited(new, state, visited)
 
-        start = softmax.initial_state(self.q, self.tiles.v, spec, self.tiles.extras)
+        q = grid.query_rows(self.tiles.q, self.i)
+        start = softmax.initial_state(q, self.tiles.v, spec, self.tiles.extras)
         # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
         # of a loop whose length is not known when it is compiled.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
@@ -264,27 +277,26 @@ class _Chunk:
 
 def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     exact_spec = dataclasses.replace(spec, numerics=_EXACT, row_max=StandardMax())
-    of_run, unrounded = chunk.scores(spec), chunk.scores(exact_spec).s
+    of_run = chunk.scores(chunk.read, spec)
+    unrounded = chunk.scores(chunk.tiles, exact_spec).s
     state = chunk.run(of_run.s, spec)
     out = _with_returned(chunk.finish(state, spec), given, spec.numerics)
     unit = products.score_unit(spec, chunk.tiles.extras)
     s = of_run.s if unit == 1 else of_run.s * jnp.float32(unit)
     own = exact = sources.Softmax.of(s, chunk.sinks)
-    if not spec.numerics.scores.is_identity:
+    if spec.numerics.rounds_scores:
         exact = sources.Softmax.of(unrounded, chunk.sinks)
-    v = chunk.tiles.v
     # V as attention reads it is the same in both passes, as S is.
-    v_read = products.values_as_read(v, chunk.place, spec, chunk.tiles.extras)
-    acc = own.times(v_read)
-    o_exact = (acc if exact is own and v_read is v else exact.times(v)) / exact.l
+    acc, reads_all = own.times(chunk.read.v), spec.numerics.value.is_identity
+    o_exact = (acc if exact is own and reads_all else exact.times(chunk.tiles.v)) / exact.l
     # The same sum against the run's own m; where the two m agree the factor is exactly 1.
     unnormalized_exact = acc * jnp.exp(sources.above_subtracted(own.m, state.m, spec.numerics))
     if spec.numerics.normalize_probs:
         unnormalized_exact = acc / own.l
     outputs = OutputRows(state.acc, unnormalized_exact, out.o.astype(jnp.float32), o_exact)
     gradients = None
-    if given.do is not None:
-        gradients = _gradient_rows(chunk, of_run, (own, exact), out, given.do, spec)
+    if chunk.of is not None:
+        gradients = _gradient_rows(chunk, of_run, (own, exact), out, chunk.of, spec)
     return Comparison(_score_rows(chunk, s, spec), outputs, gradients)
 
 
@@ -305,7 +317,7 @@ def _score_rows(chunk: _Chunk, s: Array, spec: Spec) -> ScoreRows:
     uncapped = None
     if spec.soft_cap is not None:
         plain = dataclasses.replace(spec, numerics=_EXACT, soft_cap=None)
-        uncapped = rows.score_maximum(chunk.scores(plain).s)[..., None]
+        uncapped = rows.score_maximum(chunk.scores(chunk.read, plain).s)[..., None]
     return ScoreRows(
         rows.sees_several(s)[..., None],
         rows.score_maximum(s)[..., None],
@@ -323,21 +335,22 @@ def _gradient_rows(
     scores: softmax.Scores,
     exact_of: tuple[sources.Softmax, sources.Softmax],
     out: softmax.Output,
-    do: Array,
+    of: operands.BackwardOperands,
     spec: Spec,
 ) -> GradientRows:
     """`exact_of`: exact softmax of the scores with and without their rounding."""
-    _, k, v, extras = chunk.tiles
+    extras, dtype = chunk.tiles.extras, chunk.tiles.q.dtype
     place, numerics = chunk.place, spec.numerics
-    tile = backward.backward_tile(scores.s, out.statistics, v, do, spec, extras, place)
+    tile = backward.backward_tile(scores.s, out.statistics, of.v, of.do, spec, extras, place)
     tile = tile._replace(slope=scores.slope)
     sink = chunk.sink_column(out.statistics, spec)
-    k = chunk.k_of_q
+    k = of.k_of_dq
     if out.o_saved is None:
         delta = backward.rounded_delta(backward.delta_from_probs(tile), place.rows, spec, extras)
     else:
-        dtype = chunk.q.dtype
-        delta = backward.delta_from_saved_output(do, out.o_saved, place.rows, spec, extras, dtype)
+        o = operands.read(out.o_saved, "output_bwd", spec, extras)
+        rows_and_dtype = place.rows, spec, extras, dtype
+        delta = backward.delta_from_saved_output(of.do_of_delta, o, *rows_and_dtype)
     shift = jnp.zeros_like(delta)
     if numerics.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k, spec, extras, place)
@@ -349,8 +362,7 @@ def _gradient_rows(
 
     sink_p = None if sink is None else sink.p
     run = sources.Run(tile, delta, shift, out.statistics, pk, sink_p)
-    v_read = products.values_as_read(v, place, spec, extras)
-    exact = sources.exact_rows(*exact_of, do, v_read)
+    exact = sources.exact_rows(*exact_of, of.do, of.v)
     follows = sources.followed(exact, tile, sink_p, numerics)
     # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
     multiplied = sources.multiplied_ds(run, spec, extras, place)

@@ -8,7 +8,7 @@ exp per score. Scores are those of softmax, behind a soft cap. A sink [..., T, 1
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32
 
-from lowprec_attn.numerics import MASKED, Rounding, round_to
+from lowprec_attn.numerics import MASKED, Rounding, round_scaled, round_to
 
 # The smallest P that bfloat16 rounds to 1: 1 − 2⁻⁹ is the midpoint between the last bfloat16
 # before 1 and 1, and the tie goes to the even 1.
@@ -58,7 +58,12 @@ def rounded_to_one(
     sink, whatever row-max rule the run uses, and rounding is to nearest.
     """
     r_m = _largest(s) if sink is None else jnp.maximum(_largest(s), sink)
-    p_bar = round_to(jnp.exp(s - r_m), probs.format)
+    p_bar = jnp.exp(s - r_m)
+    if probs.scaling is None:
+        p_bar = round_to(p_bar, probs.format)
+    else:
+        nearest = Rounding(probs.format, scaling=probs.scaling)
+        p_bar = round_scaled(p_bar, nearest, -1, jnp.ones((1,) * p_bar.ndim, jnp.float32))
     return _count(_seen(s) & (p_bar == 1)) > 1
 
 

@@ -167,10 +167,9 @@ def exact_rows(own: Softmax, unrounded: Softmax, do: Array, v: Array) -> Exact:
     """dS of exact arithmetic.
 
     Args:
-      own, unrounded: softmax of scores with and without the rounding at `scores`; one object where
-        that rounds nothing.
-      do: [B, K, G, T, H].
-      v: [B, K, S, H].
+      own, unrounded: softmax of scores with and without the rounding at `scores`, `query` and
+        `key`; one object where they round nothing.
+      do, v: as dP reads them, [B, K, G, T, H] and [B, K, S, H].
     """
     dp = products.dot("bkgth,bksh->bkgts", do, v, products.format_of(do), products.format_of(v))
     # Rounding is monotone: this key has a largest score of both kinds.
@@ -253,7 +252,7 @@ def sources(
 
     delta = -delta_error(exact, run, follows) * run.pk
     scores = dp = ds = None
-    if not numerics.scores.is_identity:
+    if numerics.rounds_scores:
         scores = _product(tile.behind_cap(own.ds - exact.unrounded.ds), k)
     if not numerics.dp.is_identity:
         dp_part = tile.behind_cap(tile.p * _dp_error(exact, tile))

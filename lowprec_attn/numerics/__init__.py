@@ -8,6 +8,7 @@ from lowprec_attn.numerics.presets import (
     EXACT,
     FLASH,
     FLASH_ATTENTION_3,
+    FLASH_ATTENTION_3_FP8,
     FLOAT32_OUTPUT,
     HALVES_OUTPUT,
     JAX_NN,
@@ -26,9 +27,17 @@ from lowprec_attn.numerics.presets import (
     STOCHASTIC_OUTPUT,
     TOKAMAX,
     TORCH_FLASH,
+    TRANSFORMER_ENGINE_FP8,
     get_preset,
 )
-from lowprec_attn.numerics.record import POINTS, SALTS, KvBlock, Numerics, Point
+from lowprec_attn.numerics.record import (
+    PLAIN_POINTS,
+    POINTS,
+    SALTS,
+    KvBlock,
+    Numerics,
+    Point,
+)
 from lowprec_attn.numerics.rounding import (
     MODES,
     Rounding,
@@ -47,6 +56,8 @@ from lowprec_attn.numerics.row_max import (
     StandardMax,
     get_row_max,
 )
+from lowprec_attn.numerics.scaled import largest, round_scaled
+from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 __all__ = [
     "AUXILIARY_OUTPUT",
@@ -55,6 +66,7 @@ __all__ = [
     "EXACT",
     "FLASH",
     "FLASH_ATTENTION_3",
+    "FLASH_ATTENTION_3_FP8",
     "FLOAT32_OUTPUT",
     "FORMATS",
     "HALVES_OUTPUT",
@@ -66,6 +78,7 @@ __all__ = [
     "MATCHED_FLOAT32_OUTPUT",
     "MODES",
     "NORMALIZED_DELTA",
+    "PLAIN_POINTS",
     "POINTS",
     "PRESETS",
     "PROBE",
@@ -79,6 +92,7 @@ __all__ = [
     "STOCHASTIC_OUTPUT",
     "TOKAMAX",
     "TORCH_FLASH",
+    "TRANSFORMER_ENGINE_FP8",
     "DynamicMax",
     "Format",
     "KvBlock",
@@ -88,12 +102,16 @@ __all__ = [
     "PublishedMax",
     "Rounding",
     "RowMax",
+    "Scaling",
     "StandardMax",
     "counter_bits",
     "get_format",
     "get_preset",
     "get_rounding",
     "get_row_max",
+    "get_scaling",
+    "largest",
     "round_in_kernel",
+    "round_scaled",
     "round_to",
 ]

@@ -73,6 +73,34 @@ scale is a power of two (S is rounded before and after the scale).
 PROBE = FLASH.replace(scores="bfloat16", pv="bfloat16", dp="bfloat16")
 """S, P̄V and dP rounded as well, the running state float32; meant for all keys in one step."""
 
+FLASH_ATTENTION_3_FP8 = FLASH_ATTENTION_3.replace(
+    query="float8_e4m3fn/head",
+    key="float8_e4m3fn/head",
+    value="float8_e4m3fn/head",
+    probs="float8_e4m3fn/x256",
+)
+"""FlashAttention-3's FP8 forward pass: P̄ is 2^8 times what it is, and l adds it unrounded.
+
+Its backward pass takes 16 bits alone. This one is `flash_attention_3` of q, k and V as they were
+read.
+"""
+
+TRANSFORMER_ENGINE_FP8 = FLASH.replace(
+    query="float8_e4m3fn/tensor",
+    key="float8_e4m3fn/tensor",
+    value="float8_e4m3fn/tensor",
+    probs="float8_e4m3fn/x448",
+    do="float8_e5m2/tensor",
+    probs_bwd="float8_e4m3fn/x448",
+    ds="float8_e5m2/tensor",
+)
+"""TransformerEngine's attention in FP8 by cuDNN, with current scaling of q, k, V and dO.
+
+Its scales of P̄ and dS are 448 / amax and 57344 / amax of the step before. Here that of P̄ is the
+same with an amax of 1, which the first row of causal attention has, and that of dS has its own
+amax. What delayed scaling adds is in docs/who_rounds_what.md.
+"""
+
 FLOAT32_OUTPUT = FLASH.replace(saved_output="float32")
 """`flash` where δ sees O before its rounding."""
 

@@ -4,7 +4,8 @@ Arithmetic is float32 everywhere; a point names where a value leaves it. With S 
 the probabilities before division by l, Ō the output before that division (the legend of all
 letters stands in `lowprec_attn.attention.reference`):
 
-    S  = round_scores(q kᵀ · scale + bias)                  m = round_stats(row-max rule(S, m))
+    S  = round_scores(round_query(q) round_key(k)ᵀ · scale + bias)
+                                                            m = round_stats(row-max rule(S, m))
     P̄  = exp(round_shift(S − m))                            α = exp(round_shift(m_old − m))
     l  = round_stats(α l + rowsum(P̄))                       (row_sum: P̄ rounded or not)
     Ō  = round_accumulator(round_rescale(α Ō) + round_pv(round_probs(P̄) round_value(v)))
@@ -18,7 +19,7 @@ The backward pass has P = exp(S − lse), or exp(S − m) / l with `statistics='
 
                                   δ = round_delta_value(rowsum(dO ∘ round_output_bwd(O_saved))),
                                       or as `delta` says
-    dP = round_dp(dO round_value(v)ᵀ)
+    dP = round_dp(dO round_value(v)ᵀ)                       (dO, q and k as rounded here too)
                                   dS = P ∘ (dP − δ)
     dV = round_grads(Σ round_tile_grads(round_probs_bwd(P)ᵀ dO))
     dQ = round_grads(Σ round_tile_grads(round_ds(dS · scale) k))
@@ -132,17 +133,32 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 Point = Literal[
-    "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats", "normalizer",
-    "lse", "output", "output_bwd", "delta_value", "probs_bwd", "dp", "ds", "tile_grads", "grads",
+    "query", "key", "scores", "shift", "probs", "value", "pv", "rescale", "accumulator", "stats",
+    "normalizer", "lse", "output", "do", "output_bwd", "delta_value", "probs_bwd", "dp", "ds",
+    "tile_grads", "grads",
 ]  # fmt: skip
 POINTS: tuple[Point, ...] = get_args(Point)  # in the order of the computation
+
+# Those that `tiled` and `dense` alone round: no kernel does.
+PLAIN_POINTS: tuple[Point, ...] = ("query", "key", "do")
+
+# Where a rounding may have a scale: whole arrays, and tiles whose amax is known, or found in a pass
+# of its own.
+_OF_ARRAYS = ("x", "tensor", "head")
+_SCALES: dict[Point, tuple[str, ...]] = {
+    **dict.fromkeys(("query", "key", "value", "do"), (*_OF_ARRAYS, "block", "mx", "nvfp4")),
+    **dict.fromkeys(("output_bwd", "grads"), _OF_ARRAYS),
+    **dict.fromkeys(("probs", "probs_bwd"), ("x", "mx", "nvfp4")),
+    "ds": (*_OF_ARRAYS, "mx", "nvfp4"),
+}
 
 # The number that salts a point's random bits: never reused, so that a new point leaves the bits of
 # the others as they are.
 SALTS: dict[Point, int] = {
     "scores": 0, "probs": 1, "pv": 2, "rescale": 3, "accumulator": 4, "stats": 5, "output": 6,
     "probs_bwd": 7, "dp": 8, "ds": 9, "grads": 10, "lse": 11, "shift": 12, "normalizer": 13,
-    "tile_grads": 14, "output_bwd": 15, "delta_value": 16, "value": 17,
+    "tile_grads": 14, "output_bwd": 15, "delta_value": 16, "value": 17, "query": 18, "key": 19,
+    "do": 20,
 }  # fmt: skip
 
 _FLOAT32 = get_rounding("float32")
@@ -174,11 +190,15 @@ class RoundingField(Generic[_Held]):
 class Numerics:
     """Every rounding of one attention call; hashable, so usable as a static argument.
 
-    Points take a `Rounding` or its text, such as 'bfloat16' or 'bfloat16:stochastic'.
+    Points take a `Rounding` or its text, such as 'bfloat16', 'bfloat16:stochastic' or, with a scale
+    of `numerics.scaling`, 'float8_e4m3fn/tensor'.
 
     Attributes:
+      query, key, value, do: q, k, V and dO as attention reads them, everywhere: q, k and V in both
+        passes. Scales in blocks along the axis of a product (mx, nvfp4) are others in every product
+        that sums along another axis, and δ has dO itself then, as in cuDNN. dQ, dK and dV are those
+        of what was read.
       scores, probs, pv, rescale, accumulator, probs_bwd, dp, ds: see the module.
-      value: V as attention reads it, in both passes.
       shift: the exponents of P̄ and α. Below −128, where exp is 0, they are −128.
       stats: m and l after every step.
       normalizer: l after the last step, as it divides Ō and enters lse.
@@ -221,8 +241,9 @@ class Numerics:
       recomputed_probs: whether P = P̄ / l of the backward pass, in dS and dV, has the `unrounded` P̄
         or the one `rounded` at `probs` (Attn-QAT, arXiv 2603.00040). It is the number of the
         forward pass with `exponent='whole_max'`, or where one step takes all keys. It needs
-        `statistics='m_and_l'`, and a format at `probs` that has float32's exponents: among
-        float16's and float8's subnormals rounding does not commute with a change of M.
+        `statistics='m_and_l'`, and in several steps a format at `probs` that has float32's
+        exponents: among float16's and float8's subnormals rounding does not commute with a change
+        of M.
       divided_in_dv: which operand of dV l divides before rounding at `probs_bwd`: P̄, `probs`; or
         dO, `do`, so that the other is P̄ as rounded at `probs`, once.
       mean_key: whether dQ = dS k is formed of the keys as they are or with their mean `subtracted`
@@ -237,6 +258,8 @@ class Numerics:
       ValueError: unknown format, mode or choice; kv_block neither positive nor 'all'.
     """
 
+    query: RoundingField[Rounding] = RoundingField(_FLOAT32)
+    key: RoundingField[Rounding] = RoundingField(_FLOAT32)
     scores: RoundingField[Rounding] = RoundingField(_FLOAT32)
     shift: RoundingField[Rounding] = RoundingField(_FLOAT32)
     probs: RoundingField[Rounding] = RoundingField(_FLOAT32)
@@ -250,6 +273,7 @@ class Numerics:
     lse: RoundingField[Rounding] = RoundingField(_FLOAT32)
     output: RoundingField[Rounding | None] = RoundingField(None)
     saved_output: SavedOutput = "same"
+    do: RoundingField[Rounding] = RoundingField(_FLOAT32)
     output_bwd: RoundingField[Rounding] = RoundingField(_FLOAT32)
     delta_value: RoundingField[Rounding] = RoundingField(_FLOAT32)
     delta: Delta = "do_o"
@@ -288,6 +312,7 @@ class Numerics:
                 "use exponent='shift_first'"
             )
         self._check_recomputed_probs()
+        self._check_scales()
         if self.statistics == "m_and_l" and not self.lse.is_identity:
             raise ValueError(
                 f"lse={self.lse} is not saved with statistics='m_and_l'; use statistics='lse'"
@@ -330,10 +355,36 @@ class Numerics:
                 "recomputed_probs='rounded' rounds P̄ before it is divided by l, and "
                 "normalize_probs=True after; use recomputed_probs='unrounded'"
             )
-        if not self.probs.result_format.has_float32_exponents:
+        in_float32 = self.probs.mode.startswith("error_")
+        if not (self.probs.format.has_float32_exponents or in_float32 or self.kv_block == "all"):
             raise ValueError(
                 f"probs={self.probs} has subnormals, so recomputed_probs='rounded' is not the P̄ of "
-                "the forward pass; use probs='bfloat16'"
+                "the forward pass; use probs='bfloat16' or kv_block='all'"
+            )
+
+    def _check_scales(self) -> None:
+        """Scales only where the amax is known, and not where a point rounds more than one array."""
+        for point in POINTS:
+            rounding: Rounding | None = getattr(self, point)
+            scaling = None if rounding is None else rounding.scaling
+            taken = _SCALES.get(point, ())
+            if scaling is not None and scaling.kind not in taken:
+                what = f"takes scales {', '.join(taken)}" if taken else "takes no scale"
+                raise ValueError(f"{point}={rounding}: {point} {what}")
+        for name, value, several in (
+            ("delta", "after_cast", "ds"),
+            ("delta", "after_cast", "probs_bwd"),
+            ("divided_in_dv", "do", "probs_bwd"),
+        ):
+            if getattr(self, name) == value and getattr(self, several).scaling is not None:
+                raise ValueError(
+                    f"{name}={value!r} rounds other numbers at {several} too, for which "
+                    f"{several}={getattr(self, several)} has no scale; leave out the scale"
+                )
+        if self.mean_key == "subtracted" and not self.key.is_identity:
+            raise ValueError(
+                f"mean_key='subtracted' rounds k − k̄ to the format of the array, not to "
+                f"key={self.key}; use mean_key='kept'"
             )
 
     def replace(self, **changes: Any) -> "Numerics":
@@ -393,11 +444,18 @@ class Numerics:
         result = self.rounding_at("output", dtype).result_format
         return jnp.dtype(dtype) if result.is_exact_in(dtype) else jnp.dtype(jnp.float32)
 
-    def value_dtype(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of V as it is read: its own where that holds the format of `value`."""
-        if self.value.is_identity or self.value.result_format.is_exact_in(dtype):
+    def operand_dtype(self, point: Point, dtype: np.dtype) -> np.dtype:
+        """The dtype of an array as it is read: its own where that holds the format of the point."""
+        rounding = self.rounding_at(point, dtype)
+        if rounding.is_identity or rounding.result_format.is_exact_in(dtype):
             return jnp.dtype(dtype)
-        return self.value.result_format.dtype
+        return rounding.result_format.dtype
+
+    @property
+    def rounds_scores(self) -> bool:
+        """Whether S is another than that of the arrays: for `scores`, or q and k as read."""
+        points = (self.scores, self.query, self.key)
+        return not all(rounding.is_identity for rounding in points)
 
     @property
     def needs_bits(self) -> bool:

@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float32, UInt32
 
 from lowprec_attn.numerics.formats import FORMATS, Format, get_format
+from lowprec_attn.numerics.scaling import Scaling, get_scaling
 
 Mode = Literal[
     "nearest",
@@ -45,13 +46,22 @@ class Rounding:
       error_random_sign, error_positive, error_negative: controls for experiments. The value
         stays float32 and becomes x + s·|nearest(x) − x| with s a random sign, +1 or −1: an
         error of the same size as rounding, without its relation to x.
+
+    With a `scaling` it is x · scale that is rounded, and divided by the scale again; see
+    `numerics.scaling`.
     """
 
     format: Format
     mode: Mode = "nearest"
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         _check_mode(self.mode)
+        if self.scaling is not None and self.format.has_float32_exponents:
+            raise ValueError(
+                f"{self}: {self.format} has the exponents of float32 and needs no scale; "
+                f"use {self.format}"
+            )
 
     @property
     def is_identity(self) -> bool:
@@ -65,33 +75,37 @@ class Rounding:
 
     @property
     def result_format(self) -> Format:
-        """The format that holds every result, float32 for the error-injection modes."""
-        return FORMATS["float32"] if self.mode.startswith("error_") else self.format
+        """The format that holds every result, float32 for error-injection modes and scales."""
+        in_float32 = self.mode.startswith("error_") or self.scaling is not None
+        return FORMATS["float32"] if in_float32 else self.format
 
     def __str__(self) -> str:
-        return str(self.format) if self.mode == "nearest" else f"{self.format}:{self.mode}"
+        text = str(self.format) if self.scaling is None else f"{self.format}/{self.scaling}"
+        return text if self.mode == "nearest" else f"{text}:{self.mode}"
 
     def __repr__(self) -> str:
         """Short in signatures and errors: the call that gives it, where its format has a name."""
         if FORMATS.get(self.format.name) == self.format:
             return f"get_rounding({str(self)!r})"
-        return f"Rounding({self.format!r}, {self.mode!r})"
+        return f"Rounding({self.format!r}, {self.mode!r}, {self.scaling!r})"
 
 
 def get_rounding(spec: "str | Format | Rounding") -> Rounding:
-    """Reads `'bfloat16'` or `'bfloat16:stochastic'`, that is `format[:mode]`.
+    """Reads `'bfloat16'` or `'float8_e4m3fn/tensor:stochastic'`, that is `format[/scale][:mode]`.
 
     Raises:
-      ValueError: unknown format or mode; the message lists them.
+      ValueError: unknown format, scale or mode; the message lists them.
     """
     if isinstance(spec, Rounding):
         return spec
     if isinstance(spec, Format):
         return Rounding(spec)
     if not isinstance(spec, str):
-        raise ValueError(f"a rounding is written 'format' or 'format:mode', got {spec!r}")
-    name, _, mode = spec.partition(":")
-    return Rounding(get_format(name), cast(Mode, mode or "nearest"))
+        raise ValueError(f"a rounding is written 'format' or 'format[/scale][:mode]', got {spec!r}")
+    written, _, mode = spec.partition(":")
+    name, has_scale, scale = written.partition("/")
+    scaling = get_scaling(scale) if has_scale else None
+    return Rounding(get_format(name), cast(Mode, mode or "nearest"), scaling)
 
 
 def _check_mode(mode: str) -> None:

@@ -30,7 +30,7 @@ def section_of(field: str) -> str:
 
 
 # Points and settings that are younger than such a digest. They count where they are set.
-_YOUNGER = ("recomputed_probs", "divided_in_dv", "remat")
+_YOUNGER = ("recomputed_probs", "divided_in_dv", "query", "key", "do", "remat")
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:

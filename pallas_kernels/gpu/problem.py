@@ -420,7 +420,7 @@ class Problem(common.Problem):
         round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
         place = self.features(j * kv, kv, values=True)
         v = round_point(v.astype(jnp.float32), "value", place)
-        return v.astype(self.spec.numerics.value_dtype(self.dtype))
+        return v.astype(self.spec.numerics.operand_dtype("value", self.dtype))
 
     def _load(
         self,

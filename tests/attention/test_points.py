@@ -111,8 +111,8 @@ def test_mutant_that_skips_a_rounding_is_noticed(
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
     round_point = Rounder.__call__
 
-    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else round_point(self, x, name, *rest)
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any, **options: Any) -> jax.Array:
+        return x if name == point else round_point(self, x, name, *rest, **options)
 
     monkeypatch.setattr(Rounder, "__call__", skipping)
     mutant = eager_result(implementation, chosen)

@@ -123,6 +123,8 @@ RULES += [(preset, DynamicMax()) for preset in ("flash", "published_eager", "mat
 def test_probabilities_of_the_backward_pass_sum_to_one(preset: str, rule: RowMax) -> None:
     implementation, num = with_steps(preset)
     scores = rows_of_scores()
+    if isinstance(rule, DynamicMax) and num.probs.scaling is not None:
+        rule = DynamicMax(max_shift=9.0)  # of e4m3 with its scale
     sums = row_sums(scores, implementation=implementation, num=num, row_max=rule)
     excess = np.abs(sums - 1) / bound(scores, num, rule)
     assert excess.max() <= 1, (excess.argmax(), sums)

@@ -14,9 +14,9 @@ import pytest
 from compiling import slow_among
 from harness import KERNELS, Case
 from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
-from points import CHOICES, ROUNDINGS, closer
+from points import CHOICES, KERNEL_POINTS, ROUNDINGS, closer
 
-from lowprec_attn.numerics import EXACT, POINTS, Numerics
+from lowprec_attn.numerics import EXACT, Numerics
 
 pytestmark = [
     pytest.mark.usefixtures("strict_promotion", "no_races"),
@@ -74,7 +74,7 @@ def check_point(kernels: str, result: harness.Arrays, point: str, *others: str) 
 
 
 def test_every_point_is_in_a_group() -> None:
-    assert sorted(itertools.chain(*GROUPS)) == sorted(POINTS)
+    assert sorted(itertools.chain(*GROUPS)) == sorted(KERNEL_POINTS)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids="+".join)
@@ -86,14 +86,14 @@ def test_roundings_are_there(kernels: str, group: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KERNEL_POINTS)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_rounding_is_there_alone(kernels: str, point: str) -> None:
     check_point(kernels, result_with(kernels, point), point)
 
 
 # One that acts in both passes, and one at an operand of a product.
-MUTANTS = list(itertools.product(KERNELS, POINTS))
+MUTANTS = list(itertools.product(KERNELS, KERNEL_POINTS))
 FAST_MUTANTS = [("gpu", "scores"), ("tpu", "ds")]
 
 
@@ -149,7 +149,7 @@ def test_choice_is_there(choice_of: tuple[str, str]) -> None:
 def test_shortened_significands_at_every_point_are_those_of_the_plain_emulation() -> None:
     """At all of them at once, which leaves no operand and no store out."""
     chosen, fine = (
-        EXACT.replace(**dict.fromkeys(POINTS, fmt), saved_output="same")
+        EXACT.replace(**dict.fromkeys(KERNEL_POINTS, fmt), saved_output="same")
         for fmt in ("bf16_m2", "bfloat16")
     )
     result = run(CAUSAL, call_of("gpu", chosen))

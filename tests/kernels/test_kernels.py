@@ -25,12 +25,12 @@ from kernel_calls import (
     run,
     run_plain,
 )
-from points import closer, presets_with_every_choice
+from points import KERNEL_POINTS, closer, presets_with_every_choice
 
 from lowprec_attn import numerics
 from lowprec_attn.arithmetic.request import Extras
 from lowprec_attn.attention import tiled
-from lowprec_attn.numerics import EXACT, POINTS
+from lowprec_attn.numerics import EXACT
 from pallas_kernels.problem import Problem
 from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
@@ -163,7 +163,7 @@ RANDOM = {
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_random_bits_are_those_of_tiled(kernels: str) -> None:
     case, tiles, share = RANDOM[kernels]
-    chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
+    chosen = EXACT.replace(**dict.fromkeys(KERNEL_POINTS, "bfloat16:stochastic"))
     ours = run(case, kernel_call(kernels, case, chosen))
     theirs = run(case, kernel_call(kernels, case, chosen, sizes=tiles, implementation=tiled))
     for name, x in theirs.items():

@@ -12,11 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from points import KERNEL_POINTS
 
 from benchmarks.tpu.aot import TOPOLOGIES, Call, Result, compile_calls
 from benchmarks.tpu.schedules import Schedule
 from lowprec_attn.arithmetic.request import Request
-from lowprec_attn.numerics import POINTS, PRESETS
+from lowprec_attn.numerics import PRESETS
 from pallas_kernels.tpu.attention import unsupported
 from pallas_kernels.tpu.block_sizes import VMEM_LIMIT, block_sizes_of, vmem_bytes
 
@@ -59,6 +60,7 @@ def large(generation: str, **changes: Any) -> Call:
 
 DECLINED = {
     "standard": "normalize_probs",
+    **dict.fromkeys(("flash_attention_3_fp8", "transformer_engine_fp8"), "query=float8_e4m3fn"),
     "jax_nn": "normalize_probs",
     **dict.fromkeys(("flash_attention_3", "tokamax"), "exponent=scale_first"),
     **dict.fromkeys(("torch_flash", "jax_pallas"), "exponent=unfused"),
@@ -249,7 +251,7 @@ ROUNDING = tuple(
     for generation in ("v5e", "v6e")
     for points in (
         {},
-        *({point: mode} for point in POINTS for mode in ("bfloat16", "bfloat16:stochastic")),
+        *({point: mode} for point in KERNEL_POINTS for mode in ("bfloat16", "bfloat16:stochastic")),
         {"probs": "bfloat16", "row_sum": "rounded"},
     )
 )
@@ -291,7 +293,7 @@ def without_one(schedules: Schedules, kernel: str, instruction: str) -> Schedule
 
 
 @pytest.mark.parametrize("generation", ["v5e", "v6e"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KERNEL_POINTS)
 def test_rounding_to_nearest_is_there_and_a_dropped_one_is_noticed(
     generation: str, point: str
 ) -> None:
@@ -307,7 +309,7 @@ def test_rounding_to_nearest_is_there_and_a_dropped_one_is_noticed(
 
 
 @pytest.mark.parametrize("generation", ["v5e", "v6e"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", KERNEL_POINTS)
 def test_stochastic_rounding_is_there_and_a_dropped_one_is_noticed(
     generation: str, point: str
 ) -> None:

@@ -39,23 +39,40 @@ PRESETS = {
         *(F32, BF16, F32, "bfloat16:stochastic", "same", "do_o", BF16, F32, BF16),
     ),
     "standard": (BF16, BF16, F32, BF16, "same", "dp_p", BF16, BF16, BF16),
+    "flash_attention_3_fp8": (
+        *(F32, "float8_e4m3fn/x256", F32, BF16, "same", "do_o", BF16, F32, BF16),
+    ),
+    "transformer_engine_fp8": (
+        *(F32, "float8_e4m3fn/x448", F32, BF16, "same", "do_o"),
+        *("float8_e4m3fn/x448", F32, "float8_e5m2/tensor"),
+    ),
 }
 # Points of the table's other columns: float32 in every preset but these.
 OTHER_POINTS = (
     *("shift", "rescale", "accumulator", "stats", "normalizer", "lse", "tile_grads"),
-    *("value", "output_bwd", "delta_value"),
+    *("query", "key", "value", "do", "output_bwd", "delta_value"),
 )
 ROUNDED_TOO = {
     "published": {"normalizer", "tile_grads"},
     "published_as_compiled": {"normalizer", "tile_grads"},
-    "published_eager": set(OTHER_POINTS) - {"lse", "value", "output_bwd", "delta_value"},
+    "published_eager": {
+        *("shift", "rescale", "accumulator", "stats", "normalizer", "tile_grads"),
+    },
     "jax_pallas": {"delta_value"},
+}
+# Arrays as they are read.
+IN_8_BITS: dict[str, dict[str, str]] = {
+    "flash_attention_3_fp8": dict.fromkeys(("query", "key", "value"), "float8_e4m3fn/head"),
+    "transformer_engine_fp8": {
+        **dict.fromkeys(("query", "key", "value"), "float8_e4m3fn/tensor"),
+        "do": "float8_e5m2/tensor",
+    },
 }
 # Exponent and statistics, where they are not left open and `lse`.
 ROWS = {
     "exact": (None, "m_and_l"),
     "standard": (None, "m_and_l"),
-    "flash_attention_3": ("scale_first", "lse"),
+    **dict.fromkeys(("flash_attention_3", "flash_attention_3_fp8"), ("scale_first", "lse")),
     "torch_flash": ("unfused", "lse"),
     "jax_pallas": ("unfused", "lse"),
     "splash": ("shift_first", "lse"),
@@ -79,7 +96,9 @@ def test_presets_are_those_of_the_table(name: str) -> None:
     assert preset.normalize_probs == (name in ("standard", "jax_nn"))
     rounded = {point for point in OTHER_POINTS if str(getattr(preset, point)) == BF16}
     assert rounded == ROUNDED_TOO.get(name, set())
-    assert {str(getattr(preset, point)) for point in set(OTHER_POINTS) - rounded} <= {F32}
+    others = {point: str(getattr(preset, point)) for point in set(OTHER_POINTS) - rounded}
+    in_8_bits = {point: text for point, text in others.items() if text != F32}
+    assert in_8_bits == IN_8_BITS.get(name, {})
     kv_block = 512 if name.startswith("published") else None
     assert (preset.kv_block, preset.grads) == (kv_block, None)
     assert preset.needs_bits == (name == "stochastic_output")
@@ -201,7 +220,7 @@ def test_grads_default_to_the_format_of_their_input() -> None:
             lambda: numerics.get_preset("fast"),
             "'fast'; presets are exact, flash, flash_att",
         ),
-        (lambda: FLASH.replace(score="bfloat16"), "'score'; points are scores, shift"),
+        (lambda: FLASH.replace(score="bfloat16"), "'score'; points are query, key, scores"),
         (lambda: FLASH.replace(scores="bf15"), "unknown format 'bf15'; formats are float32"),
         (lambda: FLASH.replace(scores=None), "got None"),
         (lambda: FLASH.replace(probs="bfloat16:up"), "'up'"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import scales
 
 from lowprec_attn import numerics
 from lowprec_attn.numerics import Numerics, Rounding, RowMax
@@ -39,12 +40,15 @@ class Options:
         return self.scale if self.soft_cap is None else self.soft_cap
 
 
-def round_nearest(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+def round_nearest(x: np.ndarray, rounding: Rounding, **of_scale: Any) -> np.ndarray:
     """Nearest-even of float32 values, through ml_dtypes or float64; or its error, made positive.
 
-    Toward zero, of what has float32's exponents.
+    Toward zero, of what has float32's exponents. `of_scale` is what `scales.round_scaled` takes.
     """
     fmt = rounding.format
+    if rounding.scaling is not None:
+        assert rounding.mode == "nearest", rounding
+        return scales.round_scaled(x, fmt.name, str(rounding.scaling), **of_scale)
     if rounding.mode == "error_positive":
         return x + np.abs(round_nearest(x, Rounding(fmt)) - x)
     if rounding.mode == "toward_zero":
@@ -202,7 +206,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, opt: Options, dtype: st
         elif whole:
             p = power_against(s_step, LOG2E * unit, shift)
             alpha = np.exp2(m.astype(np.float64) - shift).astype(np.float32)
-        p_r = round_nearest(p, n.probs)
+        p_r = round_nearest(p, n.probs, amax=1)
         total = (p_r if n.row_sum == "rounded" else p).sum(-1, keepdims=True, dtype=np.float32)
         if opt.row_max.clamp is not None:
             total = np.maximum(total, np.float32(opt.row_max.clamp))
@@ -257,9 +261,18 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     n, np_dtype = opt.numerics, np.dtype(getattr(ml_dtypes, dtype, dtype))
     q, k, v, do = (inputs[name].astype(np.float32).swapaxes(1, 2) for name in ("q", "k", "v", "do"))
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat(group, 1), v.repeat(group, 1)
-    v = round_nearest(v, n.value)
-    fwd = forward(q, k, v, opt, dtype)
+
+    def read(x: np.ndarray, rounding: Rounding, axis: int = -1) -> np.ndarray:
+        result = round_nearest(x, rounding, axis=axis, group=x.shape[1] // kv_heads)
+        return result.repeat(q.shape[1] // x.shape[1], 1)
+
+    kv_heads, given_do = k.shape[1], do
+    q_of_dk, k_of_dq = read(q, n.query, -2), read(k, n.key, -2)
+    do, do_of_dv = read(do, n.do), read(do, n.do, -2)
+    along = n.do.scaling is not None and str(n.do.scaling) in ("mx", "nvfp4")
+    do_of_delta = given_do if along else do
+    fwd = forward(read(q, n.query), read(k, n.key), read(v, n.value, -2), opt, dtype)
+    q, k, v = read(q, n.query), read(k, n.key), read(v, n.value)
 
     unit = opt.unit if raw_scores(opt) else 1.0
     if n.exponent in ("scale_first", "unfused"):
@@ -274,13 +287,13 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     else:
         p_bar = np.exp(fwd.s - np.where(fwd.lse == -np.inf, np.float32(0), fwd.lse))
     if n.recomputed_probs == "rounded":
-        p_bar = round_nearest(p_bar, n.probs)
+        p_bar = round_nearest(p_bar, n.probs, amax=1)
     p = p_bar / (fwd.l if n.statistics == "m_and_l" else np.float32(1))
     dp = round_nearest(do @ v.swapaxes(-1, -2), n.dp)
     if n.delta == "dp_p":
         products = dp * p
     else:
-        products = do * round_nearest(fwd.o_saved, n.output_bwd)
+        products = do_of_delta * round_nearest(fwd.o_saved, n.output_bwd, group=group)
         if n.delta == "do_o_storage":
             products = round_nearest(products, Rounding(n.rounding_at("output", np_dtype).format))
     delta = round_nearest(products.sum(-1, keepdims=True, dtype=np.float32), n.delta_value)
@@ -291,8 +304,13 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         capped = np.tanh(q @ k.swapaxes(-1, -2) * np.float32(opt.scale / opt.soft_cap))
         slope = (1 - capped) * (1 + capped)
 
-    def rounded_ds(delta: np.ndarray) -> np.ndarray:
-        return round_nearest(p * (dp - delta) * slope * scale, n.ds)
+    # The amax of a scale of dS is that of the first δ, without what makes rows sum to zero.
+    first = delta if n.delta in ("normalized", "after_cast") else delta - dlse
+    kind = "" if n.ds.scaling is None else str(n.ds.scaling)
+    amax = scales.largest(p * (dp - first) * slope * scale, kind, group)
+
+    def rounded_ds(delta: np.ndarray, axis: int = -1) -> np.ndarray:
+        return round_nearest(p * (dp - delta) * slope * scale, n.ds, axis=axis, amax=amax)
 
     def sum_over_tiles(shape: tuple[int, ...], product: Callable[..., Any]) -> np.ndarray:
         total = np.zeros(shape, np.float32)
@@ -301,12 +319,12 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
             total[..., where, :] += round_nearest(x, n.tile_grads)
         return total
 
-    k_of_q, given_back = k, np.float32(0)
+    k_of_q, given_back = k_of_dq, np.float32(0)
     if n.mean_key == "subtracted":
         mean = k.mean(-2, keepdims=True)
         k_of_q = round_nearest(k - mean, Rounding(numerics.get_format(dtype)))
         given_back = scale * dlse * mean
-    p_r, taken_from_dk = round_nearest(p, n.probs_bwd), np.float32(0)
+    p_r, taken_from_dk = round_nearest(p, n.probs_bwd, axis=-2, amax=1), np.float32(0)
     p_sink = np.float32(0)
     if opt.sinks is not None:
         of_row = opt.sinks.astype(np.float32)[:, None, None]
@@ -321,7 +339,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
         total = p.sum(-1, keepdims=True, dtype=np.float32) + p_sink
         r = r - p_sink * delta
         moved = np.where(total == 0, np.float32(0), r / np.where(total == 0, 1, total))
-        of_pk = round_nearest(p * slope, n.probs_bwd)
+        of_pk = round_nearest(p * slope, n.probs_bwd, amax=1)
         ds_of_q, correction = rounded_ds(delta), scale * (moved - dlse) * (of_pk @ k_of_q)
         delta = delta + moved - dlse
     elif n.delta == "after_cast":
@@ -335,20 +353,20 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     else:
         delta = delta - dlse
         ds_of_q, correction = rounded_ds(delta), np.float32(0)
-    ds, ds_of_k = p * (dp - delta), rounded_ds(delta)
+    ds, ds_of_k = p * (dp - delta), rounded_ds(delta, -2)
     of_sink = -p_sink * delta
     if n.delta == "after_cast":
         ds, of_sink = ds - p * after / scale, of_sink - p_sink * after / scale
     dq = sum_over_tiles(q.shape, lambda i, j: (i, ds_of_q[..., i, j] @ k_of_q[..., j, :]))
     dq = dq - correction + given_back
-    of_dv = (p_r, do)
+    of_dv = (p_r, do_of_dv)
     if n.divided_in_dv == "do":
         of_dv = (p_bar, round_nearest(do / fwd.l, n.probs_bwd))
     dk, dv = (
         sum_over_tiles(
             like.shape, lambda i, j, a=a, b=b: (j, a[..., i, j].swapaxes(-1, -2) @ b[..., i, :])
         )
-        for like, (a, b) in ((k, (ds_of_k, q)), (v, of_dv))
+        for like, (a, b) in ((k, (ds_of_k, q_of_dk)), (v, of_dv))
     )
 
     dk = dk - taken_from_dk
@@ -359,7 +377,7 @@ def attend(inputs: dict[str, np.ndarray], opt: Options, dtype: str) -> dict[str,
     grads = n.rounding_at("grads", np_dtype)
     result = {"out": fwd.o, "dq": dq, "dk": of_key_heads(dk), "dv": of_key_heads(dv)}
     for name in ("dq", "dk", "dv"):
-        result[name] = round_nearest(result[name], grads)
+        result[name] = round_nearest(result[name], grads, group=result[name].shape[1] // kv_heads)
     result = {name: x.swapaxes(1, 2) for name, x in result.items()}
     result["lse"] = fwd.lse[..., 0].swapaxes(1, 2)
     if opt.sinks is not None:

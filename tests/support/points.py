@@ -6,12 +6,17 @@ from collections.abc import Sequence
 import harness
 import numpy as np
 
-from lowprec_attn.numerics import EXACT, MATCHED, PRESETS, Numerics
+from lowprec_attn.numerics import EXACT, MATCHED, PLAIN_POINTS, POINTS, PRESETS, Numerics
+
+KERNEL_POINTS = tuple(point for point in POINTS if point not in PLAIN_POINTS)
 
 # Every point on its own, and which results it reaches; O reaches dS through δ.
 ALL = {"out", "lse", "dq", "dk", "dv"}
 FORWARD = {"out", "dq", "dk"}
 ROUNDINGS: dict[str, set[str]] = {
+    "query": ALL,
+    "key": ALL,
+    "do": {"dq", "dk", "dv"},
     "scores": ALL,
     "shift": ALL,
     "probs": FORWARD,

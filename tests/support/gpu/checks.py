@@ -32,7 +32,7 @@ from kernel_calls import (
     run,
     run_plain,
 )
-from points import ROUNDINGS, distances
+from points import KERNEL_POINTS, ROUNDINGS, distances
 
 from gpu.problems import (
     CROSSED,
@@ -50,7 +50,7 @@ from lowprec_attn import numerics
 from lowprec_attn.arithmetic.backward import delta_from_output
 from lowprec_attn.arithmetic.places import Place
 from lowprec_attn.attention import tiled
-from lowprec_attn.numerics import EXACT, FLASH, POINTS, KvBlock, Numerics
+from lowprec_attn.numerics import EXACT, FLASH, KvBlock, Numerics
 from pallas_kernels.gpu.instructions import whole_exp2
 from pallas_kernels.gpu.problem import Problem
 from pallas_kernels.gpu.products import Rounder
@@ -258,7 +258,7 @@ class RandomBits:
 
     def outcome(self) -> Record:
         problem = dataclasses.replace(CAUSAL, heads=4, kv_heads=2)
-        chosen = EXACT.replace(**dict.fromkeys(POINTS, "bfloat16:stochastic"))
+        chosen = EXACT.replace(**dict.fromkeys(KERNEL_POINTS, "bfloat16:stochastic"))
         tiles = tiled.BlockSizes(query=5, kv_bwd=9)
         ours = run(problem, call_of(problem, chosen, sizes=COMPILED))
         theirs = run(problem, call_of(problem, chosen, sizes=tiles, implementation=tiled))
@@ -449,8 +449,8 @@ CHECKS: list[Check] = [
         for rule in RULES
         if rule != "standard"
     ),
-    *(Points(points=(point,)) for point in POINTS),
-    *(Points(points=pair) for pair in itertools.combinations(POINTS, 2)),
+    *(Points(points=(point,)) for point in KERNEL_POINTS),
+    *(Points(points=pair) for pair in itertools.combinations(KERNEL_POINTS, 2)),
     *(
         SignedError(case=case, dtype=dtype)
         for case in ("grouped_1024", "one_sign_values_2048", "repeated_maxima_2048")

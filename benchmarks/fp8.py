@@ -1,0 +1,179 @@
+"""What 8 bits cost, and which point has to stay in bfloat16: errors and row sums of dS on a CPU.
+
+    python -m benchmarks.fp8 --out FILE.jsonl
+    python -m benchmarks.fp8 --read FILE.jsonl
+
+The problems are the clustered ones of `benchmarks.fidelity`, with largest scores from 1e1 to 1e4:
+causal, 256 tokens, four heads of size 64, bfloat16 arrays. `tiled` computes them in steps of 64
+keys. Arms are the two presets, each with one of its points put back to bfloat16, the other ways to
+form δ, and other kinds of scales.
+
+A line is one arm on one problem: ‖x − x64‖ / ‖x64‖ of O, dQ, dK and dV; the same of W_Q's gradient
+xᵀ dQ with hidden states x = 3 + normal, whose mean is that of configs/laptop.toml; and the RMS of
+Σ dS, before the cast of dS and after it, over that of Σ |P dP|.
+
+Written before the first run. O and dV err sixteen times as much in 8 bits as in bfloat16. From
+scores of 1e2 on q and k are what errs in dQ: with both of them in bfloat16 its error falls by half
+or more, and no other point takes a quarter of it away. `normalized` leaves 1e-6 of the row sum
+before the cast, and after it 2^-3 of dS over the root of its terms; `matched` in one step the same.
+Of W_Q's gradient the share that is error is above that of dQ under `do_o` and falls with
+`normalized`. Scales of blocks change errors by less than a quarter: no feature stands out here.
+
+It came so but for these. O errs by 6 times as much at 1e1 and 350 times at 1e4, where q and k alone
+move it. Up to 1e2 it is P̄ that errs in the row sum, through δ: with `probs` in bfloat16 as much of
+dQ's error goes at 1e1 as with δ normalized. At 1e2 no point takes half of it, at 1e3 `key` alone
+does. δ normalized leaves 3e-8 before the cast. `mx` and `nvfp4` raise the row sum of dS eightfold
+and dQ's error sixfold at 1e1: in cuDNN's rule for blocks δ reads dO itself, and dP the rounded one.
+With δ normalized that is gone. In `nvfp4` V, which has other scales in dP than in P̄ V, leaves 1 to
+3 % of the row sum alone. An O in 8 bits for δ raises the row sum threefold.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import fidelity, matched
+from lowprec_attn.attention import reference
+from lowprec_attn.files import append_line
+from lowprec_attn.numerics import (
+    FLASH,
+    FLASH_ATTENTION_3_FP8,
+    MATCHED,
+    NORMALIZED_DELTA,
+    TRANSFORMER_ENGINE_FP8,
+    Numerics,
+    round_scaled,
+    round_to,
+)
+from lowprec_attn.tables import markdown
+
+SCORES = (1e1, 1e2, 1e3, 1e4)
+SHAPE = (256, 4, 64)
+MEAN = 3.0
+_ARRAYS = ("query", "key", "value", "do")
+_PROBS = ("probs", "probs_bwd")
+
+
+def arms() -> Iterator[tuple[str, Numerics]]:
+    """By name."""
+    yield "flash", FLASH
+    yield "normalized_delta", NORMALIZED_DELTA
+    for name, preset in (
+        ("flash_attention_3_fp8", FLASH_ATTENTION_3_FP8),
+        ("transformer_engine_fp8", TRANSFORMER_ENGINE_FP8),
+    ):
+        yield name, preset
+        points = [p for p in (*_ARRAYS, *_PROBS, "ds") if getattr(preset, p) != getattr(FLASH, p)]
+        for point in points:
+            yield f"… {point} bfloat16", preset.replace(**{point: "bfloat16"})
+        yield "… query, key bfloat16", preset.replace(query="bfloat16", key="bfloat16")
+        yield "… delta normalized", preset.replace(delta="normalized")
+        yield "… delta dp_p", preset.replace(delta="dp_p")
+        yield "… saved_output float32", preset.replace(saved_output="float32")
+        points = [p for p in points if p != "probs_bwd"]
+        of_preset = {p: getattr(preset, p) for p in points} | {"kv_block": "all"}
+        yield "… matched, one step", MATCHED.replace(**of_preset)
+    delayed = {"output_bwd": "float8_e4m3fn/tensor", "grads": "float8_e5m2/tensor"}
+    yield "… delayed: O, dQ, dK, dV too", TRANSFORMER_ENGINE_FP8.replace(**delayed)
+    for scale in ("head", "block128", "mx", "nvfp4"):
+        scaled = {p: f"{getattr(TRANSFORMER_ENGINE_FP8, p).format}/{scale}" for p in _ARRAYS}
+        if scale in ("mx", "nvfp4"):
+            scaled |= dict.fromkeys(_PROBS, f"float8_e4m3fn/{scale}")
+            scaled |= {"ds": f"float8_e5m2/{scale}"}
+        yield f"… {scale}", TRANSFORMER_ENGINE_FP8.replace(**scaled)
+        if scale in ("mx", "nvfp4"):
+            in_blocks = TRANSFORMER_ENGINE_FP8.replace(**scaled)
+            yield f"… {scale}, value bfloat16", in_blocks.replace(value="bfloat16")
+            yield f"… {scale}, do bfloat16", in_blocks.replace(do="bfloat16")
+            yield f"… {scale}, delta normalized", in_blocks.replace(delta="normalized")
+
+
+def main() -> None:
+    """Prints and appends a line for each arm and problem; or prints the table of a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    files = parser.add_mutually_exclusive_group(required=True)
+    files.add_argument("--out", type=Path, help="JSON lines, appended to")
+    files.add_argument("--read", type=Path, help="such a file: prints its tables")
+    parser.add_argument("--scores", type=float, nargs="+", default=SCORES)
+    parser.add_argument("--shape", type=int, nargs=3, default=SHAPE, help="tokens, heads, size")
+    args = parser.parse_args()
+    if args.read:
+        print("\n".join(tables(args.read)), end="")
+        return
+    append_line(args.out, fidelity.strict_json({"environment": fidelity.environment()}))
+    under = ""
+    for name, numerics in arms():
+        under = under if name.startswith("…") else name
+        for problem in fidelity.made_up(args.scores, tuple(args.shape), 0):
+            if problem.name.startswith("clustered"):
+                arm = name.replace("…", f"{under},")
+                record = {"problem": problem.name, "arm": arm, **measured(problem, numerics)}
+                append_line(args.out, fidelity.strict_json(record))
+                print(json.dumps(record), flush=True)
+
+
+def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
+    """Errors and row sums of one arm, to three digits."""
+    q, k, v, do = problem[1:5]
+    bias = np.zeros((1, q.shape[2], q.shape[1], k.shape[1]), np.float32)
+    found = matched.compiled(numerics, problem.scale)(q, k, v, bias, do, 0.0)
+    o, dq, dk, dv, ds = (np.asarray(x).astype(np.float64) for x in found)
+    options: Any = {"scale": problem.scale, "masking": reference.Masking(is_causal=True)}
+    forward = reference.attention(q, k, v, **options)
+    exact = reference.backward(q, k, v, do, **options)
+    x = MEAN + np.random.default_rng(1).standard_normal((*q.shape[:2], 64))
+
+    def weight(dq: np.ndarray) -> np.ndarray:
+        gradient: np.ndarray = np.einsum("btd,btnh->dnh", x, dq)
+        return gradient
+
+    pairs = {
+        "o": (o, forward.o),
+        "dq": (dq, exact.dq),
+        "dk": (dk, exact.dk),
+        "dv": (dv, exact.dv),
+        "w_q": (weight(dq), weight(exact.dq)),
+    }
+    errors = {n: np.linalg.norm(a - b) / np.linalg.norm(b) for n, (a, b) in pairs.items()}
+    size = _rms(np.abs(forward.p * exact.dp).sum(-1))
+    cast = np.asarray(_cast(found[4], numerics, problem.scale)).astype(np.float64)
+    sums = {"ds": _rms(ds.sum(-1)) / size, "cast": _rms(cast.sum(-1)) / size}
+    return {name: float(f"{value:.3g}") for name, value in (errors | sums).items()}
+
+
+def _cast(ds: Any, numerics: Numerics, scale: float) -> Any:
+    """dS as rounded at `ds`, where it is dS · scale that is rounded; each head its own key head."""
+    scaled, rounding = ds[:, :, None] * jnp.float32(scale), numerics.ds
+    if rounding.scaling is None:
+        rounded = round_to(scaled, rounding.format)
+    else:
+        rounded = round_scaled(scaled, rounding, -1)
+    return rounded[:, :, 0] / jnp.float32(scale)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x**2)))
+
+
+def tables(path: Path) -> Iterator[str]:
+    """In Markdown, one for each problem."""
+    _, *records = (json.loads(line) for line in path.read_text().splitlines())
+    names = ("o", "dq", "dk", "dv", "w_q", "ds", "cast")
+    for problem in dict.fromkeys(r["problem"] for r in records):
+        rows = [
+            [r["arm"], *(f"{r[name]:.1e}" for name in names)]
+            for r in records
+            if r["problem"] == problem
+        ]
+        yield markdown([problem, *names], rows)
+
+
+if __name__ == "__main__":
+    main()
