@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from lowprec_attn.arithmetic.backward import SUMS_ROWS, delta_from_saved_output, rounded_delta
 from lowprec_attn.arithmetic.layout import Grouped, Residuals, group, ungroup
+from lowprec_attn.arithmetic.operands import read
 from lowprec_attn.arithmetic.places import span
 from lowprec_attn.arithmetic.recurrence import RowStatistics
 from lowprec_attn.arithmetic.request import (
@@ -186,6 +187,7 @@ def _backward(
         o = res.o_saved
         if res.o_low is not None:
             o = o.astype(jnp.float32) + res.o_low.astype(jnp.float32)
+        o = read(o, "output_bwd", spec, inputs.extras)
         delta = delta_from_saved_output(do, o, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     of_rows = {"delta": delta}
