@@ -160,8 +160,8 @@ def test_a_mutant_without_a_point_is_noticed(
     preset, point = mutant_of
     round_point = Rounder.__call__
 
-    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any) -> jax.Array:
-        return x if name == point else round_point(self, x, name, *rest)
+    def skipping(self: Rounder, x: jax.Array, name: str, *rest: Any, **options: Any) -> jax.Array:
+        return x if name == point else round_point(self, x, name, *rest, **options)
 
     monkeypatch.setattr(Rounder, "__call__", skipping)
     mutant = library(float32_call(preset), mutant_inputs(), "eager")
