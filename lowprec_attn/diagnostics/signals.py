@@ -109,9 +109,9 @@ def attention_signals(
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Args:
-      q, k, v, scale, is_causal, local_window_size, logits_soft_cap, sinks, numerics, row_max,
-        rng_key: as in `attention.dot_product_attention`, whose `kv_block` and `tiled` default step
-        apply.
+      q, k, v, scale, is_causal, local_window_size, logits_soft_cap, sinks: as in
+        `attention.dot_product_attention`.
+      numerics, row_max, rng_key: likewise; `kv_block` and the default step of `tiled` apply.
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.

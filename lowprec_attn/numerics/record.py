@@ -453,7 +453,7 @@ class Numerics:
 
     @property
     def rounds_scores(self) -> bool:
-        """Whether S is another than that of the arrays: for `scores`, or q and k as read."""
+        """Whether `scores`, or q and k as read, make S another than that of the arrays."""
         points = (self.scores, self.query, self.key)
         return not all(rounding.is_identity for rounding in points)
 

@@ -50,7 +50,7 @@ class Scaling:
 
     @property
     def block_on_axis(self) -> int | None:
-        """How many numbers along the axis of a product share a scale; None: not along it."""
+        """How many numbers along the axis of a product share a scale, None where none do."""
         return _ALONG_AXIS.get(self.kind)
 
     @property
