@@ -262,10 +262,11 @@ def test_memory_of_tiled_is_linear_in_the_length() -> None:
         step = optimized(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
         return step.memory_analysis().temp_size_in_bytes
 
-    sizes = [temporary_bytes(length) for length in (1024, 2048, 4096)]
+    # At 1,024 what a tile takes is still the most of it, and XLA lays it out as it likes.
+    sizes = [temporary_bytes(length) for length in (2048, 4096, 8192)]
     # Tiles of fixed size plus a multiple of the length: equal steps per key, no square term.
     assert sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
-    assert sizes[2] < 4096 * 4096 * 4 / 4
+    assert sizes[2] < 8192 * 8192 * 4 / 16
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
