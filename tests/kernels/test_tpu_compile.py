@@ -60,9 +60,11 @@ def large(generation: str, **changes: Any) -> Call:
 
 DECLINED = {
     "standard": "normalize_probs",
-    **dict.fromkeys(("flash_attention_3_fp8", "transformer_engine_fp8"), "query=float8_e4m3fn"),
+    "transformer_engine_fp8": "query=float8_e4m3fn",
     "jax_nn": "normalize_probs",
-    **dict.fromkeys(("flash_attention_3", "tokamax"), "exponent=scale_first"),
+    **dict.fromkeys(
+        ("flash_attention_3", "flash_attention_3_fp8", "tokamax"), "exponent=scale_first"
+    ),
     **dict.fromkeys(("torch_flash", "jax_pallas"), "exponent=unfused"),
     "matched": "exponent=whole_max",
     "matched_float32_output": "exponent=whole_max",
