@@ -4,6 +4,7 @@ Second derivatives: JAX differentiates the hand-written passes of a `custom_vjp`
 that cannot be differentiated says so (`first_order_only`), or names a twin that can
 (`differentiated_as`). `jax.shard_map` with `check_vma=True`, its default: every array has in its
 type the mesh axes over which it varies, and those of one call must agree (`vary_alike`).
+`jax.checkpoint`: its policies may keep what a forward kernel writes (`named`).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+# What a forward kernel writes, for policies of `jax.checkpoint`.
+CHECKPOINT_NAME = "lowprec_attention"
 
 _Arrays = TypeVar("_Arrays")
 
@@ -39,6 +44,17 @@ def _refuse(implementation: str, primals: Any, tangents: Any) -> Any:
         f"second derivatives of implementation {implementation!r} are not supported; "
         "use implementation='tiled' or 'dense'"
     )
+
+
+def named(written: _Arrays) -> _Arrays:
+    """All that a forward kernel writes, O and row statistics, under `CHECKPOINT_NAME`.
+
+    A policy of `jax.checkpoint` that keeps the name need not run the kernel a second time. Inputs
+    have no name: projections give them again. What stands twice in `written` has one name, or it
+    would be kept twice.
+    """
+    names = {id(x): checkpoint_name(x, CHECKPOINT_NAME) for x in jax.tree.leaves(written)}
+    return jax.tree.map(lambda x: names[id(x)], written)
 
 
 def vary_alike(arrays: _Arrays) -> _Arrays:

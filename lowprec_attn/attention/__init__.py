@@ -12,6 +12,7 @@ with `arithmetic`; the kernels of `pallas_kernels` are reached through `dispatch
 """
 
 from lowprec_attn.arithmetic.request import BackwardSums
+from lowprec_attn.arithmetic.transforms import CHECKPOINT_NAME
 from lowprec_attn.attention.dispatch import (
     IMPLEMENTATIONS,
     UnsupportedError,
@@ -24,6 +25,7 @@ from lowprec_attn.attention.sharding import sharded, within_shard
 from lowprec_attn.attention.target import compiled_for, explanation
 
 __all__ = [
+    "CHECKPOINT_NAME",
     "IMPLEMENTATIONS",
     "BackwardSums",
     "UnsupportedError",

@@ -15,6 +15,7 @@ from lowprec_attn.arithmetic.places import Place, span
 from lowprec_attn.arithmetic.products import score_unit
 from lowprec_attn.arithmetic.recurrence import keep_unvisited
 from lowprec_attn.arithmetic.request import Extras, Request, Spec, unsupported_row_sums
+from lowprec_attn.arithmetic.transforms import named
 
 
 def unsupported(request: Request) -> str | None:
@@ -71,7 +72,7 @@ def _forward(
     state = softmax.softmax_step(start, s, of.v, spec, extras, place, seen)
     exists = visibility.visited(extras, place, k.shape[-2], causal=False, window=spec.window)
     state = keep_unvisited(state, start, exists)
-    out = softmax.finish(state, spec, extras, place.rows, q.dtype)
+    out = named(softmax.finish(state, spec, extras, place.rows, q.dtype))
     return (out.o, *out.of_rows), layout.Residuals(inputs, out.o_saved, out.statistics)
 
 

@@ -28,7 +28,7 @@ from lowprec_attn.arithmetic.request import (
     Spec,
     unsupported_in_tiles,
 )
-from lowprec_attn.arithmetic.transforms import differentiated_as
+from lowprec_attn.arithmetic.transforms import differentiated_as, named
 
 DEFAULT_KV_BLOCK = 256
 
@@ -104,12 +104,20 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q: Array, k: Array, v: Array, extras: Extras, spec: Spec) -> tuple[Array, ...]:
-    return _forward(q, k, v, extras, spec)[0]
+    return _forward(q, k, v, extras, spec).results
+
+
+class _Written(NamedTuple):
+    """What the forward pass computes: O with lse and the like, O_saved if δ reads another O."""
+
+    results: tuple[Array, ...]
+    o_saved: Array | None
+    statistics: RowStatistics
 
 
 def _forward(
     q: Array, k: Array, v: Array, extras: Extras, spec: Spec, *, every_block: bool = False
-) -> tuple[tuple[Array, ...], layout.Residuals]:
+) -> _Written:
     inputs = layout.Grouped(q, k, v, extras)
     grid = _grid(inputs, spec, backward=False, every_block=every_block)
     tiles = grid.pad(operands.forward_operands(inputs, spec))
@@ -136,12 +144,12 @@ def _forward(
     o = grid.unpad_rows(out.o)
     of_rows = [grid.unpad_rows(x[..., None])[..., 0] for x in out.of_rows]
     saved = None
-    if out.o_saved is not None:
-        saved = o if spec.numerics.saved_output == "same" else grid.unpad_rows(out.o_saved)
+    if out.o_saved is not None and spec.numerics.saved_output != "same":
+        saved = grid.unpad_rows(out.o_saved)
     statistics = RowStatistics(of_rows[0][..., None])
     if out.apart is not None:
         statistics = RowStatistics(*map(grid.unpad_rows, out.apart))
-    return (o, *of_rows), layout.Residuals(inputs, saved, statistics)
+    return _Written((o, *of_rows), saved, statistics)
 
 
 class _Sums(NamedTuple):
@@ -394,12 +402,23 @@ def _backward(
     return (*rounded, d_extras)
 
 
+def _saving(
+    q: Array, k: Array, v: Array, extras: Extras, spec: Spec
+) -> tuple[tuple[Array, ...], layout.Residuals]:
+    """The forward pass, and what it keeps for the backward pass."""
+    forward = differentiated_as(
+        partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
+    )
+    results, saved, statistics = named(forward(q, k, v, extras))
+    if spec.numerics.delta != "dp_p" and spec.numerics.saved_output == "same":
+        saved = results[0]
+    return results, layout.Residuals(layout.Grouped(q, k, v, extras), saved, statistics)
+
+
 # A loop that ends at the causal diagonal or a window has a traced length, so JAX has no reverse
 # mode for it. Second derivatives are those of loops over every block, which round the same values.
 _attend.defvjp(
-    lambda q, k, v, extras, spec: differentiated_as(
-        partial(_forward, spec=spec), partial(_forward, spec=spec, every_block=True)
-    )(q, k, v, extras),
+    _saving,
     lambda spec, res, cotangents: differentiated_as(
         partial(_backward, spec), partial(_backward, spec, every_block=True)
     )(res, cotangents),

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from lowprec_attn.arithmetic.heads import HeadGroup
 from lowprec_attn.arithmetic.request import planes
+from lowprec_attn.arithmetic.transforms import CHECKPOINT_NAME
 from lowprec_attn.gpt2.layers import LayerNorm, embed, mlp
 from lowprec_attn.gpt2.settings import AttentionSettings, InitStd, ModelSettings, Remat
 
@@ -396,9 +397,16 @@ def _block(block: Block, attend: Attend, remat: Remat | None) -> Callable[..., A
         lambda weights, residual, y, key, tap: nnx.merge(graph, weights)(
             residual, y, attend, key, tap
         ),
-        policy=getattr(jax.checkpoint_policies, remat),
+        policy=_policy(remat),
     )
     return functools.partial(run, weights)
+
+
+def _policy(remat: Remat) -> Callable[..., Any]:
+    if remat == "attention_saveable":
+        return jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
+    policy: Callable[..., Any] = getattr(jax.checkpoint_policies, remat)
+    return policy
 
 
 def require_shape(settings: Any, attention: AttentionSettings) -> None:

@@ -13,7 +13,9 @@ LARGEST = {"layers": 4096, "heads": 4096, "kv_heads": 4096} | dict.fromkeys(
 MOST_HEADS = 2**17  # of all layers
 
 InitStd = Literal["gpt2", "small_init", "lecun_uniform"]
-Remat = Literal["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+Remat = Literal[
+    "nothing_saveable", "attention_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,11 @@ class ModelSettings:
         et al. (2019) do; None for no.
       embedding_mean: c ≥ 0: all position embeddings start with one common vector of entries ±c,
         beside which those of 0.02 are small: the mean that hidden states of trained models have.
-      remat: a policy of `jax.checkpoint_policies`, by which the backward pass computes the values
-        of a block again; None keeps them. `nothing_saveable` keeps a block's inputs alone,
-        `dots_saveable` its matrix products too, but for those in kernels of attention.
+      remat: by which policy the backward pass computes the values of a block again; None keeps
+        them. `nothing_saveable` keeps a block's inputs alone, `attention_saveable` also O and lse,
+        so that attention's forward pass runs once; `dots_saveable`, and
+        `dots_with_no_batch_dims_saveable`, the matrix products outside kernels of attention
+        (`jax.checkpoint_policies`).
     """
 
     layers: int

@@ -36,7 +36,7 @@ from lowprec_attn.arithmetic.request import (
     unsupported_by_kernels,
     unsupported_in_tiles,
 )
-from lowprec_attn.arithmetic.transforms import first_order_only
+from lowprec_attn.arithmetic.transforms import first_order_only, named
 from lowprec_attn.numerics import FORMATS, MODES, KvBlock, Numerics
 from pallas_kernels.gpu.backward import (
     Found,
@@ -187,7 +187,7 @@ def _forward(arrays: _Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, 
         extras = extras._replace(sinks=of_heads)
         start = sinks.start_of_rows(of_heads, problem.score_unit, spec)
         scalars = scalars._replace(start=start)
-    out = forward(q, k, v, scalars, problem)
+    out = named(forward(q, k, v, scalars, problem))
     saved, low = None, None
     if spec.numerics.delta != "dp_p":
         halves = spec.numerics.saved_output == "halves"

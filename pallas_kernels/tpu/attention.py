@@ -26,7 +26,7 @@ from lowprec_attn.arithmetic.request import (
     unsupported_in_tiles,
     unsupported_variants,
 )
-from lowprec_attn.arithmetic.transforms import first_order_only
+from lowprec_attn.arithmetic.transforms import first_order_only, named
 from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
@@ -141,7 +141,7 @@ def _forward(
     problem = _problem(inputs, spec, _sizes_of(inputs, spec).forward)
     qs, ks, vs = _padded_inputs(inputs, problem)
     pairs = _padded_pairs(extras, problem)
-    out = forward(Inputs(qs, ks, vs, pairs), _scalars(extras, spec), problem)
+    out = named(forward(Inputs(qs, ks, vs, pairs), _scalars(extras, spec), problem))
     rows = q.shape[-2]
     o = _by_group(out.o, problem)[..., :rows, :]
     of_rows = [_by_row(x, problem) for x in (out.lse, out.max_logit) if x is not None]

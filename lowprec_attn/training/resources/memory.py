@@ -34,8 +34,9 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
 
     Float32 parameters and Adam's two moments; of every token and layer what the backward pass reads
     and no compiler computes again (`kept_values` of the model), in the format of the activations,
-    or with `model.remat` the float32 residual stream before it; and the larger of two things that
-    need not be there together: gradients, and the scores of `dense` in the last layer.
+    or with `model.remat` the float32 residual stream before it, and O and lse where it keeps them;
+    and the larger of two things that need not be there together: gradients, and the scores of
+    `dense` in the last layer.
 
     Args:
       settings: of the run.
@@ -46,9 +47,12 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     moments = 8 / devices if settings.shard_optimizer else 8
     state = int((4 + moments) * parameters)
     sequences = settings.batch_size // settings.accumulation_steps // devices
-    of_token = models.of(model).kept_values(model) * jnp.dtype(model.activation_dtype).itemsize
+    itemsize = jnp.dtype(model.activation_dtype).itemsize
+    of_token = models.of(model).kept_values(model) * itemsize
     if model.remat is not None:
         of_token = 4 * model.width
+    if model.remat == "attention_saveable":
+        of_token += model.heads * (model.value_size * itemsize + 4)
     activations = of_token * model.layers * sequences * model.context
     # dP in float32 as it leaves its product, beside S, which a compiler may keep in 16 bits.
     scores = (4 + 2) * sequences * _dense_heads(settings) * model.context**2

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from lowprec_attn.arithmetic.request import Extras, Spec
-from lowprec_attn.arithmetic.transforms import first_order_only
+from lowprec_attn.arithmetic.transforms import first_order_only, named
 from pallas_kernels.gpu.hopper.backward import dq_accumulator
 from pallas_kernels.gpu.hopper.backward.key_gradients import key_gradients
 from pallas_kernels.gpu.hopper.backward.key_operands import KeyInputs
@@ -51,7 +51,7 @@ def _forward(arrays: Arrays, extras: Extras, spec: Spec) -> tuple[tuple[Array, .
     if extras.sinks is not None:
         sinks = first_order_only(extras.sinks, "hopper")
         start, extras = start_of_rows(sinks, problem), extras._replace(sinks=sinks)
-    out = forward(q, k, v, problem, segments, start)
+    out = named(forward(q, k, v, problem, segments, start))
     saved, low = out.o if out.saved is None else out.saved, None
     if problem.saves_halves:
         saved, low = out.o, out.saved
