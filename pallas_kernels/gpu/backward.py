@@ -157,6 +157,7 @@ def _probs_and_dp(
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
+    # S = q kᵀ, or its transpose; P = exp(S · factor − lse), or exp(S · factor − m) / l
     s, factor = round_point.dot(a, b.T, format_of(a), format_of(b)), np.float32(problem.unit)
     s, slope = problem.capped(s), None
     if problem.spec.soft_cap is not None:
@@ -167,6 +168,8 @@ def _probs_and_dp(
     offset, inverse_l = exponents
     # m is in the units of the forward kernel's scores.
     in_units, to_log2 = factor / np.float32(problem.score_unit), problem.score_unit * LOG2E
+    # The ways of `Numerics.exponent`. The first, of one instruction, where P̄, P and dS are rounded
+    # by more than it errs.
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
     elif problem.whole_max:
@@ -192,6 +195,7 @@ def _probs_and_dp(
         probs = undivided = round_point(probs, "probs", place)
     if inverse_l is not None:
         probs = probs * inverse_l
+    # dP = dO Vᵀ
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b.T, format_of(a), format_of(b))
     return _Tile(probs, round_point(dp, "dp", place), undivided, slope)
@@ -205,6 +209,7 @@ def _rounded_ds(program: Program, tile: _Tile, offset: Array, place: Place) -> A
 
 def _unrounded_ds(problem: Problem, tile: _Tile, offset: Array) -> Array:
     probs, dp = tile.probs, tile.dp
+    # dS = P ∘ (dP − δ) · scale, with scale in the sums where that commutes with rounding.
     if problem.scales_last:
         return probs * (dp + offset)
     return probs * multiply_add(
@@ -320,12 +325,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
                 program, keys, rows, exponents, program.tile(i, j), place, masked=masked
             )
             q, do = rows
+            # dV += Pᵀ dO, or P̄ᵀ (dO / l)
             p_rounded = program.round_point(tile.probs, "probs_bwd", place)
             of_dv, formats = (p_rounded, do), (n.probs_bwd.result_format, format_of(do))
             if n.divided_in_dv == "do":
                 of_dv = tile.undivided, divided(do, start)
                 formats = n.probs.result_format, n.probs_bwd.result_format
             dv = dv + program.round_point.dot(*of_dv, *formats)
+            # dK += dSᵀ q
             ds = _rounded_ds(program, tile, of_dp, place)
             dk = dk + program.round_point.dot(ds, q, n.ds.result_format, format_of(q))
             if apart:
@@ -560,6 +567,7 @@ def _query_gradients(
     else:
         of_dp = queries.statistic(ref.dp_offset)
 
+    # dQ = Σ dS K over the key tiles, with P K where rows of dS lack something.
     def product(tile: _Tile, k: Array, place: Place) -> Array:
         ds = _rounded_ds(queries.program, tile, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))

@@ -139,10 +139,10 @@ def _epilogue(
     empty = m <= MASKED
     unrounded_l, l = l, divisor(l, empty, round_point, place)
     of_o = divisor_of_o(unrounded_l, l, empty, place.rows, problem.spec.numerics)
-    unrounded = state.acc / of_o
+    unrounded = state.acc / of_o  # O = Ō / l
     o = round_point(unrounded, "output", place)
     problem.store_rows(out.o, o, start)
-    if state.aux is not None:
+    if state.aux is not None:  # O′ = Ō′ / l
         problem.store_rows(out.saved, round_point.nearest(state.aux / of_o, _BFLOAT16), start)
     elif out.saved is not None:
         halves = problem.spec.numerics.saved_output == "halves"
@@ -156,6 +156,7 @@ def _epilogue(
         largest = m if state.max_logit is None else one(state.max_logit)
         largest = jnp.where(largest <= MASKED, -jnp.inf, largest * np.float32(problem.score_unit))
         problem.store_statistics(out.max_logit, largest[:, 0], start)
+    # lse = m + log l, with m in scores
     m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
     if exists is not None:

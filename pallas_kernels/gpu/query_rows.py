@@ -47,6 +47,7 @@ class QueryRows(NamedTuple):
         """
         problem, q = self.problem, self.q
         place = problem.place(self.i, j)
+        # S = q kᵀ · scale; the factor may wait for the exponent (`score_unit`)
         s = self.round_point.dot(q, k.T, format_of(q), format_of(k))
         s = problem.capped(s) * np.float32(problem.unit / problem.score_unit)
         s = self.round_point(s, "scores", place)

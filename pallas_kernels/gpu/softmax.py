@@ -73,7 +73,7 @@ def step_of_one_tile(
     probs, alpha = step.probs(s, below, place), step.alpha
     rounded = queries.round_point(probs, "probs", place)
     row_sum = _row_sum(summed_probs(probs, rounded, n), problem)
-    pv = queries.round_point.dot(rounded, v, n.probs.result_format, format_of(v))
+    pv = queries.round_point.dot(rounded, v, n.probs.result_format, format_of(v))  # P̄ V
     aux_pv = _auxiliary_product(probs, v, queries)
     return step.finish(alpha, row_sum, pv, aux_pv)
 
@@ -193,6 +193,7 @@ class _Step(NamedTuple):
         m_old = jnp.full_like(state.m, MASKED) if problem.whole_max else state.m
         m = rule.running_max(r_m, below, m_old, unit=problem.score_unit, is_repeated=is_repeated)
         if problem.whole_max:
+            # M, in units of log 2, is a whole number: α is a power of two, and rounds nothing.
             whole = jnp.ceil(m * np.float32(problem.score_unit * LOG2E))
             m = jnp.maximum(state.m, jnp.where(m <= MASKED, m, whole))
         m = round_point(m, "stats", statistic(out, "m"))
@@ -222,6 +223,7 @@ class _Step(NamedTuple):
                 fma(s, to_log2, offset) - np.float32(powers.HIGH), interpret=problem.interpret
             )
         if problem.scales_first:
+            # 2^(S·c − m·c) with one rounding, as FlashAttention-2 and -3 form it.
             offset = _per_column(self.subtracted * -to_log2, columns)
             return exp2(
                 fused_multiply_add(s, to_log2, offset, interpret=problem.interpret),
@@ -245,6 +247,7 @@ class _Step(NamedTuple):
         problem, round_point, state = self.queries.problem, self.queries.round_point, self.state
         alpha_of_l = _per_column(alpha, LANES) if problem.keeps_partial_sums else alpha
         rule = problem.spec.row_max
+        # l = α l + rowsum(P̄), Ō = α Ō + P̄V
         l = next_sum(state.l, alpha_of_l, row_sum, rule, round_point, self.out)
         alpha = _per_column(alpha, problem.padded_value)
         acc = pv if rescaled else next_accumulator(state.acc, alpha, pv, round_point, self.out)

@@ -87,6 +87,7 @@ def probs_and_dp(
     """P, unrounded, and dP as rounded at its point; left rows by right rows."""
     problem, round_point = program.problem, program.round_point
     a, b = left.for_scores, right.for_scores
+    # S = q kᵀ · scale, or its transpose; P = exp(S − lse), or exp(S − m) / l
     s = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
     unit = lse_unit(problem)
     if not problem.scales_queries and unit == 1:
@@ -100,6 +101,7 @@ def probs_and_dp(
     probs = exponential(s - exponents.lse, unit)
     if exponents.inverse_l is not None:
         probs = probs * exponents.inverse_l
+    # dP = dO Vᵀ
     a, b = left.for_dp, right.for_dp
     dp = round_point.dot(a, b, format_of(a), format_of(b), COLUMNS)
     return probs, round_point(dp, "dp", place)

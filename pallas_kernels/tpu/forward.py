@@ -70,6 +70,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     order = KeyTiles.of(problem)
 
     def key_tile(b: Array, h: Array, i: Array, tile: Array, scalars: Scalars) -> tuple[Any, ...]:
+        # A hidden tile is called by the nearest visible one: a block that stays is not fetched.
         visited = problem.key_range(i, b, scalars)
         return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
@@ -130,6 +131,7 @@ def _forward(scalars: Scalars, inputs: Inputs, *refs: Any, problem: Problem) -> 
     @pl.when(j == 0)
     def prologue() -> None:
         state_ref.m[...] = jnp.full_like(state_ref.m, MASKED)
+        # l, Ō, Ō′
         for ref in state_ref[1:4]:
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
@@ -170,7 +172,7 @@ def _epilogue(
     of_o = divisor_of_o(unrounded_l, l, empty, rows, problem.spec.numerics)
 
     def divided(acc: Array) -> Array:
-        quotient = acc / lanes(of_o, problem.head_size)
+        quotient = acc / lanes(of_o, problem.head_size)  # O = Ō / l
         if query_length is None:
             return quotient
         return jnp.where(rows >= query_length, jnp.float32(0), quotient)
@@ -179,9 +181,10 @@ def _epilogue(
     o = round_point(unrounded, "output", place)
     out.o[...] = o.astype(out.o.dtype)
     if state.aux is not None:
+        # O′ = Ō′ / l, for δ alone
         out.saved[...] = round_point.nearest(divided(state.aux), BFLOAT16).astype(jnp.bfloat16)
     elif out.saved is not None and problem.spec.numerics.saved_output == "halves":
-        out.saved[...] = round_point.as_bfloat16(unrounded - o)
+        out.saved[...] = round_point.as_bfloat16(unrounded - o)  # the lower half of O
     elif out.saved is not None:
         out.saved[...] = unrounded
 
@@ -193,5 +196,6 @@ def _epilogue(
         none = empty | (largest <= MASKED)
         largest = jnp.where(none, -jnp.inf, largest * jnp.float32(problem.score_unit))
         out.max_logit[...] = to_row(largest)
+    # lse = m + log l, with m in scores
     m = state.m * jnp.float32(problem.score_unit)
     out.lse[...] = to_row(log_sum_exp(m, l, empty, round_point, place))

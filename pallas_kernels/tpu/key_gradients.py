@@ -124,11 +124,14 @@ def _key_gradients(
         probs, dp = probs_and_dp(program, keys, rows, exponents, place, masked=masked)
         rounded = program.round_point(probs, "probs_bwd", place)
         dot, p_format = program.round_point.dot, n.probs_bwd.result_format
+        # dV += Pᵀ dO
         dv_total.add(i, lambda x: dot(rounded[:, x], do[x], p_format, format_of(do), ROWS), cols)
+        # dS = P ∘ (dP − δ), dK += dSᵀ q; P is the unrounded one
         ds = rounded_ds(program, probs * (dp - ref.delta[...]), place)
         ds_format = n.ds.result_format
         dk_total.add(i, lambda x: dot(ds[:, x], q[x], ds_format, format_of(q), ROWS), cols)
         if ref.after is not None:
+            # dK −= Pᵀ (λ q), with λ as dQ's kernel found it
             place = scaled_rows(indices(i * problem.tile.query, problem.tile.query, 0), q.shape[1])
             after = lanes(to_columns(ref.after[...]), q.shape[1])
             scaled = program.round_point(after * q.astype(jnp.float32), "ds", place)

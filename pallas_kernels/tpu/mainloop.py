@@ -122,6 +122,8 @@ class Program(NamedTuple):
     ) -> Array:
         """S of k as rounded at its point, in `score_unit`; keys: which of the tile they are."""
         problem, q = self.problem, inputs.q[...]
+        # S = q kᵀ · scale. The factor is in q already where it is a power of two; or it joins
+        # log₂ e in the exponent (`score_unit`), where no rounding of S comes between.
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
         if not problem.scales_queries and problem.score_unit == 1:
             s = s * jnp.float32(problem.spec.scale)
@@ -183,6 +185,8 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
         new = softmax.step_without_keys(old, step)
         _write(state_ref, program.keep_unvisited(new, old, step))
 
+    # Three bodies, of which one runs: without masks; with them, where the diagonal, a window or the
+    # end cuts the step; and for a rule that looks above the diagonal, one without scores.
     for within in range(per_tile):
         step = j * per_tile + within
         if not problem.masks_every_tile:
@@ -225,12 +229,14 @@ def take_part(
             r_m = jnp.max(largest.first, axis=-1, keepdims=True)
             state_ref.max_logit[...] = jnp.maximum(state_ref.max_logit[...], r_m)
         ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
+        # Float32 sums over the tiles, rounded once with the last: as one step over all its keys.
         _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))
 
     def visit(*, masked: bool) -> None:
         step = program.step(number, start=tile * size, keys=size, masked=masked)
         s = program.scores(inputs, inputs.k[...], step.place, masked=masked)
 
+        # Pass 1 finds m. Pass 2 forms S again: its P̄ are against the m of the whole step.
         @pl.when(~order.sums(j))
         def compare() -> None:
             _write(ref.largest, read(ref.largest).merge(softmax.Largest.of(s)))

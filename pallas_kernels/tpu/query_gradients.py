@@ -214,6 +214,7 @@ def _query_gradients(
                 x[...] = jnp.zeros_like(x)
 
     def contribution(probs: Array, dp: Array, place: Place) -> None:
+        # dS = P ∘ (dP − δ), dQ += dS K
         unscaled = probs * (dp - lanes(sums.delta[...], problem.tile.kv))
         ds = rounded_ds(queries.program, unscaled, place)
         k, ds_format = ref.k[...], n.ds.result_format
@@ -224,6 +225,7 @@ def _query_gradients(
             rows,
         )
         if sums.pk is not None:
+            # P K, rowsum(dS) and rowsum(P), for what the rows of dS lack: see `epilogue`.
             rounded = round_point(probs, "probs_bwd", place)
             p_format = n.probs_bwd.result_format
             sums.pk[...] += round_point.dot(rounded, k, p_format, format_of(k), ROWS)
@@ -238,12 +240,14 @@ def _query_gradients(
         scale = jnp.float32(problem.spec.scale)
         dq = sums.dq[...]
         if after_cast:
+            # λ = Σ dS / Σ P of the rounded dS and P; dQ −= λ P K, and dK takes λ from here.
             dlse = to_columns(ref.dlse[...])
             after = _row_shift(sums) - (dlse if scales_last(problem) else scale * dlse)
             dq = dq - lanes(after, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(after)
         dq = dq * scale if scales_last(problem) else dq
         if sums.pk is not None and not after_cast:
+            # δ = δ₀ + Σ P(dP − δ₀) / Σ P, so that Σ dS = 0 (dlse apart); dQ −= scale (δ − δ₀) P K.
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
             dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(sums.delta[...] + correction)
@@ -272,7 +276,7 @@ def _delta(
             exponents.inverse_l[...] = to_columns(ref.inverse_l[...])
 
     def contribution(probs: Array, dp: Array, place: Place) -> None:
-        total[...] += jnp.sum(dp * probs, axis=-1, keepdims=True)
+        total[...] += jnp.sum(dp * probs, axis=-1, keepdims=True)  # δ = rowsum(P ∘ dP)
 
     queries.visit(contribution)
 

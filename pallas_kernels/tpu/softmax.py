@@ -67,17 +67,20 @@ class Sums(NamedTuple):
 
 def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> SoftmaxState:
     """One online-softmax step over the scores s."""
+    # m_j = max(m_{j−1}, rowmax(S)), P̄ = exp(S − m_j), α = exp(m_{j−1} − m_j)
     m = round_m(running_max(step.problem.spec.row_max, s, state.m, step.problem.score_unit), step)
     subtracted = _subtracted(m, step)
     probs = _probs(s, subtracted, step)
     alpha = _alpha(state.m, subtracted, step)
     rounded = _round_probs(probs, step)
+    # l_j = α l_{j−1} + rowsum(P̄); Ō_j = α Ō_{j−1} + P̄ V
     l = _next_sum(state.l, alpha, _row_sum(probs, rounded, step), step)
     pv = _product(rounded, v, step)
     factor = lanes(alpha, step.problem.head_size)
     acc = next_accumulator(state.acc, factor, pv, step.round_point, step.out)
     aux = state.aux
     if aux is not None:
+        # Ō′: the same of the unrounded P̄, as three bfloat16 terms.
         aux = factor * aux + step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS)
     max_logit = state.max_logit
     if max_logit is not None:
@@ -127,11 +130,13 @@ def round_m(m: Array, step: Step) -> Array:
 
 
 def _subtracted(m: Array, step: Step) -> Array:
+    # Where a row has seen no key, m is MASKED: S − m would be 0 and P̄ 1.
     return subtracted_max(m) if step.masked else m
 
 
 def _probs(s: Array, subtracted: Array, step: Step) -> Array:
     below = step.round_point.shift(s - lanes(subtracted, s.shape[1]), step.place)
+    # The unit stands outside the difference: shift, then scale, with one rounding each.
     return exponential(below, step.problem.score_unit)
 
 
@@ -147,6 +152,7 @@ def _round_probs(probs: Array, step: Step) -> Array:
 def _row_sum(probs: Array, rounded: Array, step: Step) -> Array:
     summed = summed_probs(probs, rounded, step.problem.spec.numerics)
     if step.problem.keeps_partial_sums:
+        # One sum across lanes at the end, in place of one a step.
         return sum_slices(summed)
     return jnp.sum(summed, axis=-1, keepdims=True)
 
@@ -175,6 +181,7 @@ class Largest(NamedTuple):
     @classmethod
     def of(cls, s: Array) -> "Largest":
         """Of the scores of a tile."""
+        # Lane by lane, so that only the last comparison crosses lanes.
         first, *rest = (s[:, start : start + LANES] for start in range(0, s.shape[1], LANES))
         second = jnp.full_like(first, -jnp.inf)
         for x in rest:
@@ -191,6 +198,8 @@ class Largest(NamedTuple):
     def running_max(self, rule: RowMax, m_prev: Array, unit: float) -> Array:
         """m by the rule: repeated maxima are told by the runner-up of the row."""
         r_m = jnp.max(self.first, axis=-1, keepdims=True)
+        # The runner-up of the row is the second of the lane that has its maximum, or the first of
+        # another lane. An equal one, in another column, is a repeated maximum.
         lane = lax.broadcasted_iota(jnp.int32, self.first.shape, 1)
         at_maximum = lane == jnp.argmax(self.first, axis=-1, keepdims=True)
         others = jnp.where(at_maximum, self.second, self.first)
