@@ -147,8 +147,8 @@ def _check_fields(config: Any, flags: Sequence[str]) -> None:
         for depth, field in enumerate(names):
             if not isinstance(section, Mapping | type(config)) or not section:
                 break  # ml_collections says what is wrong with a field of a scalar
-            if depth == 0 and field in INSTEAD:
-                raise ConfigFileError(f"config.{field} no longer exists: config.{INSTEAD[field]}")
+            if (gone := ".".join(names[: depth + 1])) in INSTEAD:
+                raise ConfigFileError(f"config.{gone} no longer exists: {INSTEAD[gone]}")
             if field not in section:
                 here = ".".join(["config", *names[: depth + 1]])
                 raise ConfigFileError(unknown_field(here, section))

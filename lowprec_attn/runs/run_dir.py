@@ -45,12 +45,10 @@ _CREATED_BY_A_RUN = {
     "resumed_from.json",
     "rollbacks.jsonl",
     "abandoned",
-    "wandb",
+    "wandb",  # of version 0.1.0, like the next
     "wandb.json",
     "mlflow.json",
 }
-# A run may go on with others: they change nothing that it computes.
-_NOT_OF_THE_RUN = {"loggers"}
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
 
@@ -138,10 +136,6 @@ class RunDir:
             except BaseException:
                 self.close()
                 raise
-
-    def tracker(self, name: str) -> Path:
-        """`wandb.json` or `mlflow.json`: the id that this run has there."""
-        return self.path / f"{name}.json"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes or replaces one of the JSON files in one step.
@@ -322,7 +316,7 @@ class RunDir:
             "another --workdir"
         )
         differences = _differences(theirs, config).items()
-        changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences if n not in _NOT_OF_THE_RUN]
+        changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences]
         if not changes:
             return
         shown = ", ".join(changes[:_CHANGES_SHOWN])

@@ -16,25 +16,16 @@ import jax
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, lookup_text, tokens
 from lowprec_attn.data.batches import require_windows, train_iterator
-from lowprec_attn.data.order import (
-    Order,
-    OrderRecord,
-    Replay,
-    SeededOrder,
-    followed_by,
-    skipping,
-)
+from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs import metrics as records
-from lowprec_attn.runs import trackers
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.instability.spikes import level_before
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
@@ -62,14 +53,13 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     Raises:
       UserError: data, checkpoint or run directory cannot serve; one clear line.
     """
-    trackers.require(settings.loggers)
     devices = run_devices(settings)
     require_memory(settings, devices)
     corpus = open_corpus(settings.data)
     context = settings.model.context
     corpus.require(context=context, vocab_size=settings.model.vocab_size)
     require_windows(corpus.val, context, settings.batch_size, settings.eval_batches)
-    draw = _order(settings, corpus.train)
+    draw = SeededOrder(settings.seed, settings.batch_size, corpus.train.count, context)
     # The text is part of what defines a run: the built-in one differs between Python versions.
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
     config = {**config, "text_sha256": identity}
@@ -78,7 +68,6 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         heap.rarely_collected(),
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
-        Trackers(settings.loggers, run_dir, config) as copies,
         Checkpoints(run_dir.checkpoints, settings.checkpoints_kept) as checkpoints,
         explained_shortage(devices),
     ):
@@ -88,7 +77,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
                 f"note: warmup_steps {settings.optimizer.warmup_steps} is not below steps "
                 f"{settings.steps}: the learning rate never reaches its peak"
             )
-        parts = settings, devices, corpus, draw, run_dir, checkpoints, copies
+        parts = settings, devices, corpus, draw, run_dir, checkpoints
         while (code := _run_once(*parts)) is None:
             heap.release()  # the loop that went back refers to itself, and has a whole state
         return code
@@ -101,7 +90,6 @@ def _run_once(
     draw: Order,
     run_dir: RunDir,
     checkpoints: Checkpoints,
-    copies: Trackers,
 ) -> int | None:
     """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
     record = RollbackRecord(run_dir)
@@ -116,16 +104,10 @@ def _run_once(
         return EXIT_DONE
     record.keep_until(start)
     settings = _after(record.rollbacks, settings)
-    count = skipped(record.rollbacks)
-    ends = isinstance(draw, Replay) and settings.steps + count >= len(draw)
-    draw = skipping(draw, count)
-    draw(settings.steps - 1)  # a record that is too short is told now
-    if ends:  # and there is a batch for the signals at the end
-        draw = followed_by(draw, settings.steps, _seeded(settings, corpus.train))
     data = train_iterator(
         corpus.train,
         settings.model.context,
-        draw,
+        skipping(draw, skipped(record.rollbacks)),
         shard=devices.shard,
         parts=settings.accumulation_steps,
     )
@@ -138,7 +120,7 @@ def _run_once(
     order = OrderRecord(run_dir.data_order)
     order.truncate(start)
     rescue = Rescue(settings, run_dir, checkpoints, record)
-    with MetricsWriter(run_dir, start, copies) as metrics:
+    with MetricsWriter(run_dir, start) as metrics:
         run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order, rescue)
         saved_step, directions = None, None
         if restored is not None and is_own:
@@ -180,20 +162,6 @@ def open_corpus(settings: DataSettings) -> tokens.Corpus:
     if settings.path is not None:
         return tokens.load(settings.path)
     return lookup_text.load() if settings.builtin == "lookup" else builtin_text.load()
-
-
-def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder | Replay:
-    seeded = _seeded(settings, train_tokens)
-    if settings.data.replay is None:
-        return seeded
-    replay = Replay(settings.data.replay, *dataclasses.astuple(seeded)[1:])
-    replay(settings.steps - 1)  # a record that is too short is told now
-    return replay
-
-
-def _seeded(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder:
-    context = settings.model.context
-    return SeededOrder(settings.seed, settings.batch_size, train_tokens.count, context)
 
 
 def _restore(

@@ -184,18 +184,6 @@ def test_a_checkpoint_that_cannot_serve_is_refused(
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_recorded_order_is_replayed(run, finished, tmp_path):
-    lines = (finished / "data_order.txt").read_text().splitlines()
-    order = tmp_path / "generated_indices_rank_0.txt"
-    order.write_text("".join(line + "\n" for line in reversed(lines)))
-    workdir = tmp_path / "replayed"
-    run(workdir, data__replay=order)
-    assert (workdir / "data_order.txt").read_text() == order.read_text()
-    # The record has no batch after the last step, so the end is measured on one of the seed's.
-    assert "signals" in metrics.read(workdir / "metrics.jsonl")[-1]
-
-
-@pytest.mark.usefixtures("no_report")
 def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(run, tmp_path):
     """Scores beyond 448 are NaN in this format, and this learning rate takes them there."""
     workdir = tmp_path / "run"
@@ -306,7 +294,6 @@ BAD = {
     "vocabulary": ({"model__vocab_size": 100}, "beyond the model's vocabulary of 100"),
     "short data": ({"model__context": 100_000}, "100000 + 1"),
     "heads": ({"model__heads": 3}, "multiple of 3"),
-    "replay": ({"data__replay": "NOWHERE/order.txt"}, "NOWHERE/order.txt"),
     "devices": ({"devices": 9}, "devices=9"),
     "resume_from": ({"resume_from": "NOWHERE/run"}, "NOWHERE/run"),
     "resume_step": ({"resume_step": 100}, "beside resume_from"),
