@@ -502,7 +502,7 @@ def test_what_the_machine_lacks_is_one_line(monkeypatch, capsys, error, words):
 
 EXTRAS = (
     *("flax", "fsspec", "grain", "matplotlib", "ml_collections", "optax", "orbax", "tensorboardX"),
-    *("tqdm", "datasets", "tiktoken", "safetensors", "tokenizers", "pyarrow", "zstandard"),
+    *("tqdm", "datasets", "tiktoken", "safetensors", "tokenizers", "pyarrow"),
 )
 
 
