@@ -80,7 +80,7 @@ class History:
                 rates=_series(timings, "tokens_per_second"),
                 summary=_load(run_dir.summary, val_loss=float, unigram_loss=float),
                 failure=_load(run_dir.failure, step=int, message=str),
-                incidents=incidents(records, run_dir.data_order, went_back),
+                incidents=incidents(records, went_back),
                 rollbacks=went_back,
                 abandoned=[_series(losses, "loss") for losses in undone],
             )

@@ -75,8 +75,7 @@ class RunDir:
       summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
         and, as complete, after it: see `end`.
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
-      origin: `resumed_from.json`, the run that this one continues with something changed, and the
-        level of its losses.
+      origin: `resumed_from.json`, the run that this one continues with something changed.
       rollbacks: `rollbacks.jsonl`, where the run went back to an earlier step.
       abandoned: directory of the metrics that rollbacks have undone, `1.jsonl` of the first.
     """

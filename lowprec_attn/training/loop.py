@@ -33,7 +33,7 @@ from lowprec_attn.training import announcement
 from lowprec_attn.training.devices import Devices, Program
 from lowprec_attn.training.instability.nonfinite import find_culprit
 from lowprec_attn.training.instability.rescue import Rescue
-from lowprec_attn.training.instability.watch import Watch, kept_records, origin_of
+from lowprec_attn.training.instability.watch import Watch, kept_records
 from lowprec_attn.training.measurement import Measurement
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.resources import heap
@@ -102,7 +102,6 @@ class Loop:
         self.watch = Watch(
             kept,
             int(state.step),
-            origin_of(run.run_dir),
             run.rescue.excess_limit,
             run.metrics.write,
             self._say,

@@ -19,11 +19,9 @@ from lowprec_attn.data.batches import require_windows, train_iterator
 from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
-from lowprec_attn.runs import metrics as records
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
 from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
-from lowprec_attn.runs.instability.spikes import level_before
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
@@ -231,20 +229,10 @@ def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
         ) from error
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
-    before = _loss_before(source, step)
-    origin = {"run": str(source.path), "step": step, "changed": changed, "loss_before": before}
+    origin = {"run": str(source.path), "step": step, "changed": changed}
     run_dir.write_json(run_dir.origin, origin)
     listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
     print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
-
-
-def _loss_before(source: RunDir, step: int) -> dict[str, float] | None:
-    """The level of the losses before a step, None where too few are recorded."""
-    if not source.metrics.exists():
-        return None
-    before = records.read(source.metrics)
-    found = level_before((r["step"], r["loss"]) for r in before if "loss" in r and r["step"] < step)
-    return None if found is None else found._asdict()
 
 
 def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:

@@ -165,7 +165,11 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     (run_dir.abandoned / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in undone))
     page = Page(write_run_page(run_dir, lambda *_: ""))
     page.check()
-    for words in ("10, from step 100 on", "rollback: the loss was in excess", "spike to 9.000"):
+    for words in (
+        "10, from step 100 on",
+        "rollback: the loss was in excess",
+        "the loss 9.000 is a spike",
+    ):
         assert words in page.text
     assert "but only since the run went back once to step 100" in page.text
     loss = re.findall(r"<figure>.*?</figure>", page.source)[0]
