@@ -12,11 +12,9 @@ import importlib.util
 import math
 import re
 import time
-from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 from lowprec_attn import installation
@@ -86,8 +84,6 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("libtpu", "jax"))
     by = f"{', '.join(versions)}, {time.perf_counter() - start:.0f} s"
     lines += [*found, ("verdict", f"{'fits' if fits else 'does not fit'} ({by})")]
-    if not fits:
-        lines += [("", advice) for advice in _advice(settings, count)]
     print(columns(lines, "<<"))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
@@ -143,7 +139,7 @@ def footprint(
         if not reason.startswith("RESOURCE_EXHAUSTED"):
             raise
         return None, [("memory", reason[max(reason.find("Ran out"), 0) :])]
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
@@ -153,10 +149,8 @@ def footprint(
     }
     needed = sum(sizes.values())
     listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
-    kernels = text.count('custom_call_target="tpu_custom_call"')
-    passed = [f"{n} {kind} ({b / _GIB:.3f} GiB)" for kind, (n, b) in collectives(text).items()]
+    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
     return needed, [
-        ("collectives", ", ".join(passed) or "none"),
         ("kernels", f"{kernels} calls"),
         ("memory", f"{needed / _GIB:.2f} GiB per device: {listed}"),
     ]
@@ -169,49 +163,3 @@ def _released(settings: TrainSettings) -> TrainSettings:
         return settings
     released = dataclasses.replace(settings.attention, implementation=None)
     return dataclasses.replace(settings, attention=released)
-
-
-def _advice(settings: TrainSettings, devices: int) -> list[str]:
-    """Changes that take less memory, the cheapest first."""
-    advice = []
-    rows = settings.batch_size // settings.accumulation_steps
-    gradients = 4 * parameter_count(settings.model) / _GIB
-    if rows > devices:
-        cost = "" if settings.accumulation_steps > 1 else f" (their sum takes {gradients:.1f} GiB)"
-        parts = 2 * settings.accumulation_steps
-        advice.append(f"smaller micro-batches: --config.accumulation_steps={parts}{cost}")
-    if devices > 1 and not settings.shard_optimizer:
-        freed = 2 * gradients * (1 - 1 / devices)
-        advice.append(f"a split optimizer state: --config.shard_optimizer=True ({freed:.1f} GiB)")
-    if settings.accumulation_steps > 1 and rows == devices:
-        advice.append(
-            f"no sum over micro-batches: --config.accumulation_steps=1 ({gradients:.1f} GiB)"
-        )
-    if settings.model.remat is None:
-        advice.append("blocks computed again: --config.model.remat=nothing_saveable")
-    return [*advice, "a larger slice, or a generation with more memory"]
-
-
-_COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-_ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
-
-
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Count and bytes of results, per kind of collective, of a compiled program's text.
-
-    One in a loop counts once.
-    """
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for results, kind, started in _COLLECTIVE.findall(text):
-        arrays = [
-            int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
-            for _, bits, shape in _ARRAY.findall(results)
-        ]
-        # An asynchronous collective lists its operands and some flags beside its result.
-        alone = started and kind != "all-reduce"
-        counts[kind] += 1
-        sizes[kind] += max(arrays) if alone else sum(arrays)
-    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}
