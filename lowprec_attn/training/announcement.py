@@ -24,10 +24,7 @@ _EPOCHS = 4.0
 
 
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
-    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory.
-
-    `progress.Progress` adds the time, once it has timed steps.
-    """
+    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory."""
     hosts.say(columns(_lines(settings, corpus, devices, run_dir), "<<"))
 
 
