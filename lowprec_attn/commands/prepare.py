@@ -36,12 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
     parser.add_argument(
-        "--bpe",
-        type=Path,
-        metavar="DIR",
-        help="directory with GPT-2's encoder.json and vocab.bpe (default: downloaded)",
-    )
-    parser.add_argument(
         "--val-fraction",
         type=float,
         default=0.05,
@@ -60,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         `data.prepare.prepare`.
     """
     _check(args)
-    tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2(args.bpe)
+    tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2()
     source = (
         documents.text_files(args.text, args.separator, _least_pieces(args.val_fraction))
         if args.text
@@ -91,7 +85,6 @@ def _check(args: argparse.Namespace) -> None:
         ("--separator", "--text", args.separator is None or args.text),
         ("--data-files", "--dataset", args.data_files is None or args.dataset),
         ("--revision", "--dataset", args.revision is None or args.dataset),
-        ("--bpe", "--tokenizer gpt2", args.bpe is None or args.tokenizer == "gpt2"),
     ):
         if not given:
             raise DataError(f"{option} only goes with {needed}: remove it")

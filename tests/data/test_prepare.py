@@ -201,7 +201,6 @@ def test_three_small_files_are_cut_so_that_a_part_can_be_held_out(out, tmp_path,
         (["--seed", "-1"], r"--seed -1 is negative: give 0 or more"),
         (["--data-files", "a"], r"--data-files only goes with --dataset"),
         (["--revision", "a"], r"--revision only goes with --dataset"),
-        (["--tokenizer", "bytes", "--bpe", "a"], r"--bpe only goes with --tokenizer gpt2"),
         (["--separator", ""], r"--separator is empty"),
     ],
 )
