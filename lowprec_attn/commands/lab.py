@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
-    collect.set_defaults(act=_collect)
+    collect.set_defaults(act=_read_and_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument(
         "results",
@@ -143,6 +143,11 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     if args.jobs > _MOST_JOBS:
         raise RunError(f"--jobs must be at most {_MOST_JOBS}, got {args.jobs}")
     return cpu_slots(args.jobs)
+
+
+def _read_and_collect(args: argparse.Namespace) -> None:
+    with reading_records(args.workdir):
+        _collect(args)
 
 
 def _collect(args: argparse.Namespace) -> None:

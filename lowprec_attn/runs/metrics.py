@@ -249,26 +249,6 @@ def _plain(value: Any) -> Any:
     return array.tolist()
 
 
-def _is_number(value: object) -> bool:
-    """As JSON has it here: "nan", "inf" and "-inf" are numbers too."""
-    return isinstance(from_strict_json(value), int | float)
-
-
-def _are_signals(value: object) -> bool:
-    """Whether these are layers, each of them names with a number or a list of such."""
-
-    def are_numbers(heads: object) -> bool:
-        return all(map(_is_number, heads)) if isinstance(heads, list) else _is_number(heads)
-
-    return isinstance(value, dict) and all(
-        isinstance(layer, dict) and all(map(are_numbers, layer.values()))
-        for layer in value.values()
-    )
-
-
-_NUMBERS = {"loss", "val_loss", "grad_norm", "lr"}
-
-
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields every complete line of a file, with its line end, and the record it holds."""
     for number, line in enumerate(complete_lines(path), 1):
@@ -277,13 +257,6 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             record = json.loads(line)
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise MetricsError(f"{path} line {number} is not a record; repair or remove that line")
-        for name in _NUMBERS & record.keys():
-            if not _is_number(record[name]):
-                got = f"{name} must be a number, got {record[name]!r}"
-                raise MetricsError(f"{path} line {number}: {got}; repair or remove that line")
-        if "signals" in record and not _are_signals(record["signals"]):
-            got = "signals must be numbers by layer and name"
-            raise MetricsError(f"{path} line {number}: {got}; repair or remove that line")
         yield line, record
 
 

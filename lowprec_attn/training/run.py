@@ -20,7 +20,6 @@ from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
-from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
@@ -176,18 +175,10 @@ def _restore(
         step, records = restored.step, restored.records
         hosts.from_first(lambda: run_dir.require_records(step, records))
         hosts.say(f"resuming at step {restored.step}")
-        _note_other_place(run_dir)
         return restored, True
     if settings.resume_from is not None:
         return _restore_other(settings, run_dir, target), False
     return None, False
-
-
-@hosts.first_only
-def _note_other_place(run_dir: RunDir) -> None:
-    changes = moved(run_dir.starts())
-    if changes is not None:
-        print(f"note: {changes} since its last start, so the last bits may differ")
 
 
 def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:

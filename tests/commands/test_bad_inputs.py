@@ -305,7 +305,7 @@ CASES = {
     ),
     "lists as signals": (
         lambda: ["report", recorded(metrics__jsonl='{"step": 0, "signals": {"layer_0": [3]}}')],
-        "metrics.jsonl line 1: signals must be numbers by layer and name",
+        "run holds metrics that no run wrote",
     ),
     # Names that a terminal would obey
     "a layer's name with escapes": (
