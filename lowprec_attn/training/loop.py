@@ -297,7 +297,8 @@ class Loop:
             signals = self.measurement.signals(self.state.params, step, pending.arrays)
             self._write_signals(step, signals)
         self._settle()
-        announcement.report_failure(self.fixed.run_dir, step, culprit)
+        failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+        announcement.report_failure(self.fixed.run_dir, failure, f"not finite at step {step}")
         return EXIT_BROKEN
 
     def _settle(self) -> None:
@@ -311,7 +312,10 @@ class Loop:
         self._save(step)
         self._write_validation(step)
         self._settle()
-        announcement.report_explosion(self.fixed.run_dir, step, self.watch.explosion)
+        explosion = self.watch.explosion
+        message = f"the loss exploded at step {explosion}; stopped after {step} steps"
+        failure = {"step": step, "explosion": explosion, "message": message}
+        announcement.report_failure(self.fixed.run_dir, failure, "")
         return EXIT_BROKEN
 
     def _finish(self) -> int:
@@ -324,7 +328,13 @@ class Loop:
         self.fixed.checkpoints.prune()  # it waits for the last one
         self.fixed.metrics.flush()
         if not math.isfinite(loss):
-            announcement.report_validation(self.fixed.run_dir, settings.steps, loss)
+            message = (
+                f"the validation loss is {loss}, while the losses of training are finite: look at "
+                "the held-out text's batches, or at attention's arithmetic"
+            )
+            failure = {"step": settings.steps, "message": message}
+            what = f"not finite at step {settings.steps}"
+            announcement.report_failure(self.fixed.run_dir, failure, what)
             return EXIT_BROKEN
         announcement.report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE
