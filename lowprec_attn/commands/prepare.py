@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face data set, for example Skylion007/openwebtext, or a loader of local "
         "files (json, parquet, ...) with --data-files; column 'text', a document per row",
     )
-    parser.add_argument("--separator", help="with --text: text between the documents of a file")
     parser.add_argument(
         "--data-files", nargs="+", metavar="FILE", help="with --dataset: files of it"
     )
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2()
     source = (
-        documents.text_files(args.text, args.separator, _least_pieces(args.val_fraction))
+        documents.text_files(args.text, _least_pieces(args.val_fraction))
         if args.text
         else documents.dataset(args.dataset, args.data_files, args.revision)
     )
@@ -81,15 +80,9 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--val-fraction {args.val_fraction} is not between 0 and 1: give 0.05")
     if args.seed < 0:  # Python would take it for the same without its sign
         raise DataError(f"--seed {args.seed} is negative: give 0 or more")
-    for option, needed, given in (
-        ("--separator", "--text", args.separator is None or args.text),
-        ("--data-files", "--dataset", args.data_files is None or args.dataset),
-        ("--revision", "--dataset", args.revision is None or args.dataset),
-    ):
-        if not given:
-            raise DataError(f"{option} only goes with {needed}: remove it")
-    if args.separator == "":
-        raise DataError("--separator is empty: give the text that stands between documents")
+    for option, given in (("--data-files", args.data_files), ("--revision", args.revision)):
+        if given is not None and args.dataset is None:
+            raise DataError(f"{option} only goes with --dataset: remove it")
     for path in (args.out / name for name in OUTPUTS):
         if path.exists() and not args.overwrite:
             raise DataError(f"{path} exists: give another directory, or --overwrite to replace it")

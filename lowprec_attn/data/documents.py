@@ -50,17 +50,14 @@ class Documents(NamedTuple):
     done: Callable[[], int] | None = None
 
 
-def text_files(
-    paths: Sequence[Path], separator: str | None = None, least_pieces: float = 1
-) -> Documents:
-    """Streams text files: each is one document, or several with a `separator` between them.
+def text_files(paths: Sequence[Path], least_pieces: float = 1) -> Documents:
+    """Streams text files, each of them a document.
 
-    Without a separator, a file is cut at line ends into pieces of about 65,536 characters, so that
-    a file of any size fits in memory. With one, a whole document is held at a time.
+    A file is cut at line ends into pieces of about 65,536 characters, so that a file of any size
+    fits in memory.
 
     Args:
       paths: UTF-8 text, with a byte-order mark or without, as it is or within gzip.
-      separator: removed where it occurs; what stands around it stays.
       least_pieces: fewer files than these are cut into shorter pieces, so that there are as many,
         if lines are short enough.
 
@@ -70,11 +67,10 @@ def text_files(
     """
     files = [_TextFile(path) for path in paths]
     size, length = sum(file.size for file in files), _PIECE
-    if len(files) < least_pieces and separator is None:
+    if len(files) < least_pieces:
         length = min(length, max(1, int(size / (_FINER * least_pieces))))
-    pieces = (piece for file in files for piece in file.pieces(length))
     return Documents(
-        pieces=pieces if separator is None else _split(pieces, separator),
+        pieces=(piece for file in files for piece in file.pieces(length)),
         size=size,
         done=lambda: sum(file.done for file in files),
     )
@@ -157,29 +153,6 @@ def _is_json(head: bytes) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _split(pieces: Iterable[Piece], separator: str) -> Iterator[Piece]:
-    """The documents between separators, which may lie across pieces.
-
-    Each piece is searched once, whatever the length of the documents: only the last characters of
-    what came before, in which a separator may have begun, are searched with it.
-    """
-    held: list[str] = []  # of the document, without a separator
-    tail = ""
-    for piece in pieces:
-        first, *others = (tail + piece.text).split(separator)
-        documents = []
-        if others:
-            documents = ["".join([*held, first]), *others[:-1]]
-            held, first = [], others[-1]
-        cut = len(first) - min(len(separator) - 1, len(first))
-        held.append(first[:cut])
-        tail = first[cut:]
-        if piece.ends_document:
-            documents.append("".join([*held, tail]))
-            held, tail = [], ""
-        yield from (Piece(text, ends_document=True) for text in documents if text.strip())
 
 
 def dataset(

@@ -202,9 +202,9 @@ CASES = {
     "prepare of token ids": (prepare(content=np.arange(99, dtype="<u2").tobytes()), "is binary"),
     "prepare of JSON without text": (prepare(content=b'{"a": 1}\n'), r"the fields \['a'\], but no"),
     "prepare of half a gzip": (prepare(content=b"\x1f\x8b\x08" + bytes(9)), "is damaged gzip"),
-    "a separator of JSON lines": (
-        prepare("--separator", "x", content=b'{"text": "a"}\n'),
-        "--separator goes with plain text",
+    "JSON lines as text": (
+        prepare(content=b'{"text": "a"}\n'),
+        "is JSON: give it by --dataset json",
     ),
     # Ranges, before work starts
     "1e9 layers": ([*TINY, "--config.model.layers=1000000000"], "layers must be .* at most 4096"),

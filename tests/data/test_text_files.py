@@ -2,10 +2,8 @@
 
 import functools
 import gzip
-import itertools
 import json
 import os
-import random
 import shutil
 
 import numpy as np
@@ -108,45 +106,6 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, case):
 def test_a_row_whose_text_is_none_is_refused(text, words):
     with pytest.raises(DataError, match=f"data set 'mine' has {words}"):
         list(documents._document(text, "data set 'mine'"))
-
-
-def split(text, separator, sizes):
-    """The documents of a text that comes in pieces."""
-    cuts = [0, *itertools.accumulate(sizes), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(cuts) if a < b]
-    stream = [Piece(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
-    return [piece.text for piece in documents._split(stream, separator)]
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_a_text_is_split_alike_however_it_is_cut(seed):
-    draw = random.Random(seed)
-    separator = "".join(draw.choices("ab", k=draw.randint(1, 4)))
-    text = "".join(draw.choices("abc", k=60))
-    whole = [part for part in text.split(separator) if part]
-    sizes = [draw.randint(1, 4) for _ in range(15)]
-    assert split(text, separator, sizes) == whole
-
-
-class Counted(str):
-    """A text that counts how many characters are searched for a separator."""
-
-    searched = 0
-
-    def __radd__(self, before):
-        return Counted(str.__add__(before, self))
-
-    def split(self, separator):
-        Counted.searched += len(self)
-        return str.split(self, separator)
-
-
-def test_a_long_document_is_searched_for_the_separator_once():
-    piece = Counted("some words " * 10)
-    stream = [Piece(piece, ends_document=i == 999) for i in range(1_000)]
-    (found,) = documents._split(stream, "<|endoftext|>")
-    assert found.text == piece * 1_000
-    assert len(found.text) <= Counted.searched <= 2 * len(found.text)
 
 
 # Whole, or not there.

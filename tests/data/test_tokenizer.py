@@ -44,10 +44,12 @@ def test_words_are_merged():
 
 
 def test_prepare_writes_its_ids_and_end_of_text(tmp_path):
-    (tmp_path / "a.txt").write_text("the the|" * 20)
+    paths = [tmp_path / f"{i}.txt" for i in range(20)]
+    for path in paths:
+        path.write_text("the the")
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
-    arguments = [tmp_path / "out", "--text", tmp_path / "a.txt", "--separator=|"]
+    arguments = [tmp_path / "out", "--text", *paths]
     prepare.run(parser.parse_args([*map(str, arguments), "--val-fraction=0.5"]))
     corpus = tokens.load(tmp_path / "out", verify=True)
     # "the", then " the", whose space does not merge here.
