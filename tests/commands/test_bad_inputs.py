@@ -286,10 +286,6 @@ CASES = {
         lambda: ["report", recorded(environment__json='[{"command": 3}]')],
         "environment.json holds other records than starts",
     ),
-    "text as environment.json's count": (
-        lambda: ["report", recorded(environment__json='[{"device_count": "x"}]')],
-        "run holds records that are damaged or of another version",
-    ),
     "a number as config.json's attention": (
         lambda: ["report", recorded(config__json='{"attention": 3}')],
         "config.json has 3 as attention; restore it from a copy",
