@@ -47,7 +47,6 @@ def get_config(variant: str = "") -> ConfigDict:
     config.resume_from = placeholder(str)
     config.resume_step = placeholder(int)
     config.stop_exploded_after = placeholder(int)  # steps in excess; None: goes on
-    config.loggers = placeholder(str)  # wandb, mlflow or wandb,mlflow; TensorBoard always
     config.devices = placeholder(int)  # all
     config.shard_optimizer = False  # saves memory on several devices
 
@@ -86,7 +85,6 @@ def get_config(variant: str = "") -> ConfigDict:
     config.data = ConfigDict()
     config.data.path = placeholder(str)
     config.data.builtin = "documentation"  # or lookup; where there is no path
-    config.data.replay = placeholder(str)
 
     config.optimizer = ConfigDict()
     config.optimizer.peak_lr = 1e-3

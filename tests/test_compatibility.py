@@ -44,6 +44,7 @@ def test_a_run_goes_on_by_its_own_command(run, capsys):
     # Such flags are refused by name, below.
     words = [word.replace("on_spike=rollback", "rollback.tries=3") for word in words]
     words = [word.replace("config.rollback_", "config.rollback.") for word in words]
+    words.remove("--config.loggers=None")
     assert main([*words, f"--workdir={run}"]) == 0
     assert "resuming at step 3" in capsys.readouterr().out
     after = metrics.read(run / "metrics.jsonl")
@@ -73,13 +74,15 @@ def test_what_is_gone_says_what_replaced_it(word, capsys):
 @pytest.mark.parametrize(
     ("flag", "instead"),
     [
-        ("on_spike=rollback", "rollback.tries=3"),
-        ("rollback_points.scores=float32", "rollback.points"),
+        ("on_spike=rollback", "config.rollback.tries=3"),
+        ("rollback_points.scores=float32", "config.rollback.points"),
+        ("loggers=wandb", "`wandb sync RUN/tensorboard` copies the curves of a run"),
+        ("data.replay=order.txt", "the order of the batches follows from config.seed"),
     ],
 )
 def test_a_field_that_is_gone_says_what_replaced_it(flag, instead, capsys):
     assert main(["train", "--config=gpt2_bf16:tiny", f"--config.{flag}"]) == 1
-    assert f"no longer exists: config.{instead}\n" in capsys.readouterr().err
+    assert f"no longer exists: {instead}\n" in capsys.readouterr().err
 
 
 def test_a_config_with_the_fields_of_a_rollback_apart_means_the_same():

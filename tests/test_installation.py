@@ -88,7 +88,6 @@ def test_every_extra_that_is_advised_exists(pages):
         ("tensorboardX", "train"),
         ("tiktoken", "data"),
         ("safetensors", "diagnose"),
-        ("wandb", "wandb"),
         ("etils.epath", "train"),  # of orbax-checkpoint
     ],
 )

@@ -3,10 +3,10 @@
 The configs of the project lie in `configs/` of a checkout, and in the installed package.
 """
 
-import copy
+import ast
 import importlib.machinery
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,80 +79,54 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
         raise ConfigFileError(f"{name} is not a config: get_config gives a {kind}, no ConfigDict")
-    _check_fields(config, flags)
-    try:
-        return _with_flags(config, flags, name)
-    except RecursionError as error:
-        raise ConfigFileError(
-            f"{name} is not a config: its mappings are nested too deeply"
-        ) from error
-    except TypeError as error:
-        if _UNSORTED not in str(error):
-            raise
-        raise ConfigFileError(f"{name} is not a config: {_MIXED_KEYS}") from error
-    except ConfigFileError:
-        for flag in flags:
-            if "=" in flag:  # a value of its own, so that the one that cannot be parsed is named
-                _with_flags(config, [flag], name)
-        raise
-
-
-def _with_flags(config: Any, flags: Sequence[str], name: str) -> dict[str, Any]:
-    """The config with some fields set, as a mapping; raises as `load`, naming all of `flags`."""
-    from absl import flags as absl_flags
-    from ml_collections import config_flags
-
-    config = copy.deepcopy(config)  # of which a placeholder stays one
-    unset, flags = _unset(config, flags)
-    for section, field in unset:
-        section[field] = None
-    # ml_collections defines a flag for each field that `sys_argv` sets.
-    words, values = ["lowprec-attn", *flags], absl_flags.FlagValues()
-    try:
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=words)
-        values(words)
-        made: dict[str, Any] = config.to_dict()
-        return made
-    except (absl_flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
-        cause: BaseException = error
-        while cause.__cause__ or cause.__context__:
-            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-        reason = (str(cause).strip().splitlines() or ["a value is missing"])[-1].strip()
-        if _UNSORTED in reason:
-            reason = _MIXED_KEYS
-        raise ConfigFileError(f"cannot parse {' '.join(flags) or name}: {reason}") from error
-
-
-def _unset(config: Any, flags: Sequence[str]) -> tuple[list[tuple[Any, str]], list[str]]:
-    """The fields that flags set to None, which no type of ml_collections parses; other flags."""
-    unset, others = [], []
-    for flag in {flag.partition("=")[0]: flag for flag in flags}.values():  # the last one counts
-        path, _, value = flag.partition("=")
-        *sections, field = path.split(".")[1:] or [""]
-        section = config
-        for name in sections:
-            section = section[name] if isinstance(section, type(config)) else None
-        if value == "None" and isinstance(section, type(config)) and field in section:
-            unset.append((section, field))
-        else:
-            others.append(flag)
-    return unset, others
-
-
-def _check_fields(config: Any, flags: Sequence[str]) -> None:
-    """Raises ConfigFileError for a flag of a field that is not there."""
     for flag in flags:
-        path = flag.partition("=")[0].removeprefix("--")
-        section, names = config, path.split(".")[1:]
-        for depth, field in enumerate(names):
-            if not isinstance(section, Mapping | type(config)) or not section:
-                break  # ml_collections says what is wrong with a field of a scalar
-            if depth == 0 and field in INSTEAD:
-                raise ConfigFileError(f"config.{field} no longer exists: config.{INSTEAD[field]}")
-            if field not in section:
-                here = ".".join(["config", *names[: depth + 1]])
-                raise ConfigFileError(unknown_field(here, section))
-            section = section[field]
+        _set(config, flag)
+    try:
+        made: dict[str, Any] = config.to_dict()
+    except (RecursionError, TypeError) as error:
+        raise ConfigFileError(f"{name} is not a config: {_reason(error)}") from error
+    return made
+
+
+def _set(config: Any, flag: str) -> None:
+    """Sets the field of a flag in a ConfigDict, which knows its type."""
+    path, equals, text = flag.partition("=")
+    *sections, field = path.split(".")[1:]
+    section = config
+    for depth, name in enumerate([*sections, field]):
+        here = ".".join([*sections, field][: depth + 1])
+        if here in INSTEAD:
+            raise ConfigFileError(f"config.{here} no longer exists: {INSTEAD[here]}")
+        if not isinstance(section, type(config)) or not section:
+            raise ConfigFileError(f"there is no config.{here}; set the field that it would be in")
+        if name not in section:
+            raise ConfigFileError(unknown_field(f"config.{here}", section))
+        if depth < len(sections):
+            section = section[name]
+    if not equals:
+        raise ConfigFileError(f"cannot parse {flag}: a value is missing")
+    try:
+        section[field] = _parsed(section.get_type(field), text)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ConfigFileError(f"cannot parse {flag}: {_reason(error)}") from error
+
+
+def _parsed(kind: type, text: str) -> Any:
+    """The value of a field that has this type, or is None."""
+    if text == "None":
+        return None
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{text!r} is neither True nor False")
+        return text.lower() == "true"
+    return kind(text) if kind in (int, float, str) else ast.literal_eval(text)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "its mappings are nested too deeply"
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return _MIXED_KEYS if _UNSORTED in line else line
 
 
 def module(name: str) -> ModuleType:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowprec_attn.commands.config import config_file
-from lowprec_attn.errors import RunError, UserError, reading_records
+from lowprec_attn.errors import RunError, reading_records
 from lowprec_attn.files import require_output, write_atomically, writing
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workdir", type=Path, help="work directory of `lab run`, which may still be running"
     )
     collect.add_argument("results", type=Path, help=f"directory for {_RECORDS}")
-    collect.add_argument("--signals", nargs="+", metavar="NAME", help="keep only these")
-    collect.set_defaults(act=_collect)
+    collect.set_defaults(act=_read_and_collect)
     report = actions.add_parser("report", help="table and figure of compact records")
     report.add_argument(
         "results",
@@ -146,19 +145,21 @@ def _slots(args: argparse.Namespace) -> "list[Slot]":
     return cpu_slots(args.jobs)
 
 
+def _read_and_collect(args: argparse.Namespace) -> None:
+    with reading_records(args.workdir):
+        _collect(args)
+
+
 def _collect(args: argparse.Namespace) -> None:
     from lowprec_attn.lab import collection
     from lowprec_attn.lab.comparison import unwanted_differences
     from lowprec_attn.lab.workdir import arm_runs
 
-    for name in args.signals or ():
-        if name not in collection.SIGNALS:
-            raise UserError(f"--signals {name} is none of {', '.join(collection.SIGNALS)}")
     runs = arm_runs(args.workdir.absolute())
     unwanted = unwanted_differences(runs)
     if unwanted:
         raise RunError("the arms cannot be compared:\n" + "\n".join(unwanted))
-    path = collection.collect(runs, args.results, args.signals or collection.SIGNALS)
+    path = collection.collect(runs, args.results)
     for arm_run in runs:
         print(f"{arm_run.name}: {arm_run.outcome().text}")
     print(path)
@@ -176,12 +177,11 @@ def _report(args: argparse.Namespace) -> None:
 
     if args.figure is not None:  # before the records are read, which takes long
         require_figure_format(args.figure)
-        sources = [archive.path_of(args.results), *archive.older_paths(args.results)]
-        require_output(args.figure, sources)
-    if archive.is_experiment(args.results):
+        require_output(args.figure, [archive.path_of(args.results)])
+    if archive.path_of(args.results).exists():
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
-    directories = [path for path in sorted(args.results.rglob("*/")) if archive.is_experiment(path)]
+    directories = sorted(path.parent for path in args.results.rglob(_RECORDS))
     # What lies deeper looks at the runs of the experiment above it once more.
     counted = [path for path in directories if path.parent == args.results]
     if not counted:

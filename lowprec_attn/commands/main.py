@@ -26,7 +26,7 @@ _COMMANDS = {
     "check": "is a kernel's gradient right, and which arithmetic is it? of any library",
     "lab": "run and compare sets of training runs",
     "prepare": "make token files from text or a data set",
-    "report": "write the page of a run directory anew, or compare several",
+    "report": "write the page of a run directory anew",
 }
 
 # Flags and commands that earlier checkouts had.

@@ -5,11 +5,9 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import get_args
 
 from lowprec_attn.data import documents
 from lowprec_attn.data.prepare import OUTPUTS, prepare
-from lowprec_attn.data.text_files import Format
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import DataError
 
@@ -23,32 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="UTF-8 text, each file a document; or JSON lines or Parquet, each row's 'text' one; "
-        "gzip, zstd, bzip2 and xz are unpacked",
+        help="UTF-8 text, each file a document; may be gzip",
     )
     source.add_argument(
         "--dataset",
         metavar="NAME",
         help="Hugging Face data set, for example Skylion007/openwebtext, or a loader of local "
-        "files (text, json, parquet, ...) with --data-files; column 'text', a document per row",
-    )
-    parser.add_argument("--separator", help="with --text: text between the documents of a file")
-    parser.add_argument(
-        "--format",
-        choices=get_args(Format),
-        help="with --text: format of the files (default: found from the content)",
+        "files (json, parquet, ...) with --data-files; column 'text', a document per row",
     )
     parser.add_argument(
         "--data-files", nargs="+", metavar="FILE", help="with --dataset: files of it"
     )
     parser.add_argument("--revision", help="with --dataset: branch or commit on the Hub")
     parser.add_argument("--tokenizer", choices=("gpt2", "bytes"), default="gpt2")
-    parser.add_argument(
-        "--bpe",
-        type=Path,
-        metavar="DIR",
-        help="directory with GPT-2's encoder.json and vocab.bpe (default: downloaded)",
-    )
     parser.add_argument(
         "--val-fraction",
         type=float,
@@ -68,11 +53,9 @@ def run(args: argparse.Namespace) -> None:
         `data.prepare.prepare`.
     """
     _check(args)
-    tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2(args.bpe)
+    tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2()
     source = (
-        documents.text_files(
-            args.text, args.separator, _least_pieces(args.val_fraction), args.format
-        )
+        documents.text_files(args.text, _least_pieces(args.val_fraction))
         if args.text
         else documents.dataset(args.dataset, args.data_files, args.revision)
     )
@@ -97,17 +80,9 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError(f"--val-fraction {args.val_fraction} is not between 0 and 1: give 0.05")
     if args.seed < 0:  # Python would take it for the same without its sign
         raise DataError(f"--seed {args.seed} is negative: give 0 or more")
-    for option, needed, given in (
-        ("--separator", "--text", args.separator is None or args.text),
-        ("--format", "--text", args.format is None or args.text),
-        ("--data-files", "--dataset", args.data_files is None or args.dataset),
-        ("--revision", "--dataset", args.revision is None or args.dataset),
-        ("--bpe", "--tokenizer gpt2", args.bpe is None or args.tokenizer == "gpt2"),
-    ):
-        if not given:
-            raise DataError(f"{option} only goes with {needed}: remove it")
-    if args.separator == "":
-        raise DataError("--separator is empty: give the text that stands between documents")
+    for option, given in (("--data-files", args.data_files), ("--revision", args.revision)):
+        if given is not None and args.dataset is None:
+            raise DataError(f"{option} only goes with --dataset: remove it")
     for path in (args.out / name for name in OUTPUTS):
         if path.exists() and not args.overwrite:
             raise DataError(f"{path} exists: give another directory, or --overwrite to replace it")

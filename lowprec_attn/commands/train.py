@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
     """One directory per config, so that the same command finds its run again."""
-    defining = {name: value for name, value in flat(values).items() if name != "loggers"}
+    defining = flat(values)
     try:
         text = json.dumps(defining, sort_keys=True)
     except TypeError:  # keys of one mapping are numbers and texts, which do not compare

@@ -57,7 +57,7 @@ class Batches:
         self._parts = parts
 
     def __len__(self) -> int:
-        """Without end: an order that ends says so itself when a step beyond it is read."""
+        """Without end."""
         return sys.maxsize
 
     def __getitem__(self, step: int) -> Batch:
@@ -97,13 +97,12 @@ def train_iterator(
     """Batches of steps start_step, start_step + 1, … without end.
 
     `get_state()` is the small JSON-serialisable record of the next step, whatever has been read
-    ahead; `set_state` continues from it exactly. Orbax stores the iterator as it is. An error of
-    `order` (a replay that ends) is raised when its step is reached, not while reading ahead.
+    ahead; `set_state` continues from it exactly. Orbax stores the iterator as it is.
 
     Args:
       tokens: the training text.
       context: tokens per sequence T.
-      order: `SeededOrder`, `Replay`, or any function of the step.
+      order: `SeededOrder`, or any function of the step.
       start_step: first step.
       shard, parts: rows of each batch that this process reads; see `Batches`.
     """

@@ -1,15 +1,39 @@
 """Streams of documents to tokenize, from text files or from a Hugging Face data set."""
 
+import contextlib
+import gzip
+import io
+import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lowprec_attn import installation
-from lowprec_attn.data.text_files import Format, Piece, TextFile, document
 from lowprec_attn.data.tokens import DataError
 
 _PIECE = 1 << 16  # characters of a text file read and tokenized at a time, at most
 _FINER = 8  # more pieces than asked for, since files and lines are of any length
+_HEAD = 1 << 16  # bytes of a file that its kind is told by
+_GZIP = b"\x1f\x8b"
+# What users have tried, by how its files begin.
+_REFUSED = {
+    b"PAR1": "Parquet: give it by --dataset parquet --data-files FILE",
+    b"\x28\xb5\x2f\xfd": "zstd: unpack it",
+    b"BZh": "bzip2: unpack it",
+    b"\xfd7zXZ\0": "xz: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"%PDF": "a PDF: extract its text, for example with pdftotext",
+    b"\xff\xfe": "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
+}
+
+
+class Piece(NamedTuple):
+    """A document, or one of the consecutive parts of a long one."""
+
+    text: str
+    ends_document: bool
 
 
 class Documents(NamedTuple):
@@ -26,69 +50,109 @@ class Documents(NamedTuple):
     done: Callable[[], int] | None = None
 
 
-def text_files(
-    paths: Sequence[Path],
-    separator: str | None = None,
-    least_pieces: float = 1,
-    format: Format | None = None,
-) -> Documents:
-    """Streams text files: each is one document, or several with a `separator` between them.
+def text_files(paths: Sequence[Path], least_pieces: float = 1) -> Documents:
+    """Streams text files, each of them a document.
 
-    Files may be compressed (gzip, zstd, bzip2, xz). Of JSON lines and Parquet, every row is a
-    document. Of plain text without a separator, a file is cut at line ends into pieces of about
-    65,536 characters, so that a file of any size fits in memory. With one, a whole document is
-    held at a time.
+    A file is cut at line ends into pieces of about 65,536 characters, so that a file of any size
+    fits in memory.
 
     Args:
-      paths: UTF-8 text, with a byte-order mark or without; JSON lines or Parquet with a `text`.
-      separator: removed where it occurs; what stands around it stays.
+      paths: UTF-8 text, with a byte-order mark or without, as it is or within gzip.
       least_pieces: fewer files than these are cut into shorter pieces, so that there are as many,
         if lines are short enough.
-      format: of all files; None to tell it by the content of each.
 
     Raises:
-      DataError: a file is missing or of another format (at once), or not UTF-8, damaged or
+      DataError: a file is missing or holds something else (at once), or is not UTF-8, damaged or
         unreadable (when its turn comes).
     """
-    files = [TextFile(path, format) for path in paths]
-    for file in files:
-        if separator is not None and file.format != "text":
-            raise DataError(
-                f"--separator goes with plain text, and {file.path} is {file.format}: leave it "
-                "out, or give --format text"
-            )
+    files = [_TextFile(path) for path in paths]
     size, length = sum(file.size for file in files), _PIECE
-    if len(files) < least_pieces and separator is None:
+    if len(files) < least_pieces:
         length = min(length, max(1, int(size / (_FINER * least_pieces))))
-    pieces = (piece for file in files for piece in file.pieces(length))
     return Documents(
-        pieces=pieces if separator is None else _split(pieces, separator),
+        pieces=(piece for file in files for piece in file.pieces(length)),
         size=size,
         done=lambda: sum(file.done for file in files),
     )
 
 
-def _split(pieces: Iterable[Piece], separator: str) -> Iterator[Piece]:
-    """The documents between separators, which may lie across pieces.
+class _TextFile:
+    """A file, and how many of its bytes have been read so far.
 
-    Each piece is searched once, whatever the length of the documents: only the last characters of
-    what came before, in which a separator may have begun, are searched with it.
+    Raises:
+      DataError: the file is missing or unreadable, or holds something else than text.
     """
-    held: list[str] = []  # of the document, without a separator
-    tail = ""
-    for piece in pieces:
-        first, *others = (tail + piece.text).split(separator)
-        documents = []
-        if others:
-            documents = ["".join([*held, first]), *others[:-1]]
-            held, first = [], others[-1]
-        cut = len(first) - min(len(separator) - 1, len(first))
-        held.append(first[:cut])
-        tail = first[cut:]
-        if piece.ends_document:
-            documents.append("".join([*held, tail]))
-            held, tail = [], ""
-        yield from (Piece(text, ends_document=True) for text in documents if text.strip())
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            why = "is no file" if path.exists() else "does not exist"
+            raise DataError(f"text file {path} {why}: check the path")
+        self.path, self.size, self.done = path, path.stat().st_size, 0
+        with self._opened() as (_, file):
+            _require_text(path, file.read(_HEAD))
+
+    def pieces(self, length: int) -> Iterator[Piece]:
+        """The text in pieces of about `length` characters, at line ends.
+
+        Raises:
+          DataError: the file is damaged or no UTF-8.
+        """
+        with self._opened() as (raw, file):
+            lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            text = "".join(lines.readlines(length))
+            while text:
+                following = "".join(lines.readlines(length))
+                self.done = raw.tell()
+                yield Piece(text, ends_document=not following)
+                text = following
+        self.done = self.size
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[IO[bytes], Any]]:
+        """The file, and what it holds, unpacked; what reading raises becomes a `DataError`."""
+        try:
+            with self.path.open("rb") as raw:
+                is_gzip = raw.read(len(_GZIP)) == _GZIP
+                raw.seek(0)
+                yield raw, gzip.GzipFile(fileobj=raw) if is_gzip else raw
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"text file {self.path} is not UTF-8 (byte {error.object[error.start]:#04x}): "
+                "convert it, for example with iconv -t UTF-8"
+            ) from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(
+                f"text file {self.path} is damaged gzip ({error}): copy it again"
+            ) from error
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(f"cannot read text file {self.path}: {reason}") from error
+
+
+def _require_text(path: Path, head: bytes) -> None:
+    """Raises DataError where a file that begins so is no plain text."""
+    what = next((what for magic, what in _REFUSED.items() if head.startswith(magic)), None)
+    if what is None and b"\0" in head:
+        what = "binary (it holds zero bytes): give text"
+    if what is None and _is_json(head.removeprefix(b"\xef\xbb\xbf").lstrip()):
+        what = "JSON: give it by --dataset json --data-files FILE"
+    if what is not None:
+        raise DataError(f"text file {path} is {what}")
+
+
+def _is_json(head: bytes) -> bool:
+    """Whether content that begins so has JSON objects, one a line, or an array of them."""
+    if head.startswith(b"["):
+        return head[1:].lstrip()[:2] == b'{"'
+    line, ended, _ = head.partition(b"\n")
+    if not line.startswith(b'{"'):
+        return False
+    if not ended and len(head) > _HEAD // 2:  # an object that is longer than the head
+        return True
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def dataset(
@@ -139,8 +203,25 @@ def dataset(
 def _texts(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Piece]:
     try:
         for row in rows:
-            yield from document(row["text"], f"data set {name!r}")
+            yield from _document(row["text"], f"data set {name!r}")
     except DataError:
         raise
     except Exception as err:  # likewise
         raise DataError(f"reading the data set {name!r} failed ({err}): start again") from err
+
+
+def _document(text: object, where: str) -> Iterator[Piece]:
+    """A row's text as a document; nothing where it is empty or None.
+
+    Raises:
+      DataError: it is no text.
+    """
+    if not isinstance(text, str | None):
+        raise DataError(f"{where} has {type(text).__name__} as its 'text', not text: mend it")
+    if text is None or not text.strip():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write
+        raise DataError(f"{where} has no Unicode as its 'text' ({error}): mend it") from error
+    yield Piece(text, ends_document=True)

@@ -1,14 +1,12 @@
-"""The order in which windows of the training text are read: drawn, recorded, replayed.
+"""The order in which windows of the training text are read: drawn and recorded.
 
 An `Order` is a function of the step alone, so a resumed run continues it without its past steps.
 The record is a text file with one line per optimizer step: the comma-separated start indices of
-the step's windows, line 1 for step 0. The public code of Qiu & Yao (arXiv 2510.04212) writes the
-same, per process, as `generated_indices_rank_0.txt`; `paste -d, generated_indices_rank_*.txt`
-makes one file of several ranks.
+the step's windows, line 1 for step 0.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +22,6 @@ Order = Callable[[int], Int64[np.ndarray, " B"]]
 def skipping(order: Order, count: int) -> Order:
     """The order without its first `count` batches."""
     return lambda step: order(step + count)
-
-
-def followed_by(order: Order, steps: int, other: Order) -> Order:
-    """The order's batches of the first `steps` steps, and those of another order from there on."""
-    return lambda step: (order if step < steps else other)(step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,68 +48,6 @@ class SeededOrder:
         seed = np.random.SeedSequence(self.seed, spawn_key=(step,))
         words = np.random.Philox(seed).random_raw(self.batch_size)
         return (words % np.uint64(self.token_count - self.context)).astype(np.int64)
-
-
-class Replay:
-    """The order that a record holds, read and checked in full when made.
-
-    The record is held as one int64 array (8 bytes per window).
-
-    Args:
-      path: a record as `OrderRecord` or the paper's public code writes it.
-      batch_size, token_count, context: of the run that replays it; see `SeededOrder`.
-
-    Raises:
-      DataError: the file is missing, no file, empty or cut off, or a line has another number of
-        indices than `batch_size`, something that is no integer, or a window outside the text.
-    """
-
-    def __init__(self, path: str | Path, batch_size: int, token_count: int, context: int):
-        self._path = Path(path)
-        self._batch_size = batch_size
-        self._last_start = token_count - context - 1
-        if not self._path.is_file():
-            why = "is no file" if self._path.exists() else "does not exist"
-            raise DataError(f"data order {path} {why}: give the path of a record")
-        lines = [self._parse(where, line) for where, line in _numbered_lines(self._path)]
-        if not lines:
-            raise DataError(f"data order {path} is empty: give a record with one line per step")
-        self._starts = np.stack(lines)
-
-    def __len__(self) -> int:
-        """Number of recorded steps."""
-        return len(self._starts)
-
-    def __call__(self, step: int) -> Int64[np.ndarray, " B"]:
-        """Start indices of `step`.
-
-        Raises:
-          DataError: the record ends before `step`.
-        """
-        if step >= len(self):
-            raise DataError(
-                f"data order {self._path} ends after {len(self)} steps, step {step} is not in it: "
-                f"train at most {len(self)} steps or give a longer record"
-            )
-        return self._starts[step]
-
-    def _parse(self, where: str, line: str) -> Int64[np.ndarray, " B"]:
-        try:
-            indices = np.array([int(field) for field in line.split(",")], np.int64)
-        except (ValueError, OverflowError) as err:
-            raise DataError(f"{where} is not comma-separated start indices: {err}") from err
-        if len(indices) != self._batch_size:
-            raise DataError(
-                f"{where} has {len(indices)} start indices, but a step reads {self._batch_size} "
-                f"sequences: set batch_size={len(indices)} or give another record"
-            )
-        outside = indices[(indices < 0) | (indices > self._last_start)]
-        if len(outside):
-            raise DataError(
-                f"{where} starts a window at {outside[0]}, outside the text, whose last window "
-                f"starts at {self._last_start}: the record belongs to other data or context"
-            )
-        return indices
 
 
 class OrderRecord:
@@ -209,18 +140,3 @@ class OrderRecord:
             with writing(self._path), open(self._path, "r+b", opener=open_own) as file:
                 file.truncate(self._to_keep)
             self._to_keep = None
-
-
-def _numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines with a name for messages ("FILE line 3"), each checked to be complete."""
-    try:
-        with path.open(encoding="ascii") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith("\n"):
-                    raise DataError(
-                        f"{path} line {number} is cut off (no newline at its end): delete that "
-                        "line, or add the newline if it is complete"
-                    )
-                yield f"{path} line {number}", line
-    except UnicodeDecodeError as err:
-        raise DataError(f"{path} is not a text file of start indices: {err}") from err

@@ -120,7 +120,7 @@ def _write(
         if not split.tokens:
             raise DataError(
                 f"{split.path.name} would be empty: the text has {pieces} documents or pieces of "
-                "whole lines, and each split needs one; give more text, or --separator"
+                "whole lines, and each split needs one; give more text"
             )
     meta = Meta(
         tokenizer=tokenizer.name,

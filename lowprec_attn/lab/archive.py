@@ -9,15 +9,12 @@ A run is a header line and the lines of its columns after it:
 The values of one head over the steps stand beside each other, since they resemble each other: that
 takes a third less than a line for each step. As in `metrics.jsonl`, numbers that are not finite are
 the texts "nan", "inf" and "-inf".
-
-Earlier versions wrote a file for each run, `ARM.jsonl` or `ARM-seedN.jsonl`: the header, then a
-line for each step. They are read as well.
 """
 
 import dataclasses
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -153,44 +150,3 @@ def read(directory: Path) -> list[StoredRun]:
         ]
     except (lzma.LZMAError, EOFError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path} does not hold records of arms ({error!r})") from error
-
-
-def older_paths(directory: Path) -> list[Path]:
-    """The files of earlier versions, one for each run."""
-    return sorted(directory.glob("*.jsonl"))
-
-
-def read_older(path: Path) -> StoredRun:
-    """The run of such a file.
-
-    Raises:
-      RecordError: the file is something else.
-    """
-    try:
-        header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-        run = StoredRun.from_rows(header, rows)
-        if not run.name:
-            raise RecordError(f"{path} names no arm")
-        return run
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{path} is not the record of an arm ({error!r})") from error
-
-
-def is_experiment(directory: Path) -> bool:
-    """Whether a directory has records, of this version or an earlier one."""
-    return path_of(directory).exists() or bool(older_paths(directory))
-
-
-def read_all(directory: Path) -> Sequence[StoredRun]:
-    """All runs of a directory.
-
-    A file of an earlier version is left out where `records.jsonl.xz` has its run: it was collected
-    again since.
-
-    Raises:
-      RecordError: a file is damaged, or something else.
-    """
-    runs = read(directory)
-    known = {run.name for run in runs}
-    older = [read_older(path) for path in older_paths(directory)]
-    return [*runs, *(run for run in older if run.name not in known)]

@@ -5,7 +5,7 @@ step and the last ten the training loss (six digits) and the gradient's norm (fo
 signals those named in `SIGNALS`, with four digits, per layer and head.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ _LOSS_EVERY = 10
 _LOSS_DIGITS, _DIGITS = 6, 4
 
 
-def collect(runs: Iterable[ArmRun], directory: Path, signals: Sequence[str] = SIGNALS) -> Path:
+def collect(runs: Iterable[ArmRun], directory: Path) -> Path:
     """Adds runs, finished or not, to the records in a directory; returns the path of these.
 
     A run that they have already is replaced, all others stay.
@@ -64,18 +64,17 @@ def collect(runs: Iterable[ArmRun], directory: Path, signals: Sequence[str] = SI
     Args:
       runs: of one experiment.
       directory: of the records.
-      signals: which of them to keep.
 
     Raises:
       RunError: a file of a run, or of the records, is damaged.
       DiskError: the disk refuses.
     """
     stored = {run.name: run for run in archive.read(directory)}
-    stored |= {run.name: _stored(run, signals) for run in runs}
+    stored |= {run.name: _stored(run) for run in runs}
     return archive.write(directory, stored.values())
 
 
-def _stored(run: ArmRun, signals: Sequence[str]) -> StoredRun:
+def _stored(run: ArmRun) -> StoredRun:
     run_dir, trial = run.run_dir, run.trial
     rows = list(metrics.read_encoded(run_dir.metrics)) if run_dir.metrics.exists() else []
     losses = {row["step"]: float(row["loss"]) for row in rows if "loss" in row}
@@ -90,14 +89,13 @@ def _stored(run: ArmRun, signals: Sequence[str]) -> StoredRun:
         "steps": max(losses) + 1,
         "explosion": explosion(losses, failure),
         "runaway_rule": run.runaway._asdict(),
-        "held_out": held_out(StoredRun.from_rows({}, rows), failure),
         "config": read_record(run_dir.config),
         "environment": run_dir.starts(),
         "data_order_sha256": sha256(run_dir.data_order),
         "failure": failure,
         "rollbacks": [rollback._asdict() for rollback in rollbacks.read(run_dir.rollbacks)],
     }
-    return StoredRun.from_rows(header, _compact(rows, signals, max(losses)))
+    return StoredRun.from_rows(header, _compact(rows, max(losses)))
 
 
 def explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
@@ -106,29 +104,12 @@ def explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) ->
     return failure.get("explosion") if found is None and failure is not None else found
 
 
-def held_out(run: StoredRun, failure: Mapping[str, Any] | None) -> int | None:
-    """The end of a run of an earlier version, which measured that on held-out text.
-
-    It is the one step with signals beyond all losses. A run that failed was measured on its last
-    batch. Later versions record the signal named here, and measure the end on a training batch.
-    """
-    if failure is not None:
-        return None
-    last = max(run.columns.get("loss", ()), default=-1)
-    for step, layers in run.signals.items():
-        if step > last:
-            return None if any("delta_error_cumulative" in layer for layer in layers) else step
-    return None
-
-
-def _compact(
-    rows: Iterable[Mapping[str, Any]], signals: Sequence[str], last: int
-) -> Iterator[Mapping[str, Any]]:
+def _compact(rows: Iterable[Mapping[str, Any]], last: int) -> Iterator[Mapping[str, Any]]:
     for row in rows:
         step = row["step"]
         if "signals" in row:
             layers = row["signals"].items()
-            kept = {layer: _selected(values, signals) for layer, values in layers}
+            kept = {layer: _selected(values) for layer, values in layers}
             yield {"step": step, "signals": kept}
         elif "val_loss" in row:
             yield row
@@ -138,11 +119,10 @@ def _compact(
             yield {"step": step, **columns}
 
 
-def _selected(layer: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[Number]]:
-    """What a run of an earlier version has of them."""
-    return {
-        name: [_rounded(value, _DIGITS) for value in layer[name]] for name in names if name in layer
-    }
+def _selected(layer: Mapping[str, Any]) -> dict[str, list[Number]]:
+    """The signals that are kept; a run of an earlier version has not all of them."""
+    kept = (name for name in SIGNALS if name in layer)
+    return {name: [_rounded(value, _DIGITS) for value in layer[name]] for name in kept}
 
 
 def _rounded(value: Number, digits: int) -> Number:

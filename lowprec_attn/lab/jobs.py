@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lowprec_attn import installation
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically, write_json
-from lowprec_attn.lab.processes import Event, Slot, Task, stop_requests
+from lowprec_attn.lab.processes import Event, Kind, Slot, Task, stop_requests
 
 _POLL_SECONDS = 2.0
 _LEFT_SECONDS = 10.0  # how long a job's result may take to appear after it has left the queue
@@ -197,6 +197,11 @@ def run_jobs(
     cluster.folder.mkdir(parents=True, exist_ok=True)
     stop.unlink(missing_ok=True)
     with stop_requests() as requests:
+
+        def event(kind: Kind, task: Task, job: Any, code: int = 0, seconds: float = 0.0) -> Event:
+            number = int(job.job_id)
+            return Event(kind, task, cluster.slot, number, code, seconds, bool(requests))
+
         jobs: dict[str, tuple[Task, Any]] = {}
         for task in tasks:
             record = cluster.folder / f"{task.name}.json"
@@ -205,7 +210,7 @@ def run_jobs(
                 job = cluster.submit(Training(task, environment, stop))
                 write_json(record, {"job": job.job_id})
             jobs[job.job_id] = task, job
-            yield _event("submitted", task, cluster, job, 0, 0.0, requests)
+            yield event("submitted", task, job)
         began: dict[str, float] = {}
         while jobs:
             states = cluster.states([job for _, job in jobs.values()])
@@ -217,30 +222,15 @@ def run_jobs(
             for number, (task, job) in list(jobs.items()):
                 if states[number] != _WAITING and number not in began:
                     began[number] = time.monotonic()
-                    yield _event("started", task, cluster, job, 0, 0.0, requests)
+                    yield event("started", task, job)
                 if states[number] == _WAITING:  # queued again
                     began.pop(number, None)
                 if states[number] == _GONE:
                     del jobs[number]
-                    code, seconds = (
-                        _exit_code(task, job, requests),
-                        time.monotonic() - began[number],
-                    )
-                    yield _event("ended", task, cluster, job, code, seconds, requests)
+                    code = _exit_code(task, job, requests)
+                    yield event("ended", task, job, code, time.monotonic() - began[number])
             yield None
             time.sleep(_POLL_SECONDS)
-
-
-def _event(
-    kind: Literal["submitted", "started", "ended"],
-    task: Task,
-    cluster: Cluster,
-    job: Any,
-    code: int,
-    seconds: float,
-    requests: Sequence[int],
-) -> Event:
-    return Event(kind, task, cluster.slot, int(job.job_id), code, seconds, bool(requests))
 
 
 def _exit_code(task: Task, job: Any, requests: Sequence[int]) -> int:

@@ -40,6 +40,9 @@ class Slot(NamedTuple):
     number: str = "process"
 
 
+Kind = Literal["submitted", "started", "ended"]
+
+
 class Event(NamedTuple):
     """A child was submitted to a queue, has started or ended.
 
@@ -51,7 +54,7 @@ class Event(NamedTuple):
       stopping: a signal has asked this process to end.
     """
 
-    kind: Literal["submitted", "started", "ended"]
+    kind: Kind
     task: Task
     slot: Slot
     pid: int
@@ -66,7 +69,7 @@ class _Child(NamedTuple):
     process: subprocess.Popen[bytes]
     start: float
 
-    def event(self, kind: Literal["started", "ended"], stopping: bool) -> Event:
+    def event(self, kind: Kind, stopping: bool) -> Event:
         seconds, code = time.monotonic() - self.start, self.process.returncode or 0
         return Event(kind, self.task, self.slot, self.process.pid, code, seconds, stopping)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any, Literal, Self
 
 from lowprec_attn.lab import archive
 from lowprec_attn.lab.archive import RecordError, StoredRun
-from lowprec_attn.lab.collection import explosion, held_out
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.report.mechanism import mechanism
 from lowprec_attn.runs.instability.explosion import (
-    LASTING_STEPS,
     RUNAWAY_RULE,
     LargeHeads,
     RunawayRule,
@@ -65,7 +62,7 @@ class ArmRecord:
         """What a report needs of what is stored.
 
         Args:
-          run: as it is stored, by this version or an earlier one.
+          run: as it is stored.
           lengths: of texts; see `text_lengths`.
           place: where it is stored, for errors.
 
@@ -74,17 +71,15 @@ class ArmRecord:
         """
         try:
             header, config = run.header, run.header["config"]
-            losses = _finite_or_not(run.columns.get("loss", {}))
-            failure = header["failure"]
             return cls(
                 arm=run.arm,
                 mechanism=mechanism(config),
                 seed=config["seed"],
-                steps=header.get("steps", max(losses, default=-1) + 1),
+                steps=header["steps"],
                 step_tokens=config["batch_size"] * config["model"]["context"],
                 text_tokens=lengths.get(config.get("text_sha256", {}).get("train")),
-                explosion=exploded_at(header, losses),
-                losses=losses,
+                explosion=header["explosion"],
+                losses=_finite_or_not(run.columns["loss"]),
                 val_losses=_finite_or_not(run.columns.get("val_loss", {})),
                 signals={
                     step: [
@@ -93,10 +88,9 @@ class ArmRecord:
                     ]
                     for step, layers in run.signals.items()
                 },
-                failure=failure,
-                rollbacks=[Rollback(**fields) for fields in header.get("rollbacks", ())],
-                # The first versions did not say it.
-                held_out=header["held_out"] if "held_out" in header else held_out(run, failure),
+                failure=header["failure"],
+                rollbacks=[Rollback(**fields) for fields in header["rollbacks"]],
+                held_out=header.get("held_out"),
                 runaway_rule=RunawayRule(**header.get("runaway_rule", {})),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -125,7 +119,6 @@ class ArmRecord:
         scores = {
             step: [layer["score_maximum"] for layer in layers]
             for step, layers in self.signals.items()
-            if all("score_maximum" in layer for layer in layers)
         }
         found = large_heads(scores, self.runaway_rule)
         is_late = found and self.broke is not None and found.step >= self.broke
@@ -143,34 +136,11 @@ def _largest(values: Sequence[float]) -> float:
 def largest_scores(
     signals: Mapping[int, Sequence[Mapping[str, list[float]]]],
 ) -> dict[int, list[float]]:
-    """By step, the largest |score| of every layer; empty where it was not kept."""
+    """By step, the largest |score| of every layer."""
     return {
         step: [_largest(layer["score_maximum"]) for layer in layers]
         for step, layers in signals.items()
-        if all("score_maximum" in layer for layer in layers)
     }
-
-
-def exploded_at(header: Mapping[str, Any], losses: Mapping[int, float]) -> int | None:
-    """Where a run exploded.
-
-    Versions that wrote `runaway` called a step that was not finite an explosion too: at the first
-    step of the excess that lasted then, or at that step itself. It is one only where the excess had
-    lasted for long enough.
-
-    Args:
-      header: of its record.
-      losses: of training, by step.
-    """
-    failure = header["failure"]
-    if "explosion" not in header:  # of the first versions: what they kept has to do
-        return explosion(losses, failure)
-    found: int | None = header["explosion"]
-    if found is None or "runaway" not in header or not failure or "explosion" in failure:
-        return found
-    step: int = failure["step"]
-    last = step if math.isfinite(losses.get(step, 0.0)) else step - 1  # with a finite loss
-    return found if last - found + 1 >= LASTING_STEPS else None
 
 
 def _finite_or_not(column: Mapping[int, Any]) -> dict[int, float]:
@@ -216,27 +186,16 @@ def read_all(directory: Path) -> list[ArmRecord]:
     """All records of a directory, by name: of an arm, those of its seeds in their order.
 
     Raises:
-      RecordError: there are none, two are of one arm and seed, or a file is something else or has
-        not the signals that a report needs.
+      RecordError: there are none, two are of one arm and seed, or a file is something else.
     """
     lengths = text_lengths(directory)
-    records = [ArmRecord.of(run, lengths, directory) for run in archive.read_all(directory)]
+    records = [ArmRecord.of(run, lengths, directory) for run in archive.read(directory)]
     records.sort(key=lambda record: (record.arm.name, record.seed))
     if not records:
         raise RecordError(f"{directory} holds no records of arms ({archive.FILE})")
     for record in records:
         if not record.signals:
             raise RecordError(f"arm {record.arm.name} has no signals: diagnostics_every was 0")
-        # Table and figure are made of the scores at all steps, and W_Q's norm at the last.
-        layers = [layer for of_step in record.signals.values() for layer in of_step]
-        lacking = ["score_maximum"] * any("score_maximum" not in layer for layer in layers)
-        last = record.signals[max(record.signals)]
-        lacking += ["query_weight_norm"] * any("query_weight_norm" not in layer for layer in last)
-        if lacking:
-            raise RecordError(
-                f"arm {record.arm.name} has no {' and no '.join(lacking)}: a report needs them; "
-                "`lab collect --signals` left them out"
-            )
     for a, b in itertools.pairwise(records):
         if (a.arm.name, a.seed) == (b.arm.name, b.seed):
             raise RecordError(f"{directory} holds two records of arm {a.arm.name}, seed {a.seed}")

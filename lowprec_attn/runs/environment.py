@@ -25,7 +25,6 @@ _PACKAGES = (
     "numpy",
     "ml_dtypes",
 )
-_BITS = ("backend", "device_kind", "device_count", "process_count", "jax", "jaxlib")
 
 
 def describe() -> dict[str, Any]:
@@ -97,26 +96,6 @@ def _program() -> list[str]:
         return [name]
     package = Path(sys.argv[0]).parent.name
     return ["python", "-m", package]
-
-
-def moved(starts: Sequence[Mapping[str, Any]]) -> str | None:
-    """What of the last start differs from the one before, of what may change the last bits.
-
-    Args:
-      starts: as `describe` returns them, in their order.
-
-    Returns:
-      Text such as `device_count 1 -> 4, jax 0.10.2 -> 0.11.2`; None where nothing differs.
-    """
-    if len(starts) < 2:
-        return None
-    before, now = ({**s, **_mapping(s.get("versions"))} for s in starts[-2:])
-    changes = [f"{n} {before.get(n)} -> {now.get(n)}" for n in _BITS if before.get(n) != now.get(n)]
-    return ", ".join(changes) or None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _version(package: str) -> str | None:

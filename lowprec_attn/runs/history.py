@@ -33,7 +33,6 @@ class History:
       losses: of training by step, nats per token.
       val_losses: of validation by step, likewise.
       signals: by step: those of every layer.
-      adam: by step: what Adam did to every layer, by name one number, as a list.
       rates: tokens per second by step.
       summary: of a run that ended, with `val_loss` and `unigram_loss`; empty before.
       failure: where a value was not finite, or that the run was stopped since it had exploded;
@@ -55,7 +54,6 @@ class History:
     incidents: Sequence[Incident] = ()
     rollbacks: Sequence[Rollback] = ()
     abandoned: Sequence[Mapping[int, float]] = ()
-    adam: Mapping[int, Sequence[Layer]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: RunDir) -> Self:
@@ -82,10 +80,9 @@ class History:
                 rates=_series(timings, "tokens_per_second"),
                 summary=_load(run_dir.summary, val_loss=float, unigram_loss=float),
                 failure=_load(run_dir.failure, step=int, message=str),
-                incidents=incidents(records, run_dir.data_order, went_back),
+                incidents=incidents(records, went_back),
                 rollbacks=went_back,
                 abandoned=[_series(losses, "loss") for losses in undone],
-                adam={r["step"]: _adam(r["adam"]) for r in records if "adam" in r},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HistoryError(
@@ -114,17 +111,6 @@ def _layers(signals: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Layer]
         {name: [float(value) for value in values] for name, values in signals[key].items()}
         for key in (f"layer_{i}" for i in range(len(signals)))
     ]
-
-
-def _adam(parts: Mapping[str, Mapping[str, float]]) -> list[Layer]:
-    """Of the layers alone, in the form of their signals."""
-    return _layers(
-        {
-            part: {name: [value] for name, value in values.items()}
-            for part, values in parts.items()
-            if part != "outside"
-        }
-    )
 
 
 def load_config(path: Path) -> dict[str, Any]:

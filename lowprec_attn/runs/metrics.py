@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines that repeat bit for bit, timings, TensorBoard events, trackers.
+"""Metrics of a run: JSON lines that repeat bit for bit, timings, TensorBoard events.
 
 `metrics.jsonl` holds only values that the run determines. So an interrupted and resumed run has the
 same file, byte for byte, as an uninterrupted one. Timings go to `throughput.jsonl`.
@@ -33,7 +33,6 @@ from lowprec_attn.files import (
     write_atomically,
 )
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.trackers import Trackers
 
 _TENSORBOARD_FLUSH_SECONDS = 5.0
 
@@ -43,7 +42,7 @@ class MetricsError(RunError):
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard, and tells trackers.
+    """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
 
     In a run of several processes the first one writes; on the others these methods do nothing.
 
@@ -54,7 +53,7 @@ class MetricsWriter:
     a run that is resumed there does not write them again.
     """
 
-    def __init__(self, run_dir: RunDir, start_step: int, trackers: Trackers | None = None) -> None:
+    def __init__(self, run_dir: RunDir, start_step: int) -> None:
         """Opens the files for a run that starts, or resumes, at `start_step`.
 
         Args:
@@ -63,12 +62,11 @@ class MetricsWriter:
             steps, left by a process that was killed after its last checkpoint, are removed (in
             one atomic step per file), and TensorBoard is told to hide its own. That waits for
             the first record, or for `flush`: a start that fails before costs none.
-          trackers: get every record as well, and are left open.
 
         Raises:
           MetricsError: a file cannot be written, or holds lines that are not records.
         """
-        self._where, self._trackers = run_dir.path, trackers
+        self._where = run_dir.path
         self._open(run_dir, start_step)
 
     @hosts.first_only
@@ -152,8 +150,6 @@ class MetricsWriter:
             file: LineFile = getattr(files, name)
             line = file.append(json.dumps(strict_json(record), allow_nan=False))
             files.events.add(record)
-        if self._trackers is not None:
-            self._trackers.add(record)
         return line
 
     @contextlib.contextmanager
@@ -253,26 +249,6 @@ def _plain(value: Any) -> Any:
     return array.tolist()
 
 
-def _is_number(value: object) -> bool:
-    """As JSON has it here: "nan", "inf" and "-inf" are numbers too."""
-    return isinstance(from_strict_json(value), int | float)
-
-
-def _are_signals(value: object) -> bool:
-    """Whether these are layers, each of them names with a number or a list of such."""
-
-    def are_numbers(heads: object) -> bool:
-        return all(map(_is_number, heads)) if isinstance(heads, list) else _is_number(heads)
-
-    return isinstance(value, dict) and all(
-        isinstance(layer, dict) and all(map(are_numbers, layer.values()))
-        for layer in value.values()
-    )
-
-
-_NUMBERS = {"loss", "val_loss", "grad_norm", "lr"}
-
-
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yields every complete line of a file, with its line end, and the record it holds."""
     for number, line in enumerate(complete_lines(path), 1):
@@ -281,13 +257,6 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             record = json.loads(line)
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             raise MetricsError(f"{path} line {number} is not a record; repair or remove that line")
-        for name in _NUMBERS & record.keys():
-            if not _is_number(record[name]):
-                got = f"{name} must be a number, got {record[name]!r}"
-                raise MetricsError(f"{path} line {number}: {got}; repair or remove that line")
-        if "signals" in record and not _are_signals(record["signals"]):
-            got = "signals must be numbers by layer and name"
-            raise MetricsError(f"{path} line {number}: {got}; repair or remove that line")
         yield line, record
 
 

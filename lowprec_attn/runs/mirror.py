@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 
 from lowprec_attn.errors import RunError
 from lowprec_attn.runs.manifest import DamagedError, Manifest
@@ -38,13 +39,13 @@ def push(run_dir: RunDir, url: str) -> None:
       MirrorError: the run directory cannot be read or `url` cannot be written.
     """
     try:
-        target = _Target(url)
+        target = _directory(url)
         manifest = _newest_manifest(run_dir.checkpoints)
         if manifest is None:
             return
         _push_checkpoint(run_dir, manifest, target)
         for path in _records(run_dir):
-            target.replace(path, path.relative_to(run_dir.path).as_posix())
+            _replace(path, path.relative_to(run_dir.path).as_posix(), target)
         _remove_others(run_dir, manifest, target)
     except (OSError, DamagedError, ImportError) as error:
         raise MirrorError(f"cannot copy {run_dir.path} to {url}: {error}") from error
@@ -66,53 +67,36 @@ def pull(url: str, path: str | os.PathLike[str]) -> bool:
     path = Path(path).absolute()
     partial = path.with_name(f"{path.name}.partial")
     try:
-        target = _Target(url)
-        if "config.json" not in (names := target.names()):
+        target = _directory(url)
+        if not target.exists("config.json"):
             return False
         shutil.rmtree(partial, ignore_errors=True)
-        for name in names:
+        for name in target.find(""):
             if not name.endswith(_NOT_COPIED):
-                target.get(name, partial / name)
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                target.get_file(name, str(partial / name))
         partial.replace(path)  # all of it, or nothing
     except (OSError, ImportError) as error:
         raise MirrorError(f"cannot copy {url} to {path}: {error}") from error
     return True
 
 
-class _Target:
-    """The files of one directory of a file system, by their relative names."""
+def _directory(url: str) -> DirFileSystem:
+    """The directory at `url` as a file system, which need not be there yet."""
+    files, root = fsspec.url_to_fs(url)
+    files.invalidate_cache()
+    return DirFileSystem(root.rstrip("/"), files)
 
-    def __init__(self, url: str) -> None:
-        self._files, root = fsspec.url_to_fs(url)
-        self._root = root.rstrip("/")
 
-    def names(self) -> list[str]:
-        """Of all files, at any depth."""
-        self._files.invalidate_cache()
-        if not self._files.exists(self._root):
-            return []
-        return [name[len(self._root) + 1 :] for name in self._files.find(self._root)]
+def _put(path: Path, name: str, target: DirFileSystem) -> None:
+    target.makedirs(name.rpartition("/")[0], exist_ok=True)
+    target.put_file(str(path), name)
 
-    def put(self, path: Path, name: str) -> None:
-        at = f"{self._root}/{name}"
-        self._files.makedirs(at.rpartition("/")[0], exist_ok=True)
-        self._files.put_file(str(path), at)
 
-    def replace(self, path: Path, name: str) -> None:
-        """As `put`; a copy cut short leaves what was there before."""
-        self.put(path, f"{name}.tmp")
-        self._files.mv(f"{self._root}/{name}.tmp", f"{self._root}/{name}")
-
-    def get(self, name: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._files.get_file(f"{self._root}/{name}", str(path))
-
-    def read(self, name: str) -> bytes | None:
-        at = f"{self._root}/{name}"
-        return self._files.cat_file(at) if self._files.exists(at) else None
-
-    def remove(self, name: str) -> None:
-        self._files.rm_file(f"{self._root}/{name}")
+def _replace(path: Path, name: str, target: DirFileSystem) -> None:
+    """As `_put`; a copy cut short leaves what was there before."""
+    _put(path, f"{name}.tmp", target)
+    target.mv(f"{name}.tmp", name)
 
 
 def _newest_manifest(checkpoints: Path) -> Path | None:
@@ -134,20 +118,20 @@ def _records(run_dir: RunDir) -> list[Path]:
     return sorted(files, key=lambda path: path == run_dir.config)
 
 
-def _push_checkpoint(run_dir: RunDir, manifest: Path, target: _Target) -> None:
+def _push_checkpoint(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
     """Content first: a checkpoint exists when its manifest does, there as here."""
     name = f"{run_dir.checkpoints.name}/{manifest.name}"
-    if target.read(name) == manifest.read_bytes():
+    if target.exists(name) and target.cat_file(name) == manifest.read_bytes():
         return
     for inside, path in Manifest.read(manifest).paths(run_dir.checkpoints):
-        target.put(path, f"{run_dir.checkpoints.name}/{inside}")
-    target.put(manifest, name)
+        _put(path, f"{run_dir.checkpoints.name}/{inside}", target)
+    _put(manifest, name, target)
 
 
-def _remove_others(run_dir: RunDir, manifest: Path, target: _Target) -> None:
+def _remove_others(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
     """Manifests before contents, so that no checkpoint is ever half there."""
     inside = f"{run_dir.checkpoints.name}/"
     kept = (f"{inside}{manifest.name}", f"{inside}{Manifest.read(manifest).content}/")
-    others = [n for n in target.names() if n.startswith(inside) and not n.startswith(kept)]
+    others = [n for n in target.find(run_dir.checkpoints.name) if not n.startswith(kept)]
     for name in sorted(others, key=lambda name: name.count("/")):
-        target.remove(name)
+        target.rm_file(name)

@@ -45,12 +45,10 @@ _CREATED_BY_A_RUN = {
     "resumed_from.json",
     "rollbacks.jsonl",
     "abandoned",
-    "wandb",
+    "wandb",  # of version 0.1.0, like the next
     "wandb.json",
     "mlflow.json",
 }
-# A run may go on with others: they change nothing that it computes.
-_NOT_OF_THE_RUN = {"loggers"}
 _CHANGES_SHOWN = 4
 _ABSENT = "(absent)"
 
@@ -77,8 +75,7 @@ class RunDir:
       summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
         and, as complete, after it: see `end`.
       failure: `failure.json`, where and when a loss was not finite, or that it exploded.
-      origin: `resumed_from.json`, the run that this one continues with something changed, and the
-        level of its losses.
+      origin: `resumed_from.json`, the run that this one continues with something changed.
       rollbacks: `rollbacks.jsonl`, where the run went back to an earlier step.
       abandoned: directory of the metrics that rollbacks have undone, `1.jsonl` of the first.
     """
@@ -138,10 +135,6 @@ class RunDir:
             except BaseException:
                 self.close()
                 raise
-
-    def tracker(self, name: str) -> Path:
-        """`wandb.json` or `mlflow.json`: the id that this run has there."""
-        return self.path / f"{name}.json"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes or replaces one of the JSON files in one step.
@@ -322,7 +315,7 @@ class RunDir:
             "another --workdir"
         )
         differences = _differences(theirs, config).items()
-        changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences if n not in _NOT_OF_THE_RUN]
+        changes = [f"{n}: {a} -> {b}" for n, (a, b) in differences]
         if not changes:
             return
         shown = ", ".join(changes[:_CHANGES_SHOWN])

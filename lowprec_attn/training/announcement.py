@@ -2,7 +2,9 @@
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,7 @@ from lowprec_attn.runs.pages.run import write_run_page
 from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
-from lowprec_attn.training.instability.nonfinite import Culprit
 from lowprec_attn.training.models import parameter_count
-from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import Model, TrainSettings
 
 # Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
@@ -25,10 +25,7 @@ _EPOCHS = 4.0
 
 
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
-    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory.
-
-    `progress.Progress` adds the time, once it has timed steps.
-    """
+    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory."""
     hosts.say(columns(_lines(settings, corpus, devices, run_dir), "<<"))
 
 
@@ -151,31 +148,17 @@ def _implementation(
 
 
 @hosts.first_only
-def report_failure(run_dir: RunDir, step: int, culprit: Culprit) -> None:
-    """A run that stops at a step whose update was withheld."""
-    failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+def report_failure(run_dir: RunDir, failure: Mapping[str, Any], what: str) -> None:
+    """A run that ends at a value that is not finite, or since its loss has exploded.
+
+    Args:
+      run_dir: of the run.
+      failure: for `failure.json`, with its `step` and `message`.
+      what: happened, in a few words before the message; empty where the message says it.
+    """
     run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
-    print(f"not finite at step {step}: {culprit}; the last good state is in {run_dir.path}")
-
-
-@hosts.first_only
-def report_validation(run_dir: RunDir, step: int, loss: float) -> None:
-    """A run whose last validation loss is not finite."""
-    message = (
-        f"the validation loss is {loss}, while the losses of training are finite: look at the "
-        "held-out text's batches, or at attention's arithmetic"
-    )
-    run_dir.end(run_dir.failure, {"step": step, "message": message}, lambda: _show(run_dir))
-    print(f"not finite at step {step}: {message}; the last state is in {run_dir.path}")
-
-
-@hosts.first_only
-def report_explosion(run_dir: RunDir, step: int, explosion: int | None) -> None:
-    """A run that stops because its loss has exploded."""
-    message = f"the loss exploded at step {explosion}; stopped after {step} steps"
-    failure = {"step": step, "explosion": explosion, "message": message}
-    run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
-    print(f"{message}; the last state is in {run_dir.path}")
+    words = ": ".join(filter(None, [what, failure["message"]]))
+    print(f"{words}; the last state is in {run_dir.path}")
 
 
 @hosts.first_only
@@ -201,7 +184,7 @@ def _show(run_dir: RunDir) -> None:
     """Writes the page, and says how to look at them and at the curves."""
     events = shlex.quote(str(run_dir.tensorboard))
     lines = [
-        ("page", str(write_run_page(run_dir, efficiency))),
+        ("page", str(write_run_page(run_dir))),
         ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
     ]
     print(columns(lines, "<<"))

@@ -17,7 +17,6 @@ from lowprec_attn.attention import IMPLEMENTATIONS
 from lowprec_attn.errors import UserError, unknown_field
 from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import Numerics, RowMax, get_preset, get_row_max
-from lowprec_attn.runs import trackers
 from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.instability.explosion import LASTING_STEPS
 from lowprec_attn.training.settings import (
@@ -53,7 +52,6 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
         **{name: _record(cls, top.pop(name, None), name) for name, cls in sections.items()},
         "attention": attention_settings(arithmetic, model),
         "rollback": _rollback(top.pop("rollback", None), arithmetic, model),
-        "loggers": _loggers(top.pop("loggers", None)),
     }
     settings = _record(TrainSettings, top, "", given=given)
     _check(settings)
@@ -71,18 +69,6 @@ def _model(section: Any) -> Model:
     model: Model = _record(MODELS[name], fields, "model")
     _check_model(model)
     return model
-
-
-def _loggers(value: Any) -> tuple[str, ...]:
-    """Names with commas between them; None: none."""
-    names = () if value is None else tuple(str(value).replace(" ", "").split(","))
-    unknown = [name for name in names if name not in trackers.NAMES]
-    if unknown or len(set(names)) < len(names):
-        known = ", ".join(trackers.NAMES)
-        raise ConfigError(
-            f"config.loggers must be one of {known}, or several with commas, or None, got {value!r}"
-        )
-    return names
 
 
 def _rollback(section: Any, arithmetic: Any, model: Model) -> RollbackSettings | None:

@@ -33,8 +33,8 @@ from lowprec_attn.training import announcement
 from lowprec_attn.training.devices import Devices, Program
 from lowprec_attn.training.instability.nonfinite import find_culprit
 from lowprec_attn.training.instability.rescue import Rescue
-from lowprec_attn.training.instability.watch import Watch, kept_records, origin_of
-from lowprec_attn.training.measurement import Measured, Measurement
+from lowprec_attn.training.instability.watch import Watch, kept_records
+from lowprec_attn.training.measurement import Measurement
 from lowprec_attn.training.progress import Progress
 from lowprec_attn.training.resources import heap
 from lowprec_attn.training.settings import TrainSettings
@@ -66,7 +66,7 @@ class _Pending(NamedTuple):
     arrays: tuple[jax.Array, jax.Array]
     data_state: dict[str, Any]  # before the batch was drawn
     metrics: StepMetrics
-    measured: Measured | None
+    signals: Signals | None
     directions: Directions | None  # of the measurement before this step
 
 
@@ -102,7 +102,6 @@ class Loop:
         self.watch = Watch(
             kept,
             int(state.step),
-            origin_of(run.run_dir),
             run.rescue.excess_limit,
             run.metrics.write,
             self._say,
@@ -153,14 +152,14 @@ class Loop:
         batch = next(self.data)
         self.data_state = self.data.get_state()
         arrays = self.fixed.devices.put(batch)
-        directions, measured = self.measurement.across.directions, None
+        directions, signals = self.measurement.across.directions, None
         if _due(self.fixed.settings.diagnostics_every, step):
-            measured = self.measurement.take(self.state, step, arrays)
+            signals = self.measurement.signals(self.state.params, step, arrays)
         self.state, metrics = self.fixed.program.train(self.state, *arrays, self.root)
         # Asked for later, the copies would queue behind the next step.
-        for array in jax.tree.leaves((metrics, measured)):
+        for array in jax.tree.leaves((metrics, signals)):
             array.copy_to_host_async()
-        dispatched = _Pending(batch, arrays, data_state, metrics, measured, directions)
+        dispatched = _Pending(batch, arrays, data_state, metrics, signals, directions)
         self._fetch()
         self.pending = dispatched
 
@@ -176,10 +175,8 @@ class Loop:
         pending, self.pending = self.pending, None
         self._complete_first_save()
         step = int(pending.batch["step"])
-        if pending.measured is not None:
-            self._write_signals(step, pending.measured.signals)
-            if pending.measured.adam is not None:
-                self.fixed.metrics.write(step, {"adam": jax.device_get(pending.measured.adam)})
+        if pending.signals is not None:
+            self._write_signals(step, pending.signals)
         metrics = jax.device_get(pending.metrics)
         self.fixed.order.append(step, pending.batch["starts"])
         recorded = {name: getattr(metrics, name) for name in _RECORDED}
@@ -296,11 +293,12 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        if pending.measured is None:  # else they are recorded
+        if pending.signals is None:  # else they are recorded
             signals = self.measurement.signals(self.state.params, step, pending.arrays)
             self._write_signals(step, signals)
         self._settle()
-        announcement.report_failure(self.fixed.run_dir, step, culprit)
+        failure = {"step": step, **culprit._asdict(), "message": str(culprit)}
+        announcement.report_failure(self.fixed.run_dir, failure, f"not finite at step {step}")
         return EXIT_BROKEN
 
     def _settle(self) -> None:
@@ -314,7 +312,10 @@ class Loop:
         self._save(step)
         self._write_validation(step)
         self._settle()
-        announcement.report_explosion(self.fixed.run_dir, step, self.watch.explosion)
+        explosion = self.watch.explosion
+        message = f"the loss exploded at step {explosion}; stopped after {step} steps"
+        failure = {"step": step, "explosion": explosion, "message": message}
+        announcement.report_failure(self.fixed.run_dir, failure, "")
         return EXIT_BROKEN
 
     def _finish(self) -> int:
@@ -327,7 +328,13 @@ class Loop:
         self.fixed.checkpoints.prune()  # it waits for the last one
         self.fixed.metrics.flush()
         if not math.isfinite(loss):
-            announcement.report_validation(self.fixed.run_dir, settings.steps, loss)
+            message = (
+                f"the validation loss is {loss}, while the losses of training are finite: look at "
+                "the held-out text's batches, or at attention's arithmetic"
+            )
+            failure = {"step": settings.steps, "message": message}
+            what = f"not finite at step {settings.steps}"
+            announcement.report_failure(self.fixed.run_dir, failure, what)
             return EXIT_BROKEN
         announcement.report_end(self.fixed.run_dir, loss, self.fixed.corpus)
         return EXIT_DONE

@@ -1,29 +1,21 @@
-"""The diagnostics that a run takes of itself: signals of every layer, and what Adam does to it.
+"""The diagnostics that a run takes of itself: signals of every layer.
 
 They look at one sequence, the first of the batch of their step, and at the parameters before its
 update. Nothing waits for them until their values are asked for.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from lowprec_attn.training.across_steps import AcrossSteps
-from lowprec_attn.training.adam_signals import AdamValues, make_adam_signals
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.settings import TrainSettings
 from lowprec_attn.training.signals import Directions, Signals, make_signals
-from lowprec_attn.training.step import TrainState, make_steps, root_key, step_key
-
-
-class Measured(NamedTuple):
-    """One measurement, on the devices; `adam` is of the last update, None before the first."""
-
-    signals: Signals
-    adam: AdamValues | None
+from lowprec_attn.training.step import make_steps, root_key, step_key
 
 
 class Measurement:
@@ -51,15 +43,8 @@ class Measurement:
         self._first_sequence = devices.jit(_first_sequence, out_shardings=everywhere)
         signals = make_signals(settings, make_steps(settings, devices.attend_whole))
         self._signals = devices.jit(signals, out_shardings=everywhere)
-        adam = make_adam_signals(settings.optimizer, settings.steps, settings.model.layers)
-        self._adam = devices.jit(adam, out_shardings=everywhere)
         self._root = root_key(settings)
         self.across = AcrossSteps(settings, devices, directions, recorded)
-
-    def take(self, state: TrainState, step: int, arrays: tuple[Array, Array]) -> Measured:
-        """Both diagnostics at a step, whose batch is `arrays`."""
-        signals = self.signals(state.params, step, arrays)
-        return Measured(signals, self._adam(state.params, state.opt_state) if step > 0 else None)
 
     def signals(self, params: Any, step: int, arrays: tuple[Array, Array]) -> Signals:
         """The signals of every layer and head on the first sequence of a batch."""

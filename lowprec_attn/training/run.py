@@ -16,25 +16,13 @@ import jax
 from lowprec_attn import hosts
 from lowprec_attn.data import builtin_text, lookup_text, tokens
 from lowprec_attn.data.batches import require_windows, train_iterator
-from lowprec_attn.data.order import (
-    Order,
-    OrderRecord,
-    Replay,
-    SeededOrder,
-    followed_by,
-    skipping,
-)
+from lowprec_attn.data.order import Order, OrderRecord, SeededOrder, skipping
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import read_record, write_atomically
-from lowprec_attn.runs import metrics as records
-from lowprec_attn.runs import trackers
 from lowprec_attn.runs.checkpoint import Checkpoints, Restored
-from lowprec_attn.runs.environment import moved
 from lowprec_attn.runs.instability.rollbacks import Rollback, RollbackRecord, skipped
-from lowprec_attn.runs.instability.spikes import level_before
 from lowprec_attn.runs.metrics import MetricsWriter
 from lowprec_attn.runs.run_dir import RunDir
-from lowprec_attn.runs.trackers import Trackers
 from lowprec_attn.tables import columns
 from lowprec_attn.training.across_steps import direction_shapes
 from lowprec_attn.training.announcement import announce, arithmetic
@@ -62,14 +50,13 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     Raises:
       UserError: data, checkpoint or run directory cannot serve; one clear line.
     """
-    trackers.require(settings.loggers)
     devices = run_devices(settings)
     require_memory(settings, devices)
     corpus = open_corpus(settings.data)
     context = settings.model.context
     corpus.require(context=context, vocab_size=settings.model.vocab_size)
     require_windows(corpus.val, context, settings.batch_size, settings.eval_batches)
-    draw = _order(settings, corpus.train)
+    draw = SeededOrder(settings.seed, settings.batch_size, corpus.train.count, context)
     # The text is part of what defines a run: the built-in one differs between Python versions.
     identity = {"train": corpus.train.sha256, "val": corpus.val.sha256}
     config = {**config, "text_sha256": identity}
@@ -78,7 +65,6 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         heap.rarely_collected(),
         hosts.ending_together(),
         RunDir.open(workdir, config) as run_dir,
-        Trackers(settings.loggers, run_dir, config) as copies,
         Checkpoints(run_dir.checkpoints, settings.checkpoints_kept) as checkpoints,
         explained_shortage(devices),
     ):
@@ -88,7 +74,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
                 f"note: warmup_steps {settings.optimizer.warmup_steps} is not below steps "
                 f"{settings.steps}: the learning rate never reaches its peak"
             )
-        parts = settings, devices, corpus, draw, run_dir, checkpoints, copies
+        parts = settings, devices, corpus, draw, run_dir, checkpoints
         while (code := _run_once(*parts)) is None:
             heap.release()  # the loop that went back refers to itself, and has a whole state
         return code
@@ -101,7 +87,6 @@ def _run_once(
     draw: Order,
     run_dir: RunDir,
     checkpoints: Checkpoints,
-    copies: Trackers,
 ) -> int | None:
     """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
     record = RollbackRecord(run_dir)
@@ -116,16 +101,10 @@ def _run_once(
         return EXIT_DONE
     record.keep_until(start)
     settings = _after(record.rollbacks, settings)
-    count = skipped(record.rollbacks)
-    ends = isinstance(draw, Replay) and settings.steps + count >= len(draw)
-    draw = skipping(draw, count)
-    draw(settings.steps - 1)  # a record that is too short is told now
-    if ends:  # and there is a batch for the signals at the end
-        draw = followed_by(draw, settings.steps, _seeded(settings, corpus.train))
     data = train_iterator(
         corpus.train,
         settings.model.context,
-        draw,
+        skipping(draw, skipped(record.rollbacks)),
         shard=devices.shard,
         parts=settings.accumulation_steps,
     )
@@ -138,7 +117,7 @@ def _run_once(
     order = OrderRecord(run_dir.data_order)
     order.truncate(start)
     rescue = Rescue(settings, run_dir, checkpoints, record)
-    with MetricsWriter(run_dir, start, copies) as metrics:
+    with MetricsWriter(run_dir, start) as metrics:
         run = Run(settings, devices, program, corpus, run_dir, checkpoints, metrics, order, rescue)
         saved_step, directions = None, None
         if restored is not None and is_own:
@@ -182,20 +161,6 @@ def open_corpus(settings: DataSettings) -> tokens.Corpus:
     return lookup_text.load() if settings.builtin == "lookup" else builtin_text.load()
 
 
-def _order(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder | Replay:
-    seeded = _seeded(settings, train_tokens)
-    if settings.data.replay is None:
-        return seeded
-    replay = Replay(settings.data.replay, *dataclasses.astuple(seeded)[1:])
-    replay(settings.steps - 1)  # a record that is too short is told now
-    return replay
-
-
-def _seeded(settings: TrainSettings, train_tokens: tokens.Tokens) -> SeededOrder:
-    context = settings.model.context
-    return SeededOrder(settings.seed, settings.batch_size, train_tokens.count, context)
-
-
 def _restore(
     settings: TrainSettings,
     devices: Devices,
@@ -210,18 +175,10 @@ def _restore(
         step, records = restored.step, restored.records
         hosts.from_first(lambda: run_dir.require_records(step, records))
         hosts.say(f"resuming at step {restored.step}")
-        _note_other_place(run_dir)
         return restored, True
     if settings.resume_from is not None:
         return _restore_other(settings, run_dir, target), False
     return None, False
-
-
-@hosts.first_only
-def _note_other_place(run_dir: RunDir) -> None:
-    changes = moved(run_dir.starts())
-    if changes is not None:
-        print(f"note: {changes} since its last start, so the last bits may differ")
 
 
 def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:
@@ -263,20 +220,10 @@ def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
         ) from error
     write_atomically(run_dir.data_order, b"".join(lines))
     changed = run_dir.changes_from(source)
-    before = _loss_before(source, step)
-    origin = {"run": str(source.path), "step": step, "changed": changed, "loss_before": before}
+    origin = {"run": str(source.path), "step": step, "changed": changed}
     run_dir.write_json(run_dir.origin, origin)
     listed = ", ".join(f"{name}: {a} -> {b}" for name, (a, b) in changed.items())
     print(f"from step {step} of {source.path}, changed: {listed or 'nothing'}")
-
-
-def _loss_before(source: RunDir, step: int) -> dict[str, float] | None:
-    """The level of the losses before a step, None where too few are recorded."""
-    if not source.metrics.exists():
-        return None
-    before = records.read(source.metrics)
-    found = level_before((r["step"], r["loss"]) for r in before if "loss" in r and r["step"] < step)
-    return None if found is None else found._asdict()
 
 
 def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:

@@ -29,19 +29,16 @@ def recorded_model(fields: Mapping[str, Any]) -> Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Where the tokens come from and in which order they are read.
+    """Where the tokens come from.
 
     Attributes:
       path: a directory with `train.bin` and `val.bin` (nanoGPT format, or as written by
         `lowprec-attn prepare`), or None for a built-in text.
-      replay: a file with one line of comma-separated start indices per step, or None for the
-        order drawn from the run's seed.
       builtin: the text where there is no path: the `documentation` that comes with Python
         (`data.builtin_text`), or `lookup` (`data.lookup_text`).
     """
 
     path: str | None
-    replay: str | None
     builtin: Literal["documentation", "lookup"] = "documentation"
 
 
@@ -111,7 +108,6 @@ class TrainSettings:
         rollback may need.
       devices: how many devices to use, None for all.
       shard_optimizer: split the optimizer's state over the devices.
-      loggers: of `runs.trackers.NAMES`: services that get a copy of the metrics.
       resume_from: run directory whose newest checkpoint to start from, with any setting changed.
       resume_step: of `resume_from`, the newest checkpoint at or before this step, None for the
         newest of all.
@@ -138,4 +134,3 @@ class TrainSettings:
     resume_step: int | None
     devices: int | None
     shard_optimizer: bool
-    loggers: tuple[str, ...]

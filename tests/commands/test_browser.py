@@ -1,4 +1,4 @@
-"""The pages of HTML in Chromium: of a training run, of a comparison, of `diagnose`.
+"""The pages of HTML in Chromium: of a training run, of `diagnose`.
 
 Their pictures stay in pytest's temporary directory (CONTRIBUTING.md).
 """
@@ -26,8 +26,8 @@ from lowprec_attn.runs.run_dir import RunDir
 pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("compiled_once")]
 
 WIDE, NARROW = 1200, 400
-PAGES = ("trained", "broken", "comparison", "diagnose_run", "diagnose_file")
-FIGURES = {"trained": 14, "broken": 6, "comparison": 2}  # 7 beside Adam's 6 and the speed
+PAGES = ("trained", "broken", "diagnose_run", "diagnose_file")
+FIGURES = {"trained": 8, "broken": 6}
 SCREEN = 900
 
 
@@ -63,11 +63,9 @@ def pages(browser, text, compiled_once, tmp_path_factory):
     np.savez(path / "layer.npz", **example["paper_like_arrays"]())
 
     said = {name: [judge(History.read(RunDir(path / name))).sentence] for name in PAGES[:2]}
-    said["comparison"] = said["trained"] + said["broken"]
     places = {name: path / f"{name}.html" for name in PAGES}
     _command("report", trained, "--html", places["trained"])
     _command("report", broken, "--html", places["broken"])
-    _command("report", trained, broken, "--html", places["comparison"])
     for name, source in (("diagnose_run", trained), ("diagnose_file", path / "layer.npz")):
         printed = _command("diagnose", source, "--html", places[name])
         said[name] = re.findall("^Verdict(?: for .*?)?: (.*)$", printed, re.MULTILINE)
@@ -138,14 +136,11 @@ def test_figures_are_drawn_and_their_words_do_not_collide(browser, pages, shots,
             assert min(across, min(a[3], b[3]) - max(a[1], b[1])) < 1, f"{one} is over {other}"
 
 
-def test_every_layer_and_run_has_its_curve(browser, pages):
+def test_every_layer_has_its_curve(browser, pages):
     browser.open(pages["trained"][0], WIDE)
     shades = figures.shades(2)
     assert all(_drawn(browser, i, shade) for i in range(1, 1 + len(RULES)) for shade in shades)
     assert _drawn(browser, 0, figures.SMOOTHED)
-    browser.open(pages["comparison"][0], WIDE)
-    for run in range(2):
-        assert all(_drawn(browser, i, figures.shade_of_run(run)) for i in range(2))
 
 
 def _drawn(browser, figure, color):

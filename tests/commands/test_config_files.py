@@ -42,10 +42,10 @@ FLAGS = [
     ("optimizer.peek_lr=1", "unknown field config.optimizer.peek_lr (did you mean peak_lr?)"),
     ("stepz=1", "unknown field config.stepz (did you mean steps?); fields are accumulation_steps,"),
     ("attention.points.outptu=float32", "config.attention.points.outptu (did you mean output?)"),
-    ("steps.x=1", "config.steps.x"),
+    ("steps.x=1", "there is no config.steps.x; set the field that it would be in"),
     ("steps", "cannot parse --config.steps: a value is missing"),
     ("steps=many", "invalid literal for int() with base 10: 'many'"),
-    ("model=3", "`3` is not a dict"),
+    ("model=3", "cannot parse --config.model=3: Could not override field 'model'"),
     ("attention.layers={0: {}, '0': {}}", "keys of one mapping differ in type, such as 0 and '0'"),
 ]
 

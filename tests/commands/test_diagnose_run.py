@@ -111,7 +111,7 @@ def test_a_spike_of_the_run_that_points_at_its_batch_is_noted(made, tmp_path):
     metrics = RunDir(copy).metrics
     metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     *_, note = run_layers.load(copy)[0].notes
-    assert note.startswith("of the run's training: step 2: spike to 6.500")
+    assert note.startswith("of the run's training: step 2: the loss 6.500 is a spike")
     assert "no rule was met, which points at its batch rather than at arithmetic" in note
     metrics.write_text("damaged\n")
     assert not any("spike" in note for note in run_layers.load(copy)[0].notes)

@@ -7,8 +7,8 @@ import pytest
 from grain.sharding import ShardOptions
 
 from lowprec_attn.data.batches import train_iterator, validation_batches
-from lowprec_attn.data.order import Replay, SeededOrder
-from lowprec_attn.data.tokens import DataError, Tokens
+from lowprec_attn.data.order import SeededOrder
+from lowprec_attn.data.tokens import Tokens
 
 CONTEXT = 8
 BATCH = 4
@@ -86,16 +86,6 @@ def test_orbax_stores_the_iterator(tokens, order, tmp_path):
     fresh = train_iterator(tokens, CONTEXT, order)
     ocp.load_checkpointables(tmp_path / "checkpoint", {"data": fresh})
     assert_equal(next(fresh), expected)
-
-
-def test_replay_ends_with_its_record_and_not_before(tokens, tmp_path):
-    path = tmp_path / "order.txt"
-    path.write_text("1,2,3,4\n5,6,7,8\n")
-    order = Replay(path, BATCH, tokens.count, CONTEXT)
-    iterator = train_iterator(tokens, CONTEXT, order)
-    assert [next(iterator)["starts"].tolist() for _ in range(2)] == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    with pytest.raises(DataError, match="ends after 2 steps, step 2 is not in it"):
-        next(iterator)
 
 
 def test_shards_are_the_rows_of_the_batch(tokens, order):

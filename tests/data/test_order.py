@@ -1,4 +1,4 @@
-"""The batch order: a pure function of seed and step, recorded and replayed."""
+"""The batch order: a pure function of seed and step, and its record."""
 
 import hashlib
 import resource
@@ -6,7 +6,7 @@ import resource
 import numpy as np
 import pytest
 
-from lowprec_attn.data.order import OrderRecord, Replay, SeededOrder
+from lowprec_attn.data.order import OrderRecord, SeededOrder
 from lowprec_attn.data.tokens import DataError
 from lowprec_attn.files import DiskError, Fingerprint
 
@@ -16,10 +16,6 @@ GOLDEN = [854, 480, 664, 796]
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "data_order.txt"
-
-
-def replay(path, batch_size=3, token_count=100, context=8):
-    return Replay(path, batch_size, token_count, context)
 
 
 def test_the_order_never_changes():
@@ -48,15 +44,11 @@ def test_text_of_exactly_one_window():
     assert SeededOrder(0, 5, 17, 16)(0).tolist() == [0] * 5
 
 
-def test_a_record_replays(path):
+def test_a_record_has_the_starts_of_every_step(path):
     order, record = SeededOrder(3, 3, 100, 8), OrderRecord(path)
     for step in range(5):
         record.append(step, order(step))
     assert path.read_text().splitlines()[2] == ",".join(map(str, order(2)))
-    again = replay(path)
-    assert len(again) == 5
-    for step in reversed(range(5)):
-        np.testing.assert_array_equal(again(step), order(step))
 
 
 def test_a_record_is_continued(path):
@@ -115,47 +107,7 @@ def test_a_full_disk_is_one_line(path):
     survivor = OrderRecord(path)
     survivor.truncate(1)
     survivor.append(1, np.arange(10))
-    assert len(replay(path, batch_size=10)) == 2
-
-
-def test_replay_checks_the_edges_of_the_text(path):
-    path.write_text("0,91,5\n")  # 100 tokens, context 8: the last window starts at 91
-    assert replay(path)(0).tolist() == [0, 91, 5]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", r"data_order.txt is empty"),
-        ("1,2,3\n4,5\n", r"line 2 has 2 start indices, but a step reads 3.*batch_size=2"),
-        ("1,2,3\n4,x,6\n", r"line 2 is not comma-separated start indices: .*'x'"),
-        ("1,2,3.5\n", r"line 1 is not comma-separated start indices"),
-        ("1,2,3\n\n", r"line 2 is not comma-separated start indices"),
-        ("1,2,99999999999999999999\n", r"line 1 is not comma-separated start indices"),
-        ("1,2,92\n", r"line 1 starts a window at 92, outside the text, .* at 91"),
-        ("1,-2,3\n", r"line 1 starts a window at -2, outside the text"),
-        ("1,2,3\n4,5,6", r"line 2 is cut off"),
-        ("1,2,3\n4,5,é\n", r"is not a text file of start indices"),
-    ],
-)
-def test_replay_names_what_is_wrong(path, text, message):
-    path.write_text(text)
-    with pytest.raises(DataError, match=message):
-        replay(path)
-
-
-def test_replay_of_a_missing_file(path):
-    with pytest.raises(DataError, match=r"data_order.txt does not exist"):
-        replay(path)
-    path.mkdir()
-    with pytest.raises(DataError, match=r"data_order.txt is no file: give the path of a record"):
-        replay(path)
-
-
-def test_replay_beyond_its_end(path):
-    path.write_text("1,2,3\n")
-    with pytest.raises(DataError, match=r"ends after 1 steps, step 1 is not in it"):
-        replay(path)(1)
+    assert path.read_text() == 2 * (",".join(map(str, range(10))) + "\n")
 
 
 def test_the_fingerprint_is_that_of_the_lines_before_a_step(path):

@@ -75,17 +75,6 @@ def test_the_seed_chooses_what_is_held_out(tmp_path, files):
     assert len({tuple(held_out(f"seed{seed}", seed)) for seed in range(8)}) > 2
 
 
-def test_a_separator_splits_files_into_documents(out, tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_PIECE", 4)  # separators lie across pieces
-    texts = [f"line {i}\nmore\n" for i in range(10)]
-    (tmp_path / "a.txt").write_text("<|\n|>".join(texts[:5]))
-    (tmp_path / "b.txt").write_text("<|\n|>".join(texts[5:]) + "<|\n|> \n")
-    arguments = ("--tokenizer", "bytes", "--val-fraction", "0.3", "--separator", "<|\n|>")
-    run(out, "--text", tmp_path / "a.txt", tmp_path / "b.txt", *arguments)
-    corpus = tokens.load(out)
-    assert sorted(byte_documents(corpus.train.ids) + byte_documents(corpus.val.ids)) == texts
-
-
 def test_one_long_document_is_held_out_in_pieces(out, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_PIECE", 100)
     lines = [f"line {i:04}\n" for i in range(1000)]
@@ -201,19 +190,12 @@ def test_three_small_files_are_cut_so_that_a_part_can_be_held_out(out, tmp_path,
         (["--seed", "-1"], r"--seed -1 is negative: give 0 or more"),
         (["--data-files", "a"], r"--data-files only goes with --dataset"),
         (["--revision", "a"], r"--revision only goes with --dataset"),
-        (["--tokenizer", "bytes", "--bpe", "a"], r"--bpe only goes with --tokenizer gpt2"),
-        (["--separator", ""], r"--separator is empty"),
     ],
 )
 def test_arguments_that_contradict_each_other(out, files, extra, message):
     with pytest.raises(DataError, match=message):
         run(out, "--text", files[0], *extra)
     assert not out.exists()
-
-
-def test_a_separator_does_not_go_with_a_data_set(out):
-    with pytest.raises(DataError, match=r"--separator only goes with --text"):
-        run(out, "--dataset", "text", "--separator", "x")
 
 
 def test_missing_text_file(out, files):

@@ -1,24 +1,18 @@
-"""Text files of every format that is told by content: what is read of each, and what is refused."""
+"""Text files: what is read of each, and what is refused."""
 
-import bz2
 import functools
 import gzip
-import itertools
 import json
-import lzma
 import os
-import random
 import shutil
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from processes import instants
 
-from lowprec_attn.data import documents, prepare, text_files, tokens
+from lowprec_attn.data import documents, prepare, tokens
 from lowprec_attn.data.documents import Piece
 from lowprec_attn.data.tokenizer import ByteTokenizer
 from lowprec_attn.data.tokens import DataError
@@ -26,21 +20,20 @@ from lowprec_attn.files import DiskError
 
 TEXTS = ["first\n", "zweiter é", "third\r\nwith lines\n"]
 PLAIN = "".join(f"line {i}\n" for i in range(50)).encode()
-LONG = "".join(f"{random.Random(i).random()}\n" for i in range(20_000)).encode()
 JSONL = "".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in enumerate(TEXTS)).encode()
 
 
-def parquet(texts, column="text"):
+def parquet(texts):
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({column: texts, "other": list(range(len(texts)))}), sink)
+    pq.write_table(pa.table({"text": texts, "other": list(range(len(texts)))}), sink)
     return sink.getvalue().to_pybytes()
 
 
-def read(tmp_path, content, **options):
+def read(tmp_path, content):
     """The documents of a file without a telling name."""
     path = tmp_path / "file"
     path.write_bytes(content)
-    source = documents.text_files([path], **options)
+    source = documents.text_files([path])
     found = [piece.text for piece in source.pieces]
     assert source.done() == source.size == len(content)
     return found
@@ -50,30 +43,22 @@ PACKED = {
     "as it is": lambda data: data,
     "gzip": gzip.compress,
     "gzip of two members": lambda data: gzip.compress(data[:20]) + gzip.compress(data[20:]),
-    "zstd": zstandard.compress,
-    "zstd of two frames": lambda data: zstandard.compress(data[:9]) + zstandard.compress(data[9:]),
-    "bzip2": bz2.compress,
-    "xz": lzma.compress,
 }
 
 
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "byte-order mark"])
-@pytest.mark.parametrize("content", ["text", "JSON lines"])
-def test_packed_text_is_read_as_what_it_holds(tmp_path, packed, mark, content):
-    plain = PLAIN if content == "text" else JSONL
-    found = read(tmp_path, PACKED[packed](mark + plain))
-    assert found == ([PLAIN.decode()] if content == "text" else TEXTS)
+def test_packed_text_is_read_as_what_it_holds(tmp_path, packed, mark):
+    assert read(tmp_path, PACKED[packed](mark + PLAIN)) == [PLAIN.decode()]
 
 
-def test_parquet_is_read_by_its_column_text(tmp_path):
-    assert read(tmp_path, parquet([*TEXTS, None, " "])) == TEXTS
-    loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "file"), split="train")
-    assert loaded["text"][:3] == TEXTS
-
-
-def test_of_json_lines_empty_texts_are_no_documents(tmp_path):
-    assert read(tmp_path, b'{"text": ""}\n\n{"text": null}\n{"text": "a"}') == ["a"]
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_rows_are_read_as_a_data_set(tmp_path, name):
+    """As the refusal of such a text advises; empty texts are no documents."""
+    content = parquet([*TEXTS, None, " "]) if name == "rows.parquet" else JSONL
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    kind = "parquet" if name == "rows.parquet" else "json"
+    assert [p.text for p in documents.dataset(kind, [str(tmp_path / name)]).pieces] == TEXTS
 
 
 @pytest.mark.parametrize(
@@ -89,41 +74,22 @@ def test_what_merely_begins_like_json_is_text(tmp_path, content):
     assert read(tmp_path, content) == [content.decode()]
 
 
-def test_a_format_that_is_named_is_not_told(tmp_path):
-    assert read(tmp_path, JSONL, format="text") == [JSONL.decode()]
-
-
-def test_a_long_first_line_of_json_lines_is_recognised(tmp_path):
-    text = "x" * 3 * text_files._HEAD
-    assert read(tmp_path, json.dumps({"text": text}).encode() + b"\n" + JSONL) == [text, *TEXTS]
-
-
+AS_ROWS = "JSON: give it by --dataset json"
 REFUSED = {
-    "no text in JSON lines": (b'{"body": "x"}\n', r"line 1 has the fields \['body'\], but no 'te"),
-    "a number as text": (b'{"text": 3}\n', "line 1 has int as its 'text', not text"),
-    "a line that is not JSON": (JSONL + b"oops\n", "line 4 is not JSON .*, and the first line is"),
-    "a line that is no object": (JSONL + b"[]\n", "line 4 has no object, but no 'text'"),
-    "half a surrogate pair": (b'{"text": "\\ud800"}\n', "line 1 has no Unicode as its 'text'"),
-    "brackets without end": (JSONL + b"[" * 100_000, "line 4 is not JSON"),
-    "a JSON array": (b'[{"text": "a"},\n{"text": "b"}]', "is a JSON array: give one object a line"),
-    "Parquet without text": (parquet(TEXTS, "body"), r"has the columns \['body', 'other'\], but"),
-    "Parquet of numbers": (parquet([1, 2]), "has int as its 'text', not text"),
-    "damaged Parquet": (parquet(TEXTS)[:80], "is not a readable Parquet file"),
-    "Parquet in gzip": (gzip.compress(parquet(TEXTS)), "is Parquet within gzip: unpack it"),
+    "JSON lines": (JSONL, f"is {AS_ROWS}"),
+    "JSON lines in gzip": (gzip.compress(b"\xef\xbb\xbf" + JSONL), f"is {AS_ROWS}"),
+    "a long JSON line": (json.dumps({"text": "x" * 3 * documents._HEAD}).encode(), f"is {AS_ROWS}"),
+    "a JSON array": (b'[{"text": "a"},\n{"text": "b"}]', f"is {AS_ROWS}"),
+    "Parquet": (parquet(TEXTS), "is Parquet: give it by --dataset parquet"),
+    "zstd": (b"\x28\xb5\x2f\xfd and so on", "is zstd: unpack it"),
     "zip": (b"PK\x03\x04 and so on", "is a zip archive: unpack it"),
     "PDF": (b"%PDF-1.7 and so on", "is a PDF: extract its text"),
-    "tar": (b"name".ljust(257, b"\0") + b"ustar", "is a tar archive: unpack it"),
-    "tar in gzip": (gzip.compress(b"name".ljust(257, b"\0") + b"ustar"), "is a tar archive"),
+    "tar": (b"name".ljust(257, b"\0") + b"ustar", r"is binary \(it holds zero bytes\)"),
     "UTF-16": ("text".encode("utf-16"), "is UTF-16: convert it with iconv -f UTF-16"),
     "token ids": (np.arange(500, dtype="<u2").tobytes(), r"is binary \(it holds zero bytes\)"),
     "Latin-1": ("café".encode("latin-1"), r"is not UTF-8 \(byte 0xe9\)"),
     "half of gzip": (gzip.compress(PLAIN)[:30], "is damaged gzip"),
     "gzip with a wrong sum": (gzip.compress(PLAIN)[:-8] + bytes(8), "is damaged gzip"),
-    "half of zstd": (zstandard.compress(PLAIN)[:60], "is damaged zstd"),
-    "half of a long zstd": (zstandard.compress(LONG)[:-9000], "is damaged zstd"),
-    "zstd with a wrong byte": (zstandard.compress(PLAIN)[:30] + b"x" * 40, "is damaged zstd"),
-    "damaged bzip2": (bz2.compress(PLAIN)[:20] + bytes(30), "is damaged bzip2"),
-    "half of xz": (lzma.compress(PLAIN)[:40], "is damaged xz"),
 }  # fmt: skip
 
 
@@ -134,48 +100,12 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, case):
         read(tmp_path, content)
 
 
-def test_a_separator_goes_with_plain_text(tmp_path):
-    with pytest.raises(DataError, match=r"--separator goes with plain text, and .*file is jsonl"):
-        read(tmp_path, JSONL, separator="\n")
-
-
-def split(text, separator, sizes):
-    """The documents of a text that comes in pieces."""
-    cuts = [0, *itertools.accumulate(sizes), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(cuts) if a < b]
-    stream = [Piece(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
-    return [piece.text for piece in documents._split(stream, separator)]
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_a_text_is_split_alike_however_it_is_cut(seed):
-    draw = random.Random(seed)
-    separator = "".join(draw.choices("ab", k=draw.randint(1, 4)))
-    text = "".join(draw.choices("abc", k=60))
-    whole = [part for part in text.split(separator) if part]
-    sizes = [draw.randint(1, 4) for _ in range(15)]
-    assert split(text, separator, sizes) == whole
-
-
-class Counted(str):
-    """A text that counts how many characters are searched for a separator."""
-
-    searched = 0
-
-    def __radd__(self, before):
-        return Counted(str.__add__(before, self))
-
-    def split(self, separator):
-        Counted.searched += len(self)
-        return str.split(self, separator)
-
-
-def test_a_long_document_is_searched_for_the_separator_once():
-    piece = Counted("some words " * 10)
-    stream = [Piece(piece, ends_document=i == 999) for i in range(1_000)]
-    (found,) = documents._split(stream, "<|endoftext|>")
-    assert found.text == piece * 1_000
-    assert len(found.text) <= Counted.searched <= 2 * len(found.text)
+@pytest.mark.parametrize(
+    ("text", "words"), [(3, "int as its 'text', not text"), ("\ud800", "no Unicode as its 'text'")]
+)
+def test_a_row_whose_text_is_none_is_refused(text, words):
+    with pytest.raises(DataError, match=f"data set 'mine' has {words}"):
+        list(documents._document(text, "data set 'mine'"))
 
 
 # Whole, or not there.

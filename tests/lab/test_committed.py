@@ -318,7 +318,7 @@ def test_a_page_shows_the_figure_of_the_records(tmp_path, picture):
     ],
 )
 def test_the_recorded_batches_are_drawn_from_a_text_of_the_length_that_is_told(experiment, name):
-    runs = archive.read_all(FAILURE / experiment)
+    runs = archive.read(FAILURE / experiment)
     header = next(run.header for run in runs if run.name == name)
     config = header["config"]
     length = records.text_lengths(FAILURE)[config["text_sha256"]["train"]]

@@ -60,7 +60,7 @@ def test_an_arithmetic_of_one_layer_or_head_counts():
 def test_in_the_records_rows_of_p_are_off_from_the_start_under_mechanism_a_alone():
     checked = set()
     experiments = [path for path in (ROOT / "results" / "failure").iterdir() if path.is_dir()]
-    runs = [run for directory in experiments for run in archive.read_all(directory)]
+    runs = [run for directory in experiments for run in archive.read(directory)]
     for run in runs:
         layers = run.signals[min(run.signals)]
         if run.header["config"].get("resume_from") or any(

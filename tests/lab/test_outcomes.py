@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 from records.arms import arm_record
-from records.older import write_older
 
 from lowprec_attn.commands.main import main
 from lowprec_attn.lab import archive, collection, records
@@ -503,25 +502,19 @@ def test_a_control_that_is_named_takes_the_place_of_the_recorded_one():
     assert records.with_control(runs, "positive", None) == runs
 
 
-def test_records_say_arm_control_and_seed_and_older_ones_are_read(collected, tmp_path):
+def test_records_say_arm_control_and_seed(collected, tmp_path):
     run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
     header = run.header
     assert header["rollbacks"] == []
     back = Rollback(to=100, onset=200, detected=300, skipped=201, reason="excess")
-
-    def read(directory, lacking=(), **fields):
-        kept = {name: value for name, value in header.items() if name not in lacking}
-        write_older(directory, dataclasses.replace(run, header=kept), **fields)
-        return records.read_all(directory)[0]
-
-    assert read(tmp_path / "a", rollbacks=[back._asdict()]).rollbacks == [back]
+    went_back = {**header, "rollbacks": [back._asdict()]}
+    archive.write(tmp_path, [dataclasses.replace(run, header=went_back)])
+    (found,) = records.read_all(tmp_path)
+    assert found.rollbacks == [back]
+    assert (found.seed, found.steps, found.explosion) == (2, 391, 230)
     assert (header["arm"], header["seed"], header["control"]) == ("bad", 2, None)
     assert (header["steps"], header["explosion"]) == (391, 230)
     assert header["runaway_rule"] == {"score": 512.0, "step": 2000}
-    whole = read(tmp_path / "b")
-    assert (whole.seed, whole.steps, whole.explosion) == (2, 391, 230)
-    names = ("seed", "control", "steps", "explosion", "runaway_rule", "rollbacks", "held_out")
-    assert read(tmp_path / "c", lacking=names).explosion == 230
 
 
 def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
@@ -530,30 +523,6 @@ def test_a_run_that_was_stopped_has_exploded(lab, tmp_path):
     assert main(["lab", "collect", str(lab.out), str(tmp_path / "results")]) == 0
     found = archive.read(tmp_path / "results")
     assert [run.header["explosion"] for run in found] == [3, None]
-
-
-@pytest.mark.parametrize(
-    ("explosion", "step", "loss", "recounted", "word"),
-    [
-        (230, 330, 4.0, 230, "exploded"),  # 101 steps in excess
-        (230, 329, 4.0, 230, "exploded"),  # the last of 100 steps was withheld, its loss finite
-        (230, 328, 4.0, None, "not finite"),
-        (230, 329, "nan", None, "not finite"),
-        (230, 330, "nan", 230, "exploded"),
-        (330, 330, 4.0, None, "not finite"),
-    ],
-)
-def test_what_earlier_versions_called_an_explosion_is_recounted(
-    collected, tmp_path, explosion, step, loss, recounted, word
-):
-    """They named the step that was not finite, or the first of the excess that lasted then."""
-    run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
-    run.columns["loss"][step] = loss
-    failure = {"step": step, "message": "first non-finite value in layer 1"}
-    write_older(tmp_path / "older", run, explosion=explosion, runaway=None, failure=failure)
-    (found,) = records.read_all(tmp_path / "older")
-    assert (found.explosion, found.not_finite) == (recounted, step)
-    assert outcomes.outcomes([found])[0].words == {2: word}
 
 
 def test_records_are_read_in_the_order_of_their_seeds(collected):
@@ -571,18 +540,9 @@ def test_records_are_read_in_the_order_of_their_seeds(collected):
 
 def test_records_of_the_same_arm_and_seed_are_refused(collected):
     run = next(run for run in archive.read(collected) if run.name == "bad-seed2")
-    (collected / "records.jsonl.xz").unlink()
-    path = write_older(collected, run)
-    (collected / "again.jsonl").write_bytes(path.read_bytes())
+    archive.write(collected, [run, run])
     with pytest.raises(records.RecordError, match="holds two records of arm bad, seed 2"):
         records.read_all(collected)
-
-
-def test_records_without_the_signals_of_a_report_are_refused(lab, collected, capsys):
-    signals = ["--signals", "score_maximum"]
-    assert main(["lab", "collect", str(lab.out), str(collected), *signals]) == 0
-    assert main(["lab", "report", str(collected)]) == 1
-    assert "arm bad has no query_weight_norm: a report needs them" in capsys.readouterr().err
 
 
 def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):

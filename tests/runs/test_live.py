@@ -124,14 +124,14 @@ def test_a_copy_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, fi
     hidden = newest.rename(tmp_path / "hidden")
     mirror.push(RunDir(run), url)
     hidden.rename(newest)
-    put = mirror._Target.put
+    put = mirror._put
 
-    def put_some(self, path, name):
+    def put_some(path, name, target):
         if name.endswith(".json"):
             raise OSError("connection lost")
-        put(self, path, name)
+        put(path, name, target)
 
-    monkeypatch.setattr(mirror._Target, "put", put_some)
+    monkeypatch.setattr(mirror, "_put", put_some)
     with pytest.raises(mirror.MirrorError, match="connection lost"):
         mirror.push(RunDir(run), url)
     assert mirror.pull(url, tmp_path / "back")

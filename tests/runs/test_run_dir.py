@@ -508,16 +508,6 @@ def test_the_environment_is_json_and_tells_nothing_private(monkeypatch):
     assert environment.describe()["command"] == ["python", "-m", "lowprec_attn", "train"]
 
 
-def test_a_start_on_other_devices_or_versions_is_noticed():
-    start = environment.describe()
-    versions = start["versions"] | {"jax": "0.1", "numpy": "1"}
-    other = start | {"device_count": 1, "versions": versions}
-    assert environment.moved([]) is environment.moved([other]) is None
-    assert environment.moved([other, start, start | {"date": "later", "commit": None}]) is None
-    jax_version = start["versions"]["jax"]
-    assert environment.moved([other, start]) == f"device_count 1 -> 8, jax 0.1 -> {jax_version}"
-
-
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package",))
     assert environment.describe()["versions"]["no-such-package"] is None

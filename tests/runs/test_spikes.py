@@ -1,4 +1,4 @@
-"""Spikes, divergence and jumps, on synthetic losses."""
+"""Spikes and divergence, on synthetic losses."""
 
 import math
 
@@ -8,8 +8,6 @@ import pytest
 from lowprec_attn.runs.instability.spikes import (
     SLOW_STEPS,
     Divergence,
-    Jump,
-    ResumeWatch,
     Spike,
     SpikeEnd,
     Spikes,
@@ -95,25 +93,7 @@ def test_a_spike_that_grows_into_an_excess_is_no_divergence():
     assert [type(e) for e in found] == [Spike, SpikeEnd]
 
 
-@pytest.mark.parametrize(("rise", "count"), [(0.0, 0), (0.1, 0), (0.2, 1), (math.nan, 1)])
-def test_a_jump_is_between_the_losses_before_and_after_a_resume(rise, count):
-    values = losses(400)
-    values[300:] += rise
-    watch = ResumeWatch(300, level(values[:300]))
-    found = [e for step, loss in enumerate(values) for e in watch.add(step, float(loss))]
-    assert len(found) == count
-    for jump in found:
-        assert isinstance(jump, Jump)
-        assert (jump.step, jump.resumed) == (309, 300)
-
-
-def test_without_losses_before_there_is_no_jump():
-    assert level(losses(19)) is None
-    watch = ResumeWatch(0, None)
-    assert [e for step in range(50) for e in watch.add(step, 100.0)] == []
-
-
 @pytest.mark.parametrize("event", events(raised(300, 330, 1.0)), ids=lambda e: type(e).__name__)
 def test_an_event_says_step_and_batch(event):
     assert "300" in str(event) or "line 301 of data_order.txt" in str(event)
-    assert len(event.record()) == 1
+    assert type(event).of({"step": event.step, **event.record()}) == event

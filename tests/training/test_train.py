@@ -80,10 +80,6 @@ def test_a_run_directory_holds_everything(finished):
     signals = {r["step"]: r["signals"] for r in records if "signals" in r}
     assert sorted(signals) == [0, 5, 10, 12]
     assert len(signals[5]["layer_1"]["score_maximum"]) == 2
-    adam = {r["step"]: r["adam"] for r in records if "adam" in r}
-    assert sorted(adam) == [5, 10]
-    assert sorted(adam[5]) == ["layer_0", "layer_1", "outside"]
-    assert all(0 < part["update_ratio"] < 1 for part in adam[10].values())
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["below_unigram"] == summary["unigram_loss"] - summary["val_loss"]
 
@@ -140,7 +136,6 @@ def test_the_same_command_on_a_finished_run_removes_a_failure_alone(run, finishe
     (finished / "failure.json").write_text("{}")  # of a start on other devices, say
     out, _ = run(finished)
     assert "resuming at step 12" in out
-    assert "last bits may differ" not in out
     assert (finished / "metrics.jsonl").read_bytes() == before
     assert not (finished / "failure.json").exists()
 
@@ -181,18 +176,6 @@ def test_a_checkpoint_that_cannot_serve_is_refused(
     changes |= {"resume_from": finished, "data__path": text, "attention__implementation": "tiled"}
     assert main(["train", f"--workdir={tmp_path / 'run'}", *flags(devices=1, **changes)]) == 1
     assert text_of_error in error_line(capsys.readouterr().err)
-
-
-@pytest.mark.usefixtures("no_report")
-def test_a_recorded_order_is_replayed(run, finished, tmp_path):
-    lines = (finished / "data_order.txt").read_text().splitlines()
-    order = tmp_path / "generated_indices_rank_0.txt"
-    order.write_text("".join(line + "\n" for line in reversed(lines)))
-    workdir = tmp_path / "replayed"
-    run(workdir, data__replay=order)
-    assert (workdir / "data_order.txt").read_text() == order.read_text()
-    # The record has no batch after the last step, so the end is measured on one of the seed's.
-    assert "signals" in metrics.read(workdir / "metrics.jsonl")[-1]
 
 
 @pytest.mark.usefixtures("no_report")
@@ -306,7 +289,6 @@ BAD = {
     "vocabulary": ({"model__vocab_size": 100}, "beyond the model's vocabulary of 100"),
     "short data": ({"model__context": 100_000}, "100000 + 1"),
     "heads": ({"model__heads": 3}, "multiple of 3"),
-    "replay": ({"data__replay": "NOWHERE/order.txt"}, "NOWHERE/order.txt"),
     "devices": ({"devices": 9}, "devices=9"),
     "resume_from": ({"resume_from": "NOWHERE/run"}, "NOWHERE/run"),
     "resume_step": ({"resume_step": 100}, "beside resume_from"),

@@ -3,7 +3,6 @@
 import pytest
 
 from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH
-from lowprec_attn.runs.instability.spikes import Level
 from lowprec_attn.training.instability.watch import Watch
 
 QUIET, LOUD = ({"layer_0": {"score_maximum": [3.0, value]}} for value in (4.0, 600.0))
@@ -12,13 +11,13 @@ QUIET, LOUD = ({"layer_0": {"score_maximum": [3.0, value]}} for value in (4.0, 6
 class Heard:
     """A watch, what it wrote and what it said."""
 
-    def __init__(self, recorded=(), start=0, origin=None, limit=None):
+    def __init__(self, recorded=(), start=0, limit=None):
         self.records, self.lines = [], []
 
         def write(step, values):
             self.records.append({"step": step, **values})
 
-        self.watch = Watch(recorded, start, origin, limit, write, self.lines.append)
+        self.watch = Watch(recorded, start, limit, write, self.lines.append)
 
 
 def loss(step):
@@ -82,15 +81,3 @@ def test_an_excess_is_enough_after_the_limit_and_its_onset_is_the_spike(whole):
     unlimited = Heard()
     take(unlimited, 0, 200)
     assert unlimited.watch.enough is None
-
-
-def test_a_jump_is_recorded_after_another_run_and_only_said_after_its_own():
-    own = Heard([{"step": s, "loss": 1.0} for s in range(30)], 30)
-    other = Heard((), 30, (30, Level(1.0, 0.02)))
-    for heard in (own, other):
-        for step in range(30, 40):
-            heard.watch.add_loss(step, 1.08)
-    assert [len(heard.lines) for heard in (own, other)] == [1, 1]
-    assert "resumed at step 30 have the median 1.080, 4.0 spreads" in own.lines[0]
-    assert own.records == []
-    assert other.records == [{"step": 39, "resume_jump": {"resumed": 30, "median": 1.08}}]

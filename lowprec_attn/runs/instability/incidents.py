@@ -1,19 +1,15 @@
-"""What happened in a run, one line each, from its records: warnings, spikes, divergence, jumps."""
+"""What happened in a run, one line each, from its records: warnings, spikes, divergence."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_attn.diagnostics import rules
 from lowprec_attn.diagnostics.rules import Signals
 from lowprec_attn.runs.instability.rollbacks import Rollback
-from lowprec_attn.runs.instability.spikes import RESUMED_LOSSES
+from lowprec_attn.runs.instability.spikes import Divergence, Spike, SpikeEnd
 
 # Of a spike that recovers fast while no rule is met.
 AT_ITS_BATCH = "no rule was met, which points at its batch rather than at arithmetic"
-
-_INDICES_SHOWN = 3
 
 
 class Incident(NamedTuple):
@@ -36,18 +32,15 @@ class Incident(NamedTuple):
 
 
 def incidents(
-    records: Sequence[Mapping[str, Any]],
-    data_order: Path,
-    rollbacks: Sequence[Rollback] = (),
+    records: Sequence[Mapping[str, Any]], rollbacks: Sequence[Rollback] = ()
 ) -> list[Incident]:
     """All of a run, in the order of their steps.
 
     Args:
       records: of `metrics.jsonl`.
-      data_order: the run's record of its batches, which names the windows of a spike's batch.
       rollbacks: of the run.
     """
-    ends = {r["spike_end"]["begin"]: r for r in records if "spike_end" in r}
+    ends = {end.begin: end for end in (SpikeEnd.of(r) for r in records if "spike_end" in r)}
     diagnostics = [(r["step"], meets_rule(r["signals"])) for r in records if "signals" in r]
     found = [Incident(rollback.to, f"rollback: {rollback}") for rollback in rollbacks]
     for record in records:
@@ -55,29 +48,17 @@ def incidents(
         if "warnings" in record:
             found += [Incident(step, text) for text in _warnings(record["warnings"])]
         if "spike" in record:
-            spike, end = record["spike"], ends.get(step)
+            spike, end = Spike.of(record), ends.get(step)
             at_batch = (
                 end is not None
-                and end["spike_end"]["recovery"] == "fast"
-                and no_rule_met(diagnostics, step, end["step"])
+                and end.recovery == "fast"
+                and no_rule_met(diagnostics, step, end.step)
             )
-            text = (
-                f"spike to {spike['loss']:.3f}, {spike['score']:.1f} spreads above "
-                f"{spike['median']:.3f}, {_recovery(end)}"
-                f"{f'; {AT_ITS_BATCH}' if at_batch else ''}; windows {_windows(data_order, step)}"
-            )
-            found.append(Incident(step, text, spike["loss"], at_batch))
+            parts = [str(spike), "it is not over yet" if end is None else str(end)]
+            text = "; ".join([*parts, AT_ITS_BATCH] if at_batch else parts)
+            found.append(Incident(step, text, spike.loss, at_batch))
         if "divergence" in record:
-            smoothed, best = (record["divergence"][name] for name in ("smoothed", "best"))
-            text = f"divergence without a spike, smoothed loss {smoothed - best:.2f} above its best"
-            found.append(Incident(step, text))
-        if "resume_jump" in record:
-            jump = record["resume_jump"]
-            text = (
-                f"the {RESUMED_LOSSES} losses from step {jump['resumed']:,}, where the run was "
-                f"resumed, have the median {jump['median']:.3f}, far above those before"
-            )
-            found.append(Incident(step, text))
+            found.append(Incident(step, str(Divergence.of(record))))
     return sorted(found, key=lambda incident: incident.step)
 
 
@@ -105,24 +86,3 @@ def _warnings(layers: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         for rule, alarm in layers[layer].items():
             number = layer.removeprefix("layer_")
             yield f"layer {number}, head {alarm['head']}: {rule} {alarm['value']:.3g}"
-
-
-def _recovery(end: Mapping[str, Any] | None) -> str:
-    if end is None:
-        return "not over yet"
-    steps = end["step"] - end["spike_end"]["begin"]
-    recovery = end["spike_end"]["recovery"]
-    within = f"in {steps} step{'s' * (steps != 1)}"
-    return f"not recovered {within}" if recovery == "none" else f"recovered {within} ({recovery})"
-
-
-def _windows(data_order: Path, step: int) -> str:
-    """The first start indices of a step's batch, and where the others stand."""
-    where = f"line {step + 1:,} of {data_order.name}"
-    if not data_order.exists():
-        return where
-    with data_order.open() as file:
-        indices = next(itertools.islice(file, step, None), "").strip().split(",")
-    shown = ", ".join(indices[:_INDICES_SHOWN])
-    more = ", …" if len(indices) > _INDICES_SHOWN else ""
-    return f"{shown}{more} ({where})"

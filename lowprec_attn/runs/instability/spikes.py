@@ -1,4 +1,4 @@
-"""Spikes of a training loss, divergence without a spike, and a jump where a run was resumed.
+"""Spikes of a training loss, and divergence without a spike.
 
 The words are those of "Understanding Training Loss Patterns" in Bekman's *Machine Learning
 Engineering* (github.com/stas00/ml-engineering): a spike recovers fast, or slowly, or not fully; a
@@ -11,8 +11,6 @@ loss may also diverge without one. The numbers are choices of this project, none
               It is fast within 50 steps and slow within 500. Beyond, it counts as none, and the
               losses since then make a new level.
   divergence  an excess (`runs.instability.explosion`) that begins while no spike lasts.
-  jump        the median of the first 10 losses after a resume is ≥ 3 spreads above the level
-              before it. While a spike or an excess lasts there is no such level.
 
 Everything is a function of the losses in the order of their steps. So a resumed run that adds its
 recorded losses again goes on as if it had not been interrupted.
@@ -21,8 +19,8 @@ recorded losses again goes on as if it had not been interrupted.
 import collections
 import math
 import statistics
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, Self
 
 from lowprec_attn.runs.instability.explosion import LossWatch
 
@@ -33,7 +31,6 @@ RECOVERED_SPREADS = 3.0
 LEAST_SPREAD_NATS = 0.02
 FAST_STEPS = 50
 SLOW_STEPS = 500
-RESUMED_LOSSES = 10
 _RECOVERED_LOSSES = 5
 _MAD_OF_NORMAL = 1.4826  # standard deviations over median absolute deviations
 
@@ -61,27 +58,18 @@ def level(losses: Iterable[float]) -> Level | None:
     return Level(median, max(_MAD_OF_NORMAL * deviation, LEAST_SPREAD_NATS))
 
 
-def level_before(losses: Iterable[tuple[int, float]]) -> Level | None:
-    """The level with which the losses after a resume can be compared.
-
-    Args:
-      losses: by step, before it.
-
-    Returns:
-      Of the last of them; None if there are too few, or a spike or an excess lasts.
-    """
-    losses, spikes = list(losses), Spikes()
-    for step, loss in losses:
-        spikes.add(step, loss)
-    return level(loss for _, loss in losses) if spikes.onset is None else None
-
-
 class Spike(NamedTuple):
     """A loss far above those before it."""
 
     step: int
     loss: float
     level: Level
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """The spike that a record of `metrics.jsonl` tells of."""
+        spike = record["spike"]
+        return cls(record["step"], spike["loss"], Level(spike["median"], spike["spread"]))
 
     def record(self) -> dict[str, Any]:
         """For `metrics.jsonl`."""
@@ -103,6 +91,11 @@ class SpikeEnd(NamedTuple):
     begin: int
     recovery: Recovery
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """As that of `Spike`."""
+        return cls(record["step"], **record["spike_end"])
+
     def record(self) -> dict[str, Any]:
         """For `metrics.jsonl`."""
         return {"spike_end": {"begin": self.begin, "recovery": self.recovery}}
@@ -122,6 +115,11 @@ class Divergence(NamedTuple):
     smoothed: float
     best: float
 
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """As that of `Spike`."""
+        return cls(record["step"], **record["divergence"])
+
     def record(self) -> dict[str, Any]:
         """For `metrics.jsonl`."""
         return {"divergence": {"smoothed": self.smoothed, "best": self.best}}
@@ -133,28 +131,7 @@ class Divergence(NamedTuple):
         )
 
 
-class Jump(NamedTuple):
-    """The losses after a resume are higher than those before."""
-
-    step: int
-    resumed: int
-    median: float
-    level: Level
-
-    def record(self) -> dict[str, Any]:
-        """For `metrics.jsonl`."""
-        return {"resume_jump": {"resumed": self.resumed, "median": self.median}}
-
-    def __str__(self) -> str:
-        return (
-            f"the first {RESUMED_LOSSES} losses since the run was resumed at step "
-            f"{self.resumed:,} have the median {self.median:.3f}, "
-            f"{self.level.score(self.median):.1f} spreads of {self.level.spread:.3f} above "
-            f"{self.level.median:.3f} before"
-        )
-
-
-Event = Spike | SpikeEnd | Divergence | Jump
+Event = Spike | SpikeEnd | Divergence
 
 
 class Spikes:
@@ -213,28 +190,3 @@ class Spikes:
         self._spike = None
         self._since.clear()
         return [SpikeEnd(step, spike.step, recovery)]
-
-
-class ResumeWatch:
-    """Compares the first losses after a resume with those before.
-
-    Args:
-      resumed: the first step after it.
-      before: the level of the losses before it, None if that is not known.
-    """
-
-    def __init__(self, resumed: int, before: Level | None) -> None:
-        self._resumed, self._before = resumed, before
-        self._losses: list[float] = []
-
-    def add(self, step: int, loss: float) -> list[Jump]:
-        """The jump, if with the loss of this step there have been enough to tell."""
-        if self._before is None or len(self._losses) == RESUMED_LOSSES or step < self._resumed:
-            return []
-        self._losses.append(loss if math.isfinite(loss) else math.inf)
-        if len(self._losses) < RESUMED_LOSSES:
-            return []
-        median = statistics.median(self._losses)
-        if self._before.score(median) < RECOVERED_SPREADS:
-            return []
-        return [Jump(step, self._resumed, median, self._before)]

@@ -1,6 +1,5 @@
-"""Pages of HTML about runs, each one file that needs no network: of one run, of several.
+"""The page of a run, one file of HTML that needs no network.
 
 `markup` holds the elements and needs no package, `drawing` and `figures` the figures, `layers` the
-table of a layer's signals, `run` and `comparison` a page each. Imports `runs` and what it may
-import.
+table of a layer's signals, `run` the page. Imports `runs` and what it may import.
 """

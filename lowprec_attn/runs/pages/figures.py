@@ -30,11 +30,6 @@ def shades(count: int) -> list[str]:
     return [to_hex(colormaps["plasma"](0.25 + 0.57 * (i + 0.5) / count)) for i in range(count)]
 
 
-def shade_of_run(i: int) -> str:
-    """The colour of the i-th run of a comparison."""
-    return style.RUNS[i % len(style.RUNS)]
-
-
 def loss(history: History, health: Health) -> Figure:
     """Loss in nats per token: training (range and smoothed), validation, unigram; with marks.
 
@@ -110,34 +105,6 @@ def by_layer(
         axis.axhline(threshold, color=style.THRESHOLD, ls="--", lw=1.2)
     _mark(axis, health)
     _reach(axis, history)
-    _scale(axis, log)
-    return figure
-
-
-def series(
-    histories: Sequence[History],
-    runs: Sequence[Values],
-    markers: Sequence[Values] = (),
-    log: bool = False,
-    threshold: float | None = None,
-) -> Figure:
-    """One line a run, in the colours of `shade_of_run`.
-
-    Args:
-      histories: of the runs, for the steps that the axis reaches over.
-      runs: the lines.
-      markers: points of each run in the same colour.
-      log: whether the axis is logarithmic.
-      threshold: a dashed line.
-    """
-    figure, axis = _axis()
-    for i, values in enumerate(runs):
-        _draw(axis, values, shade_of_run(i), log=log, lw=1.2)
-    for i, values in enumerate(markers):
-        _draw(axis, values, shade_of_run(i), marker="o", ms=3, lw=0)
-    if threshold is not None:
-        axis.axhline(threshold, color=style.THRESHOLD, ls="--", lw=1.2)
-    _reach(axis, *histories)
     _scale(axis, log)
     return figure
 
@@ -236,10 +203,9 @@ def _mark(axis: Axes, health: Health) -> None:
         axis.axvline(step, color=style.EXPLOSION, lw=1.2)
 
 
-def _reach(axis: Axes, *histories: History) -> None:
+def _reach(axis: Axes, history: History) -> None:
     """All figures of a page over the same steps, however long their series are."""
-    undone = [steps for history in histories for steps in history.abandoned]
-    last = max(1, *(history.steps for history in histories), *(max(of, default=0) for of in undone))
+    last = max(1, history.steps, *(max(undone, default=0) for undone in history.abandoned))
     axis.set_xlim(-0.03 * last, 1.03 * last)
 
 

@@ -1,6 +1,5 @@
 """The page of one run: is it healthy, its curves, all its signals, and how to repeat it."""
 
-import dataclasses
 import json
 import shlex
 import statistics
@@ -22,16 +21,12 @@ from lowprec_attn.runs.run_dir import RunDir
 
 _INCIDENTS_SHOWN = 8
 
-Efficiency = Callable[[History, float], str]
-"""(the run, tokens per second) -> a sentence on the share of the devices' peak."""
 
-
-def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = None) -> Path:
+def write_run_page(run_dir: RunDir, path: Path | None = None) -> Path:
     """Writes the page of a run, finished or not; returns its path.
 
     Args:
       run_dir: the run directory.
-      efficiency: what share of the devices' peak the run reached, or why that is not known.
       path: where to, None for `report.html` in the run directory.
 
     Raises:
@@ -50,9 +45,8 @@ def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = 
             *_rules_met(health),
             *_incidents(history),
             *_curves(history, health),
-            *_adam(history, health),
             *_signals(history),
-            *_speed(history, efficiency),
+            *_speed(history),
             *_origin(history),
         ],
     )
@@ -166,29 +160,6 @@ def _across_steps(history: History, health: Health) -> list[Element]:
     ]
 
 
-_ADAM = {
-    "update_ratio": "RMS of the update over RMS of the weights",
-    "below_epsilon": "Share of coordinates whose √v̂ is below ε",
-}
-
-
-def _adam(history: History, health: Health) -> list[Element]:
-    """What Adam did to each layer, where that was recorded."""
-    recorded = {name for layers in history.adam.values() for layer in layers for name in layer}
-    if not recorded:
-        return []
-    of_adam = dataclasses.replace(history, signals=history.adam)
-    drawn = [
-        drawing(figures.by_layer(of_adam, _value(name), health, log=False), name, caption)
-        for name, caption in _ADAM.items()
-        if name in recorded
-    ]
-    where = element("code", "lowprec_attn.training.adam_signals")
-    said = element("p", "The docstring of ", where, " says what each of them is.")
-    updates = folded("its updates of every layer", said, element("div", *drawn, class_="figures"))
-    return [element("h2", "Adam"), updates]
-
-
 def _of_largest_size(name: str) -> Callable[[Layer], np.ndarray]:
     def value(layer: Layer) -> np.ndarray:
         x = np.asarray(layer.get(name, [-np.inf]), float)
@@ -214,27 +185,17 @@ def _signals(history: History) -> list[Element]:
     return [element("h2", "Signals of every layer and head"), said, *layers.details(history)]
 
 
-def _speed(history: History, efficiency: Efficiency) -> list[Element]:
+def _speed(history: History) -> list[Element]:
     heading = element("h2", "Speed")
     if not history.rates:
         return [heading, element("p", "no timing was recorded")]
-    rate = median_rate(history)
+    rate = statistics.median(history.rates.values())
     said = (
         f"{rate:,.0f} tokens a second, the median of {len(history.rates):,} steps. The first step "
-        f"of a process compiles; diagnostics are in the step that waits for them. "
-        f"{efficiency(history, rate)}"
+        f"of a process compiles; diagnostics are in the step that waits for them."
     )
     figure = drawing(figures.rates(history.rates), "speed", "Tokens per second")
     return [heading, element("p", said), element("div", figure, class_="figures")]
-
-
-def median_rate(history: History) -> float:
-    """Tokens per second of the median step.
-
-    Raises:
-      statistics.StatisticsError: no step was timed.
-    """
-    return statistics.median(history.rates.values())
 
 
 def _origin(history: History) -> list[Element]:

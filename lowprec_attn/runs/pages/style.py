@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from matplotlib.colors import to_hex
-
 DPI = 110
 """Dots an inch of a figure in a file."""
 
@@ -28,7 +26,6 @@ NOT_FINITE: dict[str, Any] = {"color": "k", "marker": "x", "markersize": 5, "lin
 # A run's page, in its light and its dark theme.
 EXPLOSION, ALARM, THRESHOLD = "#d62728", "#e08214", "#8c8c8c"
 RAW, SMOOTHED, VALIDATION = "#8fb8de", "#1f77b4", "#2ca02c"
-RUNS = tuple(to_hex(f"C{i}") for i in range(10))
 
 # Kernels in a benchmark.
 OURS, OTHERS = "tab:blue", "tab:gray"

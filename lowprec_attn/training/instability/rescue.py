@@ -41,11 +41,6 @@ class Rescue:
         )
 
     @property
-    def wanted(self) -> bool:
-        """Whether the config asks for rollbacks."""
-        return self._settings is not None
-
-    @property
     def possible(self) -> bool:
         """Whether the config allows another rollback."""
         return self._settings is not None and len(self.record.rollbacks) < self._settings.tries

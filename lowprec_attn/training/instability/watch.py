@@ -9,18 +9,10 @@ from typing import Any
 
 from lowprec_attn import hosts
 from lowprec_attn.diagnostics import onset
-from lowprec_attn.files import read_record
 from lowprec_attn.runs import metrics
 from lowprec_attn.runs.instability.explosion import LossWatch
 from lowprec_attn.runs.instability.incidents import AT_ITS_BATCH, meets_rule, no_rule_met
-from lowprec_attn.runs.instability.spikes import (
-    Event,
-    Level,
-    ResumeWatch,
-    SpikeEnd,
-    Spikes,
-    level_before,
-)
+from lowprec_attn.runs.instability.spikes import Event, SpikeEnd, Spikes
 from lowprec_attn.runs.run_dir import RunDir
 
 Write = Callable[[int, Mapping[str, Any]], None]
@@ -34,8 +26,6 @@ class Watch:
       recorded: the records of `metrics.jsonl` of the steps before `start`; of the signals the last
         ones suffice.
       start: the first step that this process takes.
-      origin: where the run was resumed from another one: the first step, and the level of the
-        losses before it (None if that is not known).
       excess_limit: how many steps in excess are enough, None for any number.
       write: records something about a step.
       say: prints a line.
@@ -48,7 +38,6 @@ class Watch:
         self,
         recorded: Iterable[Mapping[str, Any]],
         start: int,
-        origin: tuple[int, Level | None] | None,
         excess_limit: int | None,
         write: Write,
         say: Say,
@@ -58,11 +47,9 @@ class Watch:
         self._excess_limit = excess_limit
         self.enough: int | None = None
         self._spikes = Spikes()
-        self._from_other = ResumeWatch(*(origin or (0, None)))
-        losses = [(record["step"], record["loss"]) for record in recorded if "loss" in record]
-        for step, loss in losses:
-            self._follow(step, loss)
-        self._resumed = ResumeWatch(start, level_before(losses))
+        for record in recorded:
+            if "loss" in record:
+                self._follow(record["step"], record["loss"])
         measured = [record for record in recorded if "signals" in record][-1:]
         self._onsets = onset.Onsets(measured[0]["signals"] if measured else None)
         self._start = start
@@ -91,9 +78,6 @@ class Watch:
             self._write(step, event.record())
             kind = "note" if isinstance(event, SpikeEnd) else "warning"
             self._say(f"{kind}: step {step:,}: {event}{self._pointer(event)}")
-        # An undisturbed run would not have this jump, so it is no record.
-        for jump in self._resumed.add(step, loss):
-            self._say(f"warning: step {step:,}: {jump}")
 
     def _pointer(self, event: Event) -> str:
         """What a spike that is over points at, where that is known.
@@ -106,7 +90,7 @@ class Watch:
         return f"; {AT_ITS_BATCH}" if at_batch else ""
 
     def _follow(self, step: int, loss: float) -> list[Event]:
-        events = [*self._spikes.add(step, loss), *self._from_other.add(step, loss)]
+        events = self._spikes.add(step, loss)
         limit = self._excess_limit
         if limit is not None and self.enough is None and self.losses.excess_steps >= limit:
             self.enough = step
@@ -134,14 +118,3 @@ def kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = hosts.from_first(read)
     return found
-
-
-def origin_of(run_dir: RunDir) -> tuple[int, Level | None] | None:
-    """Where the run was resumed from another one; see `Watch`."""
-    origin = hosts.from_first(
-        lambda: read_record(run_dir.origin, step=int) if run_dir.origin.exists() else None
-    )
-    if origin is None:
-        return None
-    before = origin.get("loss_before")  # runs of earlier versions have none
-    return origin["step"], None if before is None else Level(**before)

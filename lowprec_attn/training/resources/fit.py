@@ -12,11 +12,9 @@ import importlib.util
 import math
 import re
 import time
-from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 from lowprec_attn import installation
@@ -25,7 +23,6 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, make_program, mesh_over
 from lowprec_attn.training.models import parameter_count
-from lowprec_attn.training.resources.efficiency import GENERATIONS, step_flops
 from lowprec_attn.training.settings import TrainSettings
 
 _GIB = 2**30
@@ -35,6 +32,27 @@ EXIT_DOES_NOT_FIT = 1
 
 class SliceError(RunError):
     """A slice that the compiler does not know."""
+
+
+class Generation(NamedTuple):
+    """One kind of TPU, by device as JAX counts them.
+
+    Attributes:
+      hbm: bytes that the compiler may use, as libtpu 0.0.42 says when a program needs more.
+      options: of `get_topology_desc`: a v4 chip's two cores are one device.
+    """
+
+    hbm: float
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+GENERATIONS = {
+    "v4": Generation(30.75 * _GIB, (("chip_config_name", "megacore"),)),
+    "v5e": Generation(15.75 * _GIB),
+    "v5p": Generation(95.74 * _GIB),
+    "v6e": Generation(31.25 * _GIB),
+    "tpu7x": Generation(94.75 * _GIB),  # two devices a chip
+}
 
 
 def compile_for(topology: str, settings: TrainSettings) -> int:
@@ -57,7 +75,6 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
     devices = mesh_over(there, settings)
     model, count = settings.model, devices.mesh.devices.size
     rows = settings.batch_size // settings.accumulation_steps
-    flops = step_flops(model, settings.batch_size * model.context) / count
     processes = len({device.process_index for device in there})
     lines = [
         (
@@ -74,11 +91,6 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
             + ("" if model.remat is None else f"; remat {model.remat}"),
         ),
         *(("attention", text) for text in computed),
-        (
-            "arithmetic",
-            f"{flops / 1e12:.2f} T model operations per device: "
-            f"{1e3 * flops / generation.peak:.1f} ms at the peak rate",
-        ),
     ]
     start = time.perf_counter()
     needed, found = footprint(settings, devices)
@@ -86,8 +98,6 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("libtpu", "jax"))
     by = f"{', '.join(versions)}, {time.perf_counter() - start:.0f} s"
     lines += [*found, ("verdict", f"{'fits' if fits else 'does not fit'} ({by})")]
-    if not fits:
-        lines += [("", advice) for advice in _advice(settings, count)]
     print(columns(lines, "<<"))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
@@ -143,7 +153,7 @@ def footprint(
         if not reason.startswith("RESOURCE_EXHAUSTED"):
             raise
         return None, [("memory", reason[max(reason.find("Ran out"), 0) :])]
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory = compiled.memory_analysis()
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
@@ -153,10 +163,8 @@ def footprint(
     }
     needed = sum(sizes.values())
     listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
-    kernels = text.count('custom_call_target="tpu_custom_call"')
-    passed = [f"{n} {kind} ({b / _GIB:.3f} GiB)" for kind, (n, b) in collectives(text).items()]
+    kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
     return needed, [
-        ("collectives", ", ".join(passed) or "none"),
         ("kernels", f"{kernels} calls"),
         ("memory", f"{needed / _GIB:.2f} GiB per device: {listed}"),
     ]
@@ -169,49 +177,3 @@ def _released(settings: TrainSettings) -> TrainSettings:
         return settings
     released = dataclasses.replace(settings.attention, implementation=None)
     return dataclasses.replace(settings, attention=released)
-
-
-def _advice(settings: TrainSettings, devices: int) -> list[str]:
-    """Changes that take less memory, the cheapest first."""
-    advice = []
-    rows = settings.batch_size // settings.accumulation_steps
-    gradients = 4 * parameter_count(settings.model) / _GIB
-    if rows > devices:
-        cost = "" if settings.accumulation_steps > 1 else f" (their sum takes {gradients:.1f} GiB)"
-        parts = 2 * settings.accumulation_steps
-        advice.append(f"smaller micro-batches: --config.accumulation_steps={parts}{cost}")
-    if devices > 1 and not settings.shard_optimizer:
-        freed = 2 * gradients * (1 - 1 / devices)
-        advice.append(f"a split optimizer state: --config.shard_optimizer=True ({freed:.1f} GiB)")
-    if settings.accumulation_steps > 1 and rows == devices:
-        advice.append(
-            f"no sum over micro-batches: --config.accumulation_steps=1 ({gradients:.1f} GiB)"
-        )
-    if settings.model.remat is None:
-        advice.append("blocks computed again: --config.model.remat=nothing_saveable")
-    return [*advice, "a larger slice, or a generation with more memory"]
-
-
-_COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-_ARRAY = re.compile(r"([a-z]+)(\d+)\[([\d,]*)\]")
-
-
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Count and bytes of results, per kind of collective, of a compiled program's text.
-
-    One in a loop counts once.
-    """
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for results, kind, started in _COLLECTIVE.findall(text):
-        arrays = [
-            int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
-            for _, bits, shape in _ARRAY.findall(results)
-        ]
-        # An asynchronous collective lists its operands and some flags beside its result.
-        alone = started and kind != "all-reduce"
-        counts[kind] += 1
-        sizes[kind] += max(arrays) if alone else sum(arrays)
-    return {kind: (counts[kind], sizes[kind]) for kind in sorted(counts)}

@@ -309,7 +309,6 @@ def _train_words(rng: _Rng) -> tuple[list[str], list[Path]]:
     fields += (
         "checkpoint_every",
         "data.tokenizer",
-        "loggers",
         "optimizer.clip_norm",
         "spike.factor",
     )
