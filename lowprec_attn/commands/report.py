@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
     # The trainer's packages, which --help does without.
     from lowprec_attn.runs.pages.run import write_run_page
     from lowprec_attn.runs.run_dir import RunDir
+    from lowprec_attn.training.resources.efficiency import efficiency
 
     if args.html is not None:
         if len(args.run_dirs) > 1:
@@ -41,4 +42,4 @@ def run(args: argparse.Namespace) -> None:
         require_output(args.html, args.run_dirs)
     for path in args.run_dirs:
         with reading_records(path):
-            print(write_run_page(RunDir(path), args.html))
+            print(write_run_page(RunDir(path), efficiency, args.html))

@@ -509,6 +509,11 @@ def parameter_count(settings: ModelSettings) -> int:
     return embeddings + layers * 12 * d * d + (2 * layers + 1) * d + of_heads + biases
 
 
+def product_weights(settings: ModelSettings) -> int:
+    """Weights that enter a matrix product: all but the positions; the table is the output layer."""
+    return parameter_count(settings) - settings.context * settings.width
+
+
 def kept_values(settings: ModelSettings) -> int:
     """Values of a token and layer that the backward pass reads and no compiler computes again.
 

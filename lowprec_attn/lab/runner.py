@@ -1,11 +1,13 @@
 """Runs the arms of an experiment, each in a process of its own, and says how they ended."""
 
+import collections
 import contextlib
-import functools
 import os
 import shlex
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +27,6 @@ _LOG_LINES = 5
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _STOPPED = (0, -signal.SIGTERM)  # after a checkpoint; before the trainer listened
-
-_say = functools.partial(print, flush=True)
 
 
 def run_arms(
@@ -68,8 +68,7 @@ def run_arms(
         tasks = [_task(experiment, trial, runs[trial.name], command or TRAIN) for trial in left]
         environment = _environment(workdir)
         if cluster is None:
-            if waiting := [task.name for task in tasks[len(slots) :]]:
-                _say(f"{len(waiting)} wait until one has ended: {', '.join(waiting)}")
+            _say_places(tasks, slots)
             following = run_tasks(tasks, slots, environment, lock)
         else:
             following = run_jobs(tasks, cluster, environment)
@@ -82,7 +81,7 @@ def run_arms(
     problems += unwanted_differences([run for run in runs.values() if run.started])
     if problems:
         raise RunError("\n".join([*problems, *([f"next: {again}"] if failures else [])]))
-    _say(f"next: {again if unfinished else _to_report(workdir)}")
+    print(f"next: {again if unfinished else _to_report(workdir)}", flush=True)
 
 
 def _to_report(workdir: Path) -> str:
@@ -90,6 +89,15 @@ def _to_report(workdir: Path) -> str:
     collect = ["lowprec-attn", "lab", "collect", str(workdir), f"results/{workdir.name}"]
     report = ["lowprec-attn", "lab", "report", f"results/{workdir.name}"]
     return f"{shlex.join(collect)} && {shlex.join(report)}"
+
+
+def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
+    """Where the first ones run, and which wait."""
+    waiting = [task.name for task in tasks[len(slots) :]]
+    if waiting:
+        count = collections.Counter(slot.name for slot in slots)
+        places = ", ".join(n if c == 1 else f"{n} ({c} at a time)" for n, c in count.items())
+        _say(f"{len(waiting)} wait until one has ended on {places}: {', '.join(waiting)}")
 
 
 def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
@@ -148,3 +156,13 @@ def _environment(workdir: Path) -> dict[str, str]:
         _CACHE: str(internal(workdir) / "compilations"),
         _LEAST: os.environ.get(_LEAST, "0"),
     }
+
+
+def _say(text: str) -> None:
+    """Prints a line, wrapped where it goes to a terminal."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(
+            text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+    print(text, flush=True)

@@ -192,6 +192,12 @@ def parameter_count(settings: LlamaSettings) -> int:
     return s.layers * block + tables + s.width
 
 
+def product_weights(settings: LlamaSettings) -> int:
+    """Weights that enter a matrix product: all but a table that is looked up in alone."""
+    looked_up = 0 if settings.tied else settings.vocab_size * settings.width
+    return parameter_count(settings) - looked_up
+
+
 def kept_values(settings: LlamaSettings) -> int:
     """Values of a token and layer that the backward pass reads and no compiler computes again.
 

@@ -18,6 +18,7 @@ from lowprec_attn.runs.run_dir import RunDir
 from lowprec_attn.tables import columns
 from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.models import parameter_count
+from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import Model, TrainSettings
 
 # Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
@@ -184,7 +185,7 @@ def _show(run_dir: RunDir) -> None:
     """Writes the page, and says how to look at them and at the curves."""
     events = shlex.quote(str(run_dir.tensorboard))
     lines = [
-        ("page", str(write_run_page(run_dir))),
+        ("page", str(write_run_page(run_dir, efficiency))),
         ("curves", f"pip install tensorboard && tensorboard --logdir={events}"),
     ]
     print(columns(lines, "<<"))

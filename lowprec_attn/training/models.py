@@ -4,6 +4,7 @@ A model is a record of settings, a `gpt2.model.Decoder` made of (settings, atten
 module with these functions of the settings:
 
     parameter_count(settings) -> int              all weights
+    product_weights(settings) -> int              those that enter a matrix product
     kept_values(settings) -> int                  of a token and layer, for the backward pass
     score_scale(settings) -> (float, float)       factors of q·k in a score, and of X W_Q in q
     query_of(settings, weights, T) -> function    by which q follows from X W_Q otherwise, or None

@@ -105,11 +105,22 @@ def test_a_run_ends_with_the_next_command(lab, monkeypatch):
     assert report == f"lowprec-attn lab report results/{lab.out.name}"
 
 
-def test_what_waits_is_said(lab):
+def test_what_waits_is_said_and_for_which_gpu(lab):
     _, output = lab(dict.fromkeys("abcde", "finish"), "--devices", "3,5,3")
-    assert output.splitlines()[0] == "2 wait until one has ended: d, e"
+    waiting = "2 wait until one has ended on GPU 3 (2 at a time), GPU 5: d, e"
+    assert output.splitlines()[0] == waiting
     _, output = lab(dict.fromkeys("abc", "finish"), "--devices", "3,5,3")
     assert "wait until" not in output
+
+
+def test_lines_fit_the_terminal_but_for_commands(lab, monkeypatch):
+    lab({"a": "nan"})
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(runner.sys.stdout, "isatty", lambda: True, raising=False)
+    _, output = lab({"a": "nan"})
+    *lines, following = output.splitlines()
+    assert lines == ["a: not finite at step 7: first in layer", "    1"]
+    assert len(following) > 40
 
 
 def test_arms_share_all_their_compilations_unless_told_otherwise(tmp_path, monkeypatch):

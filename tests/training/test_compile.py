@@ -18,8 +18,8 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.gpt2.model import parameter_count
 from lowprec_attn.training.devices import run_devices
 from lowprec_attn.training.resources import fit
+from lowprec_attn.training.resources.efficiency import GENERATIONS
 from lowprec_attn.training.resources.fit import (
-    GENERATIONS,
     SliceError,
     footprint,
     slice_devices,

@@ -30,6 +30,7 @@ from lowprec_attn.training.devices import make_program, run_devices
 from lowprec_attn.training.loop import Loop
 from lowprec_attn.training.qk_clip import largest_scores
 from lowprec_attn.training.resources import memory
+from lowprec_attn.training.resources.efficiency import step_flops
 from lowprec_attn.training.saved_model import restore, settings_of, to_hugging_face
 from lowprec_attn.training.signals import make_layers, make_signals
 from lowprec_attn.training.step import make_steps, root_key
@@ -78,6 +79,14 @@ def test_parameters_are_counted_as_they_are(changes):
     _, state = begin(settings)
     leaves = jax.tree.leaves(state.params)
     assert models.parameter_count(settings.model) == sum(x.size for x in leaves)
+    matrices = sum(x.size for x in leaves if x.ndim == 2)
+    looked_up = 0 if settings.model.tied else 257 * 32
+    per_token = 6 * (models.of(settings.model).product_weights(settings.model))
+    of_vectors = sum(x.size for x in leaves if x.ndim == 1)
+    assert per_token == 6 * (matrices + of_vectors - looked_up)
+    # Half of 32 keys on average; q, k: 1 product forward and 3 back, v: 1 and 2; 2 layers, 4 heads.
+    channels = 4 * 16 + 3 * settings.model.value_size
+    assert step_flops(settings.model, 10) == 10 * (per_token + 2 * 4 * 32 * channels)
 
 
 def test_rope_is_that_of_hugging_face_in_float64():

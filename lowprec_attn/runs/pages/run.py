@@ -21,12 +21,16 @@ from lowprec_attn.runs.run_dir import RunDir
 
 _INCIDENTS_SHOWN = 8
 
+Efficiency = Callable[[History, float], str]
+"""(the run, tokens per second) -> a sentence on the share of the devices' peak."""
 
-def write_run_page(run_dir: RunDir, path: Path | None = None) -> Path:
+
+def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = None) -> Path:
     """Writes the page of a run, finished or not; returns its path.
 
     Args:
       run_dir: the run directory.
+      efficiency: what share of the devices' peak the run reached, or why that is not known.
       path: where to, None for `report.html` in the run directory.
 
     Raises:
@@ -46,7 +50,7 @@ def write_run_page(run_dir: RunDir, path: Path | None = None) -> Path:
             *_incidents(history),
             *_curves(history, health),
             *_signals(history),
-            *_speed(history),
+            *_speed(history, efficiency),
             *_origin(history),
         ],
     )
@@ -185,14 +189,15 @@ def _signals(history: History) -> list[Element]:
     return [element("h2", "Signals of every layer and head"), said, *layers.details(history)]
 
 
-def _speed(history: History) -> list[Element]:
+def _speed(history: History, efficiency: Efficiency) -> list[Element]:
     heading = element("h2", "Speed")
     if not history.rates:
         return [heading, element("p", "no timing was recorded")]
     rate = statistics.median(history.rates.values())
     said = (
         f"{rate:,.0f} tokens a second, the median of {len(history.rates):,} steps. The first step "
-        f"of a process compiles; diagnostics are in the step that waits for them."
+        f"of a process compiles; diagnostics are in the step that waits for them. "
+        f"{efficiency(history, rate)}"
     )
     figure = drawing(figures.rates(history.rates), "speed", "Tokens per second")
     return [heading, element("p", said), element("div", figure, class_="figures")]

@@ -12,7 +12,7 @@ import importlib.util
 import math
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -23,6 +23,7 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
 from lowprec_attn.training.devices import Devices, make_program, mesh_over
 from lowprec_attn.training.models import parameter_count
+from lowprec_attn.training.resources.efficiency import GENERATIONS, step_flops
 from lowprec_attn.training.settings import TrainSettings
 
 _GIB = 2**30
@@ -32,27 +33,6 @@ EXIT_DOES_NOT_FIT = 1
 
 class SliceError(RunError):
     """A slice that the compiler does not know."""
-
-
-class Generation(NamedTuple):
-    """One kind of TPU, by device as JAX counts them.
-
-    Attributes:
-      hbm: bytes that the compiler may use, as libtpu 0.0.42 says when a program needs more.
-      options: of `get_topology_desc`: a v4 chip's two cores are one device.
-    """
-
-    hbm: float
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-GENERATIONS = {
-    "v4": Generation(30.75 * _GIB, (("chip_config_name", "megacore"),)),
-    "v5e": Generation(15.75 * _GIB),
-    "v5p": Generation(95.74 * _GIB),
-    "v6e": Generation(31.25 * _GIB),
-    "tpu7x": Generation(94.75 * _GIB),  # two devices a chip
-}
 
 
 def compile_for(topology: str, settings: TrainSettings) -> int:
@@ -75,6 +55,7 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
     devices = mesh_over(there, settings)
     model, count = settings.model, devices.mesh.devices.size
     rows = settings.batch_size // settings.accumulation_steps
+    flops = step_flops(model, settings.batch_size * model.context) / count
     processes = len({device.process_index for device in there})
     lines = [
         (
@@ -91,6 +72,11 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
             + ("" if model.remat is None else f"; remat {model.remat}"),
         ),
         *(("attention", text) for text in computed),
+        (
+            "arithmetic",
+            f"{flops / 1e12:.2f} T model operations per device: "
+            f"{1e3 * flops / generation.peak:.1f} ms at the peak rate",
+        ),
     ]
     start = time.perf_counter()
     needed, found = footprint(settings, devices)

@@ -86,7 +86,7 @@ def runs(tmp_path_factory):
 
 
 WORDS = {
-    "good": ["Healthy: ", "layer 1", "score_maximum", "head 1", "512 tokens a second"],
+    "good": ["Healthy: ", "layer 1", "score_maximum", "head 1", "No share", "512 tokens a second"],
     "bad": ["Not healthy: ", HOSTILE, "exploded at step", "Rules met", "600", "head 0"],
     "short": ["Too little was recorded to tell", "none were recorded"],
     "empty": ["0 steps were taken", "no timing was recorded"],
@@ -95,7 +95,7 @@ WORDS = {
 
 @pytest.mark.parametrize("name", WORDS)
 def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_path):
-    page = Page(write_run_page(runs[name], tmp_path / "page.html"))
+    page = Page(write_run_page(runs[name], lambda *_: "No share.", tmp_path / "page.html"))
     page.check()
     for words in WORDS[name]:
         assert words in page.text
@@ -114,7 +114,7 @@ def test_the_page_of_a_run_is_whole_and_says_what_was_recorded(runs, name, tmp_p
     ("name", "explosions", "alarms"), [("good", 0, []), ("bad", 10, ["scores"]), ("short", 0, [])]
 )
 def test_thresholds_explosions_and_first_alarms_are_drawn(runs, name, explosions, alarms, tmp_path):
-    page = Page(write_run_page(runs[name], tmp_path / "page.html"))
+    page = Page(write_run_page(runs[name], lambda *_: "", tmp_path / "page.html"))
     drawn = re.findall(r"<figure>.*?</figure>", page.source)
     # Five figures, each with the step of the explosion and that of the value that is not finite.
     assert sum(figure.count(f"stroke: {style.EXPLOSION}") for figure in drawn) == explosions
@@ -138,7 +138,7 @@ def test_signals_across_steps_are_drawn_where_they_are_recorded(tmp_path):
     sums = {0: [1.0, 0.0], 50: [2.0, -50.0], 100: [3.0, -900.0]}
     signals = {s: layers({"delta_error_cumulative": value}, {}) for s, value in sums.items()}
     run_dir = record_run(tmp_path / "run", FALLING, signals)
-    page = Page(write_run_page(run_dir, tmp_path / "page.html"))
+    page = Page(write_run_page(run_dir, lambda *_: "", tmp_path / "page.html"))
     page.check()
     assert "Σ (δ_lp − δ_hp) over the tokens of all measurements so far" in page.text
     assert page.tags.count("figure") == 7
@@ -163,7 +163,7 @@ def test_spikes_and_rollbacks_are_told_and_drawn(tmp_path):
     run_dir.abandoned.mkdir()
     undone = [{"step": step, "loss": 8.0} for step in range(100, 131)]
     (run_dir.abandoned / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in undone))
-    page = Page(write_run_page(run_dir))
+    page = Page(write_run_page(run_dir, lambda *_: ""))
     page.check()
     for words in (
         "10, from step 100 on",
@@ -190,7 +190,7 @@ def test_the_figures_of_a_page_reach_over_the_same_steps(tmp_path):
 
 
 def test_every_head_of_every_signal_has_its_last_value_and_a_curve(runs, tmp_path):
-    page = Page(write_run_page(runs["bad"], tmp_path / "page.html"))
+    page = Page(write_run_page(runs["bad"], lambda *_: "", tmp_path / "page.html"))
     curves = [value for name, value in page.attributes if name == "d" and "M0 " in value]
     row = re.compile(r"score_maximum</code></td><td><svg.*?</svg></td><td>nan</td><td>5</td>")
     assert len(row.findall(page.source)) == 1
