@@ -80,7 +80,9 @@ def without_report():
     """No figure is drawn, which takes longer than the steps."""
     from lowprec_attn.training import announcement
 
-    with mock.patch.object(announcement, "write_run_page", lambda run_dir: run_dir.page):
+    with mock.patch.object(
+        announcement, "write_run_page", lambda run_dir, efficiency: run_dir.page
+    ):
         yield
 
 

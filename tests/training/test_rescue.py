@@ -37,7 +37,9 @@ class KilledError(Exception):
 def no_figures(compiled_once):
     """Nor is a program compiled twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(announcement, "write_run_page", lambda run_dir: run_dir.page)  # takes seconds
+        patch.setattr(
+            announcement, "write_run_page", lambda run_dir, efficiency: run_dir.page
+        )  # takes seconds
         yield
 
 
