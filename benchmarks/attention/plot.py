@@ -13,6 +13,7 @@ from benchmarks.shapes import SHAPES, SWEEP
 from lowprec_attn.runs.pages import style
 
 _OWN = ("hopper ", "gpu ", "tpu ", "tiled ")
+_WORDS = {"forward": "forward pass", "forward+backward": "forward and backward pass"}
 
 
 def save(records: Sequence[Record], prefix: Path) -> list[Path]:
@@ -67,7 +68,8 @@ def _draw_bars(axis: Axes, key: Record, group: Sequence[Record]) -> None:
     axis.margins(x=0.12)
     axis.tick_params(axis="y", labelsize=style.SMALL)
     shape = SHAPES[key["shape"]]
-    title = f"{key['shape']} {'×'.join(map(str, shape.qkv))}, {key['pass']}"
+    sizes = "B×T×N×H = " + "×".join(map(str, shape.qkv))
+    title = f"{key['shape']}: {sizes}, {_WORDS[key['pass']]}"
     axis.set_title(title, fontsize=style.TITLE)
     axis.set_xlabel("TFLOP/s", fontsize=style.TEXT)
 
@@ -79,7 +81,7 @@ def _sweep(timed: Sequence[Record]) -> Figure:
     for axis, pass_name in zip(axes, PASSES, strict=True):
         rows = [{**r, "length": SHAPES[r["shape"]].length} for r in timed if r["pass"] == pass_name]
         _draw_lines(axis, rows, "tflops", "TFLOP/s")
-        axis.set_title(pass_name)
+        axis.set_title(f"Speed of the {_WORDS[pass_name]}")
     axes[-1].legend(fontsize=style.SMALL, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
@@ -90,7 +92,7 @@ def _memory(records: Sequence[Record]) -> Figure:
     axis = figure.subplots()
     _draw_lines(axis, records, "total_mib", "MiB: arguments, outputs and temporaries")
     axis.set_yscale("log", base=10)
-    axis.set_title("memory of forward+backward, batch 1, 12 heads of 64")
+    axis.set_title("Memory of the forward and backward pass, batch 1, 12 heads of size 64")
     axis.legend(fontsize=style.TEXT)
     return figure
 
@@ -104,6 +106,6 @@ def _draw_lines(axis: Axes, rows: Sequence[Record], value: str, label: str) -> N
     lengths = sorted({r["length"] for r in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [str(length) for length in lengths])
-    axis.set_xlabel("T")
+    axis.set_xlabel("sequence length T")
     axis.set_ylabel(label)
     axis.grid(**style.GRID)

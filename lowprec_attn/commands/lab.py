@@ -204,6 +204,7 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
     from lowprec_attn.lab.report import figures, outcomes, tables
     from lowprec_attn.lab.report.bias import bias_table
     from lowprec_attn.lab.report.growth import growth_table
+    from lowprec_attn.lab.report.titles import plain_titles
     from lowprec_attn.lab.report.verdicts import verdict_table
     from lowprec_attn.lab.report.warnings import warning_table
     from lowprec_attn.runs.pages.drawing import write_figure
@@ -227,7 +228,11 @@ def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "lis
     parts.append(growth_table(arms, args.steps or tables.spread(arms)))
     parts.append(tables.score_table(arms, args.layer, args.steps))
     text = "\n".join(part for part in parts if part)
-    drawn = figures.loss_figure(found) if judged else figures.score_figure(arms, args.layer)
+    titles = plain_titles(directory, [record.arm for record in arms])
+    if judged:
+        drawn = figures.loss_figure(found, titles)
+    else:
+        drawn = figures.score_figure(arms, args.layer, titles)
     with writing(figure):
         write_atomically(directory / "table.md", text.encode())
         write_figure(figure, drawn)

@@ -81,11 +81,10 @@ RULES: tuple[Rule, ...] = (
         0.03,
         "rows of the backward pass's P miss a sum of 1 by {value:.2g} (RMS): a row statistic (m, l "
         "or lse) is rounded; keep them in float32",
-        "where lse was rounded it came before 30 of 30 runs broke of seeds that had no part in it "
+        "where lse was rounded it came before 30 of 30 runs of fresh seeds broke "
         "(11 exploded, 19 were not finite), by a median of 225 steps, and in 0 of 10 runs without "
         "rounding; elsewhere in 0 of 124 that held; where m and l, or l alone, had two bits it "
-        "came before 14 of 14 broke, and on seeds that had no part in it was met at 15 of 15 "
-        "checkpoints",
+        "came before 14 of 14 broke, and on fresh seeds was met at 15 of 15 checkpoints",
     ),
     Rule(
         "delta",
@@ -95,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         'to zero, delta="normalized"; an O that is not rounded, saved_output="float32", may only '
         "delay",
         "alone it is no warning: where rounding of O or l broke training it came before 164 of 164 "
-        "explosions of seeds that had no part in it, by 220 steps or more, but also in 85 of 209 "
+        "explosions of fresh seeds, by 220 steps or more, but also in 85 of 209 "
         "runs that held; of GPT-2 124M in bfloat16, in 5 of 9 that held. In a layer with a score "
         "of 512 it says why: before 164 of 164, by 79 steps or more, and in 8 of 209; near the "
         "highest rate that GPT-2 124M trains at, 18 of 19 runs met it whose rows of dS did not "
@@ -109,8 +108,8 @@ RULES: tuple[Rule, ...] = (
         512.0,
         "the largest |score| is {value:.0f}, where neighbouring bfloat16 numbers lie 4 apart or "
         "more; in runs that rounding of O broke, scores grew before the loss did",
-        "where rounding of O or l broke training it came before 164 of 164 explosions of seeds "
-        "that had no part in it, by 79 steps or more, and in 8 of 209 runs that did not explode; "
+        "where rounding of O or l broke training it came before 164 of 164 explosions of fresh "
+        "seeds, by 79 steps or more, and in 8 of 209 runs that did not explode; "
         "at a rate too high, in 3 of 3 without any rounding, and near the highest rate that GPT-2 "
         "124M trains at in 26 of 31 that held",
     ),

@@ -68,7 +68,7 @@ def test_random_arrays_look_like_nothing(tmp_path, capsys, seed):
     assert run(save(tmp_path / "a.npz", healthy_arrays(seed))) == 0
     text = sentences(capsys.readouterr().out)
     first, *_ = text.splitlines()
-    assert first.startswith("No sign of this in 2 heads: the largest |score| is ")
+    assert first.startswith("Nothing found in 2 heads: the largest |score| is ")
     assert "Σ_j P is off by 0.002, errors of δ are 0." in first
     assert first.endswith(").")
     assert verdict_in(text) == "Verdict: nothing found."
@@ -81,7 +81,7 @@ def test_paper_like_arrays_show_the_mechanism_and_what_makes_it_smaller(tmp_path
     code = run(save(tmp_path / "a.npz", paper_like_arrays()), "--json", tmp_path / "out.json")
     assert code == 0  # which the sentence says
     text = sentences(capsys.readouterr().out)
-    assert text.startswith("No warning in 2 heads. Seen, and none by itself: coherence.\n")
+    assert text.startswith("No warning in 2 heads. Seen, but no warning by itself: coherence.\n")
     assert "head 1: under published the errors of δ have a persistent sign" in verdict_in(text)
     assert "delta=normalized would leave 0.0% of the mean error" in verdict_in(text)
     assert "(numerics=float32_output 0.0%, numerics=flash 0." in verdict_in(text)
@@ -489,7 +489,7 @@ def test_a_healthy_file_is_answered_by_its_first_line_alone(tmp_path, capsys):
     assert run(path) == 0
     text = sentences(capsys.readouterr().out)
     scores = re.findall(r"^layer_03 +\d+ \S+ +([\d.]+)", text, re.MULTILINE)
-    first = f"No sign of this in 72 heads of 6 layers: the largest |score| is {scores[0]}, Σ_j P"
+    first = f"Nothing found in 72 heads of 6 layers: the largest |score| is {scores[0]}, Σ_j P"
     assert text.startswith(first)
     assert text.count("Verdict") == 1
 

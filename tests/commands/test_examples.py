@@ -42,7 +42,7 @@ def test_a_program_and_its_diagnosis_run(path, command, tmp_path, monkeypatch, c
     out = capsys.readouterr().out
     assert "2 layers, each q" in out
     assert "bfloat16, causal" in out
-    assert out.startswith("No sign of this in 8 heads of 2 layers: ")
+    assert out.startswith("Nothing found in 8 heads of 2 layers: ")
     assert out.endswith("Verdict: nothing found.\n")
     assert "not kept" not in out
 

@@ -66,7 +66,7 @@ def test_diagnose_knows_it_is_healthy_and_puts_that_head_first(taken, tmp_path, 
     taken.save(tmp_path / "mini.npz")
     assert main(["diagnose", str(tmp_path / "mini.npz")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("No sign of this in 72 heads of 6 layers")
+    assert lines[0].startswith("Nothing found in 72 heads of 6 layers")
     assert max(len(line) for line in lines if " | " not in line) <= 100 + len(str(tmp_path))
     (heads,) = [i for i, line in enumerate(lines) if line.startswith("layer ")]
     assert lines[heads + 1].split()[:2] == ["layer_00", "2"]

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import re
 import shutil
+import tomllib
 
 import numpy as np
 import pytest
@@ -290,6 +291,13 @@ PICTURES = {
     "lse_rounding": ("lse_rounding", "--seeds", "1"),
     "lse_rounding_seeds": ("lse_rounding", *CONTROLS),
 }
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("titles.toml")), ids=lambda p: p.parent.name)
+def test_the_panels_of_a_figure_are_all_named_in_words(path):
+    titles = tomllib.loads(path.read_text())
+    assert set(titles) == {run.arm.name for run in archive.read_all(path.parent)}
+    assert not [title for title in titles.values() if "=" in title.replace("δ = rowsum", "")]
 
 
 @pytest.mark.slow

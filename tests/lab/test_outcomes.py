@@ -12,6 +12,7 @@ from lowprec_attn.commands.main import main
 from lowprec_attn.lab import archive, collection, records
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.report import figures, outcomes, summary, tables
+from lowprec_attn.lab.report.titles import plain_titles
 from lowprec_attn.runs.instability.explosion import LargeHeads, RunawayRule
 from lowprec_attn.runs.instability.rollbacks import Rollback
 from lowprec_attn.runs.pages import style
@@ -336,7 +337,7 @@ def test_the_figure_has_two_panels_an_arm_and_a_line_a_seed():
     assert not lines(loss["x=good\n0 of 2 exploded"], style.CONTROL)
     (legend,) = figure.legends
     words = [text.get_text() for text in legend.get_texts()]
-    assert words == ["a seed of the arm", "negative control", "explosion", "not finite"]
+    assert words == ["a seed", "negative control: x=good", "explosion", "not finite"]
     without = figures.loss_figure(outcomes.outcomes([record("arm", 1, 900)]))
     assert len(without.legends[0].get_texts()) == 1  # nothing has ended
 
@@ -391,7 +392,9 @@ def test_the_report_of_several_seeds_has_outcomes_and_the_loss_figure(collected,
     drawn = []
     monkeypatch.setattr(figures, "score_figure", lambda *_: pytest.fail("not of several seeds"))
     whole = figures.loss_figure
-    monkeypatch.setattr(figures, "loss_figure", lambda found: drawn.append(found) or whole(found))
+    monkeypatch.setattr(
+        figures, "loss_figure", lambda found, _: drawn.append(found) or whole(found)
+    )
     text = report(collected, "--positive-control", "bad", "--negative-control", "good")
     assert "act=finish (positive control)" in text
     assert text.startswith("128 tokens a step: 0.05 million in the 391 steps of the longest run.\n")
@@ -476,7 +479,9 @@ def test_the_report_of_one_seed_has_outcomes_and_losses_where_there_are_controls
 ):
     drawn = []
     loss_figure = figures.loss_figure
-    monkeypatch.setattr(figures, "loss_figure", lambda runs: drawn.append(1) or loss_figure(runs))
+    monkeypatch.setattr(
+        figures, "loss_figure", lambda runs, _: drawn.append(1) or loss_figure(runs)
+    )
     alone = report(collected, "--seeds", "2")
     assert "Seed" not in alone
     assert not drawn  # nothing is compared: the scores of one layer
@@ -555,3 +560,16 @@ def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):
     assert titles == ["1 of 1 ran away", "largest score 2"]
     (legend,) = figure.legends
     assert "explosion" not in [text.get_text() for text in legend.get_texts()]
+
+
+def test_the_panels_of_a_figure_are_named_by_the_titles_beside_the_records(tmp_path):
+    arms = [record("bad", 1, 900).arm, record("good", 1, 900).arm]
+    assert plain_titles(tmp_path, arms) == {"bad": "x=bad", "good": "x=good"}
+    (tmp_path / "titles.toml").write_text('bad = "O in two bits"\n')
+    titles = plain_titles(tmp_path, arms)
+    assert titles == {"bad": "O in two bits", "good": "x=good"}
+    figure = figures.loss_figure(outcomes.outcomes([record("bad", 1, 900)]), titles)
+    assert figure.axes[0].get_title().startswith("O in two bits\n")
+    (tmp_path / "titles.toml").write_text("O in two bits\n")
+    with pytest.raises(records.RecordError, match=r"titles\.toml is not TOML"):
+        plain_titles(tmp_path, arms)

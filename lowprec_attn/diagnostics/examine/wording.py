@@ -16,6 +16,7 @@ LEGEND = (
     "as a part of the gradient that reaches W_Q. repeat: rows whose largest score repeats; ones:",
     "rows with two or more P̄ that round to 1; one key: rows where one key holds all weight;",
     "cohere: about 1 if errors have random signs; met: rules that this head meets.",
+    "docs/glossary.md explains the letters.",
 )
 
 
@@ -59,8 +60,8 @@ def headline(examined: Sequence[Examination]) -> str:
     if not any(one.found for one in examined):
         others = {kind: names for kind, names in places.items() if kind != "none"}
         if not others:
-            return f"No sign of this in {_many(count, 'head')}{of_layers}: {_largest(examined)}."
-        told = f"Seen, and none by itself: {_listed(others)}."
+            return f"Nothing found in {_many(count, 'head')}{of_layers}: {_largest(examined)}."
+        told = f"Seen, but no warning by itself: {_listed(others)}."
         return f"No warning in {_many(count, 'head')}{of_layers}. {told}"
     warned = sum(one.found for one in examined)
     return f"Warning in {warned} of {_many(len(layers), 'layer')}: {_listed(places)}."
@@ -221,11 +222,12 @@ def _shape(layer: Layer) -> str:
 
 
 def _steps(arithmetics: Sequence[Arithmetic]) -> str:
-    """`steps of 256 keys`, or `steps of 256 (flash), 512 (published) keys`."""
+    """`softmax in steps of 256 keys`, or `… of 256 (flash), 512 (published) keys`."""
     labels = {a.label: str(keys_per_step(a)) for a in arithmetics}
     if len(set(labels.values())) > 1:
-        return f"steps of {', '.join(f'{step} ({label})' for label, step in labels.items())} keys"
-    return f"steps of {next(iter(labels.values()))} keys"
+        each = ", ".join(f"{step} ({label})" for label, step in labels.items())
+        return f"softmax in steps of {each} keys"
+    return f"softmax in steps of {next(iter(labels.values()))} keys"
 
 
 def _notes(layer: Layer) -> list[str]:
@@ -241,6 +243,6 @@ def _notes(layer: Layer) -> list[str]:
     elif layer.x is None:
         notes.append(
             "δ share is of dQ: without x, the input of W_Q, its gradient is not known; the rule "
-            "was counted on that of W_Q"
+            "was set on that of W_Q"
         )
     return notes

@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -20,11 +20,15 @@ _COLUMNS = 4
 _CHARACTERS_PER_INCH = 17  # in letters of `style.TEXT`
 
 
-def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
+def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = None) -> Figure:
     """Two panels an arm: training loss, and largest |score| of any layer; a line a seed.
 
     Behind them stand those of the negative control. A red point marks where a loss exploded, a
     cross the last loss of a run that a value ended which was not finite.
+
+    Args:
+      found: the arms.
+      titles: above their panels, by name; by default their settings.
     """
     rows, columns = _grid(len(found))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
@@ -32,8 +36,8 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
     for kind in (0, 1):
         for axis in axes[kind::2].flat[1:]:
             axis.sharey(axes[kind, 0])
+    titles = titles or panel_titles(outcome.arm for outcome in found)
     control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
-    titles = panel_titles(outcome.arm for outcome in found)
     # Then the scores are all that tells the arms apart.
     all_held = not any(outcome.exploded or outcome.not_finite for outcome in found)
     for i, outcome in enumerate(found):
@@ -56,10 +60,11 @@ def loss_figure(found: Sequence[ArmOutcome]) -> Figure:
         axes[2 * (i // columns) + 1, i % columns].remove()
     for row in range(rows):
         axes[2 * row, 0].set_ylabel("training loss")
-        axes[2 * row + 1, 0].set_ylabel("largest |score|")
-    lines = [Line2D([], [], color=style.ARM, label="a seed of the arm")]
+        axes[2 * row + 1, 0].set_ylabel("largest |score|\nof any layer")
+    lines = [Line2D([], [], color=style.ARM, label="a seed")]
     if control is not None:
-        lines.append(Line2D([], [], color=style.CONTROL, label="negative control"))
+        name = plain(titles[control.arm.name].replace("\n", " "))
+        lines.append(Line2D([], [], color=style.CONTROL, label=f"negative control: {name}"))
     if any(outcome.exploded for outcome in found):
         lines.append(Line2D([], [], **style.EXPLODED, label="explosion"))
     if any(outcome.not_finite for outcome in found):
@@ -123,15 +128,22 @@ def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> Non
         score.plot(steps, largest, color=color, lw=1, alpha=0.7)
 
 
-def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
+def score_figure(
+    records: Sequence[ArmRecord], layer: int, titles: Mapping[str, str] | None = None
+) -> Figure:
     """One line a layer, from dark to light, `layer` in red; one scale for all panels.
 
     Values that are not finite are left out; a dashed line stands where the loss was not finite.
+
+    Args:
+      records: one an arm.
+      layer: the red one.
+      titles: above the panels, by the arms' names; by default their settings.
     """
     rows, columns = _grid(len(records))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.7 + 2.9 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    titles = panel_titles(record.arm for record in records)
+    titles = titles or panel_titles(record.arm for record in records)
     for axis, record in zip(axes.flat, records, strict=False):
         _draw(axis, record, layer)
         axis.set_title(plain(titles[record.arm.name]), fontsize=style.TITLE)
@@ -143,7 +155,7 @@ def score_figure(records: Sequence[ArmRecord], layer: int) -> Figure:
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
-        ncols=12,
+        ncols=4 * columns,
         fontsize=style.SMALL,
     )
     return figure
