@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from processes import command_fuzz
 
-# What is served computes, which takes a second; 1,783 in all, in about a minute of a core.
+# What is served computes, which takes a second; 890 in all, in about half a minute of a core.
 CASES = {
-    "arrays": 30,
-    "npz": 350,
-    "diagnose": 15,
-    "report": 30,
-    "run": 8,
-    "collect": 150,
-    "experiment": 250,
-    "lab": 150,
-    "train": 300,
-    "prepare": 250,
-    "check": 100,
-    "llama": 150,
+    "arrays": 15,
+    "npz": 200,
+    "diagnose": 10,
+    "report": 15,
+    "run": 5,
+    "collect": 70,
+    "experiment": 120,
+    "lab": 70,
+    "train": 150,
+    "prepare": 120,
+    "check": 50,
+    "llama": 65,
 }
 CHUNK = 50
 
@@ -47,7 +47,7 @@ def test_cases(command, first, tmp_path):
 
 
 def test_there_are_enough_of_them_and_some_are_served():
-    assert sum(CASES.values()) >= 1500
+    assert sum(CASES.values()) >= 850
     assert CASES.keys() == command_fuzz.COMMANDS.keys()
 
 
