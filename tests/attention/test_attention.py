@@ -8,7 +8,9 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
+import max_logits
 import numpy as np
+import points
 import pytest
 from compiling import optimized
 
@@ -34,6 +36,25 @@ PRESETS_AND_RULES = [
     ("published", "published"),
     ("published", "dynamic_max"),
 ]
+# Every choice and rule: what differs between one step and several, or between tiles, lies in how
+# each is computed, not in which stand beside each other.
+EVERY_CHOICE = {
+    **{
+        f"{preset}-standard": (numerics.PRESETS[preset], "standard")
+        for preset in points.presets_with_every_choice([of for of, _ in PRESETS_AND_RULES])
+    },
+    **{
+        f"{preset}-{rule}": (numerics.PRESETS[preset], rule)
+        for preset, rule in PRESETS_AND_RULES
+        if rule != "standard"
+    },
+}
+EVERY_POINT = {
+    "every point": (
+        numerics.EXACT.replace(**dict.fromkeys(numerics.POINTS, "bfloat16")),
+        "standard",
+    )
+}
 KEY = jax.random.key(7)
 IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.KERNELS]
 
@@ -43,12 +64,20 @@ IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.
 def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, case: str) -> None:
     problem, how = harness.cases_of(implementation)[case], harness.IMPLEMENTATIONS[implementation]
     arrays = harness.inputs(problem)
-    result = harness.run(how, problem, arrays, numerics.EXACT)
+    # One program for the largest scores as well: what stands beside them does not change, see
+    # test_max_logit.py.
+    result = harness.run(how, problem, arrays, numerics.EXACT, max_logit=True)
+    others = {name: x for name, x in result.items() if name != "max_logit"}
     harness.check(
-        result,
+        others,
         harness.run_plain(problem, arrays, how.numerics(numerics.EXACT)),
         harness.oracle(problem, arrays),
         noise=harness.score_noise(problem, arrays),
+    )
+    max_logits.check(
+        result["max_logit"],
+        max_logits.exact(problem, arrays),
+        max_logits.tolerance(problem, arrays),
     )
     harness.check_skips(how, problem, arrays)
     harness.check_hidden(how, problem, arrays, result, numerics.EXACT)
@@ -64,12 +93,10 @@ def test_so_is_optimized_code(implementation: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
-@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
-def test_presets_and_rules_are_as_accurate_as_plain(
-    implementation: str, preset: str, rule: str
-) -> None:
+def test_presets_and_rules_are_as_accurate_as_plain(preset: str, rule: str) -> None:
+    """In tiles; `dense` has the bits of `tiled` in one step, see below."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
-    how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(problem)
+    how, arrays = harness.IMPLEMENTATIONS["tiled_odd"], harness.inputs(problem)
     chosen = numerics.PRESETS[preset]
     # The plain implementation rounds to nearest; stochastic rounding moves up to twice as far.
     factor = 2 if chosen.needs_bits else 1
@@ -92,25 +119,28 @@ def test_unfused_presets_are_as_accurate_as_plain(preset: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
-def test_tiled_in_one_step_equals_dense_bit_for_bit(preset: str, rule: str) -> None:
+@pytest.mark.parametrize("choice", EVERY_CHOICE | EVERY_POINT)
+def test_tiled_in_one_step_equals_dense_bit_for_bit(choice: str) -> None:
+    """So what is true of `tiled` at each point and choice, see test_points.py, is of `dense`."""
     problem = harness.CASES["both_lengths_repeated_maxima"]
     arrays = harness.inputs(problem)
     one_tile = harness.Implementation(
         name="tiled", kv_block=64, block_sizes=tiled.BlockSizes(query=64, kv_bwd=64)
     )
-    chosen, row_max = numerics.PRESETS[preset], RULES[rule]
+    chosen, rule = (EVERY_CHOICE | EVERY_POINT)[choice]
+    row_max = RULES[rule]
     dense_ = harness.run(harness.IMPLEMENTATIONS["dense"], problem, arrays, chosen, row_max, KEY)
     tiled_ = harness.run(one_tile, problem, arrays, chosen, row_max, KEY)
     for name, x in dense_.items():
         np.testing.assert_array_equal(tiled_[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize(("preset", "rule"), PRESETS_AND_RULES)
-def test_block_sizes_do_not_change_the_arithmetic(preset: str, rule: str) -> None:
+@pytest.mark.parametrize("choice", EVERY_CHOICE)
+def test_block_sizes_do_not_change_the_arithmetic(choice: str) -> None:
     problem = harness.CASES["both_lengths_repeated_maxima"]
     arrays = harness.inputs(problem)
-    chosen, row_max = numerics.PRESETS[preset], RULES[rule]
+    chosen, rule = EVERY_CHOICE[choice]
+    row_max = RULES[rule]
     first = harness.IMPLEMENTATIONS["tiled_odd"]
     second = dataclasses.replace(first, block_sizes=tiled.BlockSizes(query=16, kv_bwd=4))
     a, b = (harness.run(how, problem, arrays, chosen, row_max, KEY) for how in (first, second))

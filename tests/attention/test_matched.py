@@ -129,8 +129,14 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, "matched") for case in CASES),
+        ("rows without keys", "matched_float32_output"),
+        ("small steps", "matched_float32_output"),
+    ],
+)
 def test_rows_of_p_sum_to_one_and_of_ds_to_zero(case: str, name: str) -> None:
     """In one row of its own |Σ P dP| may be small beside its terms, of which dP is a sum."""
     for largest in SCORES:
@@ -260,11 +266,17 @@ HARNESS_CASES = (
 )
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("case", HARNESS_CASES)
-@pytest.mark.parametrize("implementation", ["dense", "tiled_odd"])
-def test_it_is_as_accurate_as_the_emulation(implementation: str, case: str, name: str) -> None:
-    how, problem = harness.IMPLEMENTATIONS[implementation], harness.CASES[case]
+# `dense` has the bits of `tiled` in one step (test_attention.py). The two presets differ in what
+# is saved of O, which no case but its rows without keys reaches.
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((case, "matched") for case in HARNESS_CASES),
+        ("mask_empty_rows_and_blocks", "matched_float32_output"),
+    ],
+)
+def test_it_is_as_accurate_as_the_emulation(case: str, name: str) -> None:
+    how, problem = harness.IMPLEMENTATIONS["tiled_odd"], harness.CASES[case]
     arrays, num = harness.inputs(problem), numerics.PRESETS[name]
     plain = harness.run_plain(problem, arrays, how.numerics(num))
     result = harness.run(how, problem, arrays, num)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from compiling import slow_among
-from points import CHOICES, ROUNDINGS, closer, finite
+from points import CHOICES, GROUPS, ROUNDINGS, closer, finite, with_points
 
 from lowprec_attn.arithmetic.points import Rounder
 from lowprec_attn.numerics import EXACT, POINTS, Numerics, StandardMax
@@ -33,9 +33,6 @@ def serves(implementation: str, what: str) -> bool:
 POINTS_OF_IMPLEMENTATIONS = [
     (i, point) for i in IMPLEMENTATIONS for point in POINTS if serves(i, point)
 ]
-CHOICES_OF_IMPLEMENTATIONS = [
-    (i, choice) for i in IMPLEMENTATIONS for choice in CHOICES if serves(i, choice)
-]
 
 
 def plain_results(implementation: str, numerics_: Numerics) -> harness.Arrays:
@@ -49,12 +46,20 @@ def check_rounding(implementation: str, point: str, fmt: str) -> None:
     on, off = plain_results(implementation, chosen), plain_results(implementation, EXACT)
     assert closer(harness.run(how, CASE, arrays, chosen), on, off) == ROUNDINGS[point]
     with pytest.raises(AssertionError, match="between on and off"):
-        closer(harness.run(how, CASE, arrays, EXACT), on, off)
+        closer(off, on, off)
 
 
-@pytest.mark.parametrize(("implementation", "point"), POINTS_OF_IMPLEMENTATIONS)
-def test_rounding_is_there_and_its_absence_is_noticed(implementation: str, point: str) -> None:
-    check_rounding(implementation, point, "bfloat16")
+@pytest.mark.parametrize("group", GROUPS, ids="+".join)
+def test_roundings_are_there_and_their_absence_is_noticed(group: tuple[str, ...]) -> None:
+    """In tiles; `dense` has the bits of `tiled` in one step (test_attention.py)."""
+    how, arrays = harness.IMPLEMENTATIONS["tiled_odd"], harness.inputs(CASE)
+    result = harness.run(how, CASE, arrays, with_points(*group))
+    on = plain_results("tiled_odd", with_points(*group))
+    for point in group:
+        off = plain_results("tiled_odd", with_points(*(x for x in group if x != point)))
+        assert closer(result, on, off) == ROUNDINGS[point]
+        with pytest.raises(AssertionError, match="between on and off"):
+            closer(off, on, off)
 
 
 @pytest.mark.slow
@@ -68,14 +73,22 @@ def test_rounding_to_other_formats_is_there(fmt: str) -> None:
     check_rounding("tiled_odd", "probs", fmt)
 
 
-@pytest.mark.parametrize(("implementation", "choice"), CHOICES_OF_IMPLEMENTATIONS)
-def test_choice_is_there_and_its_absence_is_noticed(implementation: str, choice: str) -> None:
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if serves("tiled_odd", choice)])
+def test_choice_is_there_and_its_absence_is_noticed(choice: str) -> None:
+    check_choice("tiled_odd", choice)
+
+
+def test_probabilities_are_normalized_where_one_step_has_all_keys() -> None:
+    check_choice("dense", "normalize_probs=True")
+
+
+def check_choice(implementation: str, choice: str) -> None:
     chosen, otherwise, reached = CHOICES[choice]
     how, arrays = harness.IMPLEMENTATIONS[implementation], harness.inputs(CASE)
     on, off = plain_results(implementation, chosen), plain_results(implementation, otherwise)
     assert closer(harness.run(how, CASE, arrays, chosen), on, off) == reached
     with pytest.raises(AssertionError, match="between on and off"):
-        closer(harness.run(how, CASE, arrays, otherwise), on, off)
+        closer(off, on, off)
 
 
 @pytest.fixture

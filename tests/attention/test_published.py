@@ -7,7 +7,6 @@ what follows. When elements differ: `public_code.record`.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,10 +42,11 @@ def check_same(result: dict[str, np.ndarray], want: Result, most: float) -> None
 # Scores of four sizes, with and without many ties; those with an offset have one sign.
 LENGTH = 256
 STEPS = {"tiled": 128, "dense": 256}
-CASES = [
-    *itertools.product(["tiled"], PRESETS, RULES),
-    ("dense", "published", "standard"),
-    ("dense", "published", "published"),
+# With the standard maximum the next test has both, at full length.
+CASES: list[tuple[str, str, Rule]] = [
+    ("tiled", "published", "published"),
+    ("tiled", "published", "bounded"),
+    ("tiled", "published_eager", "published"),
     ("dense", "published_eager", "bounded"),
 ]
 

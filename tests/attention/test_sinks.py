@@ -35,7 +35,7 @@ SIZES = [
     ("dense", "flash"),
     *(("tiled_odd", name) for name in ("exact", "flash_attention_3", "matched")),
     *((name, "normalized_delta") for name in ("tiled_odd", "gpu")),
-    *(("gpu", name) for name in ("flash_attention_3", "matched")),
+    ("gpu", "matched"),
 ]
 
 
@@ -68,8 +68,8 @@ def test_a_sink_of_minus_infinity_is_none_and_others_may_be_of_any_size(
 @pytest.mark.parametrize(
     ("implementation", "preset"),
     [
-        *((name, "flash") for name in ("dense", "tiled")),
-        *((name, "normalized_delta") for name in ("dense", "tiled", "gpu")),
+        ("tiled", "flash"),
+        *((name, "normalized_delta") for name in ("dense", "gpu")),
     ],
 )
 def test_rows_without_a_key_have_the_sink_as_lse_and_rows_beyond_the_lengths_nothing(

@@ -1,8 +1,26 @@
 """What tests of `check` share."""
 
+import pickle
+
 import pytest
 
 from lowprec_attn.check import candidates
+
+_FOUND = {}
+
+
+@pytest.fixture(autouse=True)
+def emulated_once(monkeypatch):
+    """Tests of one file check many kernels on the same problems: their emulations are the same."""
+    run = candidates.Emulation.run
+
+    def remembered(emulation, numerics, tile=None):
+        key = (emulation.dtype, numerics, tile, *map(pickle.dumps, emulation.problems))
+        if key not in _FOUND:
+            _FOUND[key] = run(emulation, numerics, tile)
+        return _FOUND[key]
+
+    monkeypatch.setattr(candidates.Emulation, "run", remembered)
 
 
 @pytest.fixture

@@ -166,8 +166,17 @@ def compared(q, k, v, do, sinks, returned, *, num, cap):
     return comparison.compare(q, k, v, do, Extras(sinks=sinks), spec, returned)
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
-@pytest.mark.parametrize("variant", VARIANTS)
+# Every arithmetic with both, and every variant with an arithmetic that rounds elsewhere.
+PARTS_OF = [
+    *(("cap and sinks", name) for name in ARITHMETIC),
+    ("cap", "published"),
+    ("cap nearly reached", "normalized_delta"),
+    ("sinks", "flash"),
+    ("no sink beside one", "delta_dp_p"),
+]
+
+
+@pytest.mark.parametrize(("variant", "name"), PARTS_OF)
 def test_parts_and_row_sums_are_those_of_float64(variant, name):
     num, (cap, _) = ARITHMETIC[name], VARIANTS[variant]
     o, lse = returned_of(variant, num)
@@ -248,13 +257,21 @@ RUN = ARITHMETIC | {
 }
 
 
-@pytest.mark.parametrize("name", RUN)
-@pytest.mark.parametrize("variant", VARIANTS)
+# `after_cast` is refused beside a cap: its rows of dS would not sum to zero.
+TOTALS_OF = [
+    *(("cap and sinks", name) for name in RUN if name != "corrected_after_cast"),
+    ("sinks", "corrected_after_cast"),
+    ("sinks", "published"),
+    ("no sink beside one", "normalized_delta"),
+    ("cap", "flash"),
+    ("cap nearly reached", "delta_dp_p"),
+]
+
+
+@pytest.mark.parametrize(("variant", "name"), TOTALS_OF)
 def test_the_total_is_the_error_of_the_dq_of_the_implementation(variant, name):
     """And O of the emulation is that of the implementation, bit for bit."""
     cap, _ = VARIANTS[variant]
-    if name == "corrected_after_cast" and cap is not None:
-        pytest.skip("no attention has it: rows of dS do not sum to zero")
     num = RUN[name].replace(grads="float32", output="bfloat16", kv_block=16)
     if name == "published":
         num = num.replace(kv_block="all")

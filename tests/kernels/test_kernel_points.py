@@ -14,7 +14,7 @@ import pytest
 from compiling import slow_among
 from harness import KERNELS, Case
 from kernel_calls import CAUSAL, FORWARD, Call, kernel_call, run, run_plain, skip_point
-from points import CHOICES, KERNEL_POINTS, ROUNDINGS, closer
+from points import CHOICES, KERNEL_GROUPS, KERNEL_POINTS, ROUNDINGS, closer, with_points
 
 from lowprec_attn.numerics import EXACT, Numerics
 
@@ -27,26 +27,9 @@ pytestmark = [
 CASES = {"gpu": CAUSAL, "tpu": Case(batch=1, rows=20, keys=140, heads=1, kv_heads=1)}
 TILES: dict[str, dict[str, Any]] = {"gpu": {"sizes": harness.GPU_TALL}, "tpu": {}}
 
-# One program for several points: each is looked for with the others on. Those that one line might
-# confuse stand apart, and so do l rounded after every step and at the end, which is the same.
-GROUPS = (
-    ("shift", "pv"),
-    ("probs", "rescale"),
-    ("accumulator", "normalizer"),
-    ("stats", "output"),
-    ("scores", "lse", "dp", "tile_grads"),
-    ("value", "output_bwd", "probs_bwd", "ds"),
-    ("delta_value", "grads"),
-)
-
 
 def call_of(kernels: str, chosen: Numerics, **options: Any) -> Call:
     return kernel_call(kernels, CASES[kernels], chosen, **TILES[kernels], **options)
-
-
-def with_points(*points: str) -> Numerics:
-    """`exact` with these points in bfloat16."""
-    return EXACT.replace(**dict.fromkeys(points, "bfloat16"))
 
 
 def result_with(kernels: str, *points: str) -> harness.Arrays:
@@ -73,11 +56,7 @@ def check_point(kernels: str, result: harness.Arrays, point: str, *others: str) 
     assert closer(result, on, off) == reached_by(point, result)
 
 
-def test_every_point_is_in_a_group() -> None:
-    assert sorted(itertools.chain(*GROUPS)) == sorted(KERNEL_POINTS)
-
-
-@pytest.mark.parametrize("group", GROUPS, ids="+".join)
+@pytest.mark.parametrize("group", KERNEL_GROUPS, ids="+".join)
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_roundings_are_there(kernels: str, group: tuple[str, ...]) -> None:
     result = result_with(kernels, *group)

@@ -58,8 +58,9 @@ def check_bits_of_tiled(case: Case, call: Call) -> None:
             assert harness.share_of_other_roundings(ours[name], x) < 1e-3, name
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "is_causal"), [*((rule, True) for rule in RULES), ("published", False)]
+)
 def test_published_arithmetic_has_the_bits_of_tiled(rule: str, is_causal: bool) -> None:
     """All that is summed is rounded at every step, in the order of `tiled`."""
     case = dataclasses.replace(SAME_ORDER, is_causal=is_causal)
@@ -98,7 +99,7 @@ TALL_STEPS = BlockSizes(
 
 
 @pytest.mark.parametrize(
-    ("rule", "kv_block"), [*((rule, 256) for rule in RULES), ("published", "all")]
+    ("rule", "kv_block"), [("dynamic_max", 256), ("published", 256), ("published", "all")]
 )
 def test_a_step_of_several_tiles_is_one_step(rule: str, kv_block: Any) -> None:
     """Ties, m, and what is rounded once a step are those of the step, whatever the tiles."""
@@ -149,6 +150,8 @@ def test_row_sums_of_ds_with_groups_of_heads_and_rows_without_keys(
     call = call_of(case, chosen)
     on, off = (run_plain(case, how) for how in (call, call_of(case, chosen.replace(delta="do_o"))))
     assert closer(check_accuracy(case, call), on, off) == {"dq", "dk"}
+    if delta == "after_cast":
+        return
     monkeypatch.setattr(query_gradients, "_row_shift", lambda sums: jnp.zeros_like(sums.p))
     compiled.cache_clear()
     mutant = run(case, call)

@@ -91,18 +91,22 @@ TPU_TILES = tpu.BlockSizes(
     forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=STRICT
 )
 
-# One tile larger than the array: `tiled` is `dense` bit for bit there (test_attention.py).
-WITHIN_A_TILE = ("full", "both_lengths", "offset_of_lengths", "segments", "bias")
-WITHIN_A_TILE += ("sinks_mask_bias", "sinks_cap_bfloat16", "float16_key_lengths")
-# Other tiles meet the same values, at other places.
-POSITIONS = ("full", "causal", "more_keys_head_64", "more_rows", "one_row", "both_lengths")
-POSITIONS += ("window", "causal_window", "window_more_rows", "offset", "offset_of_the_end")
-POSITIONS += ("offset_of_lengths", "segments", "mask_padding", "mask_empty_rows_and_blocks")
-POSITIONS += ("bias", "sinks_window_cap", "sinks_mask_bias")
+# Everything that is looked up by position, and lengths and windows that skip tiles: other tiles
+# meet the same values at other places.
+POSITIONS = ("more_keys_head_64", "one_row", "causal_window", "window_more_rows")
+POSITIONS += ("offset_of_lengths", "segments", "mask_empty_rows_and_blocks", "sinks_mask_bias")
+# `tiled` in one step has the bits of `dense` (test_attention.py), so its cases are those of
+# `dense`. Every field of a case stands in one of these, and what hides keys beside what else does.
+IN_ONE_STEP = ("full", "repeated_maxima", "dominant_key", "large_positive_scores")
+IN_ONE_STEP += ("large_negative_scores", "mqa_head_128", "both_lengths", "window_more_rows")
+IN_ONE_STEP += ("offset_of_lengths", "segments", "mask_empty_rows_and_blocks", "bias_of_heads")
+IN_ONE_STEP += ("bfloat16", "bfloat16_one_sign", "soft_cap_bias", "values_mask_bias")
+IN_ONE_STEP += ("sinks_lengths", "sinks_window_cap", "sinks_mask_bias", "sinks_cap_bfloat16")
+IN_ONE_STEP += ("large_values", "float16_key_lengths")
 
 IMPLEMENTATIONS = {
-    "dense": Implementation(name="dense"),
-    "tiled": Implementation(name="tiled", tried=frozenset(WITHIN_A_TILE)),
+    "dense": Implementation(name="dense", tried=frozenset(IN_ONE_STEP)),
+    "tiled": Implementation(name="tiled", tried=frozenset()),
     "tiled_odd": Implementation(
         name="tiled", kv_block=7, block_sizes=tiled.BlockSizes(query=5, kv_bwd=9), tile=9
     ),
@@ -261,12 +265,13 @@ SLOW = {
     "gpu": (
         *("gqa_head_32", "one_row", "more_rows", "more_keys_head_64"),
         *("window", "window_more_rows", "mask_padding"),
+        *("causal", "causal_repeated_maxima", "soft_cap_window"),
     ),
     # Beside these `tiles_gqa_lengths` stays, and cases of as many keys and of larger heads.
     "tpu": (
         *("gqa_head_32", "more_keys_head_64", "window", "causal_window", "window_more_rows"),
         *("segments", "tiles_window", "mask_padding", "mask_empty_rows_and_blocks"),
-        *("more_rows", "tiles"),
+        *("more_rows", "tiles", "causal", "causal_repeated_maxima", "mqa_head_128"),
     ),
 }
 
@@ -413,7 +418,10 @@ def oracle(case: Case, arrays: Arrays) -> Arrays:
 
 
 def check_skips(how: Implementation, case: Case, arrays: Arrays) -> None:
-    """Tiles of keys, and of rows, outside a window are not read: NaN there reaches no result."""
+    """Tiles of keys, and of rows, outside a window are not read: NaN there reaches no result.
+
+    The program is that of `run` with `max_logit`.
+    """
     if case.window is None or how.tile is None:
         return
     left, right = sides(case.window)
@@ -426,7 +434,7 @@ def check_skips(how: Implementation, case: Case, arrays: Arrays) -> None:
         poisoned = {name: x.copy() for name, x in arrays.items()}
         poisoned["v"][:, key] = np.nan
         poisoned["do"][:, row] = np.nan
-        result = run(how, case, poisoned, numerics.EXACT)
+        result = run(how, case, poisoned, numerics.EXACT, max_logit=True)
         assert np.isfinite(result["out"][:, pairs[:, key]]).all()
         assert np.isfinite(result["dv"][:, pairs[row]]).all()
 
@@ -461,7 +469,7 @@ def check_hidden(
     for number, (name, at) in enumerate(where.items()):
         values = np.resize(np.roll(GARBAGE, number), at.sum()).astype(arrays[name].dtype)
         spoiled[name][at] = values[:, None] if arrays[name].ndim == 4 else values
-    result = run(how, case, spoiled, numerics_)
+    result = run(how, case, spoiled, numerics_, max_logit="max_logit" in expected)
     for name, x in result.items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
     for name, at in {"dq": rows, "dk": keys, "dv": keys}.items():
@@ -557,6 +565,8 @@ def run(
     numerics_: Numerics,
     row_max: RowMax = numerics.StandardMax(),  # noqa: B008 (frozen)
     key: jax.Array | None = None,
+    *,
+    max_logit: bool = False,
 ) -> Arrays:
     """Forward and backward of one implementation under one `jit`, as float32 NumPy arrays."""
     call = Call(
@@ -567,6 +577,7 @@ def run(
         case.is_causal,
         case.window,
         case.soft_cap,
+        max_logit,
     )
     return as_float32(compiled(call)(*call_arrays(case, arrays), key))
 
@@ -615,6 +626,7 @@ class Call:
     is_causal: bool
     window: int | tuple[int, int] | None
     soft_cap: float | None = None
+    max_logit: bool = False
 
     def forward_and_backward(
         self,
@@ -623,10 +635,10 @@ class Call:
         cotangents: tuple[Any, Any],
         key: jax.Array | None,
     ) -> dict[str, jax.Array]:
-        """out, lse, dq, dk, dv and, where there is a bias, dbias."""
+        """out, lse, dq, dk, dv and, where there is a bias, dbias; with `max_logit` that too."""
 
-        def attend(x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-            return attention.dot_product_attention(
+        def attend(x: dict[str, Any]) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
+            out, lse, *max_logit = attention.dot_product_attention(
                 **by_argument(x),
                 **rest,
                 scale=self.scale,
@@ -639,12 +651,15 @@ class Call:
                 implementation=self.implementation.name,
                 block_sizes=self.implementation.block_sizes,
                 return_residual=True,
+                return_max_logit=self.max_logit,
             )
+            return (out, lse), max_logit
 
-        (out, lse), pullback = jax.vjp(attend, differentiated)
+        (out, lse), pullback, max_logit = jax.vjp(attend, differentiated, has_aux=True)
         do, dlse = cotangents
         (grads,) = pullback((jnp.asarray(do).astype(out.dtype), jnp.asarray(dlse)))
-        return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+        result = {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in grads.items()}
+        return result | dict(zip(["max_logit"], max_logit, strict=False))
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def tolerance(case: harness.Case, arrays: harness.Arrays) -> float:
     return plain.EPS32 * ((case.head_size / 2 + 2) * largest + bias + 4 * (case.soft_cap or 0))
 
 
-def check(found: jax.Array, expected: np.ndarray, within: float) -> None:
+def check(found: jax.Array | np.ndarray, expected: np.ndarray, within: float) -> None:
     assert found.dtype == jnp.float32
     assert found.shape == expected.shape
     sees = np.isfinite(expected)

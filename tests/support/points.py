@@ -1,6 +1,7 @@
 """Which results each point reaches, and how to see in them that it is there."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import harness
@@ -9,6 +10,20 @@ import numpy as np
 from lowprec_attn.numerics import EXACT, MATCHED, PLAIN_POINTS, POINTS, PRESETS, Numerics
 
 KERNEL_POINTS = tuple(point for point in POINTS if point not in PLAIN_POINTS)
+
+# One program for several points: each is looked for with the others on. Those that one line might
+# confuse stand apart, and so do l rounded after every step and at the end, which is the same.
+KERNEL_GROUPS = (
+    ("shift", "pv"),
+    ("probs", "rescale"),
+    ("accumulator", "normalizer"),
+    ("stats", "output"),
+    ("scores", "lse", "dp", "tile_grads"),
+    ("value", "output_bwd", "probs_bwd", "ds"),
+    ("delta_value", "grads"),
+)
+GROUPS = (*KERNEL_GROUPS, PLAIN_POINTS)
+assert sorted(itertools.chain(*GROUPS)) == sorted(POINTS)
 
 # Every point on its own, and which results it reaches; O reaches dS through δ.
 ALL = {"out", "lse", "dq", "dk", "dv"}
@@ -111,6 +126,11 @@ CHOICES: dict[str, tuple[Numerics, Numerics, set[str]]] = {
         FORWARD,
     ),
 }
+
+
+def with_points(*points: str) -> Numerics:
+    """`exact` with these points in bfloat16."""
+    return EXACT.replace(**dict.fromkeys(points, "bfloat16"))
 
 
 def closer(result: harness.Arrays, on: harness.Arrays, off: harness.Arrays) -> set[str]:

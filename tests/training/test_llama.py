@@ -187,14 +187,13 @@ def test_variants_of_attention_have_the_loss_of_the_formula(variant):
 @pytest.mark.parametrize(
     "made",
     [
-        functools.partial(llama_settings, model__qk_norm=False),
         functools.partial(llama_settings, model__qk_norm=True),
         functools.partial(
             llama_settings, model__soft_cap=0.5, model__sinks=True, model__value_size=8
         ),
         functools.partial(tiny_settings, model__qk_norm=True, model__scale_placement="qk"),
     ],
-    ids=["llama", "llama with qk_norm", "llama with cap and sinks", "gpt2 with qk_norm"],
+    ids=["llama with qk_norm", "llama with cap and sinks", "gpt2 with qk_norm"],
 )
 def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     settings = made(**EXACT)
