@@ -29,16 +29,19 @@ With δ normalized that is gone. In `nvfp4` V, which has other scales in dP than
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import fidelity, matched
-from lowprec_attn.attention import reference
+from benchmarks import fidelity
+from lowprec_attn import attention
+from lowprec_attn.attention import reference, tiled
 from lowprec_attn.files import append_line
 from lowprec_attn.numerics import (
     FLASH,
@@ -54,6 +57,7 @@ from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4)
 SHAPE = (256, 4, 64)
+STEP, TILE = 64, 128  # of `tiled`, forward and backward
 MEAN = 3.0
 _ARRAYS = ("query", "key", "value", "do")
 _PROBS = ("probs", "probs_bwd")
@@ -123,7 +127,7 @@ def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
     """Errors and row sums of one arm, to three digits."""
     q, k, v, do = problem[1:5]
     bias = np.zeros((1, q.shape[2], q.shape[1], k.shape[1]), np.float32)
-    found = matched.compiled(numerics, problem.scale)(q, k, v, bias, do, 0.0)
+    found = _compiled(numerics, problem.scale)(q, k, v, bias, do)
     o, dq, dk, dv, ds = (np.asarray(x).astype(np.float64) for x in found)
     options: Any = {"scale": problem.scale, "masking": reference.Masking(is_causal=True)}
     forward = reference.attention(q, k, v, **options)
@@ -146,6 +150,30 @@ def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
     cast = np.asarray(_cast(found[4], numerics, problem.scale)).astype(np.float64)
     sums = {"ds": _rms(ds.sum(-1)) / size, "cast": _rms(cast.sum(-1)) / size}
     return {name: float(f"{value:.3g}") for name, value in (errors | sums).items()}
+
+
+@functools.cache  # one program for all problems of a shape
+def _compiled(numerics: Numerics, scale: float) -> Any:
+    """(q, k, v, bias, dO) -> O, then dQ, dK, dV in float32, and dS before its cast: of the bias."""
+    numerics = numerics.replace(
+        kv_block=numerics.kv_block or STEP, grads=numerics.grads or "float32"
+    )
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, bias: Any, do: Any) -> Any:
+        attend = functools.partial(
+            attention.dot_product_attention,
+            is_causal=True,
+            scale=scale,
+            numerics=numerics,
+            implementation="tiled",
+            block_sizes=tiled.BlockSizes(query=TILE, kv_bwd=TILE),
+        )
+        arrays = (x.astype(jnp.float32) for x in (q, k, v, bias))
+        out, pullback = jax.vjp(lambda q, k, v, bias: attend(q, k, v, bias=bias), *arrays)
+        return out, *pullback(do.astype(out.dtype))
+
+    return both
 
 
 def _cast(ds: Any, numerics: Numerics, scale: float) -> Any:
