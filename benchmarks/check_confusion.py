@@ -31,12 +31,10 @@ from benchmarks.planted import (
     OF_CAUSAL,
     OF_FULL,
     ONLY_WITH,
-    Asked,
     Planted,
 )
 from lowprec_attn import check
-from lowprec_attn.check.measure import Found, as_rows
-from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.measure import as_rows
 from lowprec_attn.check.target import ABILITIES, Setting
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, complete_lines
@@ -170,23 +168,9 @@ def target(
       setting: what every problem has.
     """
 
-    def call(problem: Problem) -> Found:
-        masking = problem.masking
-        asked = Asked(
-            scale=problem.scale,
-            is_causal=masking.is_causal,
-            mask=masking.mask,
-            window=masking.window,
-            soft_cap=problem.soft_cap,
-            bias=masking.bias,
-            sinks=masking.sinks,
-            dlse=problem.dlse,
-        )
-        return as_rows(kernel(*problem.arrays, asked))
-
     return check.Target(
         name="planted",
-        call=call,
+        call=lambda problem: as_rows(kernel(problem)),
         can=frozenset(ABILITIES) - (frozenset() if is_causal else {"causal"}),
         script=lambda problem: ["found = []"],
         setting=setting,

@@ -21,16 +21,13 @@ from lowprec_attn.attention.dispatch import (
 from lowprec_attn.attention.entry import dot_product_attention
 from lowprec_attn.attention.flax_modules import attention_fn
 from lowprec_attn.attention.sharding import sharded, within_shard
-from lowprec_attn.attention.target import compiled_for, explanation
 
 __all__ = [
     "IMPLEMENTATIONS",
     "BackwardSums",
     "UnsupportedError",
     "attention_fn",
-    "compiled_for",
     "dot_product_attention",
-    "explanation",
     "exponent_of",
     "resolve",
     "sharded",
