@@ -1,7 +1,7 @@
 """Attention with planted arithmetics and planted bugs, in NumPy, to try `lowprec-attn check` on.
 
-Nothing of the library computes here: online softmax over tiles of keys, in either direction, float32
-between roundings, and a backward pass written out. A bug is a name that one line asks for.
+Nothing of the library computes here: online softmax over tiles of keys, in either direction,
+float32 between roundings, and a backward pass written out. A bug is a name that one line asks for.
 """
 
 import dataclasses
@@ -320,7 +320,7 @@ class Planted:
         return s + bias, slope
 
     def _seen(self, asked: Problem, rows: int, keys: int, pad: int, backward: bool) -> Array:
-        bug = self.bug
+        bug, masking = self.bug, asked.masking
         at = np.arange(rows)[:, None]
         if bug == "backward pass aligned with the last row" and backward:
             at = at + (keys - rows)
@@ -328,10 +328,10 @@ class Planted:
             at = at + 1
         cols = np.arange(keys + pad)[None]
         visible = np.broadcast_to(
-            cols <= at if asked.masking.is_causal else cols >= 0, (rows, keys + pad)
+            cols <= at if masking.is_causal else cols >= 0, (rows, keys + pad)
         )
-        if asked.masking.window is not None:
-            left, right = asked.masking.window
+        if masking.window is not None:
+            left, right = masking.window
             left += bug == "the window is one key too long"
             left -= bug == "the window is one key too short"
             right += bug == "the window is one key too long behind"
@@ -347,10 +347,10 @@ class Planted:
             visible = visible & (cols < keys // self.tile * self.tile)
         visible = visible[None, None]
         is_ignored = bug == "the mask is ignored in the backward pass" and backward
-        if asked.masking.mask is None or is_ignored:
+        if masking.mask is None or is_ignored:
             return visible
         widths = ((0, 0),) * 3 + ((0, pad),)
-        return visible & np.pad(asked.masking.mask, widths, constant_values=True)
+        return visible & np.pad(masking.mask, widths, constant_values=True)
 
     def _forward(
         self, s: Array, s_all: Array, v: Array, sink: Array, low: Callable[..., Array]
