@@ -263,7 +263,9 @@ def run_own(implementation: str, numerics: Numerics) -> Callable[[Problem], Foun
     return called(attention.dot_product_attention, **options)
 
 
-def called(function: Callable[..., Any], framework: str = "jax", **options: Any) -> Any:
+def called(
+    function: Callable[..., Any], framework: str = "jax", **options: Any
+) -> Callable[[Problem], Found]:
     """What computes the results of a function by its keywords `is_causal` and `scale`."""
     return Function(
         function=function,

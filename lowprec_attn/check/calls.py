@@ -86,7 +86,7 @@ class Function:
             "torch": (torch_array, torch_gradients),
         }[self.framework]
         there = arrays(problem)
-        beside = [name for name in ("mask", "bias", "sinks") if name in there]
+        beside = [name for name in there if name in ("mask", "bias", "sinks")]
         given = {self.keywords[name]: name for name in beside if name in self.keywords}
         given |= {name: repr(value) for name, value in self._values(problem).items()}
         call = ", ".join(["q, k, v", *(f"{name}={value}" for name, value in given.items())])
