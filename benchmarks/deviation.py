@@ -31,14 +31,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import wasserstein_distance
 
-from benchmarks import fidelity
+from benchmarks import fidelity, program
 from lowprec_attn import attention
 from lowprec_attn.attention import tiled
 from lowprec_attn.check.inputs import normal
 from lowprec_attn.check.measure import RESULTS, WORDS, Found, both_passes, results
 from lowprec_attn.check.problems import Problem, formed
 from lowprec_attn.diagnostics.signed_errors import signed_error
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import complete_lines, make_directory, write_atomically, write_json
 from lowprec_attn.numerics import FLASH, PUBLISHED_EAGER, STANDARD, Numerics
 from lowprec_attn.runs import environment
@@ -265,13 +265,10 @@ def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
             print(f"note: {case} is left out: {str(error).splitlines()[0]}", flush=True)
 
 
-def main() -> int:
-    """Measures, prints, draws; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.deviation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@program.told
+def main() -> None:
+    """Measures, prints, draws."""
+    parser = program.parser(__doc__)
     add = parser.add_argument
     add("directory", type=Path, nargs="?", metavar="DIR", help="of records and figure")
     add("--crossed", action="store_true", help="every tile in every format at every length")
@@ -280,23 +277,21 @@ def main() -> int:
     args = parser.parse_args()
     if (args.directory is None) == (args.weights is None):
         parser.error("give DIR, or --weights with run directories")
-    try:
-        return _compare(*args.weights) if args.weights else _deviate(args)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.weights:
+        _compare(*args.weights)
+    else:
+        _deviate(args)
 
 
-def _compare(base: Path, *others: Path) -> int:
+def _compare(base: Path, *others: Path) -> None:
     rows = [["run", "step", "largest difference", "Wasserstein distance"]]
     for other in others:
         step, largest, moved = apart(base, other)
         rows.append([str(other), str(step), f"{largest:.2e}", f"{moved:.2e}"])
     print(columns(rows, "<>>>"))
-    return 0
 
 
-def _deviate(args: argparse.Namespace) -> int:
+def _deviate(args: argparse.Namespace) -> None:
     path = args.directory / "attention.jsonl"
     if not args.read:
         make_directory(args.directory)
@@ -308,7 +303,6 @@ def _deviate(args: argparse.Namespace) -> int:
     print(table(records))
     write_figure(args.directory / "formats.png", figure(records))
     print(args.directory / "formats.png")
-    return 0
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks import program
 from benchmarks.attention.records import environment, reason
 from lowprec_attn import attention
 from lowprec_attn.check import libraries
@@ -69,6 +70,7 @@ class Kernel(NamedTuple):
     run: Callable[[Problem], Found]
 
 
+@program.told
 def main() -> None:
     """Prints and appends a line for each kernel and problem."""
     args = arguments(
@@ -80,22 +82,19 @@ def main() -> None:
         numerics={"nargs": "+", "default": NUMERICS, "metavar": "PRESET[:FIELD=VALUE,…]",
                   "help": "of this library's kernels (default: %(default)s)"},
     )  # fmt: skip
-    try:
-        if args.read:
-            print("\n".join(tables(read_records(args.read), args.result)), end="")
-            return
-        kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
-        problems = captured(args.arrays) if args.arrays else made_up(args)
-        written = write(args.out, (r for p in problems for r in measure(p, kernels)))
-        refused: set[tuple[str, str | None]] = set()  # said once
-        for record in written:
-            kernel = record["kernel"], record["numerics"]
-            if "errors" in record or kernel not in refused:
-                print(_line(record), flush=True)
-            if "errors" not in record:
-                refused.add(kernel)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if args.read:
+        print("\n".join(tables(read_records(args.read), args.result)), end="")
+        return
+    kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
+    problems = captured(args.arrays) if args.arrays else made_up(args)
+    written = write(args.out, (r for p in problems for r in measure(p, kernels)))
+    refused: set[tuple[str, str | None]] = set()  # said once
+    for record in written:
+        kernel = record["kernel"], record["numerics"]
+        if "errors" in record or kernel not in refused:
+            print(_line(record), flush=True)
+        if "errors" not in record:
+            refused.add(kernel)
 
 
 def arguments(
@@ -108,12 +107,7 @@ def arguments(
       tokens, scores: defaults.
       others: further options, by name.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--out", type=Path, help="JSON lines, appended to")
-    files.add_argument("--read", type=Path, help="such a file, as it is or .xz: prints its tables")
+    parser = program.recording_parser(doc)
     parser.add_argument("--scores", type=float, nargs="+", default=scores, help="largest ones")
     for name, default in {"tokens": tokens, "heads": 4, "head_size": 64, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -124,7 +118,7 @@ def arguments(
 
 def write(path: Path, records: Iterator[Record]) -> Iterator[Record]:
     """Appends each record with versions and device, and hands it on."""
-    where = environment()
+    where = environment(program.name())
     for record in records:
         line = strict_json(record | {"environment": where})
         append_line(path, json.dumps(line, allow_nan=False))
@@ -259,8 +253,12 @@ def parse_numerics(text: str) -> Numerics:
 
 def run_own(implementation: str, numerics: Numerics) -> Callable[[Problem], Found]:
     """One of this library's implementations in an arithmetic."""
-    options = {"implementation": implementation, "numerics": numerics, "return_residual": True}
-    return called(attention.dot_product_attention, **options)
+    return called(
+        attention.dot_product_attention,
+        implementation=implementation,
+        numerics=numerics,
+        return_residual=True,
+    )
 
 
 def called(
@@ -317,4 +315,4 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import fidelity
+from benchmarks import fidelity, program
 from benchmarks.attention.records import environment
 from lowprec_attn import attention
 from lowprec_attn.attention import tiled
@@ -104,7 +104,7 @@ def main() -> None:
     if args.read:
         print("\n".join(tables(args.read)), end="")
         return
-    append_line(args.out, json.dumps({"environment": environment("python -m benchmarks.fp8")}))
+    append_line(args.out, json.dumps({"environment": environment(program.name())}))
     under = ""
     for name, numerics in arms():
         under = under if name.startswith("…") else name
@@ -152,7 +152,7 @@ def _compiled(numerics: Numerics, scale: float) -> Any:
 
     @jax.jit
     def both(q: Any, k: Any, v: Any, bias: Any, do: Any) -> Any:
-        attend = functools.partial(
+        attend: Any = functools.partial(
             attention.dot_product_attention,
             is_causal=True,
             scale=scale,

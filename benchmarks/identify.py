@@ -27,14 +27,13 @@ import jax
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks import fidelity
+from benchmarks import fidelity, program
 from benchmarks.attention.records import reason
 from benchmarks.fidelity import Kernel, Record
 from lowprec_attn.check.calls import jax_array, jax_gradients
 from lowprec_attn.check.libraries import splash_attention
 from lowprec_attn.check.measure import RESULTS, Found, both_passes, results
 from lowprec_attn.check.problems import Problem
-from lowprec_attn.errors import UserError
 
 ARITHMETICS = (
     *("exact", "splash", "flash_attention_3", "torch_flash", "kohaku_fa", "tokamax"),
@@ -46,6 +45,7 @@ IDENTIFIED = 0.5  # of the distance to the next
 _HARD = 2.0**-7  # of a row's norm: a unit in the last place of bfloat16
 
 
+@program.told
 def main() -> None:
     """Prints and appends a line for each foreign kernel and problem."""
     args = fidelity.arguments(
@@ -54,18 +54,15 @@ def main() -> None:
         scores=SCORES,
         arithmetics={"nargs": "+", "default": ARITHMETICS, "metavar": "PRESET[:…]"},
     )
-    try:
-        if args.read:
-            print("\n".join(table(fidelity.read_records(args.read))), end="")
-            return
-        presets = [preset(text) for text in args.arithmetics]
-        kernels = foreign()
-        problems = fidelity.made_up(args)
-        measured = (r for p in problems for r in measure(p, kernels, presets))
-        for record in fidelity.write(args.out, measured):
-            print(_line(record), flush=True)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if args.read:
+        print("\n".join(table(fidelity.read_records(args.read))), end="")
+        return
+    presets = [preset(text) for text in args.arithmetics]
+    kernels = foreign()
+    problems = fidelity.made_up(args)
+    measured = (r for p in problems for r in measure(p, kernels, presets))
+    for record in fidelity.write(args.out, measured):
+        print(_line(record), flush=True)
 
 
 def preset(text: str) -> Kernel:
@@ -221,4 +218,4 @@ def _splash(q: Any, k: Any, v: Any, scale: float) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,6 @@ Every variant is causal and timed beside plain causal attention of the same shap
 `hopper` and `gpu`, and by cuDNN through `jax.nn` where that has it. Ratios are to `hopper`.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import program
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record, environment, reason, write
 from benchmarks.attention.timing import Attention, JaxCandidate, Timed, interleave
@@ -105,7 +105,7 @@ def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Rec
 
 def main() -> int:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
+    parser = program.parser(__doc__)
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=["gpt2", "long64", "long128"]
     )
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    records: list[Record] = [environment("python -m benchmarks.variants")]
+    records: list[Record] = [environment(program.name())]
     for name in args.shapes:
         for variant in args.variants:
             for backward in (False, True):

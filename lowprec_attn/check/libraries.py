@@ -12,6 +12,7 @@ import jax
 
 from lowprec_attn import attention
 from lowprec_attn.check.calls import Function, TargetError
+from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Target
 from lowprec_attn.numerics import get_preset
 
@@ -99,7 +100,8 @@ def splash(choice: str, _: Options) -> Target:
         keywords,
         cannot=("groups", "scale"),
         notes=notes,
-        sizes={"tokens": 256, "head_size": 128},
+        tokens=256,
+        head_size=128,
     )
 
 
@@ -112,7 +114,7 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (q.shape[1], k.shape[1])
-    mask = (splash.CausalMask if is_causal else splash.FullMask)(shape)
+    mask: Any = (splash.CausalMask if is_causal else splash.FullMask)(shape)
     if window is not None:
         mask = mask & splash.LocalMask(shape, window, 0)
     kernel = splash.make_splash_mha_single_device(
@@ -229,7 +231,8 @@ def _target(
     framework: str = "jax",
     cannot: Iterable[str] = (),
     notes: Iterable[str] = (),
-    sizes: Mapping[str, int] | None = None,
+    tokens: int = TOKENS,
+    head_size: int = HEAD_SIZE,
     **options: Any,
 ) -> Target:
     """Of a function of a module, or of one of this file, whose source a script shows."""
@@ -251,7 +254,8 @@ def _target(
         script=called.script,
         can=frozenset(can),
         notes=tuple(notes),
-        **(sizes or {}),
+        tokens=tokens,
+        head_size=head_size,
     )
 
 

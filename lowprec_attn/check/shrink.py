@@ -5,6 +5,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
     """
     exact_found = as_given(exact(problem).found)
     names = tuple(n for n in exact_found if n != "lse" or problem.dlse is not None)
-    arrays = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}
+    arrays: dict[str, Any] = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
     lines = [
         "from __future__ import annotations",
