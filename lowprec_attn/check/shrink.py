@@ -108,7 +108,7 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
     arrays: dict[str, Any] = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
     lines = [
-        "from __future__ import annotations",
+        "from typing import Any",
         "import numpy as np",
         f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
         *target.script(problem),
