@@ -113,7 +113,7 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
         f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
         *target.script(problem),
         f"for name in {names}:",
-        "    error = np.abs(np.asarray(found[name]) - a[name + '_float64'])",
+        "    error = np.abs(np.asarray(found[name], np.float64) - a[name + '_float64'])",
         "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
         "error.shape))",
     ]
