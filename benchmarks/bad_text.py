@@ -7,13 +7,13 @@ a run with `data.path=data/bad_text` draws the same windows. One training window
 random bytes.
 """
 
-import argparse
 import hashlib
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt
 
+from benchmarks import program
 from lowprec_attn.data import builtin_text
 from lowprec_attn.data.tokens import Meta, SplitMeta
 
@@ -31,11 +31,7 @@ def spoiled(ids: UInt[np.ndarray, " count"]) -> UInt[np.ndarray, " count"]:
 
 def main() -> None:
     """Writes `train.bin`, `val.bin` and `meta.json`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bad_text",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("directory", type=Path, help="for the token files")
     directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)

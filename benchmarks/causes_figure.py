@@ -5,7 +5,6 @@
 reads results/true_bfloat16/arithmetic and results/true_bfloat16/causes.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import program
 from benchmarks.front_figure import LAYER, RESULTS
 from lowprec_attn.lab.records import ArmRecord, read_all
 from lowprec_attn.runs.pages import style
@@ -62,9 +62,7 @@ NOT_ROUNDED = (
 
 def main() -> None:
     """Writes the file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("out", type=Path, help="the picture")
     write_figure(parser.parse_args().out, figure())
 

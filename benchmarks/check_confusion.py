@@ -10,7 +10,6 @@ are checked at random lengths, head sizes, formats and seeds, with what they hav
 found there is a false one. `--read` prints the tables that docs/check.md counts.
 """
 
-import argparse
 import functools
 import importlib.util
 import itertools
@@ -19,11 +18,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks import program
 from benchmarks.planted import (
     ARITHMETICS,
     BUGS,
@@ -31,14 +30,11 @@ from benchmarks.planted import (
     OF_CAUSAL,
     OF_FULL,
     ONLY_WITH,
-    Asked,
     Planted,
 )
 from lowprec_attn import check
-from lowprec_attn.check.measure import Found, as_rows
-from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.measure import as_rows
 from lowprec_attn.check.target import ABILITIES, Setting
-from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line, complete_lines
 from lowprec_attn.tables import markdown
 
@@ -58,14 +54,10 @@ _LIBRARIES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+@program.told
 def main() -> None:
     """Appends a line a check, or prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--out", type=Path, help="JSON lines, appended to")
-    files.add_argument("--read", type=Path, help="such a file: prints its tables")
+    parser = program.recording_parser(__doc__)
     parser.add_argument("--draws", type=int, default=3, help="of every planted bug and arithmetic")
     parser.add_argument(
         "--libraries", type=int, default=1, help="draws of every correct library and option"
@@ -75,20 +67,17 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    try:
-        if args.read:
-            records = [json.loads(line) for line in complete_lines(args.read)]
-            print("\n".join(tables(records)), end="")
-            return
-        rng = np.random.default_rng(args.seed)
-        for check_one in itertools.chain(
-            _planted(rng, args.draws, args.only), _libraries(rng, args.libraries, args.only)
-        ):
-            record = check_one()
-            append_line(args.out, json.dumps(record))
-            print(_line(record), flush=True)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if args.read:
+        records = [json.loads(line) for line in complete_lines(args.read)]
+        print("\n".join(tables(records)), end="")
+        return
+    rng = np.random.default_rng(args.seed)
+    for check_one in itertools.chain(
+        _planted(rng, args.draws, args.only), _libraries(rng, args.libraries, args.only)
+    ):
+        record = check_one()
+        append_line(args.out, json.dumps(record))
+        print(_line(record), flush=True)
 
 
 def _planted(
@@ -170,23 +159,9 @@ def target(
       setting: what every problem has.
     """
 
-    def call(problem: Problem) -> Found:
-        masking = problem.masking
-        asked = Asked(
-            scale=problem.scale,
-            is_causal=masking.is_causal,
-            mask=masking.mask,
-            window=masking.window,
-            soft_cap=problem.soft_cap,
-            bias=masking.bias,
-            sinks=masking.sinks,
-            dlse=problem.dlse,
-        )
-        return as_rows(kernel(*problem.arrays, asked))
-
     return check.Target(
         name="planted",
-        call=call,
+        call=lambda problem: as_rows(kernel(problem)),
         can=frozenset(ABILITIES) - (frozenset() if is_causal else {"causal"}),
         script=lambda problem: ["found = []"],
         setting=setting,
@@ -301,4 +276,4 @@ def _line(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,14 +22,13 @@ from typing import NamedTuple
 
 import jax
 
+from benchmarks import program
 from benchmarks.attention.candidates import candidates, select
 from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record, environment, write
 from benchmarks.shapes import SHAPES
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError
 from lowprec_attn.tables import columns
-
-_PROGRAM = "python -m benchmarks.counters"
 
 # Kernels of attention, ours and others'; not those that XLA or PyTorch put around them.
 _KERNELS = "regex:attention|sdpa|flash|mha"
@@ -72,28 +71,20 @@ _COUNTERS = {
 }
 
 
-def main() -> int:
-    """Profiles, prints, writes; returns the exit code."""
+@program.told
+def main() -> None:
+    """Profiles, prints, writes."""
     args = _arguments()
     # This process and the one under `ncu` share the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        if args.run:
-            _run(args.run, args.only)
-        else:
-            _profile(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if args.run:
+        _run(args.run, args.only)
+    else:
+        _profile(args)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["long64"], choices=SHAPES, metavar="SHAPE")
     parser.add_argument("--only", nargs="+", default=["hopper flash"], metavar="PATTERN")
     parser.add_argument("--out", type=Path, help="JSON lines file to write")
@@ -109,7 +100,7 @@ def _profile(args: argparse.Namespace) -> None:
     found = select(candidates("gpu"), args.only)
     if not found:
         raise RunError(f"no candidate matches {' '.join(args.only)}")
-    records: list[Record] = [environment(_PROGRAM)]
+    records: list[Record] = [environment(program.name())]
     for shape in args.shapes:
         for candidate in found:
             records += _counted(ncu, shape, candidate.name)

@@ -11,7 +11,6 @@ over the error's RMS, with its standard error, by layer and head. Several runs a
 after the other, up to the first that cannot be.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import program
 from lowprec_attn.errors import UserError
 from lowprec_attn.files import append_line
 from lowprec_attn.runs.run_dir import RunDir
@@ -86,13 +86,10 @@ def _sequences(settings: TrainSettings, draws: int) -> Iterator[np.ndarray]:
         yield np.asarray(ids[start : start + length], np.int32)[None]
 
 
-def main() -> int:
-    """Measures each run, prints, writes; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.delta_bias",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@program.told
+def main() -> None:
+    """Measures each run, prints, writes."""
+    parser = program.parser(__doc__)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="directory of a run with a checkpoint"
     )
@@ -101,14 +98,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.draws < 2:
         parser.error(f"--draws must be at least 2, got {args.draws}")
-    try:
-        for run in args.runs:
-            step, errors = measure(run, args.draws)
-            _report(run, step, args.draws, bias(errors), args.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    for run in args.runs:
+        step, errors = measure(run, args.draws)
+        _report(run, step, args.draws, bias(errors), args.out)
 
 
 def _report(run: Path, step: int, draws: int, found: Bias, out: Path | None) -> None:

@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +29,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
+from scipy.stats import wasserstein_distance
 
+from benchmarks import fidelity, program
 from lowprec_attn import attention
-from lowprec_attn.attention import reference, tiled
+from lowprec_attn.attention import tiled
+from lowprec_attn.check.inputs import normal
+from lowprec_attn.check.measure import RESULTS, WORDS, Found, both_passes, results
+from lowprec_attn.check.problems import Problem, formed
 from lowprec_attn.diagnostics.signed_errors import signed_error
-from lowprec_attn.diagnostics.weights import weight_drift
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import complete_lines, make_directory, write_atomically, write_json
 from lowprec_attn.numerics import FLASH, PUBLISHED_EAGER, STANDARD, Numerics
 from lowprec_attn.runs import environment
@@ -45,7 +49,7 @@ from lowprec_attn.tables import columns
 from lowprec_attn.training.saved_model import restore, settings_of
 
 FORMATS = ("bfloat16", "float16", "float32")
-TENSORS = ("O", "dQ", "dK", "dV")
+TENSORS = tuple(WORDS[name] for name in RESULTS)
 LENGTHS = (128, 256, 512, 1024)
 SQUARES = ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256))
 TILES = (*SQUARES, (16, 256), (256, 16), (32, 128), (128, 32))
@@ -116,19 +120,19 @@ def measure(case: Case, seeds: int) -> list[dict[str, Any]]:
     function = _compiled(case)
     records = []
     for seed in range(seeds):
-        inputs, exact = _exact(case.format, case.length, seed)
-        found = function(*inputs)
+        problem, exact = _exact(case.format, case.length, seed)
+        found = function(problem)
         records += [
-            {**case._asdict(), "seed": seed, "tensor": name, **_statistics(x, golden)}
-            for name, x, golden in zip(TENSORS, found, exact, strict=True)
+            {**case._asdict(), "seed": seed, "tensor": WORDS[n], **_statistics(found[n], exact[n])}
+            for n in RESULTS
         ]
     return records
 
 
-def _compiled(case: Case) -> Any:
-    """(q, k, v, dO) -> (O, dQ, dK, dV)."""
+def _compiled(case: Case) -> Callable[[Problem], Found]:
+    """Computes the results of a problem."""
     arm = ARMS[case.arm]
-    options: dict[str, Any] = {"implementation": arm.implementation, "is_causal": True}
+    options: dict[str, Any] = {"implementation": arm.implementation}
     function: Any = jax.nn.dot_product_attention
     if arm.numerics is not None:
         function = attention.dot_product_attention
@@ -139,31 +143,22 @@ def _compiled(case: Case) -> Any:
         if case.tile is not None:
             query, keys = (min(side, case.length) for side in case.tile)
             options["block_sizes"] = tiled.BlockSizes(query=query, kv_bwd=keys)
-
-    @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[jax.Array, ...]:
-        out, pullback = jax.vjp(lambda *x: function(*x, **options), q, k, v)
-        return out, *pullback(do.astype(out.dtype))
-
-    return both
+    return fidelity.called(function, **options)
 
 
 # One length of one format at a time is looked at, by several arms and tiles.
 @functools.lru_cache(maxsize=64)
-def _exact(fmt: str, length: int, seed: int) -> tuple[Sequence[np.ndarray], ...]:
-    """Normal q, k, v and dO [1, T, N, H] in a format, and float64 O, dQ, dK, dV of them."""
+def _exact(fmt: str, length: int, seed: int) -> tuple[Problem, Found]:
+    """Normal q, k, v and dO in a format, and float64 results of them."""
     rng = np.random.default_rng(seed)
-    drawn = (rng.standard_normal((1, length, HEADS, HEAD_SIZE)) for _ in range(4))
-    q, k, v, do = (x.astype(jnp.dtype(fmt)) for x in drawn)
-    masking = reference.Masking(is_causal=True)
-    forward = reference.attention(q, k, v, masking=masking)
-    backward = reference.backward(q, k, v, do, masking=masking)
-    return (q, k, v, do), (forward.o, backward.dq, backward.dk, backward.dv)
+    arrays = normal(rng, 1, (length, length), (HEADS, HEADS), HEAD_SIZE)
+    problem = formed("normal", "", arrays, fmt, causal=True)
+    return problem, results(problem, *both_passes(problem))
 
 
 def _statistics(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
     # The difference is taken in float64: float32 results err by less than its own last digits.
-    difference = (np.asarray(found).astype(np.float64) - exact).astype(np.float32)
+    difference = (found - exact).astype(np.float32)
     heads = signed_error(jnp.asarray(difference), jnp.zeros(exact.shape, jnp.float32))
     by_head = {name: np.asarray(x).astype(np.float64) for name, x in heads.items()}
     values = {
@@ -242,9 +237,8 @@ def apart(base: Path, other: Path) -> tuple[int, float, float]:
             f"{base} is at step {step} and {other} at {theirs}; compare runs of one length and "
             "models of one shape"
         )
-    found = [weight_drift(a[name], b[name]) for name in a]
-    largest = max(one["max_difference"] for one in found)
-    moved = [one["wasserstein"] for one in found]
+    largest = max(float(np.max(np.abs(a[name] - b[name]))) for name in a)
+    moved = [wasserstein_distance(a[name].ravel(), b[name].ravel()) for name in a]
     return step, largest, float(np.average(moved, weights=[x.size for x in a.values()]))
 
 
@@ -253,7 +247,9 @@ def _weights(path: Path) -> tuple[int, dict[str, np.ndarray]]:
     if saved is None:
         raise RunError(f"{path} has no complete checkpoint; train it with checkpoint_every")
     leaves = jax.tree.leaves_with_path(jax.device_get(saved.params))
-    return saved.step, {jax.tree_util.keystr(place): np.asarray(x) for place, x in leaves}
+    return saved.step, {
+        jax.tree_util.keystr(place): np.asarray(x).astype(np.float64) for place, x in leaves
+    }
 
 
 def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
@@ -269,13 +265,10 @@ def _measure_all(crossed: bool) -> Iterator[dict[str, Any]]:
             print(f"note: {case} is left out: {str(error).splitlines()[0]}", flush=True)
 
 
-def main() -> int:
-    """Measures, prints, draws; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.deviation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@program.told
+def main() -> None:
+    """Measures, prints, draws."""
+    parser = program.parser(__doc__)
     add = parser.add_argument
     add("directory", type=Path, nargs="?", metavar="DIR", help="of records and figure")
     add("--crossed", action="store_true", help="every tile in every format at every length")
@@ -284,23 +277,21 @@ def main() -> int:
     args = parser.parse_args()
     if (args.directory is None) == (args.weights is None):
         parser.error("give DIR, or --weights with run directories")
-    try:
-        return _compare(*args.weights) if args.weights else _deviate(args)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if args.weights:
+        _compare(*args.weights)
+    else:
+        _deviate(args)
 
 
-def _compare(base: Path, *others: Path) -> int:
+def _compare(base: Path, *others: Path) -> None:
     rows = [["run", "step", "largest difference", "Wasserstein distance"]]
     for other in others:
         step, largest, moved = apart(base, other)
         rows.append([str(other), str(step), f"{largest:.2e}", f"{moved:.2e}"])
     print(columns(rows, "<>>>"))
-    return 0
 
 
-def _deviate(args: argparse.Namespace) -> int:
+def _deviate(args: argparse.Namespace) -> None:
     path = args.directory / "attention.jsonl"
     if not args.read:
         make_directory(args.directory)
@@ -312,7 +303,6 @@ def _deviate(args: argparse.Namespace) -> int:
     print(table(records))
     write_figure(args.directory / "formats.png", figure(records))
     print(args.directory / "formats.png")
-    return 0
 
 
 if __name__ == "__main__":

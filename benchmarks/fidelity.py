@@ -24,103 +24,108 @@ of any error is large beside them.
 
 import argparse
 import functools
-import importlib.metadata
 import importlib.util
 import json
 import lzma
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import program
+from benchmarks.attention.records import environment, reason
 from lowprec_attn import attention
-from lowprec_attn.attention import IMPLEMENTATIONS, reference
-from lowprec_attn.check.inputs import drawn, largest_scores
+from lowprec_attn.check import libraries
+from lowprec_attn.check.calls import Function
+from lowprec_attn.check.inputs import Arrays, drawn, largest_scores
+from lowprec_attn.check.measure import RESULTS, Found, both_passes, results
+from lowprec_attn.check.problems import Problem, formed
 from lowprec_attn.diagnostics.examine import array_file
 from lowprec_attn.errors import UserError
-from lowprec_attn.files import append_line, from_strict_json
+from lowprec_attn.files import append_line, from_strict_json, strict_json
 from lowprec_attn.numerics import Numerics, get_preset
 from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7)
 NUMERICS = ("exact", "flash", "float32_output", "normalized_delta", "matched")
-RESULTS = ("o", "dq", "dk", "dv")
 _OF_LSE = ("lse", "p_row_sum")
 _OF_HEAD = (0, 1, 3)  # the other axes
-_PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "numpy")
+_KEYWORDS = {"causal": "is_causal", "scale": "scale"}
 
-
-class Problem(NamedTuple):
-    """Causal attention of bfloat16 q, k, v, dO [B, T, N, H], and the factor of q kᵀ."""
-
-    name: str
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    do: np.ndarray
-    scale: float
+Record = dict[str, Any]
 
 
 class Kernel(NamedTuple):
     """A name, the arithmetic asked for (None: nothing can be asked), and what computes it.
 
-    `run` takes a problem and returns o, dq, dk, dv and, where there is one, lse as float64 arrays.
-    It raises where it cannot serve.
+    `run` takes a problem and returns its results as arrays of rows; it raises where it cannot
+    serve.
     """
 
     name: str
     numerics: str | None
-    run: Callable[[Problem], dict[str, np.ndarray]]
+    run: Callable[[Problem], Found]
 
 
+@program.told
 def main() -> None:
     """Prints and appends a line for each kernel and problem."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--out", type=Path, help="JSON lines, appended to")
-    files.add_argument("--read", type=Path, help="such a file, as it is or .xz: prints its tables")
-    parser.add_argument("--result", choices=(*RESULTS, *_OF_LSE), default="dq", help="of --read")
-    parser.add_argument("--arrays", type=Path, help="an npz with q, k, v and do of layers")
-    parser.add_argument("--scores", type=float, nargs="+", default=SCORES, help="largest ones")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head_size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--numerics",
-        nargs="+",
-        default=NUMERICS,
-        metavar="PRESET[:FIELD=VALUE,…]",
-        help="of this library's kernels (default: %(default)s)",
-    )
-    args = parser.parse_args()
-    try:
-        if args.read:
-            print("\n".join(tables(read_records(args.read), args.result)), end="")
-            return
-        kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
-        shape = (args.tokens, args.heads, args.head_size)
-        problems = captured(args.arrays) if args.arrays else made_up(args.scores, shape, args.seed)
-        refused: set[tuple[str, str | None]] = set()  # said once
-        for problem in problems:
-            for record in measure(problem, kernels):
-                append_line(args.out, strict_json(record | {"environment": environment()}))
-                kernel = record["kernel"], record["numerics"]
-                if "errors" in record or kernel not in refused:
-                    print(_line(record), flush=True)
-                if "errors" not in record:
-                    refused.add(kernel)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    args = arguments(
+        __doc__,
+        tokens=256,
+        scores=SCORES,
+        result={"choices": (*RESULTS, *_OF_LSE), "default": "dq", "help": "of --read"},
+        arrays={"type": Path, "help": "an npz with q, k, v and do of layers"},
+        numerics={"nargs": "+", "default": NUMERICS, "metavar": "PRESET[:FIELD=VALUE,…]",
+                  "help": "of this library's kernels (default: %(default)s)"},
+    )  # fmt: skip
+    if args.read:
+        print("\n".join(tables(read_records(args.read), args.result)), end="")
+        return
+    kernels = [*own(args.numerics), *jax_nn(), *torch_sdpa()]
+    problems = captured(args.arrays) if args.arrays else made_up(args)
+    written = write(args.out, (r for p in problems for r in measure(p, kernels)))
+    refused: set[tuple[str, str | None]] = set()  # said once
+    for record in written:
+        kernel = record["kernel"], record["numerics"]
+        if "errors" in record or kernel not in refused:
+            print(_line(record), flush=True)
+        if "errors" not in record:
+            refused.add(kernel)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def arguments(
+    doc: str | None, *, tokens: int, scores: Sequence[float], **others: Any
+) -> argparse.Namespace:
+    """The command line of a program on such problems.
+
+    Args:
+      doc: of the program.
+      tokens, scores: defaults.
+      others: further options, by name.
+    """
+    parser = program.recording_parser(doc)
+    parser.add_argument("--scores", type=float, nargs="+", default=scores, help="largest ones")
+    for name, default in {"tokens": tokens, "heads": 4, "head_size": 64, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, options in others.items():
+        parser.add_argument(f"--{name}", **options)
+    return parser.parse_args()
+
+
+def write(path: Path, records: Iterator[Record]) -> Iterator[Record]:
+    """Appends each record with versions and device, and hands it on."""
+    where = environment(program.name())
+    for record in records:
+        line = strict_json(record | {"environment": where})
+        append_line(path, json.dumps(line, allow_nan=False))
+        yield record
+
+
+def read_records(path: Path) -> list[Record]:
     """The lines of a file.
 
     Raises:
@@ -133,32 +138,46 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path} holds no records of this program: {error}") from error
 
 
-def tables(records: Sequence[Mapping[str, Any]], result: str) -> Iterator[str]:
+def tables(records: Sequence[Record], result: str) -> Iterator[str]:
     """In Markdown, one table a kind of problem: errors of `result` by kernel and problem.
 
     A cell is the error of the worst head. What was refused is left out.
     """
-    served = [r for r in records if result in r.get("errors", ())]
-    for kind in dict.fromkeys(r["problem"].split()[0] for r in served):
-        of_kind = [r for r in served if r["problem"].split()[0] == kind]
-        problems = list(dict.fromkeys(r["problem"] for r in of_kind))
+    cells = [
+        ((r["kernel"], r["numerics"] or ""), r["problem"], f"{max(r['errors'][result]):.1e}")
+        for r in records
+        if result in r.get("errors", ())
+    ]
+    return by_problem(cells, lambda kind: (f"{kind}: {result}", "arithmetic"))
+
+
+def by_problem(
+    cells: Sequence[tuple[tuple[str, str], str, str]],
+    corner: Callable[[str], tuple[str, str]],
+) -> Iterator[str]:
+    """In Markdown, one table a kind of problem, with a row for each pair of words.
+
+    Args:
+      cells: the words of a row, a problem, and what stands there.
+      corner: heading of the words, of a kind.
+    """
+    for kind in dict.fromkeys(problem.split()[0] for _, problem, _ in cells):
+        of_kind = [cell for cell in cells if cell[1].split()[0] == kind]
+        problems = list(dict.fromkeys(problem for _, problem, _ in of_kind))
         rows: dict[tuple[str, str], dict[str, str]] = {}
-        for r in of_kind:
-            cells = rows.setdefault((r["kernel"], r["numerics"] or ""), {})
-            cells[r["problem"]] = f"{max(r['errors'][result]):.1e}"
+        for words, problem, text in of_kind:
+            rows.setdefault(words, {})[problem] = text
         names = [problem.removeprefix(kind).strip() for problem in problems]
-        header = [f"{kind}: {result}", "arithmetic", *names]
-        yield markdown(
-            header, [[*of, *(cells.get(p, "") for p in problems)] for of, cells in rows.items()]
-        )
+        body = [[*words, *(row.get(p, "") for p in problems)] for words, row in rows.items()]
+        yield markdown([*corner(kind), *names], body)
 
 
-def made_up(scores: Sequence[float], shape: tuple[int, int, int], seed: int) -> Iterator[Problem]:
-    """Problems of both kinds with these largest |scores|; `shape` is T, N and H."""
+def made_up(args: argparse.Namespace) -> Iterator[Problem]:
+    """Problems of both kinds, as `arguments` asks for them."""
     for kind in ("clustered", "normal"):
-        for score in scores:
-            arrays = drawn(kind, score, shape, seed)
-            yield _problem(f"{kind} {score:.0e}", arrays, shape[2] ** -0.5)
+        for score in args.scores:
+            arrays = drawn(kind, score, (args.tokens, args.heads, args.head_size), args.seed)
+            yield _problem(f"{kind} {score:.0e}", arrays, args.head_size**-0.5)
 
 
 def captured(path: Path) -> Iterator[Problem]:
@@ -170,26 +189,21 @@ def captured(path: Path) -> Iterator[Problem]:
     for layer in array_file.load(path):
         if layer.do is None or not layer.is_causal:
             raise UserError(f"{path}: {layer.name} must be causal and have dO (`do`)")
-        scale = layer.q.shape[-1] ** -0.5 if layer.scale is None else float(layer.scale)
-        yield _problem(layer.name, (layer.q, layer.k, layer.v, layer.do), scale)
+        yield _problem(layer.name, (layer.q, layer.k, layer.v, layer.do), layer.factor)
 
 
-def _problem(name: str, arrays: Iterable[np.ndarray], scale: float) -> Problem:
-    q, k, v, do = (np.asarray(x).astype(jnp.bfloat16) for x in arrays)
-    return Problem(name, q, k, v, do, scale)
+def _problem(name: str, arrays: Arrays, scale: float) -> Problem:
+    return formed(name, "", arrays, "bfloat16", causal=True, scale=scale)
 
 
-def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[dict[str, Any]]:
+def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[Record]:
     """A record of each kernel."""
-    name, q, k, v, do, scale = problem
-    options: Any = {"scale": scale, "masking": reference.Masking(is_causal=True)}
-    forward = reference.attention(q, k, v, **options)
-    backward = reference.backward(q, k, v, do, **options)
-    exact = {"o": forward.o, "dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
+    forward, backward = both_passes(problem)
+    exact = results(problem, forward, backward)
     facts = {
-        "problem": name,
-        "shape": list(q.shape),
-        "score_maximum": largest_scores(q, k, scale).tolist(),
+        "problem": problem.name,
+        "shape": list(problem.q.shape),
+        "score_maximum": largest_scores(problem.q, problem.k, problem.scale).tolist(),
         "rms": {r: np.sqrt((exact[r] ** 2).mean(_OF_HEAD)).tolist() for r in RESULTS},
     }
     for kernel in kernels:
@@ -197,15 +211,14 @@ def measure(problem: Problem, kernels: Sequence[Kernel]) -> Iterator[dict[str, A
         try:
             found = kernel.run(problem)
         except Exception as error:  # of any kind: theirs are not ours to know
-            reason = str(error).strip().splitlines() or [""]
-            yield record | {"unsupported": f"{type(error).__name__}: {reason[0]}"}
+            yield record | {"unsupported": reason(error)}
             continue
         errors = {r: _relative(found[r], exact[r]) for r in RESULTS}
         if "lse" in found:
             lse = found["lse"]
-            errors["lse"] = np.abs(lse - forward.lse).max((0, 1)).tolist()
+            errors["lse"] = np.abs(lse - exact["lse"]).max((0, 1, 3)).tolist()
             with np.errstate(over="ignore"):  # of an lse that is far off
-                p = np.exp(forward.s - lse.transpose(0, 2, 1)[..., None])
+                p = np.exp(forward.s - lse.transpose(0, 2, 1, 3))
             errors["p_row_sum"] = np.abs(p.sum(-1) - 1).max((0, 2)).tolist()
         yield record | {"errors": errors}
 
@@ -217,8 +230,8 @@ def own(names: Sequence[str]) -> list[Kernel]:
       UserError: one is none.
     """
     return [
-        Kernel(module, name, functools.partial(run_own, module, parse_numerics(name)))
-        for module in IMPLEMENTATIONS
+        Kernel(module, name, run_own(module, parse_numerics(name)))
+        for module in attention.IMPLEMENTATIONS
         for name in names
     ]
 
@@ -238,120 +251,58 @@ def parse_numerics(text: str) -> Numerics:
         raise UserError(f"--numerics {text}: {error}") from error
 
 
-def run_own(implementation: str, numerics: Numerics, problem: Problem) -> dict[str, np.ndarray]:
-    """The results of one of this library's implementations, float64."""
-    return run_compiled(_compiled_own(implementation, numerics, problem.scale), problem)
+def run_own(implementation: str, numerics: Numerics) -> Callable[[Problem], Found]:
+    """One of this library's implementations in an arithmetic."""
+    return called(
+        attention.dot_product_attention,
+        implementation=implementation,
+        numerics=numerics,
+        return_residual=True,
+    )
 
 
-@functools.cache  # one program for all problems of a shape
-def _compiled_own(implementation: str, numerics: Numerics, scale: float) -> Any:
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return attention.dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            scale=scale,
-            numerics=numerics,
-            implementation=implementation,
-            return_residual=True,
-        )
-
-    return both_passes(attend)
+def called(
+    function: Callable[..., Any], framework: str = "jax", **options: Any
+) -> Callable[[Problem], Found]:
+    """What computes the results of a function by its keywords `is_causal` and `scale`."""
+    return Function(
+        function=function,
+        name="attention",
+        head=(),
+        framework=framework,
+        layout="BTNH" if framework == "jax" else "BNTH",
+        keywords=_KEYWORDS,
+        options=options,
+    ).caller()
 
 
 def jax_nn() -> list[Kernel]:
     """`jax.nn.dot_product_attention`, which rounds the lse that it hands out."""
-
-    @functools.cache
-    def compiled(implementation: Any, scale: float) -> Any:
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            return jax.nn.dot_product_attention(
-                q, k, v, scale=scale, is_causal=True, implementation=implementation
-            ), None
-
-        return both_passes(attend)
-
-    def run(implementation: str, problem: Problem) -> dict[str, np.ndarray]:
-        return run_compiled(compiled(implementation, problem.scale), problem)
-
-    names = ("xla", "cudnn")
-    return [Kernel(f"jax.nn {name}", None, functools.partial(run, name)) for name in names]
-
-
-def both_passes(attend: Callable[..., Any]) -> Any:
-    """(q, k, v, dO) -> the results of a function that returns O and lse, or None for that."""
-
-    @jax.jit
-    def both(q: Any, k: Any, v: Any, do: Any) -> dict[str, Any]:
-        o, pullback, lse = jax.vjp(attend, q, k, v, has_aux=True)
-        found = dict(zip(RESULTS, (o, *pullback(do.astype(o.dtype))), strict=True))
-        return found if lse is None else found | {"lse": lse}
-
-    return both
-
-
-def run_compiled(both: Any, problem: Problem) -> dict[str, np.ndarray]:
-    """What such a function returns for a problem, float64."""
-    arrays = (jnp.asarray(x) for x in problem[1:5])
-    return {name: np.asarray(x).astype(np.float64) for name, x in both(*arrays).items()}
+    of = functools.partial(called, jax.nn.dot_product_attention)
+    return [Kernel(f"jax.nn {name}", None, of(implementation=name)) for name in ("xla", "cudnn")]
 
 
 def torch_sdpa() -> list[Kernel]:
     """PyTorch's kernels, on its GPU where it has one; none where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         return []
-
-    def run(backend: str, dtype: str, problem: Problem) -> dict[str, np.ndarray]:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
-        def tensor(x: np.ndarray) -> Any:  # heads first
-            wide = torch.from_numpy(x.astype(np.float32))
-            return wide.to(device, getattr(torch, dtype)).transpose(1, 2)
-
-        q, k, v = (tensor(x).requires_grad_() for x in (problem.q, problem.k, problem.v))
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            o = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=problem.scale
-            )
-            o.backward(tensor(problem.do))
-        found = zip(RESULTS, (o.detach(), q.grad, k.grad, v.grad), strict=True)
-        return {name: x.transpose(1, 2).double().cpu().numpy() for name, x in found}
-
-    backends = {
-        "flash": ("FLASH_ATTENTION", "bfloat16"),
-        "cudnn": ("CUDNN_ATTENTION", "bfloat16"),
-        "math": ("MATH", "bfloat16"),
-        "efficient float32": ("EFFICIENT_ATTENTION", "float32"),
+    of = {
+        name: called(libraries.torch_attention, "torch", backend=backend)
+        for name, backend in libraries.BACKENDS.items()
     }
-    return [Kernel(f"torch {n}", None, functools.partial(run, *b)) for n, b in backends.items()]
+
+    def efficient_in_float32(problem: Problem) -> Found:
+        return of["efficient"](formed("", "", problem.arrays, "float32", causal=True,
+                                      scale=problem.scale))  # fmt: skip
+
+    kernels = [Kernel(f"torch {name}", None, of[name]) for name in ("flash", "cudnn", "math")]
+    return [*kernels, Kernel("torch efficient float32", None, efficient_in_float32)]
 
 
 def _relative(found: np.ndarray, exact: np.ndarray) -> list[float]:
     """‖found − exact‖ / ‖exact‖ of every head; not finite where `found` is not."""
     size = np.sqrt((exact**2).sum(_OF_HEAD))
     return (np.sqrt(((found - exact) ** 2).sum(_OF_HEAD)) / np.maximum(size, 1e-300)).tolist()
-
-
-def environment() -> dict[str, Any]:
-    """Versions and device."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    (device, *_) = jax.devices()
-    return {"versions": versions, "backend": device.platform, "device_kind": device.device_kind}
-
-
-def strict_json(record: Mapping[str, Any]) -> str:
-    """With NaN and infinities as the texts "nan", "inf" and "-inf"."""
-    as_texts = json.loads(json.dumps(record), parse_constant=lambda name: str(float(name)))
-    return json.dumps(as_texts, allow_nan=False)
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -364,4 +315,4 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

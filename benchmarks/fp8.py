@@ -28,18 +28,23 @@ With δ normalized that is gone. In `nvfp4` V, which has other scales in dP than
 3 % of the row sum alone. An O in 8 bits for δ raises the row sum threefold.
 """
 
-import argparse
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import fidelity, matched
-from lowprec_attn.attention import reference
-from lowprec_attn.files import append_line
+from benchmarks import fidelity, program
+from benchmarks.attention.records import environment
+from lowprec_attn import attention
+from lowprec_attn.attention import tiled
+from lowprec_attn.check.measure import both_passes
+from lowprec_attn.check.problems import Problem
+from lowprec_attn.files import append_line, strict_json
 from lowprec_attn.numerics import (
     FLASH,
     FLASH_ATTENTION_3_FP8,
@@ -53,7 +58,7 @@ from lowprec_attn.numerics import (
 from lowprec_attn.tables import markdown
 
 SCORES = (1e1, 1e2, 1e3, 1e4)
-SHAPE = (256, 4, 64)
+STEP, TILE = 64, 128  # of `tiled`, forward and backward
 MEAN = 3.0
 _ARRAYS = ("query", "key", "value", "do")
 _PROBS = ("probs", "probs_bwd")
@@ -95,39 +100,29 @@ def arms() -> Iterator[tuple[str, Numerics]]:
 
 def main() -> None:
     """Prints and appends a line for each arm and problem; or prints the table of a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--out", type=Path, help="JSON lines, appended to")
-    files.add_argument("--read", type=Path, help="such a file: prints its tables")
-    parser.add_argument("--scores", type=float, nargs="+", default=SCORES)
-    parser.add_argument("--shape", type=int, nargs=3, default=SHAPE, help="tokens, heads, size")
-    args = parser.parse_args()
+    args = fidelity.arguments(__doc__, tokens=256, scores=SCORES)
     if args.read:
         print("\n".join(tables(args.read)), end="")
         return
-    append_line(args.out, fidelity.strict_json({"environment": fidelity.environment()}))
+    append_line(args.out, json.dumps({"environment": environment(program.name())}))
     under = ""
     for name, numerics in arms():
         under = under if name.startswith("…") else name
-        for problem in fidelity.made_up(args.scores, tuple(args.shape), 0):
+        for problem in fidelity.made_up(args):
             if problem.name.startswith("clustered"):
                 arm = name.replace("…", f"{under},")
                 record = {"problem": problem.name, "arm": arm, **measured(problem, numerics)}
-                append_line(args.out, fidelity.strict_json(record))
+                append_line(args.out, json.dumps(strict_json(record), allow_nan=False))
                 print(json.dumps(record), flush=True)
 
 
-def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
+def measured(problem: Problem, numerics: Numerics) -> dict[str, float]:
     """Errors and row sums of one arm, to three digits."""
-    q, k, v, do = problem[1:5]
+    q, k, v, do = problem.arrays
     bias = np.zeros((1, q.shape[2], q.shape[1], k.shape[1]), np.float32)
-    found = matched.compiled(numerics, problem.scale)(q, k, v, bias, do, 0.0)
+    found = _compiled(numerics, problem.scale)(q, k, v, bias, do)
     o, dq, dk, dv, ds = (np.asarray(x).astype(np.float64) for x in found)
-    options: Any = {"scale": problem.scale, "masking": reference.Masking(is_causal=True)}
-    forward = reference.attention(q, k, v, **options)
-    exact = reference.backward(q, k, v, do, **options)
+    forward, exact = both_passes(problem)
     x = MEAN + np.random.default_rng(1).standard_normal((*q.shape[:2], 64))
 
     def weight(dq: np.ndarray) -> np.ndarray:
@@ -146,6 +141,30 @@ def measured(problem: fidelity.Problem, numerics: Numerics) -> dict[str, float]:
     cast = np.asarray(_cast(found[4], numerics, problem.scale)).astype(np.float64)
     sums = {"ds": _rms(ds.sum(-1)) / size, "cast": _rms(cast.sum(-1)) / size}
     return {name: float(f"{value:.3g}") for name, value in (errors | sums).items()}
+
+
+@functools.cache  # one program for all problems of a shape
+def _compiled(numerics: Numerics, scale: float) -> Any:
+    """(q, k, v, bias, dO) -> O, then dQ, dK, dV in float32, and dS before its cast: of the bias."""
+    numerics = numerics.replace(
+        kv_block=numerics.kv_block or STEP, grads=numerics.grads or "float32"
+    )
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any, bias: Any, do: Any) -> Any:
+        attend: Any = functools.partial(
+            attention.dot_product_attention,
+            is_causal=True,
+            scale=scale,
+            numerics=numerics,
+            implementation="tiled",
+            block_sizes=tiled.BlockSizes(query=TILE, kv_bwd=TILE),
+        )
+        arrays = (x.astype(jnp.float32) for x in (q, k, v, bias))
+        out, pullback = jax.vjp(lambda q, k, v, bias: attend(q, k, v, bias=bias), *arrays)
+        return out, *pullback(do.astype(out.dtype))
+
+    return both
 
 
 def _cast(ds: Any, numerics: Numerics, scale: float) -> Any:

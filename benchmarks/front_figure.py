@@ -5,7 +5,6 @@
 writes front_light.png and front_dark.png from results/true_bfloat16.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import program
 from lowprec_attn.lab.records import ArmRecord, read_all
 from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import write_figure
@@ -48,9 +48,7 @@ NANOGPT = (
 
 def main() -> None:
     """Writes both files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("out", type=Path, help="the files' names up to _light.png and _dark.png")
     out = parser.parse_args().out
     for name, theme in {"light": "default", "dark": "dark_background"}.items():

@@ -16,26 +16,24 @@ from that of each preset, beside the RMS in float64. Presets that agree to the l
 half counts as identified. A ratio near 1 says that the problem does not tell the two apart.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks import fidelity
-from benchmarks.fidelity import RESULTS, Kernel, Problem
-from lowprec_attn.attention import reference
-from lowprec_attn.errors import UserError
-from lowprec_attn.files import append_line
-from lowprec_attn.tables import markdown
+from benchmarks import fidelity, program
+from benchmarks.attention.records import reason
+from benchmarks.fidelity import Kernel, Record
+from lowprec_attn.check.calls import jax_array, jax_gradients
+from lowprec_attn.check.libraries import splash_attention
+from lowprec_attn.check.measure import RESULTS, Found, both_passes, results
+from lowprec_attn.check.problems import Problem
 
 ARITHMETICS = (
     *("exact", "splash", "flash_attention_3", "torch_flash", "kohaku_fa", "tokamax"),
@@ -46,38 +44,25 @@ SCORES = (1e1, 1e2, 1e3, 1e4, 1e5)
 IDENTIFIED = 0.5  # of the distance to the next
 _HARD = 2.0**-7  # of a row's norm: a unit in the last place of bfloat16
 
-Results = dict[str, np.ndarray]
 
-
+@program.told
 def main() -> None:
     """Prints and appends a line for each foreign kernel and problem."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = fidelity.arguments(
+        __doc__,
+        tokens=128,
+        scores=SCORES,
+        arithmetics={"nargs": "+", "default": ARITHMETICS, "metavar": "PRESET[:…]"},
     )
-    files = parser.add_mutually_exclusive_group(required=True)
-    files.add_argument("--out", type=Path, help="JSON lines, appended to")
-    files.add_argument("--read", type=Path, help="such a file, as it is or .xz: prints its table")
-    parser.add_argument("--scores", type=float, nargs="+", default=SCORES, help="largest ones")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head_size", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--arithmetics", nargs="+", default=ARITHMETICS, metavar="PRESET[:…]")
-    args = parser.parse_args()
-    try:
-        if args.read:
-            print("\n".join(table(fidelity.read_records(args.read))), end="")
-            return
-        shape = (args.tokens, args.heads, args.head_size)
-        presets = [preset(text) for text in args.arithmetics]
-        kernels = foreign()
-        for problem in fidelity.made_up(args.scores, shape, args.seed):
-            for record in measure(problem, kernels, presets):
-                environment = {"environment": fidelity.environment()}
-                append_line(args.out, fidelity.strict_json(record | environment))
-                print(_line(record), flush=True)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if args.read:
+        print("\n".join(table(fidelity.read_records(args.read))), end="")
+        return
+    presets = [preset(text) for text in args.arithmetics]
+    kernels = foreign()
+    problems = fidelity.made_up(args)
+    measured = (r for p in problems for r in measure(p, kernels, presets))
+    for record in fidelity.write(args.out, measured):
+        print(_line(record), flush=True)
 
 
 def preset(text: str) -> Kernel:
@@ -88,7 +73,7 @@ def preset(text: str) -> Kernel:
     """
     numerics = fidelity.parse_numerics(text)
     module = "dense" if numerics.normalize_probs else "tiled"
-    return Kernel(text, text, functools.partial(fidelity.run_own, module, numerics))
+    return Kernel(text, text, fidelity.run_own(module, numerics))
 
 
 def foreign() -> list[Kernel]:
@@ -98,13 +83,13 @@ def foreign() -> list[Kernel]:
 
 def measure(
     problem: Problem, kernels: Sequence[Kernel], presets: Sequence[Kernel]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """A record of each kernel."""
     computed = {kernel.name: kernel.run(problem) for kernel in presets}
-    exact = exact_results(problem)
+    exact = results(problem, *both_passes(problem))
     hard = {name: hard_rows([x[name] for x in computed.values()]) for name in RESULTS}
     for kernel in kernels:
-        record: dict[str, Any] = {
+        record: Record = {
             "problem": problem.name,
             "shape": list(problem.q.shape),
             "kernel": kernel.name,
@@ -112,8 +97,7 @@ def measure(
         try:
             found = kernel.run(problem)
         except Exception as error:  # of any kind: theirs are not ours to know
-            reason = str(error).strip().splitlines() or [""]
-            yield record | {"unsupported": f"{type(error).__name__}: {reason[0]}"}
+            yield record | {"unsupported": reason(error)}
             continue
         yield record | {
             "results": {
@@ -130,15 +114,6 @@ def measure(
                 for name, rows in hard.items()
             }
         }
-
-
-def exact_results(problem: Problem) -> Results:
-    """O, dQ, dK and dV in float64."""
-    options: Any = {"scale": problem.scale, "masking": reference.Masking(is_causal=True)}
-    q, k, v, do = problem[1:5]
-    backward = reference.backward(q, k, v, do, **options)
-    o = reference.attention(q, k, v, **options).o
-    return {"o": o, "dq": backward.dq, "dk": backward.dk, "dv": backward.dv}
 
 
 def hard_rows(results: Sequence[np.ndarray]) -> np.ndarray:
@@ -168,22 +143,14 @@ def nearest(distances: Mapping[str, float]) -> tuple[str, float]:
     return first, distances[first] / distances[others[0]]
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def table(records: Sequence[Record]) -> Iterator[str]:
     """In Markdown, one table a kind of problem: nearest preset by kernel, result and problem."""
-    served = [r for r in records if "results" in r]
-    for kind in dict.fromkeys(r["problem"].split()[0] for r in served):
-        of_kind = [r for r in served if r["problem"].split()[0] == kind]
-        problems = list(dict.fromkeys(r["problem"] for r in of_kind))
-        rows: dict[tuple[str, str], dict[str, str]] = {}
-        for record in of_kind:
-            for name, found in record["results"].items():
-                cells = rows.setdefault((record["kernel"], name), {})
-                cells[record["problem"]] = _cell(found)
-        names = [problem.removeprefix(kind).strip() for problem in problems]
-        header = [kind, "result", *names]
-        yield markdown(
-            header, [[*of, *(cells.get(p, "") for p in problems)] for of, cells in rows.items()]
-        )
+    cells = [
+        ((record["kernel"], name), record["problem"], _cell(found))
+        for record in records
+        for name, found in record.get("results", {}).items()
+    ]
+    return fidelity.by_problem(cells, lambda kind: (kind, "result"))
 
 
 def _cell(found: Mapping[str, Any]) -> str:
@@ -204,55 +171,51 @@ def _line(record: Mapping[str, Any]) -> str:
 def jax_pallas() -> list[Kernel]:
     """JAX's own kernels: for GPUs (Triton), for TPUs, splash attention."""
     on_gpu = jax.default_backend() in ("cuda", "gpu")
-    suffix = "" if on_gpu else " (interpreted)"
     return [
-        Kernel(f"jax pallas gpu{suffix}", None, functools.partial(_run, _gpu, not on_gpu)),
-        *(
-            Kernel(f"{name} (interpreted)", None, functools.partial(_run, attend, True))
-            for name, attend in (("jax pallas tpu", _tpu), ("jax splash", _splash))
-        ),
+        Kernel(f"jax pallas gpu{'' if on_gpu else ' (interpreted)'}", None, _run(_gpu)),
+        Kernel("jax pallas tpu (interpreted)", None, _run(_tpu)),
+        Kernel("jax splash (interpreted)", None, _run(_splash)),
     ]
 
 
-def _run(attend: Callable[..., Any], interpret: bool, problem: Problem) -> Results:
-    both = _compiled(attend, problem.scale, interpret)
-    with pltpu.force_tpu_interpret_mode() if attend is _tpu else contextlib.nullcontext():
-        return fidelity.run_compiled(both, problem)
+def _run(attend: Callable[..., Any]) -> Callable[[Problem], Found]:
+    @functools.cache
+    def compiled(scale: float) -> Any:
+        both = functools.partial(jax_gradients, functools.partial(attend, scale=scale))
+        # XLA leaves out roundings within chains of bfloat16 operations unless it is told not to.
+        return jax.jit(both, compiler_options={"xla_allow_excess_precision": False})
+
+    def run(problem: Problem) -> Found:
+        names = ("q", "k", "v", "do")
+        x = {n: jax_array(a, None) for n, a in zip(names, problem.arrays, strict=True)}
+        with pltpu.force_tpu_interpret_mode() if attend is _tpu else contextlib.nullcontext():
+            found = compiled(problem.scale)(x)
+        return {name: np.asarray(found[name]).astype(np.float64) for name in RESULTS}
+
+    return run
 
 
-@functools.cache
-def _compiled(attend: Callable[..., Any], scale: float, interpret: bool) -> Any:
-    both = fidelity.both_passes(lambda q, k, v: (attend(q, k, v, scale, interpret), None))
-    # XLA leaves out roundings within chains of bfloat16 operations unless it is told not to.
-    return jax.jit(both, compiler_options={"xla_allow_excess_precision": False})
-
-
-def _gpu(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
+def _gpu(q: Any, k: Any, v: Any, scale: float) -> Any:
     from jax.experimental.pallas.ops.gpu import attention as pallas
 
     sizes = pallas.BlockSizes.get_default()
     sizes = dataclasses.replace(sizes, block_q=128, block_k=128)
+    interpret = jax.default_backend() not in ("cuda", "gpu")
     return pallas.mha(
         q, k, v, None, sm_scale=scale, causal=True, block_sizes=sizes, interpret=interpret
     )
 
 
-def _tpu(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
+def _tpu(q: Any, k: Any, v: Any, scale: float) -> Any:
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas
 
     heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]
     return pallas.flash_attention(*heads_first, causal=True, sm_scale=scale).swapaxes(1, 2)
 
 
-def _splash(q: Any, k: Any, v: Any, scale: float, interpret: bool) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    mask = splash.MultiHeadMask([splash.CausalMask((q.shape[1],) * 2)] * q.shape[2])
-    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, interpret=interpret)
-    # The kernel has no scale. A power of two is exact in bfloat16.
-    q, k, v = (x.swapaxes(1, 2) for x in (q * jnp.asarray(scale, q.dtype), k, v))
-    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+def _splash(q: Any, k: Any, v: Any, scale: float) -> Any:
+    return splash_attention(q, k, v, is_causal=True, scale=scale)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

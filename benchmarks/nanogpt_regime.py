@@ -42,16 +42,13 @@ What differs from our trainer, as read in model.py and train.py of that commit:
     order of sums     PyTorch's; ours is the same on every run
 """
 
-import argparse
-import contextlib
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import program
 from lowprec_attn.commands.config import config_file
-from lowprec_attn.errors import UserError
 from lowprec_attn.lab import experiment, runner
 from lowprec_attn.lab.experiment import Arm, Experiment
 from lowprec_attn.lab.processes import cpu_slots, gpu_slots
@@ -66,11 +63,10 @@ ARMS = {
 }
 
 
-def main() -> int:
+@program.told
+def main() -> None:
     """Runs what is left to do of the arms."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("nanogpt", type=Path, metavar="NANOGPT", help="a checkout of nanoGPT")
     parser.add_argument("--data", required=True, help="directory with train.bin and val.bin")
     parser.add_argument("--workdir", type=Path, required=True)
@@ -78,17 +74,13 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--devices", metavar="0,1,...", help="GPUs, one arm each; as of `lab run`")
     args, flags = parser.parse_known_args()  # fields of all arms: --config.NAME=VALUE
-    with _one_line():
-        defined = definition(flags, args.data)
-        defined = defined.select(args.arms)
-        if args.seeds is not None:
-            defined = defined.with_seeds(args.seeds)
-        slots = gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
-        command = (sys.executable, "-m", "benchmarks.nanogpt_run", str(args.nanogpt.absolute()))
-        again = shlex.join(["python", "-m", "benchmarks.nanogpt_regime", *sys.argv[1:]])
-        runner.run_arms(defined, args.workdir.absolute(), slots, command, again)
-        return 0
-    return 1
+    defined = definition(flags, args.data).select(args.arms)
+    if args.seeds is not None:
+        defined = defined.with_seeds(args.seeds)
+    slots = gpu_slots(args.devices and args.devices.split(",")) or cpu_slots(1)
+    command = (sys.executable, "-m", "benchmarks.nanogpt_run", str(args.nanogpt.absolute()))
+    again = f"{program.name()} {shlex.join(sys.argv[1:])}"
+    runner.run_arms(defined, args.workdir.absolute(), slots, command, again)
 
 
 def definition(flags: list[str], data: str) -> Experiment:
@@ -108,15 +100,6 @@ def definition(flags: list[str], data: str) -> Experiment:
     shared.pop("name")
     of_flags = [*flags, f"--config.data.path={data}"]
     return dataclasses.replace(ours, shared=shared, arms=arms).with_flags(of_flags)
-
-
-@contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """What a user can mend is one line on the standard error."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ config.name says which attention: nanogpt_flash, nanogpt_cudnn, nanogpt_float32,
 nanogpt_normalized_delta or nanogpt_matched.
 """
 
-import argparse
 import contextlib
 import sys
 import time
@@ -21,11 +20,12 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import program
 from lowprec_attn.commands import config as configs
 from lowprec_attn.data.batches import Batches, validation_batches
 from lowprec_attn.data.order import OrderRecord, SeededOrder
 from lowprec_attn.data.tokens import Corpus, unigram_loss
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import sha256
 from lowprec_attn.gpt2.settings import ModelSettings
 from lowprec_attn.runs import environment
@@ -54,9 +54,10 @@ _BACKENDS = {
 _OURS = {f"nanogpt_{preset}": preset for preset in ("normalized_delta", "matched")}
 
 
+@program.told
 def main() -> int:
     """Trains; returns an exit code of the trainer's."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program.parser(__doc__)
     parser.add_argument("nanogpt", type=Path)
     parser.add_argument("--config", required=True)
     parser.add_argument("--workdir", type=Path, required=True)
@@ -281,7 +282,4 @@ def _environment(device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main())

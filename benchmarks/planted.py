@@ -1,7 +1,7 @@
 """Attention with planted arithmetics and planted bugs, in NumPy, to try `lowprec-attn check` on.
 
-It shares no code with the library: online softmax over tiles of keys, in either direction, float32
-between roundings, and a backward pass written out. A bug is a name that one line asks for.
+Nothing of the library computes here: online softmax over tiles of keys, in either direction,
+float32 between roundings, and a backward pass written out. A bug is a name that one line asks for.
 """
 
 import dataclasses
@@ -10,6 +10,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from lowprec_attn.check.problems import Problem
 
 Array = np.ndarray
 
@@ -111,29 +113,6 @@ ARITHMETICS: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a call asks for beside q, k, v and dO.
-
-    Attributes:
-      mask, bias: [#B, 1, T, S] and [1, N, T, S].
-      offset: the key at which row 0 stands.
-      window: how many keys a row sees before and behind it.
-      sinks: [N].
-      dlse: [B, T, N].
-    """
-
-    scale: float
-    is_causal: bool = False
-    mask: Array | None = None
-    offset: int = 0
-    window: tuple[int, int] | None = None
-    soft_cap: float | None = None
-    bias: Array | None = None
-    sinks: Array | None = None
-    dlse: Array | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Planted:
     """What is rounded to the arrays' format, how the keys are walked over, and the bug.
 
@@ -157,18 +136,18 @@ class Planted:
     bug: str | None = None
     rng: np.random.Generator = dataclasses.field(default_factory=np.random.default_rng)
 
-    def __call__(self, q: Array, k: Array, v: Array, do: Array, asked: Asked) -> dict[str, Array]:
-        """o, dq, dk, dv of arrays [B, T, N, H], [B, S, K, H]; lse, dsinks, dbias."""
+    def __call__(self, asked: Problem) -> dict[str, Array]:
+        """o, dq, dk, dv [B, T, N, H], [B, S, K, H]; lse, dsinks, dbias."""
         with np.errstate(all="ignore"):
-            return self._both(q, k, v, do, asked)
+            return self._both(asked)
 
-    def _both(self, q: Array, k: Array, v: Array, do: Array, asked: Asked) -> dict[str, Array]:
-        dtype, bug, scale = q.dtype, self.bug, asked.scale
+    def _both(self, asked: Problem) -> dict[str, Array]:
+        dtype, bug, scale = asked.q.dtype, self.bug, asked.scale
 
         def low(x: Array, when: bool = True) -> Array:
             return x.astype(dtype).astype(np.float32) if when else x
 
-        q, k, v, do = (np.moveaxis(x.astype(np.float32), 2, 1) for x in (q, k, v, do))
+        q, k, v, do = (np.moveaxis(x.astype(np.float32), 2, 1) for x in asked.arrays)
         rows, keys, kv_heads = q.shape[2], k.shape[2], k.shape[1]
         group = q.shape[1] // kv_heads
         of = np.arange(q.shape[1]) // group
@@ -254,26 +233,26 @@ class Planted:
             for n, x in zip(("o", "dq", "dk", "dv"), (o, dq, dk, dv), strict=True)
         }
         found["lse"] = np.moveaxis(returned[..., 0], 1, 2)
-        if asked.sinks is not None:
+        if asked.masking.sinks is not None:
             found["dsinks"] = low(self._of_sinks(p_sink, delta, dlse, scale).sum(0))
-        if asked.bias is not None:
+        if asked.masking.bias is not None:
             is_before = bug == "the bias is added before the soft cap"
             ds = p * (dp - delta + dlse) * (slope if is_before else 1)
             found["dbias"] = low(self._of_bias(ds[..., :keys], scale))
         return {n: x.astype(np.float64) for n, x in found.items()}
 
-    def _in_backward(self, asked: Asked) -> Asked:
+    def _in_backward(self, asked: Problem) -> Problem:
         """What the backward pass makes of it when it computes the scores again."""
         if self.bug == "the soft cap is ignored in the backward pass":
-            return dataclasses.replace(asked, soft_cap=None)
+            return asked.replace(soft_cap=None)
         if self.bug == "the bias is ignored in the backward pass":
-            return dataclasses.replace(asked, bias=None)
+            return asked.masked(bias=None)
         return asked
 
-    def _sink(self, asked: Asked) -> Array:
-        if asked.sinks is None:
+    def _sink(self, asked: Problem) -> Array:
+        if asked.masking.sinks is None:
             return np.full((1, 1, 1, 1), -np.inf, np.float32)
-        sinks = asked.sinks.astype(np.float32)
+        sinks = asked.masking.sinks.astype(np.float32)
         if self.bug == "the sinks are multiplied by the scale":
             sinks = sinks * np.float32(asked.scale)
         if self.bug == "the sink of the first head for all":
@@ -315,14 +294,14 @@ class Planted:
         return ds.sum(0, keepdims=True) * np.float32(scale if self.bug in scaled else 1)
 
     def _scores(
-        self, q: Array, k: Array, asked: Asked, scale: float, pad: int
+        self, q: Array, k: Array, asked: Problem, scale: float, pad: int
     ) -> tuple[Array, Array]:
         """S of all keys, and its slope by q kᵀ · scale."""
         bug, factor = self.bug, np.float32(scale)
         s, slope = np.einsum("bnth,bnsh->bnts", q, k) * factor, np.ones((), np.float32)
         bias: Array = np.zeros((1, 1, 1, 1), np.float32)
-        if asked.bias is not None:
-            bias = np.pad(asked.bias.astype(np.float32), ((0, 0),) * 3 + ((0, pad),))
+        if asked.masking.bias is not None:
+            bias = np.pad(asked.masking.bias.astype(np.float32), ((0, 0),) * 3 + ((0, pad),))
             if bug == "the bias is multiplied by the scale":
                 bias = bias * factor
             if bug == "the bias of the first head for all":
@@ -340,17 +319,19 @@ class Planted:
             slope = 1 - t**2
         return s + bias, slope
 
-    def _seen(self, asked: Asked, rows: int, keys: int, pad: int, backward: bool) -> Array:
-        bug = self.bug
-        at = np.arange(rows)[:, None] + asked.offset
+    def _seen(self, asked: Problem, rows: int, keys: int, pad: int, backward: bool) -> Array:
+        bug, masking = self.bug, asked.masking
+        at = np.arange(rows)[:, None]
         if bug == "backward pass aligned with the last row" and backward:
             at = at + (keys - rows)
         if bug == "a row sees one key too many":
             at = at + 1
         cols = np.arange(keys + pad)[None]
-        visible = np.broadcast_to(cols <= at if asked.is_causal else cols >= 0, (rows, keys + pad))
-        if asked.window is not None:
-            left, right = asked.window
+        visible = np.broadcast_to(
+            cols <= at if masking.is_causal else cols >= 0, (rows, keys + pad)
+        )
+        if masking.window is not None:
+            left, right = masking.window
             left += bug == "the window is one key too long"
             left -= bug == "the window is one key too short"
             right += bug == "the window is one key too long behind"
@@ -366,10 +347,10 @@ class Planted:
             visible = visible & (cols < keys // self.tile * self.tile)
         visible = visible[None, None]
         is_ignored = bug == "the mask is ignored in the backward pass" and backward
-        if asked.mask is None or is_ignored:
+        if masking.mask is None or is_ignored:
             return visible
         widths = ((0, 0),) * 3 + ((0, pad),)
-        return visible & np.pad(asked.mask, widths, constant_values=True)
+        return visible & np.pad(masking.mask, widths, constant_values=True)
 
     def _forward(
         self, s: Array, s_all: Array, v: Array, sink: Array, low: Callable[..., Array]

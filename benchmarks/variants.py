@@ -6,9 +6,7 @@ Every variant is causal and timed beside plain causal attention of the same shap
 `hopper` and `gpu`, and by cuDNN through `jax.nn` where that has it. Ratios are to `hopper`.
 """
 
-import argparse
 import functools
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import program
+from benchmarks.attention.problem import Problem
 from benchmarks.attention.records import Record, environment, reason, write
-from benchmarks.attention.timing import Results, Timed, in_one_program, interleave
+from benchmarks.attention.timing import Attention, JaxCandidate, Timed, interleave
 from benchmarks.shapes import SHAPES, Shape
 from lowprec_attn.attention import dot_product_attention
 
-_SECONDS = 0.1  # of a sample, about
 _DOCUMENTS = 8  # sequences that are packed into one, of random lengths
 IMPLEMENTATIONS = ("hopper", "gpu", "cudnn")
 # Options of `dot_product_attention`, of a shape.
@@ -55,44 +54,30 @@ def lengths(shape: Shape) -> jax.Array:
     return jnp.asarray(rng.integers(shape.length // 2, shape.length + 1, shape.batch), jnp.int32)
 
 
-def prepare(
-    shape: Shape, options: dict[str, Any], implementation: str, *, backward: bool
-) -> tuple[Timed, int]:
-    """The compiled candidate, and calls of a sample. Raises where it declines."""
-    how: dict[str, Any] = {
-        "scale": shape.head_size**-0.5,
-        "is_causal": True,
-        "implementation": implementation,
-    }
-    attention: Any = dot_product_attention
-    if implementation == "cudnn":
-        if missing := set(options) - _OF_CUDNN:
+def candidate(variant: str, implementation: str) -> JaxCandidate:
+    """Of that name; declines what `jax.nn` has not."""
+
+    def attend(problem: Problem) -> Attention:
+        options = VARIANTS[variant](problem.shape)
+        how: dict[str, Any] = {"scale": problem.scale, "is_causal": True}
+        if implementation != "cudnn":
+            how["numerics"] = "flash"
+            function: Any = dot_product_attention
+        elif missing := set(options) - _OF_CUDNN:
             raise NotImplementedError(f"jax.nn has no {', '.join(sorted(missing))}")
-        attention = jax.nn.dot_product_attention
-    else:
-        how["numerics"] = "flash"
-    attend = functools.partial(attention, **options, **how)
+        else:
+            function = jax.nn.dot_product_attention
+        return functools.partial(function, implementation=implementation, **how, **options)
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Results:
-        o, pullback = jax.vjp(attend, q, k, v)
-        return o, *pullback(do)
-
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Results:
-        return (attend(q, k, v),)
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    inputs = tuple(jax.random.normal(key, shape.qkv, jnp.bfloat16) for key in keys)
-    # At half of an H200's rate, if nothing is skipped.
-    seconds = shape.flops(backward=backward) / 4e14
-    calls = max(math.ceil(_SECONDS / seconds), 1)
-    timed = in_one_program(both if backward else forward, inputs, calls)
-    timed.seconds()  # the first call loads the program
-    return timed, calls
+    return JaxCandidate(implementation, attend)
 
 
 def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Record]:
     """A record of every implementation."""
-    shape, timed, rows = SHAPES[name], {}, []
+    problem = Problem(name, SHAPES[name], "bfloat16", backward)
+    inputs, calls = problem.inputs(), problem.calls("gpu")
+    timed: dict[str, Timed] = {}
+    rows: list[Record] = []
     for implementation in IMPLEMENTATIONS:
         row: Record = {
             "kind": "variant",
@@ -100,12 +85,12 @@ def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Rec
             "variant": variant,
             "pass": "both" if backward else "forward",
             "implementation": implementation,
+            "calls": calls,
         }
         rows.append(row)
         try:
-            found, row["calls"] = prepare(
-                shape, VARIANTS[variant](shape), implementation, backward=backward
-            )
+            found = candidate(variant, implementation).prepare(problem, inputs, calls)
+            found.seconds()  # the first call loads the program
             timed[implementation] = found
         except Exception as error:
             row["declined"] = reason(error)
@@ -114,14 +99,13 @@ def measure(name: str, variant: str, *, backward: bool, rounds: int) -> list[Rec
         if (own := samples.get(row["implementation"])) is not None:
             row["ms"] = 1e3 * float(np.median(own))
             if "hopper" in samples:
-                of_hopper = np.array(samples["hopper"])
-                row["ratio"] = float(np.median(np.array(own) / of_hopper))
+                row["ratio"] = float(np.median(np.divide(own, samples["hopper"])))
     return rows
 
 
 def main() -> int:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.variants", description=__doc__)
+    parser = program.parser(__doc__)
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=["gpt2", "long64", "long128"]
     )
@@ -129,7 +113,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    records: list[Record] = [environment("python -m benchmarks.variants")]
+    records: list[Record] = [environment(program.name())]
     for name in args.shapes:
         for variant in args.variants:
             for backward in (False, True):

@@ -12,7 +12,6 @@ A JSON line a diagnosis is added to `verdicts.ndjson` beside the records, of whi
 report` makes a table. The same command goes on after an interruption.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -24,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import program
 from lowprec_attn.commands.diagnose import EXIT_FOUND
 from lowprec_attn.commands.main import main as lowprec_attn
 from lowprec_attn.diagnostics.rules import RULES
-from lowprec_attn.errors import RunError, UserError
+from lowprec_attn.errors import RunError
 from lowprec_attn.files import append_line
 from lowprec_attn.lab import records
 from lowprec_attn.lab.experiment import Trial
@@ -107,34 +107,24 @@ def _missing(
                 yield record, distance, step
 
 
-def main() -> int:
-    """Diagnoses, prints, writes; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.verdicts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+@program.told
+def main() -> None:
+    """Diagnoses, prints, writes."""
+    parser = program.parser(__doc__)
     parser.add_argument("workdir", type=Path, help="of `lab run`, with checkpoints")
     parser.add_argument("results", type=Path, help="of `lab collect`")
     parser.add_argument("--before", type=int, nargs="+", default=BEFORE, help="steps (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="only these")
     args = parser.parse_args()
-    try:
-        runs = records.read_all(args.results)
-        if args.seeds is not None:
-            runs = records.of_seeds(runs, args.seeds)
-        for record, before, step in _missing(runs, args.before, args.results):
-            name = Trial(record.arm, record.seed).name
-            line = {"run": name, "before": before, "step": step}
-            line |= diagnose(args.workdir / name, step)
-            append_line(args.results / FILE, json.dumps(line))
-            print(
-                name, "newest" if before is None else f"{before} before", line["kind"], flush=True
-            )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    runs = records.read_all(args.results)
+    if args.seeds is not None:
+        runs = records.of_seeds(runs, args.seeds)
+    for record, before, step in _missing(runs, args.before, args.results):
+        name = Trial(record.arm, record.seed).name
+        line = {"run": name, "before": before, "step": step}
+        line |= diagnose(args.workdir / name, step)
+        append_line(args.results / FILE, json.dumps(line))
+        print(name, "newest" if before is None else f"{before} before", line["kind"], flush=True)
 
 
 if __name__ == "__main__":

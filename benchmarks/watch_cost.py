@@ -8,12 +8,12 @@ A model of GPT-2's width and heads, without a vocabulary: a step outside of a wa
 pairs of one step without and one with.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import program
 from lowprec_attn.diagnostics import Watch, watch
 
 WIDTH, HEADS = 768, 12
@@ -89,7 +89,7 @@ def flax_step(layers: int, length: int) -> tuple[Callable[[], Any], Watch]:
 
 def main() -> None:
     """Prints a line a kind of step."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program.parser(__doc__)
     parser.add_argument("framework", choices=["torch", "flax"])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--length", type=int, default=1024)

@@ -10,9 +10,8 @@ may. The design, in the order of the computation:
               heads, masks, another scale, a window, a soft cap, sinks, a bias, a gradient of lse
   target      a function, what it can do, and what every problem of it has
   targets     `jax.nn`, `torch.sdpa`, `torch.flex`, this library, tokamax, splash, or
-              MODULE:FUNCTION (`jax_libraries`, `torch_libraries`, `functions`), as one call
-              (`calls`; `scripts` makes it without this package): a problem in, O, its gradients
-              and lse out
+              MODULE:FUNCTION (`libraries`, `functions`), as one call (`calls`): a problem in, O,
+              its gradients and lse out; or a script that makes the call without this package
   measure     their distance from float64 (`attention.reference`), row by row, in units of the sum
               of absolute values that make a row: a rounding errs by some 2⁻⁹ of it, a bug by 1
   trials      a target's runs on every problem that it can do

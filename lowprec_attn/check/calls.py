@@ -1,172 +1,220 @@
-"""One call of a function, forward and backward, in JAX or PyTorch."""
+"""One call of a function, forward and backward, in JAX or PyTorch; and a script that makes it.
 
+The script has the source of what is called here, and needs nothing of this package.
+"""
+
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn.check.measure import RESULTS, Found, as_rows
 from lowprec_attn.check.problems import Problem
 from lowprec_attn.errors import UserError
 
+WITH_HEADS = ("q", "k", "v", "do")
+
 
 class TargetError(UserError):
     """A target is not installed or cannot be called; the message says what to do."""
 
 
-class Inputs(NamedTuple):
-    """A problem's arrays in the framework and layout of a function; None where it has none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Function:
+    """An attention function, and how it is called.
 
     Attributes:
-      q, k, v: in the layout.
-      mask: boolean [#B, 1, T, S].
-      bias: [1, N, T, S].
-      sinks: [N].
+      function: of q, k, v and keywords; returns O, or a tuple that begins with O and lse, [B, T, N]
+        or [B, N, T].
+      name: of the function in a script.
+      head: lines of Python that define the name there.
+      framework: `jax` or `torch`.
+      layout: of q, k, v and O: `BTNH` or `BNTH`.
+      keywords: what it calls `causal`, `scale`, `mask` (boolean [#B, 1, T, S]), `window`,
+        `soft_cap`, `bias` ([1, N, T, S]) and `sinks` ([N]), of those that it takes.
+      options: other keywords of every call, and their values.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    mask: Any = None
-    bias: Any = None
-    sinks: Any = None
+    function: Callable[..., Any]
+    name: str
+    head: tuple[str, ...]
+    framework: str = "jax"
+    layout: str = "BTNH"
+    keywords: Mapping[str, str]
+    options: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        if self.layout not in ("BTNH", "BNTH"):
+            raise TargetError(f"--layout must be BTNH or BNTH, got {self.layout!r}")
 
-# Returns O, or O and lse [B, T, N] or [B, N, T].
-Attend = Callable[[Problem, Inputs], Any]
-DIFFERENTIATED = ("q", "k", "v", "bias", "sinks")
+    def caller(self) -> Callable[[Problem], Found]:
+        """Takes a problem, returns the function's results."""
 
+        @functools.cache  # one program for all problems of a shape that differ in arrays alone
+        def compiled(values: tuple[tuple[str, Any], ...], *expected: Any) -> Callable[..., Any]:
+            attend = functools.partial(self._attend, dict(values), *expected)
+            if self.framework == "torch":
+                return functools.partial(torch_gradients, attend)
+            return jax.jit(functools.partial(jax_gradients, attend))
 
-def jax_call(attend: Attend, layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """Of a function of JAX: takes a problem, returns its results."""
-    axes = _axes(layout)
+        def call(problem: Problem) -> Found:
+            array = torch_array if self.framework == "torch" else jax_array
+            x = {
+                name: array(self._turned(name, x), self._dtype(name, problem))
+                for name, x in arrays(problem).items()
+            }
+            expected = problem.q.shape[:3], problem.dlse is not None
+            found = compiled(tuple(self._values(problem).items()), *expected)(x)
+            without = [n.removeprefix("d") for n, x in found.items() if n != "lse" and x is None]
+            if without:
+                raise TargetError(
+                    f"no gradient reaches {', '.join(without)}; the function must be differentiable"
+                )
+            there = {n: np.asarray(x) for n, x in found.items() if x is not None}
+            return as_rows({n: self._turned(n, x.astype(np.float64)) for n, x in there.items()})
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(settings: _Settings, x: Inputs, do: Any, dlse: Any) -> Any:
-        def of(given: dict[str, Any]) -> Any:
-            return _split(attend(settings.problem, x._replace(**given)), _rows(settings.problem))
+        return call
 
-        given = {n: getattr(x, n) for n in DIFFERENTIATED if getattr(x, n) is not None}
-        if dlse is None:
-            o, pullback, lse = jax.vjp(of, given, has_aux=True)
-            (grads,) = pullback(do.astype(o.dtype))
-        else:
-            (o, lse), pullback = jax.vjp(of, given)
-            _require_lse(lse)
-            (grads,) = pullback((do.astype(o.dtype), dlse.astype(lse.dtype)))
-        return {"o": o, "lse": lse} | {f"d{n}": x for n, x in grads.items()}
+    def script(self, problem: Problem) -> list[str]:
+        """Lines that form `found`, results by name, from the arrays `a` of a problem's file."""
+        array, gradients = {
+            "jax": (jax_array, jax_gradients),
+            "torch": (torch_array, torch_gradients),
+        }[self.framework]
+        there = arrays(problem)
+        beside = [name for name in there if name in ("mask", "bias", "sinks")]
+        given = {self.keywords[name]: name for name in beside if name in self.keywords}
+        given |= {name: repr(value) for name, value in self._values(problem).items()}
+        call = ", ".join(["q, k, v", *(f"{name}={value}" for name, value in given.items())])
+        turn = {n: ".swapaxes(1, 2)" if self._is_turned(n) else "" for n in (*there, *RESULTS)}
+        return [
+            *self.head,
+            f"def attend({', '.join(['q, k, v', *beside])}):",
+            f"    return {self.name}({call})",
+            *inspect.getsource(array).splitlines(),
+            *inspect.getsource(gradients).splitlines(),
+            "x = {",
+            *(
+                f"    {n!r}: {array.__name__}(a[{n!r}]{turn[n]}, {self._dtype(n, problem)!r}),"
+                for n in there
+            ),
+            "}",
+            f"found = {gradients.__name__}(attend, x)",
+            *(f"found[{n!r}] = found[{n!r}]{turn[n]}" for n in RESULTS if turn[n]),
+        ]
 
-    def call(problem: Problem) -> Found:
-        masking = problem.masking
-        q, k, v, do = (jnp.asarray(x.transpose(axes)) for x in problem.arrays)
-        rest = (
-            None if x is None else jnp.asarray(x)
-            for x in (masking.mask, masking.bias, masking.sinks)
-        )
-        dlse = None if problem.dlse is None else jnp.asarray(problem.dlse)
-        values = both(_Settings(problem), Inputs(q, k, v, *rest), do, dlse)
-        return _found({n: _float64(x) for n, x in values.items() if x is not None}, axes)
-
-    return call
-
-
-class _Settings:
-    """A problem without its arrays, as a static argument: equal ones share a program."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._key = (
-            problem.masking.is_causal,
-            problem.masking.window,
-            problem.scale,
-            problem.soft_cap,
-            _rows(problem),
-            problem.dlse is None,
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Settings) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-def _float64(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
-
-
-def _axes(layout: str) -> tuple[int, ...]:
-    """Between BTNH and the layout; the same both ways."""
-    if layout not in ("BTNH", "BNTH"):
-        raise TargetError(f"--layout must be BTNH or BNTH, got {layout!r}")
-    return (0, 1, 2, 3) if layout == "BTNH" else (0, 2, 1, 3)
-
-
-def _rows(problem: Problem) -> tuple[int, ...]:
-    return problem.q.shape[:3]
-
-
-def _split(result: Any, rows: tuple[int, ...]) -> tuple[Any, Any]:
-    """O, and lse [B, T, N] where there is one: of a tuple, if it has a shape of lse."""
-    o, lse = result[:2] if isinstance(result, tuple) else (result, None)
-    shape = tuple(getattr(lse, "shape", ()))
-    if shape == rows:
+    def _attend(
+        self, values: Mapping[str, Any], rows: tuple[int, ...], asks_lse: bool, q: Any, k: Any,
+        v: Any, **beside: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """O, and lse [B, T, N] where the function returns it."""
+        given = {self.keywords[name]: x for name, x in beside.items() if name in self.keywords}
+        result = self.function(q, k, v, **given, **values)
+        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+        shape, (b, t, n) = tuple(getattr(lse, "shape", ())), rows
+        if shape != rows:
+            lse = lse.swapaxes(1, 2) if shape == (b, n, t) else None
+        if asks_lse and lse is None:
+            raise TargetError("it returned no lse of shape [B, T, N] or [B, N, T] beside O")
+        if asks_lse and not getattr(lse, "requires_grad", True):
+            raise TargetError("its lse has no gradient, so a loss of lse would train nothing")
         return o, lse
-    b, t, n = rows
-    return o, lse.swapaxes(1, 2) if shape == (b, n, t) else None
+
+    def _values(self, problem: Problem) -> dict[str, Any]:
+        """Keywords that are no arrays; what a problem has not is left to the function's default."""
+        values = {
+            "causal": problem.masking.is_causal,
+            "scale": problem.scale,
+            "window": problem.masking.window,
+            "soft_cap": problem.soft_cap,
+        }
+        asked = {n: value for n, value in values.items() if value is not None}
+        return {self.keywords[n]: x for n, x in asked.items() if n in self.keywords} | dict(
+            self.options
+        )
+
+    def _is_turned(self, name: str) -> bool:
+        return self.layout == "BNTH" and name in (*WITH_HEADS, *RESULTS)
+
+    def _turned(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x.swapaxes(1, 2) if self._is_turned(name) else x
+
+    def _dtype(self, name: str, problem: Problem) -> str | None:
+        """None: the array's own."""
+        return None if name in ("mask", "dlse") else problem.q.dtype.name
 
 
-def _require_lse(lse: Any) -> None:
-    if lse is None:
-        raise TargetError("it returned no lse of shape [B, T, N] or [B, N, T] beside O")
+def arrays(problem: Problem) -> dict[str, np.ndarray]:
+    """q, k, v, do, and mask [B, 1, T, S], bias, sinks and dlse where there are any.
+
+    In float32, but for the mask.
+    """
+    masking = problem.masking
+    beside = {"bias": masking.bias, "sinks": masking.sinks, "dlse": problem.dlse}
+    given = dict(zip(WITH_HEADS, problem.arrays, strict=True)) | beside
+    found = {name: x.astype(np.float32) for name, x in given.items() if x is not None}
+    if masking.mask is not None:
+        shape = (problem.q.shape[0], *masking.mask.shape[1:])
+        found["mask"] = np.array(np.broadcast_to(masking.mask, shape))
+    return found
 
 
-def _found(values: Mapping[str, np.ndarray], axes: tuple[int, ...]) -> Found:
-    """Results as arrays of rows."""
-    return as_rows({n: x.transpose(axes) if n in RESULTS else x for n, x in values.items()})
+def jax_array(x: Any, dtype: Any) -> Any:
+    """An array of NumPy as one of JAX."""
+    import jax.numpy as jnp
+
+    return jnp.asarray(x, dtype)
 
 
-def torch_call(attend: Attend, layout: str = "BTNH") -> Callable[[Problem], Found]:
-    """As `jax_call`, of a function of PyTorch."""
-    axes = _axes(layout)
+def jax_gradients(attend: Any, x: Any) -> Any:
+    """O, lse where `attend` returns it, and the gradients of q, k, v, bias and sinks."""
+    import jax
+    import jax.numpy as jnp
 
-    def call(problem: Problem) -> Found:
-        import torch
+    given = {name: x[name] for name in ("q", "k", "v", "bias", "sinks") if name in x}
+    mask = {name: x[name] for name in ("mask",) if name in x}
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = getattr(torch, problem.q.dtype.name)
+    def loss(given: Any) -> Any:
+        result = attend(**given, **mask)
+        o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+        total = (o.astype(jnp.float32) * x["do"].astype(jnp.float32)).sum()
+        if "dlse" in x:
+            lse = lse if lse.shape == x["dlse"].shape else lse.swapaxes(1, 2)
+            total = total + (lse.astype(jnp.float32) * x["dlse"]).sum()
+        return total, (o, lse)
 
-        def tensor(x: np.ndarray) -> Any:
-            wide = np.ascontiguousarray(x.astype(np.float32))
-            return torch.from_numpy(wide).to(device, dtype)
+    gradients, (o, lse) = jax.grad(loss, has_aux=True)(given)
+    return {"o": o, "lse": lse} | {f"d{name}": dx for name, dx in gradients.items()}
 
-        q, k, v, do = (tensor(x.transpose(axes)) for x in problem.arrays)
-        masking = problem.masking
-        mask = None if masking.mask is None else torch.from_numpy(np.array(masking.mask)).to(device)
-        rest = (None if x is None else tensor(x) for x in (masking.bias, masking.sinks))
-        x = Inputs(q, k, v, mask, *rest)
-        given = {n: getattr(x, n) for n in DIFFERENTIATED if getattr(x, n) is not None}
-        for leaf in given.values():
-            leaf.requires_grad_()
-        o, lse = _split(attend(problem, x), _rows(problem))
-        outputs, cotangents = [o], [do.to(o.dtype)]
-        if problem.dlse is not None:
-            _require_lse(lse)
-            if not lse.requires_grad:
-                raise TargetError("its lse has no gradient, so a loss of lse would train nothing")
-            outputs.append(lse)
-            cotangents.append(torch.from_numpy(problem.dlse).to(device, lse.dtype))
-        grads = torch.autograd.grad(outputs, list(given.values()), cotangents, allow_unused=True)
-        without = [n for n, dx in zip(given, grads, strict=True) if dx is None]
-        if without:
-            raise TargetError(
-                f"no gradient reaches {', '.join(without)}; the function must be differentiable"
-            )
-        values = {"o": o} | {f"d{n}": dx for n, dx in zip(given, grads, strict=True)}
-        values |= {} if lse is None else {"lse": lse}
-        return _found({n: x.detach().double().cpu().numpy() for n, x in values.items()}, axes)
 
-    return call
+def torch_array(x: Any, dtype: Any) -> Any:
+    """An array of NumPy as one of PyTorch, on its GPU where there is one."""
+    import numpy as np
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.from_numpy(np.array(x, order="C")).to(device, dtype and getattr(torch, dtype))
+
+
+def torch_gradients(attend: Any, x: Any) -> Any:
+    """O, lse where `attend` returns it, and the gradients of q, k, v, bias and sinks, in float32.
+
+    None: no gradient reaches it.
+    """
+    import torch
+
+    given = {n: x[n].requires_grad_() for n in ("q", "k", "v", "bias", "sinks") if n in x}
+    mask = {name: x[name] for name in ("mask",) if name in x}
+    result = attend(**given, **mask)
+    o, lse = result[:2] if isinstance(result, tuple) else (result, None)
+    total = (o.float() * x["do"].float()).sum()
+    if "dlse" in x:
+        lse = lse if lse.shape == x["dlse"].shape else lse.swapaxes(1, 2)
+        total = total + (lse.float() * x["dlse"]).sum()
+    gradients = torch.autograd.grad(total, list(given.values()), allow_unused=True)
+    found = {"o": o, "lse": lse, **{f"d{n}": dx for n, dx in zip(given, gradients, strict=True)}}
+    return {n: x if x is None else x.detach().float().cpu().numpy() for n, x in found.items()}

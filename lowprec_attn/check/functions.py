@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lowprec_attn.check.calls import Inputs, TargetError, jax_call, torch_call
-from lowprec_attn.check.problems import HEAD_SIZE, TOKENS, Problem
-from lowprec_attn.check.scripts import jax_script, torch_script
+from lowprec_attn.check.calls import Function, TargetError
+from lowprec_attn.check.problems import HEAD_SIZE, TOKENS
 from lowprec_attn.check.target import Options, Setting, Target
 from lowprec_attn.errors import printable
 
@@ -31,31 +30,22 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
     framework, notes = _framework(function, options)
     notes = (*notes, *like_torch)
     keywords = _keywords(name, options)
-    layout = options.layout or "BTNH"
-    grouped = {"enable_gqa": True} if like_torch and options.groups else {}
     setting = Setting.of(options)
     if "scale" not in keywords:
         setting = dataclasses.replace(setting, scale=options.scale)
-
-    def attend(problem: Problem, x: Inputs) -> Any:
-        values = _values(problem, {"mask": x.mask, "sinks": x.sinks, "bias": x.bias})
-        given = {keywords[n]: value for n, value in values.items() if n in keywords}
-        return function(x.q, x.k, x.v, **given, **grouped)
-
-    def call_line(problem: Problem) -> str:
-        masking = problem.masking
-        arrays = {n: getattr(masking, n) is not None for n in ("mask", "sinks", "bias")}
-        words = {n: n for n, is_there in arrays.items() if is_there}
-        values = {n: repr(x) for n, x in _values(problem, {}).items()} | words
-        given = [f", {keywords[n]}={word}" for n, word in values.items() if n in keywords]
-        given += [f", {n}={word}" for n, word in grouped.items()]
-        return f"{name}(q, k, v{''.join(given)})"
-
-    runner, script = (jax_call, jax_script) if framework == "jax" else (torch_call, torch_script)
-    head = [f"from {module} import {name.partition('.')[0]}"]
+    called = Function(
+        function=function,
+        name=name,
+        head=(f"from {module} import {name.partition('.')[0]}",),
+        framework=framework,
+        layout=options.layout or "BTNH",
+        keywords=keywords,
+        options={"enable_gqa": True} if like_torch and options.groups else {},
+    )
     return Target(
         name=f"{module}:{name}",
-        call=runner(attend, layout),
+        call=called.caller(),
+        script=called.script,
         can=frozenset(
             {"lengths", *({"groups"} if options.groups else ())}
             | _causality(options)
@@ -65,7 +55,6 @@ def of_function(function: Callable[..., Any], options: Options) -> Target:
         setting=setting,
         lse_gradient=options.lse_gradient,
         alignment=options.alignment,
-        script=lambda problem: script(head, call_line(problem), problem, layout),
         notes=notes,
         tokens=options.tokens or TOKENS,
         head_size=options.head_size or HEAD_SIZE,
@@ -90,18 +79,6 @@ def _as_in_torch(function: Callable[..., Any], options: Options) -> tuple[Option
         keywords={**keywords, **(options.keywords or {})},
     )
     return changed, ("called as scaled_dot_product_attention is, whose parameters it has",)
-
-
-def _values(problem: Problem, arrays: dict[str, Any]) -> dict[str, Any]:
-    """What a problem passes by keyword; what it has not is left to the function's default."""
-    values = {
-        "causal": problem.masking.is_causal,
-        "scale": problem.scale,
-        "window": problem.masking.window,
-        "soft_cap": problem.soft_cap,
-        **arrays,
-    }
-    return {n: value for n, value in values.items() if value is not None}
 
 
 def _keywords(name: str, options: Options) -> dict[str, str]:

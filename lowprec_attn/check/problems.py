@@ -105,7 +105,7 @@ def core(
     ]
     rng = np.random.default_rng(seed + 2)
     kinds += [(name, about, make(rng, shape)) for name, about, make in KINDS]
-    return [_problem(name, about, x, dtype, causal=causal) for name, about, x in kinds]
+    return [formed(name, about, x, dtype, causal=causal) for name, about, x in kinds]
 
 
 CLUSTERED = (1e1, 1e2, 1e3, 1e4)
@@ -118,7 +118,7 @@ def extremes(
     if dtype == "float16":
         return []
     x = drawn("clustered", 1e7, (tokens, HEADS, head_size), seed)
-    return [_problem("clustered 1e+07", "rows of one key, scores of 1e7", x, dtype, causal=causal)]
+    return [formed("clustered 1e+07", "rows of one key, scores of 1e7", x, dtype, causal=causal)]
 
 
 def features(
@@ -138,7 +138,7 @@ def features(
         batch: int = 1,
     ) -> Problem:
         x = normal(rng, batch, lengths, heads, head_size)
-        problem = _problem(name, about, x, dtype, causal=causal, scale=scale)
+        problem = formed(name, about, x, dtype, causal=causal, scale=scale)
         return problem if mask is None else _masked(problem, mask())
 
     one = np.arange(150)
@@ -226,9 +226,10 @@ def sequence(problem: Problem, index: int) -> Problem:
     return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse)
 
 
-def _problem(
+def formed(
     name: str, about: str, arrays: Arrays, dtype: str, *, causal: bool, scale: float | None = None
 ) -> Problem:
+    """A problem of arrays that are rounded to the dtype; scale: another than 1/√H."""
     q, k, v, do = (x.astype(DTYPES[dtype]) for x in arrays)
     needs = {"causal" if causal else "full"}
     needs |= {"groups"} if q.shape[2] != k.shape[2] else set()

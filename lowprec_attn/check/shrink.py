@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_attn.check import scripts
+from lowprec_attn.check import calls
 from lowprec_attn.check.measure import as_given, exact
 from lowprec_attn.check.problems import Problem, seeing
 from lowprec_attn.check.target import Target
@@ -103,26 +103,17 @@ def save(problem: Problem, target: Target, folder: Path, stem: str) -> tuple[Pat
     Raises:
       DiskError: the disk refuses.
     """
-    found = as_given(exact(problem).found)
-    names = scripts.names(problem)
-    arrays: dict[str, Any] = {
-        n: x.astype(np.float32) for n, x in zip(("q", "k", "v", "do"), problem.arrays, strict=True)
-    }
-    masking = problem.masking
-    beside = {"bias": masking.bias, "sinks": masking.sinks, "dlse": problem.dlse}
-    arrays |= {n: x.astype(np.float32) for n, x in beside.items() if x is not None}
-    arrays |= {f"{n}_float64": found[n] for n in names}
-    if masking.mask is not None:
-        arrays["mask"] = np.broadcast_to(
-            masking.mask, (problem.q.shape[0], *masking.mask.shape[1:])
-        )
+    exact_found = as_given(exact(problem).found)
+    names = tuple(n for n in exact_found if n != "lse" or problem.dlse is not None)
+    arrays: dict[str, Any] = calls.arrays(problem) | {f"{n}_float64": exact_found[n] for n in names}
     data, script = folder / f"{stem}.npz", folder / f"{stem}.py"
     lines = [
+        "from typing import Any",
         "import numpy as np",
         f"a = np.load({data.name!r})  # {problem.name}: {problem.about}",
         *target.script(problem),
-        f"for name, x in zip({names}, found):",
-        "    error = np.abs(np.asarray(x) - a[name + '_float64'])",
+        f"for name in {names}:",
+        "    error = np.abs(np.asarray(found[name], np.float64) - a[name + '_float64'])",
         "    print(name, 'largest error', error.max(), 'at', np.unravel_index(error.argmax(), "
         "error.shape))",
     ]

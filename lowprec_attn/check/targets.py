@@ -3,22 +3,22 @@
 import dataclasses
 
 from lowprec_attn import attention
-from lowprec_attn.check import functions, jax_libraries, torch_libraries
+from lowprec_attn.check import functions, libraries
 from lowprec_attn.check.calls import TargetError
 from lowprec_attn.check.target import Options, Setting, Target
 
 KNOWN = (
-    f"jax.nn[:xla|cudnn], torch.sdpa[:{'|'.join(torch_libraries.BACKENDS)}], torch.flex, "
+    f"jax.nn[:xla|cudnn], torch.sdpa[:{'|'.join(libraries.BACKENDS)}], torch.flex, "
     f"lowprec_attn[:{'|'.join(attention.IMPLEMENTATIONS)}], tokamax[:IMPLEMENTATION], splash, "
     "MODULE:FUNCTION"
 )
 _LIBRARIES = {
-    "jax.nn": jax_libraries.jax_nn,
-    "torch.sdpa": torch_libraries.sdpa,
-    "torch.flex": torch_libraries.flex,
-    "lowprec_attn": jax_libraries.own,
-    "tokamax": jax_libraries.tokamax,
-    "splash": jax_libraries.splash,
+    "jax.nn": libraries.jax_nn,
+    "torch.sdpa": libraries.sdpa,
+    "torch.flex": libraries.flex,
+    "lowprec_attn": libraries.own,
+    "tokamax": libraries.tokamax,
+    "splash": libraries.splash,
 }
 _NAMES = {"window": "window", "soft_cap": "soft cap", "sinks": "sinks", "bias": "bias"}
 

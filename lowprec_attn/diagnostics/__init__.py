@@ -1,6 +1,6 @@
 """Signals of low-precision attention: ties, signed errors, δ, weight norms.
 
-Arrays in, numbers out; pure JAX and jit-able except `weight_drift`. `attention_signals` gives
+Arrays in, numbers out; pure JAX and jit-able. `attention_signals` gives
 everything for one layer; the rest are its parts, each with its definition. `capture` takes the
 arrays of every layer from a backward pass of your own model, `captured` wraps a function of
 attention that it would not see, and `watch` measures some steps of a run, and warns. In PyTorch
@@ -25,11 +25,8 @@ from lowprec_attn.diagnostics.watch import Watch, WatchError, watch
 from lowprec_attn.diagnostics.weights import (
     Projection,
     across_steps,
-    outer_product_similarity,
     query_weight_gradient,
-    query_weight_gradient_error,
     spectral_norm,
-    weight_drift,
 )
 
 __all__ = [
@@ -46,9 +43,7 @@ __all__ = [
     "capture",
     "captured",
     "dominated_rows",
-    "outer_product_similarity",
     "query_weight_gradient",
-    "query_weight_gradient_error",
     "repeated_maxima",
     "rounded_to_one",
     "score_maximum",
@@ -56,5 +51,4 @@ __all__ = [
     "spectral_norm",
     "trend_ratios",
     "watch",
-    "weight_drift",
 ]

@@ -101,10 +101,7 @@ def attention_signals(
     Cost: about 14·B·N·T·S·H FLOP in matrix products (20 with `scores` and `dp` rounded, 4 to 6
     without dO), and 12 to 16·B·T·N·H·D with x; with causality rows are compared with the keys of
     their quarter, which saves up to 3/8 of the former. Some ten exp per score; memory O(B T N H)
-    beside chunks of 2^19 scores (2^22 on an accelerator). For B = 1, T = 1024, N = 12, H = 64 with
-    everything asked for: 0.38 s of processor time under `flash`, 0.55 s under `published`, and
-    78 MiB (`python -m benchmarks.diagnostics`); without the sources of the error it was 0.32 s,
-    0.40 s and 71 MiB.
+    beside chunks of 2^19 scores (2^22 on an accelerator).
 
     `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, ArrayLike, Float, Float32
+from jaxtyping import Array, Float, Float32
 
 
 class Projection(NamedTuple):
@@ -38,51 +37,23 @@ def query_weight_gradient(
     return _einsum("btd,btnh->dnh", x, dq)
 
 
-def query_weight_gradient_error(
-    delta_error: Float32[Array, "B T N"],
-    pk: Float32[Array, "B T N H"],
-    x: Float[Array, "B T D"],
-    scale: float,
-) -> Float32[Array, "D N H"]:
-    """dW_Q(hp) − dW_Q(lp) = scale · Σ_T (δ_lp − δ_hp)[T] · X[T] (PK)[T]ᵀ, the part made by δ.
-
-    Follows from dS = P ∘ (dP − δ) with everything but δ the same (arXiv 2510.04212, section 3).
-    Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
-
-    Args:
-      delta_error: δ_lp − δ_hp.
-      pk: rows of P k, float32.
-      x: what W_Q multiplies. Where q is c·X W_Q, so is the result to be multiplied by c.
-      scale: factor of q kᵀ.
-    """
-    return query_weight_gradient(jnp.float32(scale) * delta_error[..., None] * pk, x)
-
-
-def outer_product_similarity(
+def outer_product_signals(
     pk: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
-) -> Float32[Array, "N"]:
-    """Mean cosine between the matrices R_T = (PK)[T]ᵀ X[T] of different tokens, per head.
+) -> tuple[Float32[Array, "N"], Float32[Array, "N D H"]]:
+    """Mean cosine between the matrices R_T = (PK)[T]ᵀ X[T] of different tokens, and M, per head.
 
     At 1 all tokens push W_Q along the same rank-one matrix, as arXiv 2510.04212 claims. At about 0
     errors with a persistent sign do not add up. NaN where n < 2.
 
-    Let R̂_T = R_T / ‖R_T‖ for the n tokens where neither factor is 0. No R̂_T is formed, because
-    Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost: 2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
-    """
-    return _mean_cosine(*_unit_outer_products(pk, x))
-
-
-def outer_product_signals(
-    pk: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
-) -> tuple[Float32[Array, "N"], Float32[Array, "N D H"]]:
-    """`outer_product_similarity`, and the common direction M = Σ_T R̂_T / n, heads first.
-
-    ⟨M, M′⟩ of two steps is the mean cosine between their tokens' R_T. It has the cost of the first
-    alone. M is 0 for a head without a counted token.
+    Let R̂_T = R_T / ‖R_T‖ for the n tokens where neither factor is 0. M = Σ_T R̂_T / n is the common
+    direction, 0 for a head without such a token; ⟨M, M′⟩ of two steps is the mean cosine between
+    their tokens' R_T. No R̂_T is formed, because Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost:
+    2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
     """
     total, n = _unit_outer_products(pk, x)
     common = total / jnp.maximum(n, jnp.float32(1))[None, :, None]
-    return _mean_cosine(total, n), jnp.moveaxis(common, 1, 0)
+    similarity = (jnp.sum(total * total, axis=(0, 2)) - n) / (n * (n - 1))
+    return similarity, jnp.moveaxis(common, 1, 0)
 
 
 def across_steps(
@@ -96,7 +67,7 @@ def across_steps(
 
       outer_product_similarity_across_steps  ⟨M, M′⟩ in [−1, 1]: the mean cosine between the matrix
                                              of a token now and that of a token then, over all
-                                             pairs. At the value of `outer_product_similarity`, two
+                                             pairs. At the value of `outer_product_signals`, two
                                              steps are as alike as two tokens of one.
       common_direction_across_steps          ⟨M, M′⟩ / (‖M‖ ‖M′‖) in [−1, 1]: whether what the
                                              tokens have in common is the same. 0 where M or M′ is.
@@ -118,10 +89,6 @@ def _unit_outer_products(pk: Array, x: Array) -> tuple[Array, Array]:
     directions = jnp.where(is_counted, pk / jnp.where(pk_size > 0, pk_size, jnp.float32(1)), 0.0)
     total = query_weight_gradient(directions, x / jnp.where(x_size > 0, x_size, jnp.float32(1)))
     return total, jnp.sum(is_counted.astype(jnp.float32), axis=(0, 1, 3))
-
-
-def _mean_cosine(total: Array, n: Array) -> Array:
-    return (jnp.sum(total * total, axis=(0, 2)) - n) / (n * (n - 1))
 
 
 _SQUARINGS = 20
@@ -160,27 +127,6 @@ def frobenius_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
     """√(Σ w²) of every head's [d, H] slice."""
     w = w.astype(jnp.float32)
     return jnp.sqrt(jnp.sum(w * w, axis=(0, 2)))
-
-
-def weight_drift(a: Float[ArrayLike, "..."], b: Float[ArrayLike, "..."]) -> dict[str, float]:
-    """The distance of two copies of a weight, computed on the host in float64.
-
-    `max_difference` is max |a − b|, `wasserstein` the Wasserstein-1 distance between the
-    distributions of their entries (Golden et al., arXiv 2405.02803). Cost: a sort of each.
-
-    Raises:
-      ValueError: the shapes differ.
-    """
-    # SciPy takes a while to import, and only this function needs it.
-    from scipy import stats
-
-    a, b = (np.asarray(w).astype(np.float64) for w in (a, b))
-    if a.shape != b.shape:
-        raise ValueError(f"weight_drift compares arrays of one shape, got {a.shape} and {b.shape}")
-    return {
-        "max_difference": float(np.max(np.abs(a - b))),
-        "wasserstein": float(stats.wasserstein_distance(a.ravel(), b.ravel())),
-    }
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:

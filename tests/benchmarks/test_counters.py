@@ -67,7 +67,7 @@ def test_without_the_profiler_or_a_gpu_nothing_starts(
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as main would, for good
     for found, missing in ((None, "ncu (of NVIDIA Nsight Compute)"), ("/bin/ncu", "a GPU")):
         monkeypatch.setattr(counters.shutil, "which", lambda _, found=found: found)
-        assert counters.main() == 2
+        assert counters.main() == 1
         error = capsys.readouterr().err
         assert error == f"error: kernels are profiled with {missing}, which is not found here\n"
 

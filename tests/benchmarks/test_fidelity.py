@@ -30,7 +30,7 @@ def test_every_kernel_is_recorded_and_errors_are_those_of_its_arithmetic(tmp_pat
     for (problem, kernel, numerics), record in found.items():
         assert record["shape"] == [1, 64, 2, 32]
         assert max(record["score_maximum"]) == pytest.approx(float(problem.split()[1]), rel=0.01)
-        assert record["environment"]["backend"] == "cpu"
+        assert record["environment"]["device"] == "cpu"
         if kernel in ("hopper", "gpu", "tpu"):
             assert "does not support" in record["unsupported"]
         elif kernel == "jax.nn cudnn":
@@ -73,8 +73,7 @@ def test_results_of_rows_that_are_off_by_a_factor_are_told():
     found[:, :, 1] *= 1.5
     assert fidelity._relative(found, exact) == [0, 0.5]
     found[0, 0, 1, 0] = np.nan
-    relative = fidelity._relative(found, exact)
-    assert fidelity.strict_json({"dq": [*relative, np.inf]}) == '{"dq": [0.0, "nan", "inf"]}'
+    assert np.isnan(fidelity._relative(found, exact)[1])
 
 
 @pytest.mark.parametrize("text", ["flahs", "flash:outptu=float32", "flash:ds=float7"])
@@ -101,9 +100,10 @@ def test_tables_have_the_worst_head_of_what_served(tmp_path, monkeypatch, capsys
     assert rows["tiled"][4].strip() == f"{worst:.1e}"
 
 
-def test_a_file_that_is_none_of_it_is_one_line(tmp_path, monkeypatch):
+def test_a_file_that_is_none_of_it_is_one_line(tmp_path, monkeypatch, capsys):
     path = tmp_path / "other.jsonl"
     path.write_text("not JSON\n")
     monkeypatch.setattr(sys, "argv", ["fidelity", f"--read={path}"])
-    with pytest.raises(SystemExit, match=r"error: .*other\.jsonl holds no records of this program"):
-        fidelity.main()
+    assert fidelity.main() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "other.jsonl holds no records of this program" in line

@@ -22,7 +22,7 @@ def test_an_arm_is_measured_and_tabled(tmp_path, monkeypatch, capsys):
     chosen = {"flash", "transformer_engine_fp8", "… delta normalized"}
     arms = [(name, n) for name, n in fp8.arms() if name in chosen]
     monkeypatch.setattr(fp8, "arms", lambda: iter(arms))
-    small = ["--scores", "30", "--shape", "96", "1", "16"]
+    small = ["--scores=30", "--tokens=96", "--heads=1", "--head_size=16"]
     monkeypatch.setattr(sys, "argv", ["fp8", f"--out={out}", *small])
     fp8.main()
     _, *lines = (json.loads(line) for line in out.read_text().splitlines())

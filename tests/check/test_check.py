@@ -1,7 +1,7 @@
 """`check`: planted bugs are named, planted arithmetics told, correct libraries left in peace.
 
-The kernels are `benchmarks.planted`: NumPy, without code of the library. Problems are smaller than
-a user's, so that a check takes seconds; `benchmarks.check_confusion` has the full ones.
+The kernels are `benchmarks.planted`: NumPy, in which nothing of the library computes. Problems are
+smaller than a user's: a check takes seconds; `benchmarks.check_confusion` has the full ones.
 """
 
 import json

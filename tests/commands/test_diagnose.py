@@ -298,7 +298,6 @@ ONES = np.ones((1, LENGTH, 2, HEAD_SIZE), np.float32)
             changed(k=ONES[:, :9], v=ONES[:, :9], window=np.array([2, 0])),
             r"window \[2, 0\] leaves the rows from 11 on without a key: .* 256 rows and 9 keys",
         ),
-        (changed(masked=np.ones(2)), r"masked must be one number or truth value, got shape \(2,\)"),
         (changed(scale=np.ones(2)), r"scale must be one number .* got shape \(2,\) of float64"),
         (changed(is_causal=np.array("yes")), "is_causal must be one number or truth value"),
         (changed(x=ONES[0]), "x, the input of W_Q, must be \\[B, T, D\\]"),
@@ -577,12 +576,11 @@ def test_files_may_be_several_and_hold_their_own_facts(tmp_path, capsys):
 def test_windows_masks_and_other_head_sizes_of_v(tmp_path, capsys):
     arrays = {n: x[:, :40].astype(np.float32) for n, x in healthy_arrays().items()}
     short = {n: x[..., :8] for n, x in arrays.items() if n in ("v", "do")}
-    np.savez(tmp_path / "a.npz", **arrays | short, window=np.array([4, 0]), masked=np.array(True))
+    np.savez(tmp_path / "a.npz", **arrays | short, window=np.array([4, 0]))
     run(tmp_path / "a.npz", "--numerics", "exact", "--json", tmp_path / "out.json")
     text = sentences(capsys.readouterr().out)
     assert "k [1, 40, 2, 32], v [1, 40, 2, 8] [B,T,N,H], float32, causal, window 4 left" in text
     assert "0 right, scale 0.176777\n" in text
-    assert "note: a mask of the call was not kept: rows are judged as if there were none" in text
     (layer,) = json.loads((tmp_path / "out.json").read_text())["layers"]
     assert layer["window"] == [4, 0]
     q, k, v, do = (array[0].astype(np.float64) for array in (arrays | short).values())

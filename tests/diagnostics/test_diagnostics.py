@@ -304,7 +304,8 @@ def test_query_weight_gradient_error_is_what_changing_delta_changes():
     expected = query_weight_gradient(high) - low_gradient
     rows_low = compare(q, k, v, do, Extras(), make_spec(low)).gradients
     error = (rows_low.delta - rows_low.delta_exact)[..., 0]
-    computed = diagnostics.query_weight_gradient_error(error, rows_low.pk, x, 0.25)
+    dq_error = 0.25 * error[..., None] * rows_low.pk
+    computed = weights.query_weight_gradient(dq_error, x)
     size = float(jnp.max(jnp.abs(expected)))
     assert size > 0.1
     np.testing.assert_allclose(computed, expected, atol=1e-4 * size)
@@ -317,7 +318,6 @@ def test_query_weight_gradient_error_is_what_changing_delta_changes():
     assert np.all(share < 0.9)
     name = "query_weight_gradient_error_first_share"
     np.testing.assert_allclose(signals[name], share, rtol=1e-3)
-    dq_error = 0.25 * error[..., None] * rows_low.pk
     both = jnp.sqrt(
         jnp.sum(dq_error**2, (0, 1, 3)) / jnp.sum((0.25 * rows_low.dq.run) ** 2, (0, 1, 3))
     )
@@ -339,7 +339,7 @@ def test_outer_product_similarity_by_hand():
     # Heads over 2 tokens: pk alike (cosine 1), orthogonal (0), opposite (−1); x alike in all.
     pk = jnp.array([[[1.0, 0], [1, 0], [2, 1]], [[3.0, 0], [0, 2], [-4, -2]]])[None]
     x = jnp.array([[[1.0, 2.0, 2.0], [2.0, 4.0, 4.0]]])
-    similarity = diagnostics.outer_product_similarity(pk, x)
+    similarity, _ = weights.outer_product_signals(pk, x)
     np.testing.assert_allclose(similarity, [1, 0, -1], atol=1e-6)
 
 
@@ -347,7 +347,7 @@ def test_outer_product_similarity_is_the_mean_over_pairs():
     r = np.random.default_rng(0)
     pk, x = r.standard_normal((2, 9, 3, 4)) + 0.5, r.standard_normal((2, 9, 5)) + 0.5
     pk[0, 0, 1] = 0  # a token without direction is left out
-    similarity = diagnostics.outer_product_similarity(
+    similarity, _ = weights.outer_product_signals(
         jnp.asarray(pk, jnp.float32), jnp.asarray(x, jnp.float32)
     )
     for head in range(3):
@@ -398,17 +398,6 @@ def test_spectral_norm_is_the_largest_singular_value():
     w = np.random.default_rng(0).standard_normal((24, 3, 8)).astype(np.float32)
     expected = [np.linalg.norm(w[:, n], ord=2) for n in range(3)]
     np.testing.assert_allclose(diagnostics.spectral_norm(jnp.asarray(w)), expected, rtol=1e-5)
-
-
-def test_weight_drift_by_hand():
-    a = np.array([[0.0, 1.0], [2.0, 5.0]])
-    assert diagnostics.weight_drift(a, a + 0.5) == pytest.approx(
-        {"max_difference": 0.5, "wasserstein": 0.5}
-    )
-    # A permutation moves entries by up to 5 and leaves their distribution alone.
-    assert diagnostics.weight_drift(a, a[::-1, ::-1]) == {"max_difference": 5.0, "wasserstein": 0.0}
-    with pytest.raises(ValueError, match="one shape"):
-        diagnostics.weight_drift(a, a[0])
 
 
 @jax.numpy_dtype_promotion("strict")

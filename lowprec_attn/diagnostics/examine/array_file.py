@@ -30,7 +30,7 @@ _VARIANTS = {
     "soft_cap": ("logits_soft_cap", "softcap", "soft_cap", "attn_logits_soft_cap"),
     "sinks": ("sinks", "sink", "s_aux"),
 }
-_FACTS = ("is_causal", "scale", "window", "masked", "ignored", "layout")
+_FACTS = ("is_causal", "scale", "window", "ignored", "layout")
 # Beside q, k and v; or above all layers, for all of them.
 _HIDING = (*masks.SERVED, *masks.REFUSED)
 _OF_ALL = (*_HIDING, *_VARIANTS)
@@ -52,11 +52,10 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
     [B, T, D], w_q (query_weight) itself [D, N, H] or [D, N·H], o (out) and lse (logsumexp), case
     aside; also what `diagnostics.capture` adds: is_causal, scale, window (left, right),
     logits_soft_cap (softcap, soft_cap, attn_logits_soft_cap; 0 is none), sinks (sink, s_aux) [N],
-    and ignored, names of arguments that `diagnose` leaves out; masked, whether there was a mask;
-    and layout, the order of the axes as below. A mask, an additive one (attn_bias) or lengths are
-    read where they are padding, causality or a window, see `masks`; where sequences of a batch are
-    padded differently, each is a layer. Such an array, a cap or sinks outside of all layers hold
-    for each of them.
+    and ignored, names of arguments that `diagnose` leaves out; and layout, the order of the axes as
+    below. A mask, an additive one (attn_bias) or lengths are read where they are padding, causality
+    or a window, see `masks`; where sequences of a batch are padded differently, each is a layer.
+    Such an array, a cap or sinks outside of all layers hold for each of them.
 
     Args:
       path: .npz, read without pickle, or .safetensors.
@@ -142,7 +141,7 @@ def _layer(
 
 
 def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
-    for fact in ("is_causal", "scale", "masked", "soft_cap"):
+    for fact in ("is_causal", "scale", "soft_cap"):
         if fact not in facts:
             continue
         value = facts[fact]
@@ -198,20 +197,13 @@ def _sinks(where: str, sinks: np.ndarray | None, heads: int) -> np.ndarray | Non
 
 
 def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
-    """Notes on what the call had and the file has not."""
-    notes = []
-    ignored = facts.get("ignored")
-    if ignored is not None and ignored.size:
-        notes.append(
-            f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as "
-            "if there were none; --causal, if that is what a mask does"
-        )
-    if "masked" in facts and facts["masked"].item():
-        notes.append(
-            "a mask of the call was not kept: rows are judged as if there were none; take a batch "
-            "without padding"
-        )
-    return notes
+    """A note on what the call had and the file has not."""
+    ignored = facts.get("ignored", np.array([]))
+    said = (
+        f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as if "
+        "there were none; --causal, if that is what a mask does"
+    )
+    return [said] if ignored.size else []
 
 
 def _read(path: Path) -> dict[str, _Found]:
