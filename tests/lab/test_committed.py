@@ -265,6 +265,18 @@ def test_the_page_of_the_causes_has_the_largest_scores_of_the_records():
             assert text.rstrip(",") == shown, (name, texts)
 
 
+def test_the_page_of_8_bits_has_the_largest_scores_of_the_records():
+    largest = largest_after_the_start(RESULTS / "laptop_fp8")
+    page = (RESULTS / "laptop_fp8" / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]* \| \**([\d., ]+?)\** \|$", page, re.MULTILINE)
+    assert {name for name, _ in rows} == set(largest)
+    for name, texts in rows:
+        for text, value in zip(texts.split(", "), largest[name], strict=True):
+            digits = 2 if value < 100 else 3
+            shown = float(f"{value:.2f}" if value < 1 else f"{value:.{digits}g}")
+            assert float(text.replace(",", "")) == shown, (name, texts)
+
+
 def test_nothing_lies_between_the_two_groups_of_arms_on_a_laptop():
     largest = largest_after_the_start(RESULTS / "laptop_causes").values()
     ran_away = [value for values in largest for value in values if min(values) > 1]
@@ -296,7 +308,7 @@ PICTURES = {
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("titles.toml")), ids=lambda p: p.parent.name)
 def test_the_panels_of_a_figure_are_all_named_in_words(path):
     titles = tomllib.loads(path.read_text())
-    assert set(titles) == {run.arm.name for run in archive.read_all(path.parent)}
+    assert set(titles) == {run.arm.name for run in records.read_all(path.parent)}
     assert not [title for title in titles.values() if "=" in title.replace("δ = rowsum", "")]
 
 
