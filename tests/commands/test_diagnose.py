@@ -129,6 +129,15 @@ def test_without_do_nothing_is_said_about_delta(tmp_path, capsys):
     assert "steps of 64 keys" in text
 
 
+def test_a_healthy_file_without_do_says_first_what_it_does_not_judge(tmp_path, capsys):
+    arrays = healthy_arrays()
+    del arrays["do"]
+    assert run(save(tmp_path / "a.npz", arrays)) == 0
+    first, *_ = sentences(capsys.readouterr().out).splitlines()
+    assert first.startswith("Nothing found in 2 heads: ")
+    assert first.endswith("; without dO the backward pass is not judged.")
+
+
 def test_options_reach_the_arithmetic(tmp_path, capsys):
     arrays = {name: array[0, :48] for name, array in healthy_arrays().items()}
     path = save(tmp_path / "a.npz", arrays, np.float32)

@@ -117,7 +117,9 @@ def _largest(examined: Sequence[Examination]) -> str:
     by_place = {str(i): signals for i, (_, signals) in enumerate(judged)}
     said = verdict.nothing(by_place, min(layer.rows for layer, _ in judged))
     without = sum(one.layer.do is None for one in examined)
-    if 0 < without < len(examined):
+    if without == len(examined):
+        said += "; without dO the backward pass is not judged"
+    elif without:
         said += f"; {_many(without, 'layer')} without dO are not in these numbers"
     return said.removeprefix("nothing found: ")
 
