@@ -224,7 +224,8 @@ def test_heads_of_different_arithmetic_keep_their_places() -> None:
     WIDE = tuple(jnp.repeat(x, 2, axis=2) for x in QKV[1:])
     mixed, alike = of(kinds), [of(kind) for kind in ("flash", "exact")]
     for head, which in enumerate(heads):
-        np.testing.assert_allclose(mixed.ds[:, :, head], alike[which].ds[:, :, head], atol=1e-6)
+        # In another order of sums; heads of another arithmetic are 1e-3 off, as is asserted below.
+        np.testing.assert_allclose(mixed.ds[:, :, head], alike[which].ds[:, :, head], atol=1e-5)
     assert np.abs(alike[0].ds - alike[1].ds).max() > 1e-3
 
 

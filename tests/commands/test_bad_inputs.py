@@ -152,7 +152,6 @@ CASES = {
     "a scale of 1e300": (of("--scale", "1e300"), "--scale must be a finite number in float32, got"),
     "a scale of 1e-300": (of("--scale", "1e-300"), "--scale must not be 0 in float32"),
     "causal by NaN": (of(is_causal=NAN), "is_causal must be true or false, got nan"),
-    "masked by 2": (of(masked=np.array(2)), "masked must be true or false, got 2"),
     "fp8 in safetensors": (
         lambda: ["diagnose", text("a.safetensors", header_of("F8_E4M3", [1, 8, 1, 8], 64))],
         "q is F8_E4M3, which is not read; save it as bfloat16",

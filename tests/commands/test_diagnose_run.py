@@ -132,7 +132,10 @@ def test_a_run_is_diagnosed_as_it_was_at_an_earlier_step(made, tmp_path, capsys)
     copy.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     assert run(copy.path) == 0
     newest = capsys.readouterr().out
-    assert f"parameters of step {STEP + 5}," in newest and "step 9: spike" in newest
+    assert (
+        f"parameters of step {STEP + 5}," in newest
+        and "step 9: the loss 6.500 is a spike" in newest
+    )
     assert "Trend over 3 measurements" in newest
     assert run(copy.path, "--step", STEP + 1) == 0
     earlier = capsys.readouterr().out

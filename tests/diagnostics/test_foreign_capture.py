@@ -209,7 +209,8 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     (layer,) = taken.layers.values()  # and not once more for what it calls
     np.testing.assert_array_equal(layer["q"], Q * 2 if batch else Q[:1] * 2)
     do = do.swapaxes(-3, -2)
-    np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5)
+    # dO = 3 O²; some O are near 0, where a sum in another order is more than 1e-5 of them.
+    np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5, atol=1e-8)
     assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
     assert layer["logits_soft_cap"] == 30 and "ignored" not in layer
 

@@ -194,11 +194,12 @@ def test_the_parts_are_those_of_float64(inputs, name):
         wanted = getattr(expected, part)
         # A cast of a slightly different number may go another way: at one of some thousand.
         is_cast = part in ("ds", "dp", "total")
-        bound = (0.02 if is_cast else 1e-4) * norm(wanted) + (1.0 if is_cast else 0.4) * residue
+        # Float32 sums depend on the processor: 0.52 of the residue with AVX2, 0.4 with AVX-512.
+        bound = (0.02 if is_cast else 1e-4) * norm(wanted) + (1.0 if is_cast else 0.6) * residue
         assert norm(found[part] - wanted) <= bound, part
     if inputs != "one key":  # whose gradient is 0, as are some errors of it
         for part in ("lse", "ds", *(["delta"] if num.delta == "do_o" else [])):
-            assert norm(getattr(expected, part)) > 0.6 * residue, part
+            assert norm(getattr(expected, part)) > 0.7 * residue, part  # so a lack of it is seen
 
 
 @pytest.mark.parametrize("name", ["flash", "normalized_delta"])
