@@ -1,6 +1,5 @@
 """Second derivatives, a user's own `jax.shard_map`, traced options: right, or refused by name."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any

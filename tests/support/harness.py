@@ -145,7 +145,6 @@ def strict(implementation: str) -> Implementation:
     return dataclasses.replace(row, block_sizes=watched)
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A problem: shapes, what is seen, and which values; masks and biases by name (see below)."""
