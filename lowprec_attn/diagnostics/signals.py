@@ -148,7 +148,8 @@ def attention_signals(
         of_sinks = validation.sinks(sinks, heads)
         whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned, projection, of_sinks)
         part = _select(whole, np.array(group.heads))
-        signals.append(_part_signals(part, x, spec=spec(numerics=group.numerics, row_max=group.row_max)))
+        chosen = spec(numerics=group.numerics, row_max=group.row_max)
+        signals.append(_part_signals(part, x, spec=chosen))
         if not common_direction:
             signals[-1].pop("common_direction", None)
     back = np.argsort([head for group in groups for head in group.heads])
