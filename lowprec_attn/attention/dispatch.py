@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
     heads: tuple[int, ...]
     spec: Spec
-    implementations: dict[str, str]
+    implementations: tuple[tuple[str, str], ...]
 
 
 class Call(NamedTuple):
@@ -179,8 +179,17 @@ def compute(call: Call) -> tuple[Array, ...]:
 
     One call per part, heads put back in order.
     """
-    arrays, extras = vary_alike((call.arrays, call.extras))
-    call = call._replace(arrays=arrays, extras=extras)
+    return _compute(call.parts, call.arrays, call.extras)
+
+
+# Equal calls outside of a `jit`, and their gradients, are compiled once: without this one JAX would
+# compile the loops of each call anew.
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(
+    parts: tuple[Part, ...], arrays: tuple[Array, ...], extras: Extras
+) -> tuple[Array, ...]:
+    arrays, extras = vary_alike((arrays, extras))
+    call = Call(arrays, extras, parts)
     if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
         return _run(call.parts[0], call.arrays, call.extras)
     results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
@@ -198,9 +207,9 @@ def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, 
     """The part's implementation; where platforms differ, chosen when the call is lowered."""
     by_platform = {
         platform: functools.partial(_attend, IMPLEMENTATIONS[name], part.spec)
-        for platform, name in part.implementations.items()
+        for platform, name in part.implementations
     }
-    if len(set(part.implementations.values())) == 1:
+    if len({name for _, name in part.implementations}) == 1:
         return by_platform["default"](arrays, extras)
     return lax.platform_dependent(arrays, extras, **by_platform)
 

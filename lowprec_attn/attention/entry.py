@@ -215,7 +215,7 @@ def prepare(arrays: tuple[Any, Any, Any, Any, Any], options: Options) -> tuple[C
         part = spec(numerics=group.numerics, row_max=group.row_max)
         request = Request.of(q, k, extras, part, v)
         implementations = resolve_by_platform(request, options.implementation)
-        parts.append(Part(group.heads, part, implementations))
+        parts.append(Part(group.heads, part, tuple(implementations.items())))
     return Call(operands, extras, tuple(parts)), unbatched
 
 

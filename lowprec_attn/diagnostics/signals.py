@@ -140,12 +140,16 @@ def attention_signals(
         is_causal=validation.causal(is_causal),
         window=_window(local_window_size, q.shape[1], k.shape[1]),
     )
+    if projection is not None and not isinstance(projection.query_of, jax.tree_util.Partial):
+        of_function = jax.tree_util.Partial(projection.query_of)  # a program takes no function
+        projection = projection._replace(query_of=of_function)
     signals: list[dict[str, Array]] = []
     for group in groups:
         of_sinks = validation.sinks(sinks, heads)
         whole = _Arrays(q, k, v, do, w_q, w_k, stream, returned, projection, of_sinks)
         part = _select(whole, np.array(group.heads))
-        signals.append(_part_signals(part, x, spec(numerics=group.numerics, row_max=group.row_max)))
+        chosen = spec(numerics=group.numerics, row_max=group.row_max)
+        signals.append(_part_signals(part, x, spec=chosen))
         if not common_direction:
             signals[-1].pop("common_direction", None)
     back = np.argsort([head for group in groups for head in group.heads])
@@ -198,6 +202,8 @@ def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
     )
 
 
+# Outside of a `jit` too, layers of a shape share one program.
+@functools.partial(jax.jit, static_argnames="spec")
 def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
     """The signals of heads that share their arithmetic."""
     q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays

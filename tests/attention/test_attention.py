@@ -62,7 +62,7 @@ IN_PLAIN_JAX = [name for name in harness.IMPLEMENTATIONS if name not in harness.
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(("implementation", "case"), harness.every_case())
 def test_exact_arithmetic_is_as_accurate_as_plain_float32(implementation: str, case: str) -> None:
-    problem, how = harness.cases_of(implementation)[case], harness.IMPLEMENTATIONS[implementation]
+    problem, how = harness.cases_of(implementation)[case], harness.strict(implementation)
     arrays = harness.inputs(problem)
     # One program for the largest scores as well: what stands beside them does not change, see
     # test_max_logit.py.
@@ -280,6 +280,28 @@ def test_checkpoint_repeats_the_same_random_bits(implementation: str) -> None:
     kept, recomputed = gradients(q, KEY)
     np.testing.assert_allclose(recomputed, kept, atol=1e-6)
     assert np.abs(gradients(q, jax.random.key(8))[0] - kept).max() > 1e-4
+
+
+@pytest.mark.parametrize("implementation", [None, "dense", "tiled"])
+def test_equal_calls_outside_of_a_jit_are_compiled_once(
+    implementation: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And so are their gradients, whatever function is differentiated."""
+    q, k, v = qkv(harness.Case(is_causal=True))
+
+    def call() -> None:
+        def loss(q: jax.Array) -> jax.Array:
+            return ATTEND(q, k, v, is_causal=True, implementation=implementation)[1].sum()
+
+        jax.grad(loss)(q)
+        loss(q)
+
+    call()
+    with jax.log_compiles():
+        call()
+        assert "Compiling" not in caplog.text
+        ATTEND(q, k, v, scale=0.3, implementation=implementation)
+    assert "Compiling jit(_compute)" in caplog.text  # what is looked for is seen
 
 
 def test_memory_of_tiled_is_linear_in_the_length() -> None:

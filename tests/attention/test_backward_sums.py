@@ -72,7 +72,7 @@ def gradients(
 
     `beside`: results without sums are the same to the bit.
     """
-    how = harness.IMPLEMENTATIONS[implementation]
+    how = harness.strict(implementation)
     differentiated, rest, cotangents = harness.call_arrays(case, arrays)
 
     def attend(x: dict[str, Any], sums: BackwardSums | None) -> Any:
@@ -240,5 +240,5 @@ def test_what_is_wrong_is_named() -> None:
         call(
             backward_sums=ZEROS,
             implementation="tpu",
-            block_sizes=dataclasses.replace(harness.TPU_TILES, interpret=True),
+            block_sizes=harness.TPU_TILES,
         )

@@ -45,7 +45,6 @@ OTHER_MAXIMA_OF = [
 ]
 
 
-@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(("implementation", "choice"), OTHER_MAXIMA_OF)
 def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) -> None:
     how, (chosen, row_max) = harness.IMPLEMENTATIONS[implementation], OTHER_MAXIMA[choice]
@@ -61,7 +60,6 @@ def test_it_is_not_what_the_softmax_subtracts(implementation: str, choice: str) 
         np.testing.assert_array_equal(result, without)
 
 
-@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("implementation", ["dense", "tiled_odd", *harness.KERNELS])
 def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str) -> None:
     how = harness.IMPLEMENTATIONS[implementation]
@@ -74,7 +72,6 @@ def test_rows_and_keys_that_do_not_exist_have_no_score_of_0(implementation: str)
     check(found, exact(problem, arrays), tolerance(problem, arrays))
 
 
-@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("rule", [STANDARD, numerics.DynamicMax()], ids=str)
 @pytest.mark.parametrize("implementation", harness.KERNELS)
 def test_steps_of_several_tiles_have_the_same(implementation: str, rule: RowMax) -> None:
@@ -97,14 +94,12 @@ def attend(implementation: str, *qkv: jax.Array, **options: Any) -> Any:
     return attention.dot_product_attention(
         *qkv,
         implementation=how.name,
-        block_sizes=how.block_sizes if how.name != "tpu" else TPU_TILES,
+        block_sizes=how.block_sizes,
         return_max_logit=True,
         **options,
     )
 
 
-# Race detection does not batch.
-TPU_TILES = dataclasses.replace(harness.TPU_TILES, interpret=True)
 QKV = tuple(jnp.asarray(ARRAYS[name]) for name in "qkv")
 
 

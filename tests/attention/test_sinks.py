@@ -152,10 +152,10 @@ def test_row_sums_without_the_sink_are_noticed(
         harness.oracle(CASE, arrays),
     )
     monkeypatch.setattr(backward.RowSums, "with_sink", lambda self, *_: self)
-    harness.compiled.cache_clear()
+    harness.trace_anew()
     with pytest.raises(AssertionError, match="dq"):
         harness.check(harness.run(how, CASE, arrays, chosen), same, exact)
-    harness.compiled.cache_clear()
+    harness.trace_anew()
 
 
 def test_the_start_of_a_row_is_the_sink_and_one_or_a_whole_number_and_less() -> None:

@@ -75,7 +75,7 @@ def test_normalized_delta_takes_the_slope_into_its_correction(
             compiled.cache_clear()
             check_accuracy(ONE_BATCH, kernel_call("gpu", ONE_BATCH, chosen))
             return
-        harness.compiled.cache_clear()
+        harness.trace_anew()
         arrays, how = harness.inputs(ONE_BATCH), harness.IMPLEMENTATIONS["tiled_odd"]
         harness.check(
             harness.run(how, ONE_BATCH, arrays, chosen),
@@ -87,7 +87,7 @@ def test_normalized_delta_takes_the_slope_into_its_correction(
     without_slope_in_pk(monkeypatch)
     with pytest.raises(AssertionError, match="dq"):
         check()
-    harness.compiled.cache_clear()
+    harness.trace_anew()
     compiled.cache_clear()
 
 

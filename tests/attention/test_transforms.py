@@ -1,6 +1,5 @@
 """Second derivatives, a user's own `jax.shard_map`, traced options: right, or refused by name."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ KEY = jax.random.key(5)
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 INTERPRETED = {
     "gpu": harness.GPU_TILES,
-    "tpu": dataclasses.replace(harness.TPU_TILES, interpret=True),
+    "tpu": harness.TPU_TILES,
 } | ({"hopper": harness.HOPPER_TILES} if hopper.is_available() else {})
 
 

@@ -19,7 +19,7 @@ from points import CHOICES, KERNEL_GROUPS, KERNEL_POINTS, ROUNDINGS, closer, wit
 from lowprec_attn.numerics import EXACT, Numerics
 
 pytestmark = [
-    pytest.mark.usefixtures("strict_promotion", "no_races"),
+    pytest.mark.usefixtures("strict_promotion"),
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 

@@ -19,7 +19,7 @@ from compiling import UNOPTIMIZED
 from jax.experimental.pallas import tpu as pltpu
 
 from lowprec_attn import attention, numerics
-from lowprec_attn.attention import reference, tiled
+from lowprec_attn.attention import dispatch, reference, tiled
 from lowprec_attn.numerics import Numerics, RowMax
 from pallas_kernels.gpu import block_sizes as gpu
 from pallas_kernels.gpu.hopper import block_sizes as hopper
@@ -82,13 +82,15 @@ HOPPER_TILES = hopper.BlockSizes(
     programs=2,
     interpret=True,
 )
-# Memory that was never written is NaN, a read out of bounds raises, and a race is reported.
+# Memory that was never written is NaN, a read out of bounds raises, and a race is reported: the
+# cases of test_attention.py and what test_tpu_kernels.py has of memory. Each read and write calls
+# Python there, so what is only about arithmetic runs in Pallas' other interpreter, as one program.
 STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
 TPU_TILE = tpu.Tile(query=128, kv=128)
 TPU_TILES = tpu.BlockSizes(
-    forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=STRICT
+    forward=TPU_TILE, key_gradients=TPU_TILE, query_gradients=TPU_TILE, interpret=True
 )
 
 # Everything that is looked up by position, and lengths and windows that skip tiles: other tiles
@@ -132,6 +134,15 @@ IMPLEMENTATIONS = {
     ),
 }
 KERNELS = ("gpu", "tpu")
+
+
+def strict(implementation: str) -> Implementation:
+    """A row of the table whose memory is watched, where an interpreter does that."""
+    row = IMPLEMENTATIONS[implementation]
+    if implementation != "tpu":
+        return row
+    watched = dataclasses.replace(TPU_TILES, interpret=STRICT)
+    return dataclasses.replace(row, block_sizes=watched)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -668,6 +679,12 @@ def compiled(call: Call) -> Callable[..., dict[str, jax.Array]]:
     options = UNOPTIMIZED if call.implementation.name in KERNELS else None
     # `jit` would find the trace of an equal call, and a mutant's would be that of the original.
     return jax.jit(lambda *operands: call.forward_and_backward(*operands), compiler_options=options)
+
+
+def trace_anew() -> None:
+    """What a test patches is in the programs from here on, and no longer after the next call."""
+    compiled.cache_clear()
+    dispatch._compute.clear_cache()
 
 
 def error(x: np.ndarray, exact: np.ndarray) -> float:

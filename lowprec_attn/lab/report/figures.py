@@ -152,10 +152,13 @@ def score_figure(
     for axis in axes[:, 0]:
         axis.set_ylabel("largest |score|")
     _write_tokens(figure, records)
+    lines, labels = axes[0, 0].get_legend_handles_labels()
+    in_rows = math.ceil(len(labels) / (3 * columns))  # three beside each other fit below a panel
     figure.legend(
-        *axes[0, 0].get_legend_handles_labels(),
+        lines,
+        labels,
         loc="outside lower center",
-        ncols=4 * columns,
+        ncols=math.ceil(len(labels) / in_rows),
         fontsize=style.SMALL,
     )
     return figure
