@@ -23,6 +23,7 @@ from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, 
 
 _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
+ALIKE = 4  # settings and devices whose compiled programs a process keeps
 
 
 # Bytes of gradients up to which one all-reduce on GPUs takes several. Few and late is best: one
@@ -57,18 +58,38 @@ class Devices(NamedTuple):
 
     Attributes:
       mesh: of all devices of the run, those of one process next to each other.
-      attend: attention for arrays that are split over the batch.
-      attend_part: attention within a function under `over_devices`, which sees the part of one
-        device.
-      attend_whole: attention for arrays that every device holds whole.
+      implementation: of attention, None for the one that suits the platform.
       shard_optimizer: whether the optimizer's state is split over the devices.
     """
 
     mesh: Mesh
-    attend: Attend
-    attend_part: Attend
-    attend_whole: Attend
+    implementation: str | None
     shard_optimizer: bool
+
+    @property
+    def attend(self) -> Attend:
+        """Attention for arrays that are split over the batch."""
+        if self.mesh.devices.size == 1:
+            return self.attend_whole
+        return self._attend(attention.sharded(self.mesh, batch_axis=_AXIS))
+
+    @property
+    def attend_part(self) -> Attend:
+        """Attention within a function under `over_devices`, which sees the part of one device."""
+        if self.mesh.devices.size == 1:
+            return self.attend_whole
+        return self._attend(attention.within_shard(batch_axis=_AXIS))
+
+    @property
+    def attend_whole(self) -> Attend:
+        """Attention for arrays that every device holds whole."""
+        return self._attend(attention.dot_product_attention)
+
+    def _attend(self, function: Callable[..., Any]) -> Attend:
+        # The GPU kernels alone read q, k and v as one product gives them.
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        packed = on_gpu and self.implementation in (None, "gpu", "hopper")
+        return Attend(functools.partial(function, implementation=self.implementation), packed)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -192,25 +213,7 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
             f"{len(devices)} devices; choose a multiple of {len(devices)}"
         )
     mesh = Mesh(np.array(devices), (_AXIS,))
-    one = len(devices) == 1
-    whole = attention.dot_product_attention
-    split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
-    part = whole if one else attention.within_shard(batch_axis=_AXIS)
-
-    implementation = settings.attention.implementation
-    # The GPU kernels alone read q, k and v as one product gives them.
-    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu", "hopper")
-
-    def chosen(function: Callable[..., Any]) -> Attend:
-        return Attend(functools.partial(function, implementation=implementation), packed)
-
-    return Devices(
-        mesh=mesh,
-        attend=chosen(split),
-        attend_part=chosen(part),
-        attend_whole=chosen(whole),
-        shard_optimizer=settings.shard_optimizer,
-    )
+    return Devices(mesh, settings.attention.implementation, settings.shard_optimizer)
 
 
 class Program(NamedTuple):
@@ -257,8 +260,14 @@ def random_bits_by_kernel() -> Iterator[None]:
         jax.config.update(option, before)
 
 
+# A run that goes back, or that is followed by another of the same settings, compiles nothing anew:
+# JAX finds what it has compiled by the function that it was given.
+@functools.lru_cache(maxsize=ALIKE)
 def make_program(settings: TrainSettings, devices: Devices) -> Program:
-    """The programs of a run; nothing is compiled yet, and the devices need not be there."""
+    """The programs of a run; nothing is compiled yet, and the devices need not be there.
+
+    The same settings and devices give the same programs.
+    """
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
     root = jax.eval_shape(lambda: root_key(settings))
     shapes = jax.eval_shape(steps.init, root)
