@@ -1,6 +1,7 @@
 """The devices of a run, what lies on each of them, and the programs that are compiled for them."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,12 @@ from lowprec_attn import attention
 from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, root_key
 
 _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
-ALIKE = 4  # settings and devices whose compiled programs a process keeps
+ALIKE = 4  # settings and devices whose programs a process keeps
 
 
 # Bytes of gradients up to which one all-reduce on GPUs takes several. Few and late is best: one
@@ -260,14 +261,38 @@ def random_bits_by_kernel() -> Iterator[None]:
         jax.config.update(option, before)
 
 
-# A run that goes back, or that is followed by another of the same settings, compiles nothing anew:
-# JAX finds what it has compiled by the function that it was given.
-@functools.lru_cache(maxsize=ALIKE)
 def make_program(settings: TrainSettings, devices: Devices) -> Program:
     """The programs of a run; nothing is compiled yet, and the devices need not be there.
 
-    The same settings and devices give the same programs.
+    A run that goes back, and one that differs in its seed, data or periods alone, get the same
+    programs, compiled as they are.
     """
+    return _program(_of_programs(settings), devices)
+
+
+def _of_programs(settings: TrainSettings) -> TrainSettings:
+    """The settings with one value for all that programs do not depend on."""
+    return dataclasses.replace(
+        settings,
+        name="",
+        variant="",
+        data=DataSettings(path=None),
+        seed=0,
+        diagnostics_every=0,
+        checkpoint_every=0,
+        checkpoints_kept=1,
+        eval_every=0,
+        eval_batches=1,
+        stop_exploded_after=None,
+        rollback=None,
+        resume_from=None,
+        resume_step=None,
+    )
+
+
+# JAX finds what it has compiled by the function that it was given.
+@functools.lru_cache(maxsize=ALIKE)
+def _program(settings: TrainSettings, devices: Devices) -> Program:
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
     root = jax.eval_shape(lambda: root_key(settings))
     shapes = jax.eval_shape(steps.init, root)

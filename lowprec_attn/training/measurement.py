@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training.across_steps import AcrossSteps
 from lowprec_attn.training.devices import ALIKE, Devices
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import Model, TrainSettings
 from lowprec_attn.training.signals import Directions, Signals, make_signals
-from lowprec_attn.training.step import make_steps, root_key, step_key
+from lowprec_attn.training.step import make_loss, root_key, step_key
 
 
 class Measurement:
@@ -41,7 +42,7 @@ class Measurement:
     ) -> None:
         # One sequence cannot be split over devices.
         self._first_sequence = devices.jit(_first_sequence, out_shardings=devices.replicated)
-        self._signals = _signals_program(settings, devices)
+        self._signals = _signals_program(settings.model, settings.attention, devices)
         self._root = root_key(settings)
         self.across = AcrossSteps(settings, devices, directions, recorded)
 
@@ -58,9 +59,9 @@ class Measurement:
 
 
 @functools.lru_cache(maxsize=ALIKE)  # as `devices.make_program`
-def _signals_program(settings: TrainSettings, devices: Devices) -> Any:
+def _signals_program(model: Model, attention: AttentionSettings, devices: Devices) -> Any:
     """`make_signals` of a run, jitted."""
-    signals = make_signals(settings, make_steps(settings, devices.attend_whole))
+    signals = make_signals(model, attention, make_loss(model, attention, devices.attend_whole))
     return devices.jit(signals, out_shardings=devices.replicated)
 
 

@@ -210,7 +210,7 @@ def test_the_gradient_of_w_q_is_known_behind_rotation_and_norm(made):
     args = (params, inputs, targets, jax.random.key(0))
     grads = jax.jit(jax.grad(lambda *a: steps.loss(*a)[0]))(*args)
     layers = jax.jit(make_layers(model, steps.loss))(*args)
-    signals, _ = jax.jit(make_signals(settings, steps))(*args)
+    signals, _ = jax.jit(make_signals(settings.model, settings.attention, steps.loss))(*args)
     scale, _ = models.score_scale(model)
     for i, layer in enumerate(layers):
         exact = grads["blocks"][i]["attention"]["query"]["kernel"][...].reshape(layer.w_q.shape)

@@ -81,7 +81,9 @@ def stepped(name, remat):
     """Loss, gradients and signals of a model, and its state after a step."""
     settings, steps, state, (inputs, targets), grads = begun(name, remat)
     of = (inputs[0, :1], targets[0, :1], jax.random.key(1))
-    signals = jit(make_signals(settings, steps))(state.params, *of)[0]
+    signals = jit(make_signals(settings.model, settings.attention, steps.loss))(state.params, *of)[
+        0
+    ]
     new, metrics = jit(steps.train)(state, inputs, targets, root_key(settings))
     return grads, *jax.device_get((signals, metrics, new.params))
 
