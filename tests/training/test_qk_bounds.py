@@ -141,11 +141,11 @@ def clip_settings(threshold, **changes):
 
 
 def scores_of(settings, steps, params):
-    records = [
-        steps.loss(params, inputs, targets)[1]
-        for inputs, targets in zip(*tokens(settings), strict=True)
-    ]
-    return np.max([largest_scores(settings.model, r) for r in records], axis=0)
+    @jax.jit
+    def of_part(*batch):
+        return largest_scores(settings.model, steps.loss(params, *batch)[1])
+
+    return np.max([of_part(*part) for part in zip(*tokens(settings), strict=True)], axis=0)
 
 
 def test_after_the_clip_no_score_on_the_same_inputs_is_above_the_threshold():
