@@ -190,7 +190,8 @@ def test_the_score_is_the_largest_of_all_micro_batches_and_devices():
     whole = clip_settings(1e-3)
     steps, state = begin(whole)
     one, _ = jax.jit(steps.train)(state, *tokens(whole), root_key(whole))
-    split = clip_settings(1e-3, accumulation_steps=2, devices=2)
+    tiled = {"attention__implementation": "tiled"}
+    split = clip_settings(1e-3, accumulation_steps=2, devices=2, **tiled)
     devices = run_devices(split)
     steps = make_steps(split, devices.attend_part, devices.over_devices)
     state = jax.jit(steps.init, out_shardings=devices.replicated)(root_key(split))
