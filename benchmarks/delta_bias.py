@@ -65,7 +65,7 @@ def measure(path: Path, draws: int) -> tuple[int, Errors]:
         raise UserError(f"{path}: holds no complete checkpoint; train with checkpoint_every > 0")
     settings = dataclasses.replace(settings, attention=saved.attention)  # after a rollback its own
     steps = make_steps(settings, saved.devices.attend_whole)
-    signals = saved.devices.jit(make_signals(settings, steps))
+    signals = saved.devices.jit(make_signals(settings.model, settings.attention, steps.loss))
     root, found = root_key(settings), []
     for draw, ids in enumerate(_sequences(settings, draws)):
         key = step_key(root, jnp.int32(saved.step + draw))

@@ -1,6 +1,7 @@
 """The devices of a run, what lies on each of them, and the programs that are compiled for them."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +19,12 @@ from lowprec_attn import attention
 from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import Attend
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, root_key
 
 _AXIS = "data"
 _ROWS = 8  # of a float32 tile in a TPU's memory
+ALIKE = 4  # settings and devices whose programs a process keeps
 
 
 # Bytes of gradients up to which one all-reduce on GPUs takes several. Few and late is best: one
@@ -57,18 +59,38 @@ class Devices(NamedTuple):
 
     Attributes:
       mesh: of all devices of the run, those of one process next to each other.
-      attend: attention for arrays that are split over the batch.
-      attend_part: attention within a function under `over_devices`, which sees the part of one
-        device.
-      attend_whole: attention for arrays that every device holds whole.
+      implementation: of attention, None for the one that suits the platform.
       shard_optimizer: whether the optimizer's state is split over the devices.
     """
 
     mesh: Mesh
-    attend: Attend
-    attend_part: Attend
-    attend_whole: Attend
+    implementation: str | None
     shard_optimizer: bool
+
+    @property
+    def attend(self) -> Attend:
+        """Attention for arrays that are split over the batch."""
+        if self.mesh.devices.size == 1:
+            return self.attend_whole
+        return self._attend(attention.sharded(self.mesh, batch_axis=_AXIS))
+
+    @property
+    def attend_part(self) -> Attend:
+        """Attention within a function under `over_devices`, which sees the part of one device."""
+        if self.mesh.devices.size == 1:
+            return self.attend_whole
+        return self._attend(attention.within_shard(batch_axis=_AXIS))
+
+    @property
+    def attend_whole(self) -> Attend:
+        """Attention for arrays that every device holds whole."""
+        return self._attend(attention.dot_product_attention)
+
+    def _attend(self, function: Callable[..., Any]) -> Attend:
+        # The GPU kernels alone read q, k and v as one product gives them.
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        packed = on_gpu and self.implementation in (None, "gpu", "hopper")
+        return Attend(functools.partial(function, implementation=self.implementation), packed)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -192,25 +214,7 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
             f"{len(devices)} devices; choose a multiple of {len(devices)}"
         )
     mesh = Mesh(np.array(devices), (_AXIS,))
-    one = len(devices) == 1
-    whole = attention.dot_product_attention
-    split = whole if one else attention.sharded(mesh, batch_axis=_AXIS)
-    part = whole if one else attention.within_shard(batch_axis=_AXIS)
-
-    implementation = settings.attention.implementation
-    # The GPU kernels alone read q, k and v as one product gives them.
-    packed = mesh.devices.flat[0].platform == "gpu" and implementation in (None, "gpu", "hopper")
-
-    def chosen(function: Callable[..., Any]) -> Attend:
-        return Attend(functools.partial(function, implementation=implementation), packed)
-
-    return Devices(
-        mesh=mesh,
-        attend=chosen(split),
-        attend_part=chosen(part),
-        attend_whole=chosen(whole),
-        shard_optimizer=settings.shard_optimizer,
-    )
+    return Devices(mesh, settings.attention.implementation, settings.shard_optimizer)
 
 
 class Program(NamedTuple):
@@ -258,7 +262,37 @@ def random_bits_by_kernel() -> Iterator[None]:
 
 
 def make_program(settings: TrainSettings, devices: Devices) -> Program:
-    """The programs of a run; nothing is compiled yet, and the devices need not be there."""
+    """The programs of a run; nothing is compiled yet, and the devices need not be there.
+
+    A run that goes back, and one that differs in its seed, data or periods alone, get the same
+    programs, compiled as they are.
+    """
+    return _program(_of_programs(settings), devices)
+
+
+def _of_programs(settings: TrainSettings) -> TrainSettings:
+    """The settings with one value for all that programs do not depend on."""
+    return dataclasses.replace(
+        settings,
+        name="",
+        variant="",
+        data=DataSettings(path=None),
+        seed=0,
+        diagnostics_every=0,
+        checkpoint_every=0,
+        checkpoints_kept=1,
+        eval_every=0,
+        eval_batches=1,
+        stop_exploded_after=None,
+        rollback=None,
+        resume_from=None,
+        resume_step=None,
+    )
+
+
+# JAX finds what it has compiled by the function that it was given.
+@functools.lru_cache(maxsize=ALIKE)
+def _program(settings: TrainSettings, devices: Devices) -> Program:
     steps = make_steps(settings, devices.attend_part, devices.over_devices)
     root = jax.eval_shape(lambda: root_key(settings))
     shapes = jax.eval_shape(steps.init, root)

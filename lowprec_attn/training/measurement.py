@@ -4,6 +4,7 @@ They look at one sequence, the first of the batch of their step, and at the para
 update. Nothing waits for them until their values are asked for.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training.across_steps import AcrossSteps
-from lowprec_attn.training.devices import Devices
-from lowprec_attn.training.settings import TrainSettings
+from lowprec_attn.training.devices import ALIKE, Devices
+from lowprec_attn.training.settings import Model, TrainSettings
 from lowprec_attn.training.signals import Directions, Signals, make_signals
-from lowprec_attn.training.step import make_steps, root_key, step_key
+from lowprec_attn.training.step import make_loss, root_key, step_key
 
 
 class Measurement:
@@ -38,11 +40,9 @@ class Measurement:
         directions: Directions | None,
         recorded: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
-        everywhere = devices.replicated
         # One sequence cannot be split over devices.
-        self._first_sequence = devices.jit(_first_sequence, out_shardings=everywhere)
-        signals = make_signals(settings, make_steps(settings, devices.attend_whole))
-        self._signals = devices.jit(signals, out_shardings=everywhere)
+        self._first_sequence = devices.jit(_first_sequence, out_shardings=devices.replicated)
+        self._signals = _signals_program(settings.model, settings.attention, devices)
         self._root = root_key(settings)
         self.across = AcrossSteps(settings, devices, directions, recorded)
 
@@ -56,6 +56,13 @@ class Measurement:
     def values(self, signals: Signals) -> dict[str, dict[str, Any]]:
         """The signals, fetched, with the sums over the measurements so far."""
         return self.across.add_up(jax.device_get(signals))
+
+
+@functools.lru_cache(maxsize=ALIKE)  # as `devices.make_program`
+def _signals_program(model: Model, attention: AttentionSettings, devices: Devices) -> Any:
+    """`make_signals` of a run, jitted."""
+    signals = make_signals(model, attention, make_loss(model, attention, devices.attend_whole))
+    return devices.jit(signals, out_shardings=devices.replicated)
 
 
 def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:

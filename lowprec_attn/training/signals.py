@@ -16,8 +16,7 @@ from lowprec_attn.diagnostics import Projection, Returned, attention_signals
 from lowprec_attn.gpt2.model import zero_taps
 from lowprec_attn.gpt2.settings import AttentionSettings
 from lowprec_attn.training import models
-from lowprec_attn.training.settings import Model, TrainSettings
-from lowprec_attn.training.step import Steps
+from lowprec_attn.training.settings import Model
 
 Signals = dict[str, dict[str, Array]]
 Directions = dict[str, Array]
@@ -93,16 +92,20 @@ def make_layers(
 
 
 def make_signals(
-    settings: TrainSettings, steps: Steps
+    model: Model, attention: AttentionSettings, loss: Callable[..., tuple[Array, Any]]
 ) -> Callable[..., tuple[Signals, Directions]]:
     """A jit-able function (params, inputs, targets [B, T], key) -> the signals of every layer.
 
     They are {layer_0: {name: [N]}, ...}, and the layers' directions. It runs the model forward and
     backward once, and compares each layer's attention with exact arithmetic. q, k, v and dO are
     those of training on these sequences; see `LayerArrays`.
+
+    Args:
+      model, attention: of the run.
+      loss: `Steps.loss` of the model.
     """
-    layers_of = make_layers(settings.model, steps.loss)
-    scale, factor = models.score_scale(settings.model)
+    layers_of = make_layers(model, loss)
+    scale, factor = models.score_scale(model)
 
     def of_layer(
         numerics: tuple[HeadGroup, ...], arrays: LayerArrays, key: Key[Array, ""]
@@ -112,7 +115,7 @@ def make_signals(
             **arrays._asdict(),
             numerics=numerics,
             scale=scale,
-            logits_soft_cap=settings.model.soft_cap,
+            logits_soft_cap=model.soft_cap,
             is_causal=True,
             rng_key=key,
             common_direction=True,
@@ -128,7 +131,7 @@ def make_signals(
         layers = layers_of(params, inputs, targets, key)
         alike: dict[tuple[HeadGroup, ...], list[int]] = {}
         for i, arrays in enumerate(layers):
-            computed = as_computed(settings.attention, i, arrays, settings.model.soft_cap)
+            computed = as_computed(attention, i, arrays, model.soft_cap)
             alike.setdefault(computed, []).append(i)
         result: dict[int, tuple[dict[str, Array], Array]] = {}
         for numerics, indices in alike.items():

@@ -1,5 +1,6 @@
 """Which preset results lie nearest to, on what a CPU has."""
 
+import itertools
 import json
 import sys
 
@@ -24,13 +25,16 @@ def records_of(tmp_path, monkeypatch, kernels):
     return out, {r["kernel"]: r for r in found if r["problem"].startswith("clustered")}
 
 
-@pytest.mark.parametrize("name", ["flash_attention_3", "torch_flash"])
-def test_a_preset_in_steps_of_its_own_is_recognized(name, tmp_path, monkeypatch):
+def test_a_preset_in_steps_of_its_own_is_recognized(tmp_path, monkeypatch):
     """Steps of 32 keys stand in for a kernel whose steps are not those of the presets."""
-    theirs = identify.preset(f"{name}:kv_block=32")._replace(name="theirs", numerics=None)
-    _, found = records_of(tmp_path, monkeypatch, [theirs])
-    for result in ("dq", "dk"):
-        of = found["theirs"]["results"][result]
+    names = ("flash_attention_3", "torch_flash")
+    theirs = [
+        identify.preset(f"{name}:kv_block=32")._replace(name=f"their {name}", numerics=None)
+        for name in names
+    ]
+    _, found = records_of(tmp_path, monkeypatch, theirs)
+    for name, result in itertools.product(names, ("dq", "dk")):
+        of = found[f"their {name}"]["results"][result]
         assert of["hard_rows"] > 10
         label, ratio = identify.nearest(of["distance"])
         assert name in label.split(" = ")

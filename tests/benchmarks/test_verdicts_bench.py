@@ -37,6 +37,7 @@ def test_a_run_is_diagnosed_before_its_explosion_or_that_of_its_control():
 
 def test_the_verdict_is_that_of_the_command(tmp_path, text):
     points = {"attention__points__lse": "bf16_m1", "attention__points__saved_output": "float32"}
+    points["attention__implementation"] = "tiled"
     config = tiny_config(data__path=str(text), model__layers=1, devices=1, **points)
     settings = train_settings(config)
     state = make_program(settings, run_devices(settings)).init(root_key(settings))

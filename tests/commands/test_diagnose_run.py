@@ -62,7 +62,7 @@ def test_a_run_is_measured_as_its_signals_are(made, tmp_path, capsys):
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     key = step_key(root_key(settings), jnp.int32(STEP))
     # As a run compiles them: other options keep fewer roundings.
-    of_run = run_devices(settings).jit(make_signals(settings, steps))
+    of_run = run_devices(settings).jit(make_signals(settings.model, settings.attention, steps.loss))
     signals, _ = of_run(state.params, ids[:, :-1], ids[:, 1:], key)
     measured = layer["signals"]["own numerics"]
     for name in ("score_maximum", "query_weight_gradient_error_relative", "p_row_sum_error_rms"):

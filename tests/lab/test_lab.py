@@ -13,7 +13,7 @@ import sys
 
 import command
 import pytest
-from command import ROOT, TINY, environment, lab_without_reports
+from command import TINY, environment, lab_without_reports
 from processes.forks import Fork
 from processes.stand_in import rewrite, wait_until
 
@@ -22,8 +22,6 @@ from lowprec_attn.errors import RunError
 from lowprec_attn.lab import processes, runner
 from lowprec_attn.lab.experiment import Arm, Trial, load
 from lowprec_attn.lab.workdir import ArmRun
-
-FIRST_SIGHT = ROOT / "configs" / "first_sight.toml"
 
 
 def test_finished_arms_are_skipped_and_a_failing_one_is_reported_and_tried_again(lab):
@@ -250,11 +248,14 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     fields["data.path"] = text
     fields |= {"checkpoint_every": 30, "diagnostics_every": 0, "eval_every": 150}
     changes = [f"--config.{name}={value}" for name, value in fields.items()]
-    arms = ("flash", "probe_dynamic_max")
+    runs = ("flash-seed1", "flash-seed2")  # which share their programs
+    definition = tmp_path / "seeds.toml"
+    arm = "[arms.flash]\nattention.numerics = 'flash'\n"
+    definition.write_text(f"config = 'configs/gpt2_bf16.py:tiny'\nseeds = [1, 2]\n{arm}")
 
     def start(out):
-        options = ["--workdir", out, "--jobs", "2", "--arms", *arms]
-        words = list(map(str, ["run", FIRST_SIGHT, *options, *changes]))
+        options = ["--workdir", out, "--jobs", "2"]
+        words = list(map(str, ["run", definition, *options, *changes]))
         return Fork(lab_without_reports, words, environment=environment(compilations))
 
     def finish(process, code=0):
@@ -263,31 +264,31 @@ def test_arms_that_were_stopped_or_killed_give_the_records_of_undisturbed_ones(
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     process = start(disturbed)
     process.wait_for_lines(1)
-    killed = int(re.search(r"flash.*process (\d+)", process.printed())[1])
-    wait_until(lambda: any((disturbed / "flash").glob("checkpoints/*.json")))
+    killed = int(re.search(r"flash-seed1.*process (\d+)", process.printed())[1])
+    wait_until(lambda: any((disturbed / "flash-seed1").glob("checkpoints/*.json")))
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: any((disturbed / "probe_dynamic_max").glob("checkpoints/*.json")))
+    wait_until(lambda: any((disturbed / "flash-seed2").glob("checkpoints/*.json")))
     process.send_signal(signal.SIGTERM)
     output = finish(process, EXIT_BAD_INPUT)
-    assert re.search(r"probe_dynamic_max: interrupted after \d+ steps", output)
-    assert "flash failed: exit code -9, interrupted after" in output
+    assert re.search(r"flash-seed2: interrupted after \d+ steps", output)
+    assert "flash-seed1 failed: exit code -9, interrupted after" in output
 
     output = finish(start(disturbed))
     assert output.count(": done, validation loss") == 2
-    for arm in arms:
+    for arm in runs:
         assert "resuming at step" in (disturbed / f"{arm}.log").read_text()
-    experiment = load(FIRST_SIGHT).select(arms)
+    experiment = load(definition)
     undisturbed = [
         command.launch(
             environment(compilations),
-            [*experiment.arguments(trial), *changes, f"--workdir={whole / trial.arm.name}"],
+            [*experiment.arguments(trial), *changes, f"--workdir={whole / trial.name}"],
         )
         for trial in experiment.trials
     ]
     for process in undisturbed:
         finish(process)
     for name in ("metrics.jsonl", "data_order.txt"):
-        for arm in arms:
+        for arm in runs:
             assert (disturbed / arm / name).read_bytes() == (whole / arm / name).read_bytes()
 
 

@@ -61,7 +61,7 @@ def test_directions_have_the_shape_that_a_checkpoint_asks_for():
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     params = jax.eval_shape(steps.init, root_key(settings)).params
     ids = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    of = make_signals(settings, steps)
+    of = make_signals(settings.model, settings.attention, steps.loss)
     _, made = jax.eval_shape(of, params, ids, ids, jax.random.key(0))
     asked = direction_shapes(settings.model, run_devices(settings))
     assert {n: x.shape for n, x in made.items()} == {n: x.shape for n, x in asked.items()}

@@ -33,7 +33,8 @@ def sizes(lines):
 
 
 def test_the_footprint_of_a_step_on_simulated_devices():
-    model = {"model__width": 512, "model__vocab_size": 50304, "model__context": 32}
+    model = {"model__layers": 1, "model__width": 512, "model__vocab_size": 50304}
+    model |= {"model__context": 32, "attention__implementation": "tiled"}
     whole, split = (
         footprint(settings, run_devices(settings))
         for settings in (

@@ -29,6 +29,8 @@ def trained(shard_optimizer):
         devices=8,
         batch_size=16,
         shard_optimizer=shard_optimizer,
+        attention__implementation="tiled",
+        model__layers=1,
         model__width=64,
         model__vocab_size=320,
         model__context=64,

@@ -29,7 +29,7 @@ def devices():
     ],
 )
 def test_the_least_is_below_what_the_compiler_allots(devices, changes, factor):
-    settings = tiny_settings(**changes)
+    settings = tiny_settings(model__layers=1, **changes)
     program = make_program(settings, devices)
     arguments = (program.state, program.batch, program.batch, program.root)
     analysis = program.train.lower(*arguments).compile().memory_analysis()

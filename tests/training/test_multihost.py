@@ -1,18 +1,17 @@
 """The trainer in several processes of one machine, each with its own simulated devices."""
 
+import functools
 import json
 import signal
 import time
 
 import command
-import numpy as np
 import pytest
 from command import wait_for_steps
 from processes.ranks import free_port
 
 from lowprec_attn import hosts
 from lowprec_attn.errors import RunError
-from lowprec_attn.runs import metrics
 
 # Two parts, so that rows are dealt out to the processes within each micro-batch.
 RUN = {
@@ -54,72 +53,41 @@ def records(workdir):
     return (workdir / "metrics.jsonl").read_bytes(), (workdir / "data_order.txt").read_bytes()
 
 
-def test_two_killed_and_resumed_processes_are_one_process_bit_for_bit(compilations, text, tmp_path):
-    """Of two numbers each, so that no sum has an order of its own."""
-    finish(start(compilations, text, tmp_path / "one", processes=1, devices=2))
+def test_two_killed_stopped_and_resumed_processes_are_one_process_bit_for_bit(
+    compilations, text, tmp_path
+):
+    """Of two numbers each, so that no sum has an order of its own.
+
+    With split moments each process writes what only it has; one process then reads them all.
+    """
+    # Measured by one process and by two at first, and by one at the end.
+    fields = {"steps": 120, "checkpoint_every": 20, "eval_every": 60, "diagnostics_every": 1000}
+    start_run = functools.partial(start, compilations, text, shard_optimizer=True, **fields)
+    finish(start_run(tmp_path / "one", processes=1, devices=2))
     workdir = tmp_path / "two"
-    killed = start(compilations, text, workdir, processes=2, devices=1)
-    while not (workdir / "checkpoints" / "00000004.json").exists():
+    killed = start_run(workdir, processes=2, devices=1)
+    while not (workdir / "checkpoints" / "00000020.json").exists():
         assert all(process.poll() is None for process in killed)
         time.sleep(0.01)
     for process in killed:
         process.send_signal(signal.SIGKILL)
     for process in killed:
         process.communicate()
-    assert records(workdir) != records(tmp_path / "one")
-    (out, _), (silent, _) = finish(start(compilations, text, workdir, processes=2, devices=1))
-    assert "resuming at step 4" in out
-    assert "2 x cpu in 2 processes" in out
-    assert "resuming" not in silent
-    assert "validation loss" not in silent
-    assert records(workdir) == records(tmp_path / "one")
-    environments = json.loads((workdir / "environment.json").read_text())
-    assert [e["process_count"] for e in environments] == [2, 2]
-
-
-def test_a_signal_to_one_process_stops_all_and_the_checkpoint_serves_any_number(
-    compilations, text, tmp_path
-):
-    """With split moments each process writes what only it has; one process then reads them all."""
-    workdir = tmp_path / "run"
-    fields = {"steps": 40, "checkpoint_every": 0, "diagnostics_every": 0, "eval_every": 0}
-    stopped = start(
-        compilations,
-        text,
-        workdir,
-        processes=2,
-        devices=2,
-        shard_optimizer=True,
-        **fields | {"steps": 4000},
-    )
+    stopped = start_run(workdir, processes=2, devices=1)
     wait_for_steps(stopped[0], workdir / "throughput.jsonl", 3)
     stopped[1].send_signal(signal.SIGTERM)
-    (out, _), _ = finish(stopped)
+    (out, _), (silent, _) = finish(stopped)
+    assert "2 x cpu in 2 processes" in out
+    assert "resuming at step" in out and "resuming" not in silent
     done = int(out.split("stopped by a signal after ")[1].split()[0])
-    saved = sorted(int(path.stem) for path in (workdir / "checkpoints").glob("*.json"))
-    assert saved == [0, done]
+    assert "stopped by a signal" not in silent
     content = workdir / "checkpoints" / f"{done:08d}-0" / "state"
     assert {path.name for path in content.glob("ocdbt.*")} == {"ocdbt.process_0", "ocdbt.process_1"}
-    # The schedules differ only in the far end of the learning rate: compare one run with itself.
-    fields |= {"steps": done + 5, "resume_from": workdir}
-    finish(start(compilations, text, tmp_path / "one", processes=1, devices=4, **fields))
-    finish(
-        start(
-            compilations,
-            text,
-            tmp_path / "two",
-            processes=2,
-            devices=2,
-            shard_optimizer=True,
-            **fields,
-        )
-    )
-    one, two = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert [r["step"] for r in two if "loss" in r] == list(range(done, done + 5))
-    for a, b in zip(one, two, strict=True):
-        for name in a:
-            # Sums over four devices in another order, seen through bfloat16 activations.
-            np.testing.assert_allclose(b[name], a[name], rtol=1e-5, err_msg=name)
+    ((out, _),) = finish(start_run(workdir, processes=1, devices=2))
+    assert f"resuming at step {done}\n" in out
+    assert records(workdir) == records(tmp_path / "one")
+    environments = json.loads((workdir / "environment.json").read_text())
+    assert [e["process_count"] for e in environments] == [2, 2, 1]
 
 
 def test_processes_that_were_started_differently_all_say_so(compilations, text, tmp_path):

@@ -1,5 +1,7 @@
 """The search for the first non-finite value, on parameters poisoned in known places."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,25 @@ from lowprec_attn.training.step import make_steps, root_key
 @pytest.fixture(scope="module")
 def run():
     settings = tiny_settings(attention__points={"scores": "float8_e4m3fn"})
-    steps = make_steps(settings, Attend(attention.dot_product_attention))
+    tiled = functools.partial(attention.dot_product_attention, implementation="tiled")
+    steps = make_steps(settings, Attend(tiled))
     ids = np.random.default_rng(0).integers(0, 257, (1, 4, 33))
     batch = tuple(jnp.asarray(x, jnp.int32) for x in (ids[..., :-1], ids[..., 1:]))
     return settings, steps, jax.jit(steps.init)(root_key(settings)).params, batch
+
+
+@pytest.fixture(scope="module")
+def once():
+    """`jax.jit` of the first function that it is given: what every search here compiles alike."""
+    compiled = []
+
+    def jit(function):
+        if not compiled:
+            compiled.append(jax.jit(function))
+        return compiled[0]
+
+    yield jit
+    assert compiled  # as the search was told
 
 
 def scaled(params, block, name, factor):
@@ -39,38 +56,26 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_layer_and_value_are_named(run, case):
+def test_the_first_layer_and_value_are_named(run, once, case):
     settings, steps, params, batch = run
     block, name, factor, expected = CASES[case]
     poisoned = scaled(params, block, name, factor)
-    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0))
+    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0), jit=once)
     assert (found.layer, found.direction) == (expected.layer, expected.direction)
     assert found.what.startswith(expected.what)
     assert f"in layer {expected.layer}" in str(found)
 
 
-def test_a_gradient_is_followed_backward(run):
+def test_a_gradient_is_followed_backward(run, once):
     """Hidden units of 1e25, silenced by a zero matrix: only gradients see them."""
     settings, steps, params, batch = run
     poisoned = scaled(scaled(params, 1, "mlp_in.kernel", 1e25), 1, "mlp_out.kernel", 0.0)
-    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0))
+    found = find_culprit(settings, steps, poisoned, batch, jax.random.key(0), jit=once)
     assert (found.layer, found.direction) == (1, "backward")
 
 
-def test_a_healthy_step_points_at_the_update(run):
+def test_a_healthy_step_points_at_the_update(run, once):
     settings, steps, params, batch = run
-    found = find_culprit(settings, steps, params, batch, jax.random.key(0))
+    found = find_culprit(settings, steps, params, batch, jax.random.key(0), jit=once)
     assert found.layer is None
     assert "update" in found.what
-
-
-def test_the_search_is_compiled_as_it_is_told(run):
-    settings, steps, params, batch = run
-    compiled = []
-
-    def jit(function):
-        compiled.append(function)
-        return jax.jit(function)
-
-    find_culprit(settings, steps, params, batch, jax.random.key(0), jit=jit)
-    assert len(compiled) == 1

@@ -25,7 +25,8 @@ IMAGES = {
 
 def run(workdir, text):
     fields = {"data__path": str(text), "model__layers": 1, "devices": 1, "steps": 4}
-    config = tiny_config(**fields, diagnostics_every=0, eval_every=0, checkpoints_kept=1)
+    fields |= {"attention__implementation": "tiled", "diagnostics_every": 0, "eval_every": 0}
+    config = tiny_config(**fields, checkpoints_kept=1)
     return train(train_settings(config), config, workdir)
 
 

@@ -215,7 +215,7 @@ def test_a_run_that_is_killed_at_any_instant_comes_to_the_same_end(run, whole, t
     ids=["qk_clip and z_loss", "qk_norm"],
 )
 def test_a_killed_run_with_bounded_scores_comes_to_the_same_end(run, tmp_path, options):
-    fields = {"rollback__tries": 0, "steps": 10, "attention__points": {}}
+    fields = {"rollback__tries": 0, "steps": 10, "attention__points": {}, "diagnostics_every": 0}
     assert run(tmp_path / "whole", **fields, **options) == EXIT_DONE
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
         kill_in(patch, Loop, "_before", lambda step: step == 6)
@@ -300,6 +300,7 @@ def test_a_loss_in_excess_is_rolled_back_too(run, tmp_path):
         "rollback__steps": 0,
         "rollback__after": 8,
         "rollback__tries": 1,
+        "diagnostics_every": 0,
     }
     assert run(tmp_path / "run", **wild) == EXIT_BROKEN
     (rollback,) = rollbacks(tmp_path / "run")

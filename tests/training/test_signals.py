@@ -99,7 +99,13 @@ def test_the_signals_describe_the_step_that_runs(implementation, kv_block, keys,
     steps = make_steps(settings, Attend(attention.dot_product_attention))
     inputs = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     params = jax.eval_shape(steps.init, root_key(settings)).params
-    jax.eval_shape(signals.make_signals(settings, steps), params, inputs, inputs, jax.random.key(0))
+    jax.eval_shape(
+        signals.make_signals(settings.model, settings.attention, steps.loss),
+        params,
+        inputs,
+        inputs,
+        jax.random.key(0),
+    )
     shared = numerics.PROBE.replace(kv_block=keys), StandardMax()
     assert described == [*group_heads([shared] * 2)]  # once for both layers
 
@@ -113,7 +119,9 @@ def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
     params = steps.init(root_key(settings)).params
     ids = jax.random.randint(jax.random.key(1), (1, 33), 0, 257)
     args = (params, ids[:, :-1], ids[:, 1:], jax.random.key(2))
-    found, directions = jax.jit(signals.make_signals(settings, steps))(*args)
+    found, directions = jax.jit(
+        signals.make_signals(settings.model, settings.attention, steps.loss)
+    )(*args)
     names = [f"layer_{i}" for i in range(4)]
     assert [*found] == [*directions] == names
     layers = jax.jit(signals.make_layers(settings.model, steps.loss))(*args)
@@ -130,7 +138,9 @@ def test_layers_of_one_arithmetic_are_compiled_once_and_keep_their_places():
         )
         for name in ("score_maximum", "output_error_rms", "query_weight_norm", "delta_rms"):
             np.testing.assert_allclose(found[names[i]][name], alone[name], rtol=1e-4)
-    looped = jax.make_jaxpr(signals.make_signals(settings, steps))(*args)
+    looped = jax.make_jaxpr(signals.make_signals(settings.model, settings.attention, steps.loss))(
+        *args
+    )
     lengths = [e.params["length"] for e in looped.eqns if e.primitive.name == "scan"]
     assert [n for n in lengths if n > 1] == [2, 2]
 
@@ -146,7 +156,7 @@ def test_signals_stand_on_the_lse_of_the_run():
     steps = make_steps(settings, Attend(attend))
     inputs = jax.random.randint(jax.random.key(1), (1, 32), 0, settings.model.vocab_size)
     params = steps.init(root_key(settings)).params
-    found, _ = jax.jit(signals.make_signals(settings, steps))(
+    found, _ = jax.jit(signals.make_signals(settings.model, settings.attention, steps.loss))(
         params, inputs, inputs, jax.random.key(0)
     )
     for layer in found.values():

@@ -123,7 +123,7 @@ def test_no_step_but_the_first_waits_for_a_full_garbage_collection(run, tmp_path
     thresholds = gc.get_threshold()
     gc.callbacks.append(count)
     try:
-        run(tmp_path / "run", steps=3)
+        run(tmp_path / "run")
     finally:
         gc.callbacks.remove(count)
     assert len(seen) == 1
@@ -185,6 +185,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
     wild = {
         "optimizer__peak_lr": 0.5,
         "attention__points__scores": "float8_e4m3fn",
+        "model__layers": 1,
         "steps": 200,
     }
     out, _ = run(workdir, code=3, **wild)
@@ -192,7 +193,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_layer_and_the_last_good_state(
     failure = json.loads((workdir / "failure.json").read_text())
     assert f"not finite at step {failure['step']}" in last
     assert failure["message"] in last
-    assert failure["layer"] in (0, 1)
+    assert failure["layer"] == 0
     assert failure["what"] == "the attention output"
     records = metrics.read(workdir / "metrics.jsonl")
     failed = [r for r in records if "loss" in r][-1]
