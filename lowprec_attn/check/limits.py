@@ -44,7 +44,7 @@ class Limits:
             if unexplained and not left_out:
                 names = sorted({core[i].problem.name for i, _ in unexplained})
                 self.risks.append(
-                    f"on {', '.join(names)} the error is larger than its arithmetic explains, as "
+                    f"on {'; '.join(names)} the error is larger than its arithmetic explains, as "
                     "where scores are rounded"
                 )
                 for i, name in unexplained:

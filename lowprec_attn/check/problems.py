@@ -34,7 +34,7 @@ class Problem:
     """q, dO [B, T, N, H], k, v [B, S, K, H], and which keys a row sees.
 
     Attributes:
-      name: of the problem, such as `clustered 1e+03`.
+      name: of the problem, such as `clustered keys, scores up to 1,000`.
       about: what it is, in a few words.
       scale: factor of q kᵀ.
       masking: with the bias [1, N, T, S] and the sinks [N], in the dtype of q, where there are any.
@@ -96,10 +96,15 @@ def core(
     """The problems on which arithmetics differ, all of one shape."""
     shape = (tokens, HEADS, head_size)
     kinds: list[tuple[str, str, Arrays]] = [
-        (f"{kind} {score:.0e}", about, drawn(kind, score, shape, seed))
-        for kind, about, scores in (
-            ("normal", "nothing is shared", (4e0, 1e2, 1e4)),
-            ("clustered", "keys near six directions, values with a common part", CLUSTERED),
+        (up_to(score, words), about, drawn(kind, score, shape, seed))
+        for words, kind, about, scores in (
+            ("normal inputs", "normal", "nothing is shared", (4e0, 1e2, 1e4)),
+            (
+                "clustered keys",
+                "clustered",
+                "keys near six directions, values with a common part",
+                CLUSTERED,
+            ),
         )
         for score in scores
     ]
@@ -111,6 +116,11 @@ def core(
 CLUSTERED = (1e1, 1e2, 1e3, 1e4)
 
 
+def up_to(score: float, words: str = "clustered keys") -> str:
+    """The name of a problem with this largest |score|."""
+    return f"{words}, scores up to {score:,.0f}"
+
+
 def extremes(
     dtype: str, *, causal: bool, head_size: int = HEAD_SIZE, tokens: int = TOKENS, seed: int = 0
 ) -> list[Problem]:
@@ -118,7 +128,7 @@ def extremes(
     if dtype == "float16":
         return []
     x = drawn("clustered", 1e7, (tokens, HEADS, head_size), seed)
-    return [formed("clustered 1e+07", "rows of one key, scores of 1e7", x, dtype, causal=causal)]
+    return [formed(up_to(1e7), "rows of one key, scores of 1e7", x, dtype, causal=causal)]
 
 
 def features(
