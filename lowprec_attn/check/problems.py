@@ -225,6 +225,24 @@ def seeing(problem: Problem) -> Problem:
     return problem.replace(do=do, dlse=dlse)
 
 
+def padded(problem: Problem, multiple: int) -> Problem:
+    """With rows and keys to a multiple, which nothing sees; who sees what is a mask, alone."""
+    rows, keys = problem.q.shape[1], problem.k.shape[1]
+    more_rows, more_keys = (0, -rows % multiple), (0, -keys % multiple)
+    q, do = (np.pad(x, ((0, 0), more_rows, (0, 0), (0, 0))) for x in (problem.q, problem.do))
+    k, v = (np.pad(x, ((0, 0), more_keys, (0, 0), (0, 0))) for x in (problem.k, problem.v))
+    s = reference.attention(problem.q, problem.k, problem.v, **problem.settings).s
+    pairs = ((0, 0), (0, 0), more_rows, more_keys)
+    masking = problem.masking
+    seen = Masking(
+        mask=np.pad(np.any(s > -np.inf, axis=1, keepdims=True), pairs),
+        bias=None if masking.bias is None else np.pad(masking.bias, pairs),
+        sinks=masking.sinks,
+    )
+    dlse = None if problem.dlse is None else np.pad(problem.dlse, ((0, 0), more_rows, (0, 0)))
+    return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse, masking=seen)
+
+
 def sequence(problem: Problem, index: int) -> Problem:
     """One sequence of a batch."""
     one = slice(index, index + 1)

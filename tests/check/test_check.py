@@ -17,7 +17,7 @@ import pytest
 from benchmarks import check_confusion
 from benchmarks.planted import ARITHMETICS, BUGS, OF_FULL, ONLY_WITH, Planted
 from lowprec_attn import check
-from lowprec_attn.check import candidates, inputs, measure, problems, training
+from lowprec_attn.check import candidates, inputs, limits, measure, problems, training
 from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
 from lowprec_attn.testing import assert_attention
@@ -293,6 +293,18 @@ def test_the_row_sum_of_ds_is_inferred_from_dq():
     leak = 1e-3 * np.sqrt((sizes**2).mean())  # of every row
     effect = training.effect(problem, exact, exact.found["dq"] + leak * pk)
     assert effect.row_sum == pytest.approx(1e-3)
+
+
+def test_rows_and_keys_that_nothing_sees_change_no_result():
+    for problem in problems.features("bfloat16", causal=True, head_size=8):
+        problem = aligned(problem, "end")
+        padded = problems.padded(problem, 64)
+        assert {n % 64 for n in (padded.q.shape[1], padded.k.shape[1])} == {0}
+        exact = measure.exact(problem).found
+        found = limits.there(measure.exact(padded).found, exact)
+        assert found.keys() == exact.keys()
+        for name, x in exact.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_problems_are_what_their_names_say():
