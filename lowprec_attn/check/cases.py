@@ -14,6 +14,7 @@ from lowprec_attn.check.problems import Problem
 from lowprec_attn.check.report import Bug
 from lowprec_attn.check.trials import Trial, Trials
 from lowprec_attn.check.wrong_references import LSE_ROUNDED
+from lowprec_attn.counts import many
 
 _UNNAMED = "an error that no rounding explains"
 _MOST_BUGS = 3
@@ -147,7 +148,7 @@ class Cases:
         b, t, n, _ = smallest.q.shape
         s, k = smallest.k.shape[1:3]
         of_heads = f"{n} heads on {k}" if k != n else "one head" if n == 1 else f"{n} heads"
-        return f"{b} × {t} queries, {s} keys, {of_heads}", files
+        return f"{b} × {many(t, 'query', 'queries')}, {many(s, 'key')}, {of_heads}", files
 
 
 def _beyond(trial: Trial, limit: Mapping[str, float]) -> dict[str, float]:

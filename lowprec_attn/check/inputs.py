@@ -98,12 +98,12 @@ def _level(sign: int) -> Callable[[np.random.Generator, tuple[int, int, int]], A
 
 
 KINDS: tuple[tuple[str, str, Callable[..., Arrays]], ...] = (
-    ("one key", "rows of one key, scores of 1e3", _one_key),
-    ("saturated", "rows between two keys, values with a common part", _saturated),
-    ("ties", "maxima that repeat exactly", _ties),
-    ("sink", "key 0 leads in every row", _sink),
-    ("level +1e3", "all scores near 1,000", _level(1)),
-    ("level −1e3", "all scores near −1,000", _level(-1)),
+    ("one key a row", "rows of one key, scores of 1e3", _one_key),
+    ("two keys a row", "rows between two keys, values with a common part", _saturated),
+    ("repeated maxima", "maxima that repeat exactly", _ties),
+    ("key 0 leads every row", "the maximum of every row, ahead by ten", _sink),
+    ("all scores near +1,000", "q and k have common parts", _level(1)),
+    ("all scores near −1,000", "q and k have common parts", _level(-1)),
 )
 
 

@@ -7,12 +7,13 @@ import numpy as np
 from lowprec_attn import attention
 from lowprec_attn.check.candidates import Emulation, Match, Search
 from lowprec_attn.check.measure import Found, row_errors
-from lowprec_attn.check.problems import Problem
+from lowprec_attn.check.problems import Problem, padded
 from lowprec_attn.check.trials import Trial
 from lowprec_attn.numerics import Numerics
 
 _TIMES = 6.0  # a bug errs by more than this, times the largest row error of a plausible arithmetic
 _PLAUSIBLE = 8.0  # arithmetics at most this much farther than the nearest
+_MULTIPLE = 256  # rows and keys of a problem to which the nearest arithmetics are applied
 _EMULATED = 3  # of the nearest arithmetics, on a problem where a bug seems to be
 
 
@@ -44,7 +45,7 @@ class Limits:
             if unexplained and not left_out:
                 names = sorted({core[i].problem.name for i, _ in unexplained})
                 self.risks.append(
-                    f"on {', '.join(names)} the error is larger than its arithmetic explains, as "
+                    f"on {'; '.join(names)} the error is larger than its arithmetic explains, as "
                     "where scores are rounded"
                 )
                 for i, name in unexplained:
@@ -74,9 +75,11 @@ class Limits:
 
     def emulated(self, trial: Trial) -> dict[str, float]:
         """As `of_feature`, and what the nearest arithmetics themselves do to the problem."""
-        emulation = Emulation([trial.problem], self._dtype)
+        # Of one shape: most operations are then compiled for the first problem alone.
+        emulation = Emulation([padded(trial.problem, _MULTIPLE)], self._dtype)
         tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
-        found = [row_errors(x, trial.exact) for x in tried if x is not None]
+        cropped = (there(x, trial.exact.found) for x in tried if x is not None)
+        found = [row_errors(x, trial.exact) for x in cropped]
         of_rows = {
             n: [float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in found]
             for n in trial.errors
@@ -121,6 +124,14 @@ class Limits:
         return scores[i] > 10 and all(
             (j, name) in beyond for j, score in enumerate(scores) if score >= scores[i]
         )
+
+
+def there(found: Found, exact: Found) -> Found:
+    """Results of a padded problem without what was padded."""
+    cropped = {n: x[:, : exact[n].shape[1]] for n, x in found.items() if n in exact}
+    if "dbias" in cropped:
+        cropped["dbias"] = cropped["dbias"][..., : exact["dbias"].shape[-1]]
+    return cropped
 
 
 def _of_sinks(problem: Problem, limits: Mapping[str, float]) -> dict[str, float]:

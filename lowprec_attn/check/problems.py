@@ -34,7 +34,7 @@ class Problem:
     """q, dO [B, T, N, H], k, v [B, S, K, H], and which keys a row sees.
 
     Attributes:
-      name: of the problem, such as `clustered 1e+03`.
+      name: of the problem, such as `clustered keys, scores up to 1,000`.
       about: what it is, in a few words.
       scale: factor of q kᵀ.
       masking: with the bias [1, N, T, S] and the sinks [N], in the dtype of q, where there are any.
@@ -96,10 +96,15 @@ def core(
     """The problems on which arithmetics differ, all of one shape."""
     shape = (tokens, HEADS, head_size)
     kinds: list[tuple[str, str, Arrays]] = [
-        (f"{kind} {score:.0e}", about, drawn(kind, score, shape, seed))
-        for kind, about, scores in (
-            ("normal", "nothing is shared", (4e0, 1e2, 1e4)),
-            ("clustered", "keys near six directions, values with a common part", CLUSTERED),
+        (up_to(score, words), about, drawn(kind, score, shape, seed))
+        for words, kind, about, scores in (
+            ("normal inputs", "normal", "nothing is shared", (4e0, 1e2, 1e4)),
+            (
+                "clustered keys",
+                "clustered",
+                "keys near six directions, values with a common part",
+                CLUSTERED,
+            ),
         )
         for score in scores
     ]
@@ -111,6 +116,11 @@ def core(
 CLUSTERED = (1e1, 1e2, 1e3, 1e4)
 
 
+def up_to(score: float, words: str = "clustered keys") -> str:
+    """The name of a problem with this largest |score|."""
+    return f"{words}, scores up to {score:,.0f}"
+
+
 def extremes(
     dtype: str, *, causal: bool, head_size: int = HEAD_SIZE, tokens: int = TOKENS, seed: int = 0
 ) -> list[Problem]:
@@ -118,7 +128,7 @@ def extremes(
     if dtype == "float16":
         return []
     x = drawn("clustered", 1e7, (tokens, HEADS, head_size), seed)
-    return [formed("clustered 1e+07", "rows of one key, scores of 1e7", x, dtype, causal=causal)]
+    return [formed(up_to(1e7), "rows of one key, scores of 1e7", x, dtype, causal=causal)]
 
 
 def features(
@@ -213,6 +223,24 @@ def seeing(problem: Problem) -> Problem:
     dlse = None if problem.dlse is None else np.where(sees, problem.dlse, np.float32(0))
     do = np.where(sees[..., None], problem.do, np.zeros((), problem.do.dtype))
     return problem.replace(do=do, dlse=dlse)
+
+
+def padded(problem: Problem, multiple: int) -> Problem:
+    """With rows and keys to a multiple, which nothing sees; who sees what is a mask, alone."""
+    rows, keys = problem.q.shape[1], problem.k.shape[1]
+    more_rows, more_keys = (0, -rows % multiple), (0, -keys % multiple)
+    q, do = (np.pad(x, ((0, 0), more_rows, (0, 0), (0, 0))) for x in (problem.q, problem.do))
+    k, v = (np.pad(x, ((0, 0), more_keys, (0, 0), (0, 0))) for x in (problem.k, problem.v))
+    s = reference.attention(problem.q, problem.k, problem.v, **problem.settings).s
+    pairs = ((0, 0), (0, 0), more_rows, more_keys)
+    masking = problem.masking
+    seen = Masking(
+        mask=np.pad(np.any(s > -np.inf, axis=1, keepdims=True), pairs),
+        bias=None if masking.bias is None else np.pad(masking.bias, pairs),
+        sinks=masking.sinks,
+    )
+    dlse = None if problem.dlse is None else np.pad(problem.dlse, ((0, 0), more_rows, (0, 0)))
+    return problem.replace(q=q, k=k, v=v, do=do, dlse=dlse, masking=seen)
 
 
 def sequence(problem: Problem, index: int) -> Problem:

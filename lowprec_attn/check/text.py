@@ -8,6 +8,7 @@ from typing import Any
 
 from lowprec_attn.check.measure import EVERY, WORDS
 from lowprec_attn.check.report import Arithmetic, Bug, Report
+from lowprec_attn.counts import many
 from lowprec_attn.files import write_json, writing
 from lowprec_attn.numerics import Numerics
 from lowprec_attn.runs.pages.markup import element, table, write_page
@@ -69,7 +70,8 @@ def lines(report: Report) -> Iterator[str]:
     tried = len(report.errors)
     setting = f", {report.setting.words}" if report.setting.words else ""
     yield from _wrapped(
-        f"{report.target}, {report.dtype}{setting}: {headline(report)} ({tried} problems)", ""
+        f"{report.target}, {report.dtype}{setting}: {headline(report)} ({many(tried, 'problem')})",
+        "",
     )
     for i, bug in enumerate(report.bugs):
         yield ""
@@ -92,7 +94,7 @@ def lines(report: Report) -> Iterator[str]:
         names = "; ".join(name for name, why in report.refused.items() if why == reason)
         yield from _wrapped(f"refused: {names} ({reason})")
     if report.not_tried:
-        names = "; ".join(dict.fromkeys(report.not_tried))  # a name may have a comma
+        names = "; ".join(dict.fromkeys(report.not_tried))
         yield from _wrapped(f"not tried, because the function does not serve it: {names}")
 
 
@@ -116,7 +118,7 @@ def _bug(bug: Bug, number: int) -> Iterator[str]:
     yield from _wrapped(f"  It spoils {spoilt} ({size}{rest}).")
     yield from _wrapped(f"  It begins at the problem {bug.problem!r}: {bug.where}.")
     if bug.others:
-        yield from _wrapped(f"  It also shows at {', '.join(bug.others)}.")
+        yield from _wrapped(f"  It also shows at {'; '.join(bug.others)}.")
     if bug.smallest:
         yield from _wrapped(f"  The smallest case: {bug.smallest}.")
     if bug.files:

@@ -14,7 +14,7 @@ import numpy as np
 from lowprec_attn import attention
 from lowprec_attn.check.candidates import Emulation
 from lowprec_attn.check.measure import Exact, Found, both_passes, relative
-from lowprec_attn.check.problems import CLUSTERED, Problem
+from lowprec_attn.check.problems import CLUSTERED, Problem, up_to
 from lowprec_attn.numerics import PRESETS, Numerics
 
 # Of a row sum, on clustered keys with scores of 10 and 100. Where δ is formed of O it is 4e-4 to
@@ -46,7 +46,7 @@ _FIELDS_OF_CURES = (
     "row_sum",
     "recomputed_probs",
 )
-_NAMES = tuple(f"clustered {score:.0e}" for score in CLUSTERED)
+_NAMES = tuple(map(up_to, CLUSTERED))
 
 
 @dataclasses.dataclass(frozen=True)

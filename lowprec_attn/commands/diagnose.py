@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.examine import array_file, page, wording
 from lowprec_attn.diagnostics.examine import series as trends
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
@@ -277,7 +278,9 @@ def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int)
     # One space between columns: with two, lines were longer than a wide terminal's 120.
     lines = [columns(table, align, " ")] if shown else []
     if len(shown) < len(rows):
-        lines.append(f"({len(rows) - len(shown)} rows more, none worse; --rows 0 shows all)")
+        lines.append(
+            f"({many(len(rows) - len(shown), 'row')} more, none worse; --rows 0 shows all)"
+        )
     return "\n".join([*lines, "", *wording.LEGEND] if shown else ["no layer could be measured"])
 
 

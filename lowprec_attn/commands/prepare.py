@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from lowprec_attn.counts import many
 from lowprec_attn.data import documents
 from lowprec_attn.data.prepare import OUTPUTS, prepare
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     )
     meta = prepare(args.out, source, tokenizer, args.val_fraction, args.seed)
     for name, split in meta.splits.items():
-        print(f"wrote {args.out / name}.bin: {split.tokens:,} tokens")
+        print(f"wrote {args.out / name}.bin: {many(split.tokens, 'token')}")
     print(
         f"tokenizer {meta.tokenizer}, vocabulary {meta.vocabulary:,}; train on it with\n"
         "  lowprec-attn train --config=gpt2_bf16 "

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from lowprec_attn import hosts
+from lowprec_attn.counts import many
 from lowprec_attn.data.tokens import DataError
 from lowprec_attn.files import Fingerprint, Fingerprinter, append_line, open_own, sync, writing
 
@@ -86,8 +87,8 @@ class OrderRecord:
         if step != self.steps or self._cut_off:
             state = " and a cut-off line" if self._cut_off else ""
             raise DataError(
-                f"data order {self._path} holds {self.steps} steps{state}, so step {step} cannot "
-                "follow: truncate it to the step that the run resumes from"
+                f"data order {self._path} holds {many(self.steps, 'step')}{state}, so step "
+                f"{step} cannot follow: truncate it to the step that the run resumes from"
             )
         self._shorten()
         line = append_line(self._path, ",".join(map(str, starts.tolist())))

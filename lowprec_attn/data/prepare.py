@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from lowprec_attn import installation
+from lowprec_attn.counts import many
 from lowprec_attn.data.documents import Documents, Piece
 from lowprec_attn.data.tokenizer import Tokenizer
 from lowprec_attn.data.tokens import DataError, Meta, SplitMeta, token_dtype
@@ -118,9 +119,10 @@ def _write(
             pieces += 1
     for split in (train, val):
         if not split.tokens:
+            counted = many(pieces, "document or piece", "documents or pieces")
             raise DataError(
-                f"{split.path.name} would be empty: the text has {pieces} documents or pieces of "
-                "whole lines, and each split needs one; give more text"
+                f"{split.path.name} would be empty: the text has {counted} of whole lines, and "
+                "each split needs one; give more text"
             )
     meta = Meta(
         tokenizer=tokenizer.name,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt
 
+from lowprec_attn.counts import many
 from lowprec_attn.errors import OneLineError
 from lowprec_attn.files import NotJsonError, cached_sha256, read_json, sha256, write_json
 
@@ -154,7 +155,7 @@ class Tokens:
         """
         if self.count < context + 1:
             raise DataError(
-                f"{self.source} holds {self.count} tokens, less than one sequence of "
+                f"{self.source} holds {many(self.count, 'token')}, less than one sequence of "
                 f"{context} + 1: give more text or a smaller context"
             )
         limit = min(vocab_size, self.vocabulary)
@@ -271,7 +272,8 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
         )
     if split and size != split.tokens * dtype.itemsize:
         raise DataError(
-            f"{path} holds {size // dtype.itemsize} tokens, but meta.json says {split.tokens}: "
+            f"{path} holds {many(size // dtype.itemsize, 'token')}, but meta.json says "
+            f"{split.tokens:,}: "
             "it is truncated or belongs to other data; prepare or copy it again"
         )
     with _explained(path):

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.verdict import Finding
 
 FLOAT16_MAX = 65504.0
@@ -126,7 +127,7 @@ def _lse(lse: np.ndarray) -> list[Finding]:
     return [
         Finding(
             "lse",
-            f"{int(np.sum(low))} of {lse.size} rows have an lse below −88 (lowest "
+            f"{int(np.sum(low))} of {many(lse.size, 'row')} have an lse below −88 (lowest "
             f"{float(np.min(values[low])):.0f}), where exp(−lse) is infinite in float32: cuDNN's "
             "backward pass is known to give NaN there under a mask; try another kernel, or "
             "causality without a mask",

@@ -38,6 +38,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.rules import RULES, Name, Rule
 
 Kind = Literal[
@@ -122,7 +123,8 @@ def nothing(measured: Mapping[str, Signals], rows: int) -> str:
     largest = _maximum(signals[f"{error}_coherence"] for signals in measured.values())
     if math.sqrt(rows) < COHERENCE:
         return (
-            f"no rule is met, but {rows} rows are too few to tell a persistent sign from chance "
+            f"no rule is met, but {many(rows, 'row')} {'is' if rows == 1 else 'are'} too few to "
+            "tell a persistent sign from chance "
             f"(at least {math.ceil(COHERENCE**2)} are needed)"
         )
     sentence = f"nothing found: the largest |score| is {_largest('scores', measured):.4g}"

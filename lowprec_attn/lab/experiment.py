@@ -72,7 +72,7 @@ class Arm:
         return ", ".join(words) or self.name
 
 
-_PANEL_WIDTH = 30  # characters of a line above a panel
+PANEL_WIDTH = 30  # characters of a line above a panel
 _PANEL_LINES = 4
 
 
@@ -82,9 +82,9 @@ def panel_titles(arms: Iterable[Arm]) -> dict[str, str]:
     All are called by name where the title of one would take more than four lines, or break a word.
     """
     titles = {arm.name: arm.title for arm in arms}
-    lines = {name: textwrap.wrap(title, _PANEL_WIDTH) for name, title in titles.items()}
+    lines = {name: textwrap.wrap(title, PANEL_WIDTH) for name, title in titles.items()}
     is_long = max(map(len, lines.values()), default=0) > _PANEL_LINES or any(
-        len(word) > _PANEL_WIDTH for title in titles.values() for word in title.split()
+        len(word) > PANEL_WIDTH for title in titles.values() for word in title.split()
     )
     return {name: name if is_long else "\n".join(wrapped) for name, wrapped in lines.items()}
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from lowprec_attn.counts import many
 from lowprec_attn.lab import archive
 from lowprec_attn.lab.archive import RecordError, StoredRun
 from lowprec_attn.lab.experiment import Arm
@@ -177,7 +178,7 @@ def tokens_read(records: Iterable[ArmRecord]) -> str:
         epochs = "" if text_tokens is None else f" or {tokens / text_tokens:.2g} epochs"
         texts.append(
             f"{step_tokens:,} tokens a step: {tokens / 1e6:.3g} million{epochs} in the "
-            f"{longest:,} steps of the longest run"
+            f"{many(longest, 'step')} of the longest run"
         )
     return "; ".join(texts) + "."
 

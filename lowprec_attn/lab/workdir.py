@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_attn.counts import many
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import lock, read_record, write_json, writing
 from lowprec_attn.lab.experiment import Arm, Experiment, Trial
@@ -99,7 +100,7 @@ class ArmRun:
         run_dir = self.run_dir
         failure = self.failure
         if (failure is not None or run_dir.summary.exists()) and not self._complete:
-            return Outcome(False, f"interrupted at its end, after {self.steps_done} steps")
+            return Outcome(False, f"interrupted at its end, after {many(self.steps_done, 'step')}")
         if failure is not None:
             text = f"not finite at step {failure['step']}: {failure['message']}"
             return Outcome(True, failure["message"] if "explosion" in failure else text)
@@ -107,7 +108,7 @@ class ArmRun:
             loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
             return Outcome(True, f"done, validation loss {loss:.3f}")
         if self.started:
-            return Outcome(False, f"interrupted after {self.steps_done} steps")
+            return Outcome(False, f"interrupted after {many(self.steps_done, 'step')}")
         return Outcome(False, "not started")
 
     @property

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from lowprec_attn import attention, hosts
 from lowprec_attn.arithmetic.request import Request, Spec
+from lowprec_attn.counts import many
 from lowprec_attn.data.tokens import Corpus, unigram_loss
 from lowprec_attn.numerics import PRESETS, Numerics, RowMax
 from lowprec_attn.runs.pages.run import write_run_page
@@ -48,7 +49,7 @@ def _lines(
             f"{settings.variant} ({default} is the default on this device; "
             "--config=FILE:tiny, FILE:short or FILE:full chooses): "
             f"{parameters / 1e6:.1f}M parameters, "
-            f"{model.layers} layers, {_heads(model)}, width {model.width}, "
+            f"{many(model.layers, 'layer')}, {_heads(model)}, width {model.width}, "
             f"context {model.context}",
         ),
         (
@@ -77,7 +78,7 @@ def _lines(
 
 def _heads(model: Model) -> str:
     shared = model.kv_heads < model.heads
-    return f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if shared else "")
+    return many(model.heads, "head") + (f" ({model.kv_heads} of keys)" if shared else "")
 
 
 def _length(steps: int, tokens: int, text: int) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowprec_attn import hosts
+from lowprec_attn.counts import many
 from lowprec_attn.data.batches import Batch, validation_batches
 from lowprec_attn.data.order import OrderRecord
 from lowprec_attn.data.tokens import Corpus
@@ -272,7 +273,8 @@ class Loop:
         """Saves the state after the steps taken so far."""
         self._fetch()
         self._save(step)
-        hosts.say(f"stopped by a signal after {step} steps; the same command continues from there")
+        taken = many(step, "step")
+        hosts.say(f"stopped by a signal after {taken}; the same command continues from there")
         return code
 
     def _stop_not_finite(self, pending: _Pending) -> int:
@@ -313,7 +315,7 @@ class Loop:
         self._write_validation(step)
         self._settle()
         explosion = self.watch.explosion
-        message = f"the loss exploded at step {explosion}; stopped after {step} steps"
+        message = f"the loss exploded at step {explosion}; stopped after {many(step, 'step')}"
         failure = {"step": step, "explosion": explosion, "message": message}
         announcement.report_failure(self.fixed.run_dir, failure, "")
         return EXIT_BROKEN

@@ -136,8 +136,9 @@ def _has_ended(run_dir: RunDir) -> bool:
 @hosts.first_only
 def _say_finished(settings: TrainSettings, run_dir: RunDir) -> None:
     loss = read_record(run_dir.summary, val_loss=float)["val_loss"]
+    done = "the one step is" if settings.steps == 1 else f"all {settings.steps:,} steps are"
     print(
-        f"finished: all {settings.steps:,} steps are done, validation loss {loss:.3f}; to train "
+        f"finished: {done} done, validation loss {loss:.3f}; to train "
         f"on, set --config.resume_from={run_dir.path}, more --config.steps and another --workdir"
     )
 

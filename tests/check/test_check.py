@@ -17,7 +17,7 @@ import pytest
 from benchmarks import check_confusion
 from benchmarks.planted import ARITHMETICS, BUGS, OF_FULL, ONLY_WITH, Planted
 from lowprec_attn import check
-from lowprec_attn.check import candidates, inputs, measure, problems, training
+from lowprec_attn.check import candidates, inputs, limits, measure, problems, training
 from lowprec_attn.check.target import Setting, aligned
 from lowprec_attn.commands.main import main
 from lowprec_attn.testing import assert_attention
@@ -285,7 +285,7 @@ def test_the_errors_of_a_row_are_in_units_of_what_makes_it():
 
 def test_the_row_sum_of_ds_is_inferred_from_dq():
     problem = problems.core("float32", causal=True, **SMALL)[3]
-    assert problem.name == "clustered 1e+01"
+    assert problem.name == "clustered keys, scores up to 10"
     exact = measure.exact(problem)
     k = problem.k.astype(np.float64)
     pk = problem.scale * np.einsum("bnts,bsnh->btnh", exact.p, k)
@@ -295,17 +295,34 @@ def test_the_row_sum_of_ds_is_inferred_from_dq():
     assert effect.row_sum == pytest.approx(1e-3)
 
 
+def test_rows_and_keys_that_nothing_sees_change_no_result():
+    for problem in problems.features("bfloat16", causal=True, head_size=8):
+        problem = aligned(problem, "end")
+        padded = problems.padded(problem, 64)
+        assert {n % 64 for n in (padded.q.shape[1], padded.k.shape[1])} == {0}
+        exact = measure.exact(problem).found
+        found = limits.there(measure.exact(padded).found, exact)
+        assert found.keys() == exact.keys()
+        for name, x in exact.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
 def test_problems_are_what_their_names_say():
     made = {p.name: p for p in problems.core("bfloat16", causal=True)}
-    for name, score in (("normal 1e+04", 1e4), ("clustered 1e+01", 10), ("clustered 1e+03", 1e3)):
+    assert not [name for name in made if "e+" in name]
+    for name, score in (
+        ("normal inputs, scores up to 4", 4),
+        ("normal inputs, scores up to 10,000", 1e4),
+        ("clustered keys, scores up to 1,000", 1e3),
+    ):
         largest = inputs.largest_scores(made[name].q, made[name].k, made[name].scale)
         assert largest.max() == pytest.approx(score, rel=0.01)
-    assert (measure.exact(made["one key"]).p.max(-1) > 0.999).all()
-    p = measure.exact(made["saturated"]).p.max(-1)
+    assert (measure.exact(made["one key a row"]).p.max(-1) > 0.999).all()
+    p = measure.exact(made["two keys a row"]).p.max(-1)
     assert 0.3 < np.median(p) < 0.999
-    p = measure.exact(made["ties"]).p
+    p = measure.exact(made["repeated maxima"]).p
     assert (np.sum(p == p.max(-1, keepdims=True), -1) > 1).mean() > 0.8
-    assert (measure.exact(made["sink"]).p.argmax(-1) == 0).all()
+    assert (measure.exact(made["key 0 leads every row"]).p.argmax(-1) == 0).all()
     end = aligned(next(p for p in problems.features("bfloat16", causal=True)
                        if p.name == "fewer queries"), "end")  # fmt: skip
     assert np.isfinite(measure.exact(end).p).all() and (measure.exact(end).p[0, 0, 0] > 0).sum() > 1

@@ -151,7 +151,7 @@ def test_other_models_are_refused(change, added, words):
 
 
 TEXTS = {
-    "short.npy": (np.array([3]), "holds 1 tokens; give at least 2"),
+    "short.npy": (np.array([3]), "holds 1 token; give at least 2"),
     "beyond.npy": (
         np.array([3, 50, 1]),
         "token id 50 at position 1 is outside .* of 50",

@@ -63,7 +63,7 @@ def test_a_record_is_continued(path):
 def test_steps_are_recorded_in_order(path, step):
     record = OrderRecord(path)
     record.append(0, np.array([1]))
-    with pytest.raises(DataError, match=rf"holds 1 steps, so step {step} cannot follow"):
+    with pytest.raises(DataError, match=rf"holds 1 step, so step {step} cannot follow"):
         record.append(step, np.array([2]))
     assert path.read_text() == "1\n"
 
@@ -90,7 +90,7 @@ def test_truncate_cannot_make_steps_up(path):
 
 def test_nothing_is_appended_to_a_cut_off_line(path):
     path.write_text("1,2\n3,")
-    with pytest.raises(DataError, match=r"holds 1 steps and a cut-off line, so step 1 cannot"):
+    with pytest.raises(DataError, match=r"holds 1 step and a cut-off line, so step 1 cannot"):
         OrderRecord(path).append(1, np.array([3, 4]))
 
 

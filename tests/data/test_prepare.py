@@ -140,7 +140,7 @@ def test_an_output_that_is_a_file(tmp_path, files):
 
 @pytest.mark.parametrize(("fraction", "name"), [("0.05", "val"), ("0.99", "train")])
 def test_too_little_text_to_hold_out(out, line, fraction, name):
-    with pytest.raises(DataError, match=rf"{name}.bin would be empty: the text has 1 documents "):
+    with pytest.raises(DataError, match=rf"{name}.bin would be empty: the text has 1 document "):
         run(out / "deeper", "--text", line, "--tokenizer", "bytes", "--val-fraction", fraction)
     assert not out.exists()
 

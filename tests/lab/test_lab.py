@@ -83,7 +83,7 @@ def test_an_arm_that_was_killed_before_its_last_file_is_not_done(lab):
     acts = {"a": "finish", "b": "report"}
     code, output = lab(acts)
     assert code == EXIT_BAD_INPUT
-    assert "b failed: exit code -9, interrupted at its end, after 1 steps" in output
+    assert "b failed: exit code -9, interrupted at its end, after 1 step" in output
     (lab.out / "mended").touch()
     code, output = lab(acts)
     assert (code, re.findall(r"(\w+): .*; starts on", output)) == (0, ["b"])
@@ -182,7 +182,7 @@ def test_ctrl_c_reaches_every_arm_once_and_the_same_command_continues(lab):
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert [log.read_text() for log in logs] == ["listening\nsaved\n"] * 2
-    assert "a: interrupted after 1 steps" in output
+    assert "a: interrupted after 1 step" in output
     assert "not finished: a, b, later; the same command continues" in output
     assert not (lab.out / "later").exists()
 
@@ -190,7 +190,7 @@ def test_ctrl_c_reaches_every_arm_once_and_the_same_command_continues(lab):
     code, output = lab(acts)
     assert code == 0
     assert output.count("; starts on") == 3
-    assert "b: interrupted after 1 steps; starts on" in output
+    assert "b: interrupted after 1 step; starts on" in output
 
 
 def test_arms_that_outlive_their_lab_are_noticed(lab):

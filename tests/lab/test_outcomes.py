@@ -564,10 +564,17 @@ def test_where_nothing_broke_the_figure_says_what_ran_away(monkeypatch):
 
 def test_the_panels_of_a_figure_are_named_by_the_titles_beside_the_records(tmp_path):
     arms = [record("bad", 1, 900).arm, record("good", 1, 900).arm]
-    assert plain_titles(tmp_path, arms) == {"bad": "x=bad", "good": "x=good"}
+    assert plain_titles(tmp_path, arms) == {"bad": "bad", "good": "good"}
+    settings = {"attention.numerics": "flash", "attention.row_max": "dynamic_max"}
+    arm = Arm("flash_with_the_dynamic_maximum", settings)
+    named = Arm("b", {**settings, "name": "the paper's cure"})
+    assert plain_titles(tmp_path, [arm, named]) == {
+        arm.name: "flash with the dynamic maximum",
+        "b": "the paper's cure",
+    }
     (tmp_path / "titles.toml").write_text('bad = "O in two bits"\n')
     titles = plain_titles(tmp_path, arms)
-    assert titles == {"bad": "O in two bits", "good": "x=good"}
+    assert titles == {"bad": "O in two bits", "good": "good"}
     figure = figures.loss_figure(outcomes.outcomes([record("bad", 1, 900)]), titles)
     assert figure.axes[0].get_title().startswith("O in two bits\n")
     (tmp_path / "titles.toml").write_text("O in two bits\n")

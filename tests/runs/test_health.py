@@ -107,7 +107,7 @@ CASES = {
     "exploded with it": (
         history(EXPLODED, signals=of(0, 100, worst=DELTA | {"score_maximum": 40.0})),
         "broken",
-        "; no rule warned (delta was met at 1 diagnostics, from step 100 on, which alone",
+        "; no rule warned (delta was met at 1 diagnostic, from step 100 on, which alone",
     ),
     "warned twice": (
         history(signals=of(0, 100, 200, worst=SCORES | DELTA)),

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.layer import WITH_HEADS
 
 _ROWS_FIRST, _HEADS_FIRST = "BTNH", "BNTH"
@@ -64,7 +65,9 @@ def doubts(arrays: Arrays, orders: Orders) -> list[str]:
     if heads > length:
         first = "heads come first, as in torch" if orders["q"] == _ROWS_FIRST else "rows come first"
         other = _option(_turned(orders, WITH_HEADS))
-        notes.append(f"read as {length} rows of {heads} heads; if the {first}, use {other}")
+        notes.append(
+            f"read as {many(length, 'row')} of {many(heads, 'head')}; if the {first}, use {other}"
+        )
     square = [w for w in WITH_HEADS if w in arrays and arrays[w].shape[1] == arrays[w].shape[2]]
     if square:
         notes.append(

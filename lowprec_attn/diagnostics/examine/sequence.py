@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from lowprec_attn import installation
+from lowprec_attn.counts import many
 from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import Meta, require_bare_ids
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
@@ -56,7 +57,7 @@ def load(
         ) from error
     ids = ids[: context + 1]
     if len(ids) < 2:
-        raise DiagnoseError(f"--text {path}: holds {len(ids)} tokens; give at least 2")
+        raise DiagnoseError(f"--text {path}: holds {many(len(ids), 'token')}; give at least 2")
     if ids.min() < 0 or ids.max() >= vocab_size:
         at = int(np.argmax((ids < 0) | (ids >= vocab_size)))
         raise DiagnoseError(

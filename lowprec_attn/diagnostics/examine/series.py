@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import trend
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.diagnostics.examine.examination import Examination
@@ -84,7 +85,9 @@ def sentences(series: Series) -> list[str]:
         found = trend.departures(values, quantity)
         lines += [_departure(series, quantity, one) for one in found[:_SHOWN]]
         if len(found) > _SHOWN:
-            lines.append(f"{quantity.label}: {len(found) - _SHOWN} layers more, none earlier.")
+            lines.append(
+                f"{quantity.label}: {many(len(found) - _SHOWN, 'layer')} more, none earlier."
+            )
         if not found:
             lines.append(f"{quantity.label}: no layer left its past or the others.")
     if len(series.places) <= LEAST_BEFORE:

@@ -4,6 +4,7 @@ import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import verdict
 from lowprec_attn.diagnostics.actions import ACTIONS
 from lowprec_attn.diagnostics.examine.examination import Examination, Head
@@ -60,11 +61,11 @@ def headline(examined: Sequence[Examination]) -> str:
     if not any(one.found for one in examined):
         others = {kind: names for kind, names in places.items() if kind != "none"}
         if not others:
-            return f"Nothing found in {_many(count, 'head')}{of_layers}: {_largest(examined)}."
+            return f"Nothing found in {many(count, 'head')}{of_layers}: {_largest(examined)}."
         told = f"Seen, but no warning by itself: {_listed(others)}."
-        return f"No warning in {_many(count, 'head')}{of_layers}. {told}"
+        return f"No warning in {many(count, 'head')}{of_layers}. {told}"
     warned = sum(one.found for one in examined)
-    return f"Warning in {warned} of {_many(len(layers), 'layer')}: {_listed(places)}."
+    return f"Warning in {warned} of {many(len(layers), 'layer')}: {_listed(places)}."
 
 
 def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
@@ -84,7 +85,7 @@ def others(examined: Sequence[Examination]) -> list[str]:
         return []
     if count == len(examined):
         return ["Verdict: nothing found."]
-    return [f"Verdict for the {_many(count, 'other layer')}: nothing found."]
+    return [f"Verdict for the {many(count, 'other layer')}: nothing found."]
 
 
 def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -93,10 +94,6 @@ def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, 
     if kinds.keys() & {"row_sums", "delta"}:  # which are why scores grow
         kinds.pop("scores", None)
     return [(kind, ACTIONS[kind].lines()) for kind in kinds]
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(places: Mapping[str, Sequence[str]]) -> str:
@@ -120,7 +117,7 @@ def _largest(examined: Sequence[Examination]) -> str:
     if without == len(examined):
         said += "; without dO the backward pass is not judged"
     elif without:
-        said += f"; {_many(without, 'layer')} without dO are not in these numbers"
+        said += f"; {many(without, 'layer')} without dO are not in these numbers"
     return said.removeprefix("nothing found: ")
 
 

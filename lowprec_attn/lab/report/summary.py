@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from lowprec_attn.counts import many
 from lowprec_attn.lab.records import ArmRecord, tokens_read
 from lowprec_attn.lab.report.outcomes import ArmOutcome, outcomes, undecided
 from lowprec_attn.lab.report.warnings import loss_table, warning_table
@@ -47,8 +48,8 @@ def _counted(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
     held = sum(record.held for record in runs)
     not_finite = len(runs) - exploded - held
     return (
-        f"Of {len(runs):,} runs {exploded} exploded, {not_finite} ended at a value that was not "
-        f"finite without an explosion before, and {held} held.\n"
+        f"Of {many(len(runs), 'run')} {exploded} exploded, {not_finite} ended at a value that was "
+        f"not finite without an explosion before, and {held} held.\n"
     )
 
 

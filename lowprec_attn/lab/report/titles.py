@@ -1,23 +1,27 @@
-"""Plain words above the panels of a figure, from `titles.toml` beside the records."""
+"""Plain words above the panels of a figure."""
 
+import textwrap
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from lowprec_attn.lab.experiment import Arm, panel_titles
+from lowprec_attn.lab.experiment import PANEL_WIDTH, Arm
 from lowprec_attn.lab.records import RecordError
 
 
 def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
     """By name, what to write above the panels of arms.
 
-    The file has a line `name = "words"` an arm. An arm without one is called by its settings.
+    They are those of `titles.toml` beside the records, a line `name = "words"` an arm. An arm
+    without one is called by the `name` that its settings have, or by its own as words: `dynamic
+    max` for `[arms.dynamic_max]`. Its settings stand in the tables.
 
     Raises:
       RecordError: the file is not TOML.
     """
     path = directory / "titles.toml"
-    titles = panel_titles(arms)
+    words = {arm.name: arm.overrides.get("name") or arm.name.replace("_", " ") for arm in arms}
+    titles = {name: textwrap.fill(text, PANEL_WIDTH) for name, text in words.items()}
     if path.is_file():
         try:
             titles |= tomllib.loads(path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics import rules
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule
 from lowprec_attn.runs.history import History, Layer
@@ -92,7 +93,7 @@ def judge(history: History) -> Health:
         sentence = f"Not healthy: {', and '.join(broken)}; {_lead(met, noted, history)}"
     elif warnings:
         state = "warned"
-        sentence = f"Warned: the loss has not exploded in {history.steps:,} steps, but "
+        sentence = f"Warned: the loss has not exploded in {many(history.steps, 'step')}, but "
         sentence += ", and ".join(warnings)
     elif missing := _missing(history):
         state = "unknown"
@@ -100,8 +101,8 @@ def judge(history: History) -> Health:
     else:
         so_far = "" if history.ended else " so far"
         sentence = (
-            f"Healthy{so_far}: the loss has not exploded in {history.steps:,} steps, and no rule "
-            f"{'warned' if noted else 'was met'} at {len(history.signals)} diagnostics"
+            f"Healthy{so_far}: the loss has not exploded in {many(history.steps, 'step')}, and no "
+            f"rule {'warned' if noted else 'was met'} at {many(len(history.signals), 'diagnostic')}"
             f"{_aside(noted)}{_unmeasured(history.signals)}"
         )
     return Health(state, f"{sentence}.", explosion, not_finite, met, noted)
@@ -141,7 +142,7 @@ def _lead(met: Sequence[RuleMet], noted: Sequence[RuleMet], history: History) ->
 def _aside(noted: Sequence[RuleMet]) -> str:
     if not noted:
         return ""
-    told = (f"{met.alarm.rule.name} was met at {met.times} diagnostics" for met in noted)
+    told = (f"{met.alarm.rule.name} was met at {many(met.times, 'diagnostic')}" for met in noted)
     return f" ({', '.join(told)}, from step {noted[0].step:,} on, which alone is no warning)"
 
 
@@ -162,7 +163,7 @@ def _in_excess(watch: LossWatch) -> list[str]:
         return []
     return [
         f"it has been more than {EXCESS_NATS} nats above its best for the last "
-        f"{watch.excess_steps} steps; an explosion takes {LASTING_STEPS}"
+        f"{many(watch.excess_steps, 'step')}; an explosion takes {LASTING_STEPS}"
     ]
 
 
@@ -170,9 +171,8 @@ def _missing(history: History) -> list[str]:
     """What a word on a run without an alarm lacks."""
     found = []
     if history.steps < LASTING_STEPS:
-        found.append(
-            f"{history.steps} steps were taken, and an explosion shows after {LASTING_STEPS}"
-        )
+        taken = f"{many(history.steps, 'step')} {'was' if history.steps == 1 else 'were'} taken"
+        found.append(f"{taken}, and an explosion shows after {LASTING_STEPS}")
     if not history.signals:
         found.append("no signals were recorded (diagnostics_every=0), so no rule could be applied")
     elif len(history.signals) < _LEAST_DIAGNOSTICS:

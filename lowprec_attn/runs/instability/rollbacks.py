@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lowprec_attn import hosts
+from lowprec_attn.counts import many
 from lowprec_attn.errors import RunError
 from lowprec_attn.files import (
     Fingerprint,
@@ -53,7 +54,8 @@ class Rollback(NamedTuple):
         why = {"excess": "the loss was in excess", "not finite": "the loss was not finite"}
         return (
             f"{why[self.reason]} at step {self.detected:,} (onset: step {self.onset:,}), so the "
-            f"run went back to step {self.to:,} and leaves out {self.skipped:,} batches"
+            f"run went back to step {self.to:,} and leaves out "
+            f"{many(self.skipped, 'batch', 'batches')}"
         )
 
 

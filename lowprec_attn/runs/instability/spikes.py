@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Self
 
+from lowprec_attn.counts import many
 from lowprec_attn.runs.instability.explosion import LossWatch
 
 WINDOW = 100
@@ -101,8 +102,7 @@ class SpikeEnd(NamedTuple):
         return {"spike_end": {"begin": self.begin, "recovery": self.recovery}}
 
     def __str__(self) -> str:
-        steps = self.step - self.begin
-        after = f"{steps} step{'s' * (steps != 1)} after the spike of step {self.begin:,}"
+        after = f"{many(self.step - self.begin, 'step')} after the spike of step {self.begin:,}"
         if self.recovery == "none":
             return f"the loss has not recovered {after}"
         return f"the loss has recovered {after} ({self.recovery})"

@@ -10,6 +10,7 @@ from xml.etree.ElementTree import Element
 
 import numpy as np
 
+from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.rules import RULES, Rule
 from lowprec_attn.files import flatten
 from lowprec_attn.runs.history import History, Layer
@@ -195,8 +196,8 @@ def _speed(history: History, efficiency: Efficiency) -> list[Element]:
         return [heading, element("p", "no timing was recorded")]
     rate = statistics.median(history.rates.values())
     said = (
-        f"{rate:,.0f} tokens a second, the median of {len(history.rates):,} steps. The first step "
-        f"of a process compiles; diagnostics are in the step that waits for them. "
+        f"{rate:,.0f} tokens a second, the median of {many(len(history.rates), 'step')}. The first "
+        f"step of a process compiles; diagnostics are in the step that waits for them. "
         f"{efficiency(history, rate)}"
     )
     figure = drawing(figures.rates(history.rates), "speed", "Tokens per second")

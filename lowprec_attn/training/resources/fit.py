@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from lowprec_attn import installation
+from lowprec_attn.counts import many
 from lowprec_attn.errors import RunError
 from lowprec_attn.tables import columns
 from lowprec_attn.training.announcement import arithmetic
@@ -60,13 +61,13 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
     lines = [
         (
             "slice",
-            f"{topology}: {count} x {there[0].device_kind} ({processes} hosts), "
+            f"{topology}: {count} x {there[0].device_kind} ({many(processes, 'host')}), "
             f"{generation.hbm / _GIB:.2f} GiB each",
         ),
         (
             "step",
             f"{settings.name}:{settings.variant}, {parameter_count(model) / 1e6:.1f}M parameters; "
-            f"{settings.batch_size} sequences of {model.context} tokens, "
+            f"{many(settings.batch_size, 'sequence')} of {model.context} tokens, "
             f"{settings.accumulation_steps} x {rows // count} per device; optimizer state "
             + ("split over the devices" if settings.shard_optimizer else "whole on every device")
             + ("" if model.remat is None else f"; remat {model.remat}"),

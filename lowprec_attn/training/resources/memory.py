@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from lowprec_attn.counts import many
 from lowprec_attn.errors import RunError
 from lowprec_attn.training import models
 from lowprec_attn.training.devices import Devices
@@ -80,8 +81,8 @@ def require_memory(settings: TrainSettings, devices: Devices) -> None:
         raise MemoryShortageError(
             f"a training step takes at least {needed / _GB:,.1f} GB "
             f"({parameter_count(model) / 1e6:,.1f}M parameters; batch_size {settings.batch_size} "
-            f"in {settings.accumulation_steps} parts, {model.context} tokens each), and {where} "
-            f"has {limit / _GB:,.1f} GB; {_ADVICE}"
+            f"in {many(settings.accumulation_steps, 'part')}, {model.context} tokens each), and "
+            f"{where} has {limit / _GB:,.1f} GB; {_ADVICE}"
         )
 
 
