@@ -1,6 +1,7 @@
 """The runs of a target on every problem that it can do."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class Trial:
     errors: Found
     refusal: str = ""
 
-    @property
+    @functools.cached_property
     def largest_score(self) -> float:
         """The largest |S|, of hidden keys too."""
         return float(np.abs(problems.scores(self.problem)).max())
