@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -79,10 +80,10 @@ def test_rates_are_compared_at_one_sum():
         rate = learning_rate(settings.optimizer, settings.steps)
         peak = settings.optimizer.peak_lr
         until = {1e-3: 5000, 6e-4: 7700}[peak]
-        sums[name] = sum(float(rate(step)) for step in range(until))
+        sums[name] = jax.vmap(rate)(jnp.arange(until)).sum()
     of_regime = settings_by_arm(REGIME)["flash"]
     rate = learning_rate(of_regime.optimizer, 3000)
-    expected = sum(float(rate(step)) for step in range(3000))
+    expected = jax.vmap(rate)(jnp.arange(3000)).sum()
     np.testing.assert_allclose(list(sums.values()), expected, rtol=0.01)
 
 
@@ -105,9 +106,9 @@ def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
         assert ours == theirs
     assert len(of_llama) == 8
     rate = learning_rate(one.optimizer, one.steps)
-    of_one = sum(float(rate(step)) for step in range(one.steps))
+    of_one = jax.vmap(rate)(jnp.arange(one.steps)).sum()
     rate = learning_rate(other.optimizer, other.steps)
-    np.testing.assert_allclose(of_one, sum(float(rate(s)) for s in range(3000)), rtol=0.01)
+    np.testing.assert_allclose(of_one, jax.vmap(rate)(jnp.arange(3000)).sum(), rtol=0.01)
 
 
 ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")} | {"llama": LLAMA}
