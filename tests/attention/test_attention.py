@@ -12,7 +12,6 @@ import max_logits
 import numpy as np
 import points
 import pytest
-from compiling import optimized
 
 from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.heads import group_heads
@@ -311,7 +310,7 @@ def test_memory_of_tiled_is_linear_in_the_length() -> None:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return jnp.sum(ATTEND(q, k, v, is_causal=True, implementation="tiled")[0])
 
-        step = optimized(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
+        step = jax.jit(jax.grad(loss, (0, 1, 2))).lower(shape, shape, shape).compile()
         return step.memory_analysis().temp_size_in_bytes
 
     # At 1,024 what a tile takes is still the most of it, and XLA lays it out as it likes.
