@@ -189,11 +189,10 @@ def _compute(
     parts: tuple[Part, ...], arrays: tuple[Array, ...], extras: Extras
 ) -> tuple[Array, ...]:
     arrays, extras = vary_alike((arrays, extras))
-    call = Call(arrays, extras, parts)
-    if len(call.parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
-        return _run(call.parts[0], call.arrays, call.extras)
-    results = [_run(part, *_select_heads(call, part.heads)) for part in call.parts]
-    order = np.argsort([head for part in call.parts for head in part.heads])
+    if len(parts) == 1:  # under shard_map `heads` counts global heads, the arrays hold fewer
+        return _run(parts[0], arrays, extras)
+    results = [_run(part, *_select_heads(arrays, extras, part.heads)) for part in parts]
+    order = np.argsort([head for part in parts for head in part.heads])
     # Parts may hand on O in different formats; the widest one holds them all.
     out, lse, *max_logit = zip(*results, strict=True)
     dtypes = {x.dtype for x in out}
@@ -247,8 +246,10 @@ def _lse_without_keys(extras: Extras, lse: Array) -> Array:
     return jnp.where(exists[..., None], of_rows, -jnp.inf)
 
 
-def _select_heads(call: Call, heads: tuple[int, ...]) -> tuple[tuple[Array, ...], Extras]:
-    (q, k, v), extras = planes(*call.arrays), call.extras
+def _select_heads(
+    arrays: tuple[Array, ...], extras: Extras, heads: tuple[int, ...]
+) -> tuple[tuple[Array, ...], Extras]:
+    q, k, v = planes(*arrays)
     group = q.shape[2] // k.shape[2]
     query_heads = np.array(heads)
     kv_heads = np.unique(query_heads // group)

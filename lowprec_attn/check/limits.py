@@ -78,7 +78,7 @@ class Limits:
         # Of one shape: most operations are then compiled for the first problem alone.
         emulation = Emulation([padded(trial.problem, _MULTIPLE)], self._dtype)
         tried = (self._found(emulation, m.candidate.numerics) for m in self.ranked[:_EMULATED])
-        cropped = (there(x, trial.exact.found) for x in tried if x is not None)
+        cropped = (without_padding(x, trial.exact.found) for x in tried if x is not None)
         found = [row_errors(x, trial.exact) for x in cropped]
         of_rows = {
             n: [float(np.max(e[n], where=np.isfinite(e[n]), initial=0.0)) for e in found]
@@ -126,7 +126,7 @@ class Limits:
         )
 
 
-def there(found: Found, exact: Found) -> Found:
+def without_padding(found: Found, exact: Found) -> Found:
     """Results of a padded problem without what was padded."""
     cropped = {n: x[:, : exact[n].shape[1]] for n, x in found.items() if n in exact}
     if "dbias" in cropped:

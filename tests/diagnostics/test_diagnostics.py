@@ -428,6 +428,17 @@ def test_shares_count_rows_that_see_two_keys_and_batches_are_reduced():
     assert float(signals["score_maximum"][0]) == pytest.approx(80 / math.sqrt(2))
 
 
+def test_layers_of_a_shape_share_a_program_outside_of_a_jit(caplog):
+    arrays = [jax.random.normal(jax.random.key(i), (1, 24, 2, 8)) for i in range(5)]
+    call = functools.partial(diagnostics.attention_signals, numerics=numerics.FLASH)
+    call(*arrays[:4])
+    with jax.log_compiles():
+        call(*arrays[1:])
+        assert "Compiling" not in caplog.text
+        call(*arrays[1:], is_causal=True)
+    assert "Compiling jit(_part_signals)" in caplog.text  # what is looked for is seen
+
+
 def test_memory_does_not_hold_all_scores():
     q, k, v, do = (jax.ShapeDtypeStruct((1, 8192, 2, 16), jnp.bfloat16) for _ in range(4))
     signals = functools.partial(

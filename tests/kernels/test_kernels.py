@@ -68,6 +68,7 @@ FAST_PRESETS = [
 ]
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize(
     "preset_of",
     slow_among(PRESETS_OF_KERNELS, set(PRESETS_OF_KERNELS) - set(FAST_PRESETS)),
@@ -76,7 +77,8 @@ FAST_PRESETS = [
 def test_presets_are_as_accurate_as_plain(preset_of: tuple[str, str]) -> None:
     kernels, preset = preset_of
     case = REPEATED[kernels]
-    result = check_accuracy(case, kernel_call(kernels, case, PRESETS[preset]))
+    watched = harness.strict(kernels).block_sizes
+    result = check_accuracy(case, kernel_call(kernels, case, PRESETS[preset], sizes=watched))
     if preset in OTHER_DELTA:
         plain = (
             run_plain(case, kernel_call(kernels, case, PRESETS[name]))

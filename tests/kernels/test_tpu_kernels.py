@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import LONG, LONG_CASES, STRICT, TPU_TILES, Case
+from harness import LONG, LONG_CASES, STRICT, Case
 from kernel_calls import (
     REPEATED,
     RULES,
@@ -33,7 +33,8 @@ from pallas_kernels.tpu.block_sizes import BlockSizes, Tile
 
 pytestmark = pytest.mark.usefixtures("strict_promotion", "no_races")
 
-call_of = functools.partial(kernel_call, "tpu")
+TPU_TILES = harness.strict("tpu").block_sizes
+call_of = functools.partial(kernel_call, "tpu", sizes=TPU_TILES)
 
 
 # `tiled` takes the same sums in the same order. Most rows tie, the first are negative throughout,

@@ -82,9 +82,9 @@ HOPPER_TILES = hopper.BlockSizes(
     programs=2,
     interpret=True,
 )
-# Memory that was never written is NaN, a read out of bounds raises, and a race is reported: the
-# cases of test_attention.py and what test_tpu_kernels.py has of memory. Each read and write calls
-# Python there, so what is only about arithmetic runs in Pallas' other interpreter, as one program.
+# Memory that was never written is NaN, a read out of bounds raises, and a race is reported. Each
+# read and write calls Python there. Every case, preset and step of several tiles runs so once;
+# other tests of the arithmetic run in Pallas' other interpreter, as one program.
 STRICT = pltpu.InterpretParams(
     detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
 )
