@@ -147,9 +147,13 @@ def test_the_separation_is_no_matter_of_how_it_is_measured():
     np.testing.assert_array_equal([f"{x:.2g}" for x in most], ["0.24", "0.071", "0.00039"])
 
 
-def test_the_page_of_the_long_runs_has_what_the_records_have():
-    page = (RESULTS / "true_bfloat16" / "long" / "README.md").read_text()
-    runs = records.read_all(RESULTS / "true_bfloat16" / "long")
+@pytest.mark.parametrize(
+    ("name", "held", "validated_at", "behind_from"),
+    [("long", "normalized_delta", 7000, 3500), ("long_h200", "exact", 8000, 4500)],
+)
+def test_the_page_of_long_runs_has_what_the_records_have(name, held, validated_at, behind_from):
+    page = (RESULTS / "true_bfloat16" / name / "README.md").read_text()
+    runs = records.read_all(RESULTS / "true_bfloat16" / name)
     cells = {}
     for run in runs:
         step = max(run.signals)
@@ -159,27 +163,40 @@ def test_the_page_of_the_long_runs_has_what_the_records_have():
             f"{max(scores):,.0f}",
             str(sum(score > 512 for score in scores)),
             f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
-            f"{run.val_losses[7000]:.3f}",
+            f"{run.val_losses[validated_at]:.3f}",
         )
         columns = cells.setdefault(run.arm.name, ([], [], [], [], []))
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-    assert set(cells) == {"flash", "normalized_delta"}
-    for name, columns in cells.items():
-        (line,) = re.findall(rf"^\| `{name}`.*$", page, re.MULTILINE)
-        assert [cell.strip().split(", ") for cell in line.split("|")[2:7]] == [*columns], name
+    assert {"flash", held} <= set(cells)
+    for arm, columns in cells.items():
+        (line,) = re.findall(rf"^\| `{arm}`.*$", page, re.MULTILINE)
+        assert [cell.strip().split(", ") for cell in line.split("|")[2:7]] == [*columns], arm
 
     above = {
         run.seed: dict(zip(steps, means, strict=True))
-        for run, steps, means in front_figure.losses_above(runs, "flash", "normalized_delta")
+        for run, steps, means in front_figure.losses_above(runs, "flash", held)
     }
     rows = re.findall(r"^\| step ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) >= 6
     for step, said in rows:
         means = [above[seed][int(step.replace(",", ""))] for seed in (1, 2, 3)]
         assert said.replace("−", "-").split(" | ") == [f"{mean:+.4f}" for mean in means]
     # Behind at every record from then on, with all three seeds.
-    assert all(mean > 0 for of in above.values() for step, mean in of.items() if step >= 3500)
+    assert all(mean > 0 for of in above.values() for step, mean in of.items() if step >= behind_from)
+
+
+def test_the_loss_of_long_runs_leaves_with_layer_2():
+    names = ("long", "long_h200")
+    runs = [run for name in names for run in records.read_all(RESULTS / "true_bfloat16" / name)]
+    largest = {True: [], False: []}
+    for run in runs:
+        steps = sorted(run.losses)
+        left = np.mean([run.losses[step] for step in steps[-50:]]) > 3.6  # 3.4 to 3.5 otherwise
+        largest[bool(left)].append(max(run.largest("score_maximum", s, 2) for s in run.signals))
+    assert len(runs) == 14
+    assert sorted(largest[True]) == [179_600, 793_200, 2_899_000]
+    assert max(largest[False]) < 43.05
 
 
 def test_the_long_runs_begin_as_those_of_the_first_batch():
