@@ -14,7 +14,8 @@ well: alone it is information, for half of the healthy runs of GPT-2 124M in bfl
             known): O, or the product P̄V, is rounded too coarsely for δ = rowsum(dO ∘ O). It looks
             at heads with a score of 32 or more. While all scores are small a head hardly tells its
             keys apart, W_Q's gradient is near 0, and any error is a large part of it: healthy runs
-            have 99 % at step 25.
+            have 99 % at step 25. Nor does it look at heads that have all but stopped learning: in
+            float32 as well what is left of their gradient is rounding.
   scores    a score is so large that bfloat16 numbers near it lie 4 apart. In the runs whose cause
             is δ, scores grow before the loss does.
 """
@@ -42,6 +43,8 @@ class Rule(NamedTuple):
       worth: what it was worth in runs that exploded and in those that did not (docs/failure.md).
       least_score: heads whose `score_maximum` was measured and is smaller do not meet it, unless
         the signal is NaN.
+      least_gradient: likewise heads whose true gradient of W_Q, `query_weight_gradient_exact`, was
+        measured and is a smaller part of the layer's largest.
       only_with: the rule that a layer must meet beside this one for a warning, None for none. A
         signal that is not finite warns by itself.
     """
@@ -52,6 +55,7 @@ class Rule(NamedTuple):
     meaning: str
     worth: str
     least_score: float = 0.0
+    least_gradient: float = 0.0
     only_with: Name | None = None
 
     def value(self, signals: Signals) -> np.ndarray:
@@ -71,6 +75,9 @@ class Rule(NamedTuple):
         if self.least_score and "score_maximum" in signals:
             # Not "≥": a head whose scores are NaN is not let off.
             met &= ~(np.asarray(signals["score_maximum"], np.float32) < self.least_score)
+        if self.least_gradient and "query_weight_gradient_exact" in signals:
+            gradient = np.asarray(signals["query_weight_gradient_exact"], np.float32)
+            met &= ~(gradient < self.least_gradient * np.max(gradient))
         return np.where(met | is_nan, value, np.float32(-np.inf))
 
 
@@ -100,6 +107,7 @@ RULES: tuple[Rule, ...] = (
         "highest rate that GPT-2 124M trains at, 18 of 19 runs met it whose rows of dS did not "
         "sum to zero, and 17 held",
         least_score=32.0,
+        least_gradient=1e-4,
         only_with="scores",
     ),
     Rule(

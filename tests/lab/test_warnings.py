@@ -142,6 +142,20 @@ def slow_rise():
     return {s: 3.0 + 0.3 * (-1) ** (s // 10) + max(0, s - 300) * 0.002 for s in range(0, 1000, 10)}
 
 
+def test_errors_of_delta_count_in_heads_that_learn():
+    """The head that float32 itself left with nothing but rounding: `exact`, seed 1, step 2,750."""
+    signals = {
+        "query_weight_gradient_error_relative": [0.002, 0.998],
+        "score_maximum": [101.0, 578.7],
+        "query_weight_gradient_exact": [0.0031, 1.294e-8],
+    }
+    assert [alarm.rule.name for alarm in alarms(signals)] == ["scores"]
+    learns = {**signals, "query_weight_gradient_exact": [0.0031, 3.2e-7]}
+    assert [alarm.rule.name for alarm in alarms(learns)] == ["delta", "scores"]
+    unknown = {**signals, "query_weight_gradient_exact": [float("nan"), 1.294e-8]}
+    assert [alarm.rule.name for alarm in alarms(unknown)] == ["delta", "scores"]
+
+
 def test_events_of_losses_are_counted_before_explosions_and_in_runs_that_held():
     runs = [
         (losses(rise_at=500), 512),  # the spike at 500 begins it

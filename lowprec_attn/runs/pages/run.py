@@ -144,6 +144,8 @@ def _rule_figure(history: History, health: Health, rule: Rule) -> Element:
     caption = f"{_RULE_TITLES[rule.name]}; rule {rule.name}: ≥\N{NO-BREAK SPACE}{rule.threshold:g}"
     if rule.least_score:
         caption += f" in heads with a score of {rule.least_score:g} or more"
+    if rule.least_gradient:
+        caption += f" and {rule.least_gradient:g} or more of the layer's largest gradient"
     return drawing(figure, rule.name, caption)
 
 
