@@ -36,9 +36,6 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-# Why an implementation that serves a request is not chosen unasked.
-_NOT_RUN = "that have not run on a device yet (name the implementation to take it)"
-
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
 _PLATFORMS = ("cuda", "tpu", "default")
@@ -98,17 +95,7 @@ def check_name(implementation: object) -> None:
 def declined_by(request: Request, taken: str) -> list[str]:
     """What the implementations that go before `taken` do not support, with their names."""
     before = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
-    return [f"{n} does not support {_declines_unasked(n, request)}" for n in before]
-
-
-def _declines_unasked(name: str, request: Request) -> str | None:
-    """Why an implementation is not chosen for a request that names none."""
-    reason: str | None = IMPLEMENTATIONS[name].unsupported(request)
-    # Tiles of an implementation's own name it.
-    if reason is None and name == "hopper" and request.spec.block_sizes is None:
-        new = hopper.variants(request)  # interpreted and compiled alone
-        return f"{', '.join(new)} {_NOT_RUN}" if new else None
-    return reason
+    return [f"{n} does not support {IMPLEMENTATIONS[n].unsupported(request)}" for n in before]
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
@@ -118,15 +105,13 @@ def resolve(request: Request, implementation: str | None = None) -> str:
       ValueError: unknown name.
       UnsupportedError: the one asked for, or every one, declines.
     """
-    if implementation is None:
-        unasked = {name: _declines_unasked(name, request) for name in IMPLEMENTATIONS}
-        for name, reason in unasked.items():
-            if reason is None:
-                return name
-        listed = "; ".join(f"{name}: {reason}" for name, reason in unasked.items())
-        raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     reasons = {name: module.unsupported(request) for name, module in IMPLEMENTATIONS.items()}
     able = [name for name, reason in reasons.items() if reason is None]
+    if implementation is None:
+        if able:
+            return able[0]
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     check_name(implementation)
     if reasons[implementation] is not None:
         others = f"use {' or '.join(able)}" if able else "no other implementation does either"

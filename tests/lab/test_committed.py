@@ -183,7 +183,8 @@ def test_the_page_of_long_runs_has_what_the_records_have(name, held, validated_a
         means = [above[seed][int(step.replace(",", ""))] for seed in (1, 2, 3)]
         assert said.replace("−", "-").split(" | ") == [f"{mean:+.4f}" for mean in means]
     # Behind at every record from then on, with all three seeds.
-    assert all(mean > 0 for of in above.values() for step, mean in of.items() if step >= behind_from)
+    late = [mean for of in above.values() for step, mean in of.items() if step >= behind_from]
+    assert min(late) > 0
 
 
 def test_the_loss_of_long_runs_leaves_with_layer_2():

@@ -105,12 +105,8 @@ def _unsupported_unordered(n: Numerics) -> str | None:
     return None
 
 
-def variants(request: Request) -> list[str]:
-    """What a call has beside plain or causal attention, by name."""
-    return [*_masks_and_scores(request), *["max_logit"] * request.spec.max_logit]
-
-
 def _masks_and_scores(request: Request) -> list[str]:
+    """What a call has beside plain or causal attention, by name."""
     spec = request.spec
     asked = {
         "a local window": spec.window is not None,
