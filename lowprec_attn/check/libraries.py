@@ -207,7 +207,9 @@ def flex_attention(
 
     attend = module.flex_attention
     if torch.cuda.is_available():
-        attend = torch.compile(attend, dynamic=False)
+        # Each problem has a program of its own. At more than eight PyTorch would go on unfused.
+        patch = torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000)
+        attend = patch(torch.compile(attend, dynamic=False, fullgraph=True))
     lengths = q.shape[2], k.shape[2]
     # Since PyTorch 2.9; it warns of the older argument, which it will drop.
     has_aux = hasattr(module, "AuxRequest")

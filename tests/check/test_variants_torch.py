@@ -1,5 +1,8 @@
 """`check` of PyTorch's functions, and of eager ones as in transformers."""
 
+import functools
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -7,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from torch.nn.attention import flex_attention  # noqa: E402
 
 from lowprec_attn import check  # noqa: E402
+from lowprec_attn.check import libraries  # noqa: E402
 from lowprec_attn.commands.main import main  # noqa: E402
 
 SMALL = {"tokens": 64, "head_size": 16}
@@ -112,6 +116,23 @@ def test_flex_attention_has_no_bug(monkeypatch):
     assert report.bugs == () and report.refused == {}
     assert set(report.not_tried) == {"attention sinks", "gradient of lse, sinks"}
     assert {"local window", "soft cap", "additive bias", "gradient of lse"} <= set(report.errors)
+
+
+def test_flex_attention_is_compiled_for_every_problem(monkeypatch):
+    """PyTorch would warn where it goes on unfused, and here a warning is an error."""
+    is_available, found = torch.cuda.is_available, []
+
+    def on_a_gpu():  # for the function that is tested alone
+        found.append(sys._getframe(1).f_code is libraries.flex_attention.__code__)
+        return found[-1] or is_available()
+
+    monkeypatch.setattr(torch.cuda, "is_available", on_a_gpu)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for tokens in range(33, 43):  # more lengths than PyTorch compiles one function for
+        q = torch.randn(1, 2, tokens, 16)
+        o, _ = libraries.flex_attention(q, q, q, is_causal=True, scale=0.25)
+        assert o.shape == q.shape
+    assert sum(found) == 10
 
 
 def test_flex_attention_on_a_cpu_says_why_not(capsys):
