@@ -36,6 +36,8 @@ class ArmRecord:
       runaway_rule: when its scores are judged, and by which size.
       losses: of training, by step; not all steps are kept.
       val_losses: by step.
+      gradient_norms: by step, before clipping; not all steps are kept.
+      warmup_steps: of the learning rate.
       signals: by step: of each layer, names of `collection.SIGNALS`, one value per head.
       failure: where a value was not finite, or the run stopped because it had exploded, or None.
       rollbacks: of the run; all else is of the steps that counted in the end.
@@ -57,6 +59,8 @@ class ArmRecord:
     rollbacks: Sequence[Rollback] = ()
     held_out: int | None = None
     runaway_rule: RunawayRule = RUNAWAY_RULE
+    gradient_norms: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    warmup_steps: int = 0
 
     @classmethod
     def of(cls, run: StoredRun, lengths: Mapping[str, int], place: Path) -> Self:
@@ -93,6 +97,8 @@ class ArmRecord:
                 rollbacks=[Rollback(**fields) for fields in header["rollbacks"]],
                 held_out=header.get("held_out"),
                 runaway_rule=RunawayRule(**header.get("runaway_rule", {})),
+                gradient_norms=_finite_or_not(run.columns.get("grad_norm", {})),
+                warmup_steps=config["optimizer"]["warmup_steps"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecordError(f"{place} does not hold the record of an arm ({error!r})") from error

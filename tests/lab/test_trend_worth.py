@@ -17,7 +17,7 @@ import pytest
 from lowprec_attn.diagnostics import trend
 from lowprec_attn.diagnostics.rules import RULES
 from lowprec_attn.lab import records
-from lowprec_attn.lab.report.warnings import first_alarm
+from lowprec_attn.lab.report.warnings import of_rule
 
 ROOT = Path(__file__).resolve().parents[2]
 CHOSE = (
@@ -65,7 +65,7 @@ def halves():
 def first_step(record, quantity, kind):
     """The first step at which a layer has left."""
     if quantity is None:
-        return first_alarm(record, SCORES)
+        return of_rule(SCORES).first(record)
     found = trend.departures(values(record, quantity.signal), quantity)
     places = [getattr(one, kind) for one in found if getattr(one, kind) is not None]
     return sorted(record.signals)[min(places)] if places else None

@@ -9,6 +9,7 @@ from records.arms import arm_record
 from lowprec_attn.diagnostics.rules import RULES, alarms, met
 from lowprec_attn.lab.experiment import Arm
 from lowprec_attn.lab.report import warnings
+from lowprec_attn.runs.instability.gradient_norm import GradientNormWatch, first_rise
 
 SCORES = next(rule for rule in RULES if rule.name == "scores")
 DELTA = next(rule for rule in RULES if rule.name == "delta")
@@ -35,7 +36,7 @@ def record(explosion, values, name="score_maximum", arm="arm", not_finite=None):
     ],
 )
 def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
-    counts = warnings.tally([record(explosion, values)], SCORES)
+    counts = warnings.tally([record(explosion, values)], warnings.of_rule(SCORES))
     assert counts == warnings.Tally(leads, missed, false, quiet)
 
 
@@ -49,7 +50,7 @@ def test_alarms_are_counted(explosion, values, leads, missed, false, quiet):
 )
 def test_alarms_before_a_value_that_was_not_finite_are_counted_apart(explosion, not_finite, counts):
     run = record(explosion, [1, 1, 512], not_finite=not_finite)
-    assert warnings.tally([run], SCORES) == counts
+    assert warnings.tally([run], warnings.of_rule(SCORES)) == counts
     text = warnings.warning_table({"one": [run, record(None, [1], arm="well")]})
     (row,) = [line for line in text.splitlines() if line.startswith("| scores")]
     apart = "–" if explosion else f"{counts.not_finite} of 1"
@@ -93,8 +94,10 @@ def test_delta_is_counted_where_it_is_met_and_where_it_warns():
         )
         for explosion, values in runs
     ]
-    assert warnings.tally(found, DELTA, met) == warnings.Tally((850, 950), 0, 2, 1)
-    assert warnings.tally(found, DELTA) == warnings.Tally((750,), 1, 1, 2)
+    assert warnings.tally(found, warnings.of_rule(DELTA, met)) == warnings.Tally(
+        (850, 950), 0, 2, 1
+    )
+    assert warnings.tally(found, warnings.of_rule(DELTA)) == warnings.Tally((750,), 1, 1, 2)
     text = warnings.warning_table({"one": found})
     labels = [line.split("|")[1].strip() for line in text.splitlines() if "0.3" in line]
     assert labels == ["(delta ≥ 0.3)", "delta ≥ 0.3, with scores"]
@@ -125,6 +128,40 @@ def test_errors_of_delta_count_in_heads_that_tell_keys_apart():
     assert [alarm.rule.name for alarm in alarms(lost)] == ["delta"]
     broken = alarms({**signals, "score_maximum": [float("nan"), 1.0]})
     assert [alarm.rule.name for alarm in broken] == ["delta", "scores"]
+
+
+@pytest.mark.parametrize(
+    ("norms", "risen"),
+    [
+        ([4.0] * 30 + [1.0] * 30 + [1.49] * 40, None),  # it fell, which is no rise
+        ([1.0] * 60 + [1.5] * 40, 650),  # the sixth of the ten norms of 100 steps makes the median
+        ([1.0] * 60 + [9.0] * 4 + [1.0] * 36, None),  # a spike is none
+        ([1.0] * 20 + [3.0] * 80, None),  # within the warm-up
+        (
+            [1.0] * 60 + [float("nan")] * 40,
+            640,
+        ),  # large: the fifth makes the mean of the middle two
+    ],
+)
+def test_a_gradients_norm_rises_where_its_median_leaves_its_least(norms, risen):
+    by_step = {10 * i: norm for i, norm in enumerate(norms)}
+    assert first_rise(by_step, 300) == risen
+    watch = GradientNormWatch(300)
+    for step, norm in by_step.items():
+        watch.add(step, norm)
+    assert watch.risen == risen
+
+
+def test_the_gradients_norm_is_a_row_of_the_table_of_warnings():
+    norms = {10 * i: 1.0 if i < 60 else 1.5 for i in range(100)}
+    lost = dataclasses.replace(record(950, [1.0]), gradient_norms=norms)
+    held = dataclasses.replace(record(None, [1.0]), gradient_norms=norms, warmup_steps=900)
+    unknown = record(None, [1.0])
+    text = warnings.warning_table({"one": [lost, held, unknown]})
+    (row,) = [line for line in text.splitlines() if line.startswith("| gradient's norm")]
+    cells = [cell.strip() for cell in row.split("|")[2:5]]
+    assert cells == ["1 of 1", "300, from 300 on", "–"]
+    assert row.split("|")[5].strip() == "0 of 1"
 
 
 def losses(spike_at=None, rise_at=None):

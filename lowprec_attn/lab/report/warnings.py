@@ -1,4 +1,7 @@
-"""What warnings were worth: of `diagnostics.rules`, and of losses (`runs.instability.spikes`)."""
+"""What warnings were worth: of `diagnostics.rules`, of the gradient's norm and of losses.
+
+The latter two are in `runs.instability`.
+"""
 
 import collections
 import statistics
@@ -8,12 +11,13 @@ from typing import NamedTuple
 
 from lowprec_attn.diagnostics.rules import RULES, Alarm, Rule, Signals, alarms, met
 from lowprec_attn.lab.records import ArmRecord
+from lowprec_attn.runs.instability.gradient_norm import RISE, first_rise
 from lowprec_attn.runs.instability.spikes import Divergence, Spike, Spikes
 from lowprec_attn.tables import markdown
 
 
 class Tally(NamedTuple):
-    """A rule over the runs of an arm.
+    """A warning over the runs of an arm.
 
     Attributes:
       leads: of the runs that exploded after an alarm: steps from the first alarm to the explosion.
@@ -41,16 +45,44 @@ Found = Callable[[Signals], Sequence[Alarm]]
 """`rules.alarms`, or `rules.met` for those too that do not warn."""
 
 
-def first_alarm(record: ArmRecord, rule: Rule, found: Found = alarms) -> int | None:
-    """The first recorded step at which a layer warns by the rule; None where none does.
+class Reading(NamedTuple):
+    """A warning, as it is counted.
 
-    It is None too where the record holds none of the rule's signals: see `is_recorded`.
+    Attributes:
+      label: of its row.
+      first: the first recorded step at which a run has it; None where it has it never.
+      is_recorded: whether a run recorded what it looks at.
     """
-    for step in sorted(record.signals):
-        for layer in record.signals[step]:
-            if any(alarm.rule is rule for alarm in found(layer)):
-                return step
-    return None
+
+    label: str
+    first: Callable[[ArmRecord], int | None]
+    is_recorded: Callable[[ArmRecord], bool]
+
+
+def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Reading:
+    """The first recorded step at which a layer warns by a rule, or with `rules.met` meets it."""
+
+    def first(record: ArmRecord) -> int | None:
+        for step in sorted(record.signals):
+            for layer in record.signals[step]:
+                if any(alarm.rule is rule for alarm in found(layer)):
+                    return step
+        return None
+
+    return Reading(label or _label(rule), first, lambda record: is_recorded(record, rule))
+
+
+def _label(rule: Rule) -> str:
+    return f"{rule.name} ≥ {rule.threshold:g}"
+
+
+def of_gradient_norm() -> Reading:
+    """`runs.instability.gradient_norm`, of the norms that a record keeps, every tenth."""
+    return Reading(
+        f"gradient's norm ≥ {RISE:g} × its least",
+        lambda record: first_rise(record.gradient_norms, record.warmup_steps),
+        lambda record: bool(record.gradient_norms),
+    )
 
 
 def is_recorded(record: ArmRecord, rule: Rule) -> bool:
@@ -59,12 +91,12 @@ def is_recorded(record: ArmRecord, rule: Rule) -> bool:
     return any(name in layer for layer in layers for name in rule.signals)
 
 
-def tally(records: Iterable[ArmRecord], rule: Rule, found: Found = alarms) -> Tally:
-    """Counts a rule over runs that recorded its signal."""
+def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
+    """Counts a warning over runs that recorded what it looks at."""
     leads = []
     counts: collections.Counter[str] = collections.Counter()
     for record in records:
-        alarm = first_alarm(record, rule, found)
+        alarm = reading.first(record)
         if record.held:
             counts["quiet" if alarm is None else "false"] += 1
         elif record.explosion is None:
@@ -80,28 +112,29 @@ def tally(records: Iterable[ArmRecord], rule: Rule, found: Found = alarms) -> Ta
 
 
 def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
-    """One row a rule and experiment, as Markdown; None where no record holds a rule's signal.
+    """One row a warning and experiment, as Markdown; None where no record holds what one looks at.
 
     A rule that warns only beside another one has two: where it was met, and where it warned.
 
     Args:
       experiments: runs by the name of their experiment, which is left out where there is one. A
-        run that lacks a rule's signal is not counted for it.
+        run that lacks what a warning looks at is not counted for it.
     """
     rows = []
-    for label, rule, found in _readings():
+    for reading in _readings():
         for name, records in experiments.items():
-            counted = [record for record in records if is_recorded(record, rule)]
+            counted = [record for record in records if reading.is_recorded(record)]
             if counted:
                 names = [name] if len(experiments) > 1 else []
-                rows.append([label, *names, *_cells(counted, rule, found)])
+                rows.append([reading.label, *names, *_cells(counted, reading)])
     if not rows:
         return None
     legend = (
         "Alarms: the first recorded step at which a head of some layer meets a rule of "
-        "`lowprec_attn.diagnostics.rules`; one in brackets is no warning by itself. Lead: steps "
-        "from there to the explosion, median and smallest. Not finite: runs that a value ended "
-        "which was not finite, with an alarm before. False: alarms in runs that held, by arm."
+        "`lowprec_attn.diagnostics.rules`; one in brackets is no warning by itself. The gradient's "
+        "norm is that of `lowprec_attn.runs.instability.gradient_norm`. Lead: steps from there to "
+        "the explosion, median and smallest. Not finite: runs that a value ended which was not "
+        "finite, with an alarm before. False: alarms in runs that held, by arm."
     )
     header = [
         "rule",
@@ -115,21 +148,21 @@ def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
     return f"{textwrap.fill(legend, 100)}\n\n{markdown(header, rows)}"
 
 
-def _readings() -> Iterator[tuple[str, Rule, Found]]:
+def _readings() -> Iterator[Reading]:
     for rule in RULES:
-        label = f"{rule.name} ≥ {rule.threshold:g}"
+        label = _label(rule)
         if rule.only_with is None:
-            yield label, rule, alarms
+            yield of_rule(rule)
         else:
-            yield f"({label})", rule, met
-            yield f"{label}, with {rule.only_with}", rule, alarms
+            yield of_rule(rule, met, f"({label})")
+            yield of_rule(rule, alarms, f"{label}, with {rule.only_with}")
+    yield of_gradient_norm()
 
 
-def _cells(records: Sequence[ArmRecord], rule: Rule, found: Found) -> list[str]:
-    counts = tally(records, rule, found)
+def _cells(records: Sequence[ArmRecord], reading: Reading) -> list[str]:
+    counts = tally(records, reading)
     held = [record for record in records if record.held]
-    firsts = ((record.arm.name, first_alarm(record, rule, found)) for record in held)
-    arms = collections.Counter(arm for arm, first in firsts if first is not None)
+    arms = collections.Counter(r.arm.name for r in held if reading.first(r) is not None)
     lead = "–" if not counts.leads else f"{counts.median_lead:,.0f}, from {min(counts.leads):,} on"
     return [
         f"{len(counts.leads)} of {len(counts.leads) + counts.missed}",
