@@ -5,6 +5,7 @@
 
 import functools
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+_files = itertools.count(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_dropped() -> Iterator[None]:
+    """Of every eight files: JAX keeps what it compiles for ever, a third of a gigabyte a file."""
+    yield
+    if next(_files) % 8 == 0:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
