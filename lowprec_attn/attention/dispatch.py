@@ -1,9 +1,12 @@
 """Which implementation serves a call, and the calls that heads of different arithmetic need."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +42,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 # Platforms, as JAX names what a computation is lowered for, that have implementations of their
 # own; "default" is any other.
 _PLATFORMS = ("cuda", "tpu", "default")
+# What a call is lowered for on devices of a platform; those of ROCm are called `gpu` as well.
+_OF_DEVICES = {"gpu": ("cuda", "default"), "tpu": ("tpu",)}
+_platforms: ContextVar[tuple[str, ...]] = ContextVar("platforms", default=_PLATFORMS)
 
 
 class UnsupportedError(UserError, NotImplementedError):
@@ -61,17 +67,31 @@ class Call(NamedTuple):
     parts: tuple[Part, ...]
 
 
+@contextlib.contextmanager
+def traced_for(platform: str) -> Iterator[None]:
+    """A context whose calls are lowered for these devices alone: no other kernels are traced.
+
+    Args:
+      platform: of the devices, as JAX names it, such as `gpu`.
+    """
+    before = _platforms.set(_OF_DEVICES.get(platform, ("default",)))
+    try:
+        yield
+    finally:
+        _platforms.reset(before)
+
+
 def resolve_by_platform(request: Request, implementation: str | None) -> dict[str, str]:
     """The implementation of a request for every platform; raises as `resolve`.
 
     Without a choice the platform that the computation is lowered for decides, which need not be
-    that of this process's devices. A chosen implementation serves all of them.
+    that of this process's devices (see `traced_for`). A chosen implementation serves all of them.
     """
     if implementation is not None:
-        return dict.fromkeys(_PLATFORMS, resolve(request, implementation))
+        return dict.fromkeys(_platforms.get(), resolve(request, implementation))
     names = {
         platform: resolve(dataclasses.replace(request, platform=platform))
-        for platform in _PLATFORMS
+        for platform in _platforms.get()
     }
     told = {}
     for platform, name in names.items():
@@ -194,7 +214,7 @@ def _run(part: Part, arrays: tuple[Array, ...], extras: Extras) -> tuple[Array, 
         for platform, name in part.implementations
     }
     if len({name for _, name in part.implementations}) == 1:
-        return by_platform["default"](arrays, extras)
+        return next(iter(by_platform.values()))(arrays, extras)
     return lax.platform_dependent(arrays, extras, **by_platform)
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key
 
 from lowprec_attn import attention
+from lowprec_attn.attention.dispatch import traced_for
 from lowprec_attn.data.batches import Batch
 from lowprec_attn.errors import RunError
 from lowprec_attn.gpt2.model import Attend
@@ -87,10 +88,15 @@ class Devices(NamedTuple):
         return self._attend(attention.dot_product_attention)
 
     def _attend(self, function: Callable[..., Any]) -> Attend:
+        platform = self.mesh.devices.flat[0].platform
         # The GPU kernels alone read q, k and v as one product gives them.
-        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        packed = on_gpu and self.implementation in (None, "gpu", "hopper")
-        return Attend(functools.partial(function, implementation=self.implementation), packed)
+        packed = platform == "gpu" and self.implementation in (None, "gpu", "hopper")
+
+        def attend(*qkv: Array, **options: Any) -> Any:
+            with traced_for(platform):
+                return function(*qkv, implementation=self.implementation, **options)
+
+        return Attend(attend, packed)
 
     @property
     def replicated(self) -> NamedSharding:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny import tiny_settings
 
+from lowprec_attn import attention
+from lowprec_attn.gpt2.model import Attend
 from lowprec_attn.runs.checkpoint import Checkpoints
 from lowprec_attn.training.devices import mesh_over, run_devices
 from lowprec_attn.training.step import make_steps, root_key
@@ -134,3 +136,26 @@ def test_query_key_and_value_are_packed_where_kernels_read_them_so(
     devices = mesh_over([Device(platform)], settings)
     attends = devices.attend, devices.attend_part, devices.attend_whole
     assert [attend.packed for attend in attends] == [packed] * 3
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize(
+    ("platform", "has_kernel", "is_chosen_later"),
+    [("cpu", False, False), ("tpu", True, False), ("gpu", True, True)],
+)
+def test_attention_is_traced_for_the_devices_of_the_run_alone(
+    platform, has_kernel, is_chosen_later
+):
+    """The kernels of other platforms would take half of the time that a small step is traced."""
+    devices = mesh_over([Device(platform)], tiny_settings())
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+
+    def attended(attend):
+        return str(jax.make_jaxpr(lambda q: attend(q, q, q, tap=None, is_causal=True).o)(q))
+
+    for attend in (devices.attend, devices.attend_part, devices.attend_whole):
+        text = attended(attend)
+        assert ("pallas_call" in text) == has_kernel
+        assert ("platform_index" in text) == is_chosen_later  # a GPU may be one without kernels
+    by_any = attended(Attend(attention.dot_product_attention))
+    assert "platform_index" in by_any and "pallas_call" in by_any
