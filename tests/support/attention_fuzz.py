@@ -289,7 +289,7 @@ def check(p: Program, run: Callable[..., Any], number: int) -> None:
     rng = np.random.default_rng([SEED, p.number, number, 1])
     given = with_garbage(x, seen, rng) if rng.random() < 0.3 else x
     result = run(given.arrays, given.others, given.do, given.dlse)
-    expected, limits = oracle.attend(x.problem), bounds(p, x.problem, seen)
+    expected, limits = oracle.attend(x.problem, seen), bounds(p, x.problem, seen)
     assert result.keys() == expected.keys()
     for name, exact in expected.items():
         value = np.asarray(result[name]).astype(np.float64)

@@ -65,8 +65,8 @@ def seen_pairs(x: Problem) -> np.ndarray:
     return seen
 
 
-def attend(x: Problem) -> dict[str, np.ndarray]:
-    """out, lse, dq, dk, dv, and dbias where there is a bias.
+def attend(x: Problem, seen: np.ndarray) -> dict[str, np.ndarray]:
+    """out, lse, dq, dk, dv, and dbias where there is a bias, of the pairs of `seen_pairs`.
 
     A row that sees nothing has out 0, lse −inf and no gradient; or lse its sink, which gets dlse.
     """
@@ -77,7 +77,6 @@ def attend(x: Problem) -> dict[str, np.ndarray]:
         result["dbias"] = np.zeros(x.bias.shape)
     if x.sinks is not None:
         result["dsinks"] = np.zeros(heads)
-    seen = seen_pairs(x)
     for b, n, t in np.ndindex(seen.shape[:3]):
         keys = np.flatnonzero(seen[b, n, t])
         if keys.size:
