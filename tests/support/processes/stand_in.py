@@ -16,7 +16,7 @@ sizes = dict.fromkeys(("layers", "heads", "width", "context", "vocab_size"), 16)
 words = dict.fromkeys(("init", "scale_placement"), "gpt2")
 config["model"] = {**sizes, **words, "activation_dtype": "bfloat16"}
 config["attention"] = {"numerics": "flash", "row_max": "standard"}
-config["batch_size"] = 8
+config["batch_size"], config["optimizer"] = 8, {"warmup_steps": 0}
 (run / "config.json").write_text(json.dumps(config))
 (run / "environment.json").write_text(json.dumps([dict.fromkeys(same, "x")]))
 (run / "data_order.txt").write_text(f"{config['seed']},2\\n3,4\\n")
