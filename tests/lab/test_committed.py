@@ -187,6 +187,58 @@ def test_the_page_of_long_runs_has_what_the_records_have(name, held, validated_a
     assert min(late) > 0
 
 
+def test_the_loss_with_float32_output_stays_that_of_exact():
+    page = (RESULTS / "true_bfloat16" / "long_h200" / "README.md").read_text()
+    runs = records.read_all(RESULTS / "true_bfloat16" / "long_h200")
+    for arm, name in (("float32_output", "O in float32"), ("matched", "The cure, `matched`")):
+        (line,) = re.findall(rf"^\| {name} \|(.*)\|$", page, re.MULTILINE)
+        said = [cell.strip().replace("−", "-") for cell in line.split("|")]
+        above = front_figure.losses_above(runs, arm, "exact")
+        for cell, (_, steps, means) in zip(said, above, strict=True):
+            of = dict(zip(steps, means, strict=True))
+            late = [mean for step, mean in of.items() if step >= 2500]
+            assert cell == f"{min(late):.4f} to {max(late):.4f}; {of[8500]:+.4f}"
+            assert max(late) < 0.006
+    # Beside the one other run that is as long.
+    third = {run.arm.name: run.losses for run in runs if run.seed == 3}
+    steps = [step for step in third["matched"] if step % 10 == 0]
+    behind = {step: third["float32_output"][step] - third["matched"][step] for step in steps}
+    ends = [end for end in steps if end >= 9000]
+    means = [np.mean([behind[s] for s in steps if end - 500 < s <= end]) for end in ends]
+    assert 0.002 < min(means) < max(means) < 0.009
+
+
+def test_the_page_of_the_isolation_table_has_what_the_records_have():
+    directory = RESULTS / "true_bfloat16" / "isolation"
+    page = (directory / "README.md").read_text()
+    runs = {run.arm.name: run for run in records.read_all(directory)}
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (?:fails|stable|–) \|(.*)\|$", page, re.MULTILINE)
+    assert {name for name, _ in rows} == set(runs)
+    layer = causes_figure.LAYER
+    for name, cells in rows:
+        run = runs[name]
+        scores = [of["score_maximum"] for of in run.signals[2500]]
+        others = {max(of): i for i, of in enumerate(scores) if i != layer}
+        found = (
+            f"{max(scores[layer]):,.0f}",
+            f"{max(others):,.0f}",
+            str(sum(score > 512 for of in scores for score in of)),
+            f"{float(f'{causes_figure.largest_error(run):.2g}'):,g}",
+            f"{run.val_losses[2500]:.3f}",
+        )
+        assert tuple(cell.strip() for cell in cells.split("|")) == found, name
+    of_parts = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE)
+    assert len(of_parts) == 7
+    for name, *cells in of_parts:
+        of = runs[name].signals[1500][layer]
+        true = np.array(of["query_weight_gradient_exact"])
+        total = np.array(of["query_weight_gradient_error_from_total"])
+        head = np.argmax(np.where(true > causes_figure.LEAST_GRADIENT, total, 0))
+        for part, cell in zip(("dp", "delta", "total"), cells, strict=True):
+            value = of[f"query_weight_gradient_error_from_{part}"][head]
+            assert cell.strip() == f"{float(f'{value:.2g}'):g}", (name, part)
+
+
 def test_the_loss_of_long_runs_leaves_with_layer_2():
     names = ("long", "long_h200")
     runs = [run for name in names for run in records.read_all(RESULTS / "true_bfloat16" / name)]
@@ -195,7 +247,7 @@ def test_the_loss_of_long_runs_leaves_with_layer_2():
         steps = sorted(run.losses)
         left = np.mean([run.losses[step] for step in steps[-50:]]) > 3.6  # 3.4 to 3.5 otherwise
         largest[bool(left)].append(max(run.largest("score_maximum", s, 2) for s in run.signals))
-    assert len(runs) == 14
+    assert len(runs) == 18
     assert sorted(largest[True]) == [179_600, 793_200, 2_899_000]
     assert max(largest[False]) < 43.05
 
