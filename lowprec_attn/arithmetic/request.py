@@ -1,6 +1,6 @@
 """What every implementation of attention receives, and how it declines.
 
-An implementation is a module with four functions, and may have a fifth:
+An implementation is a module with four functions, and may have two more:
 
   attention(q, k, v, extras, spec) -> (out, lse)     has its own `custom_vjp`; with
                                                      `Spec.max_logit` a third array, [B, T, N]
@@ -9,8 +9,10 @@ An implementation is a module with four functions, and may have a fifth:
   exponent_of(request) -> str                        how it forms exponents, see `Numerics`
   packed_attention(qkv, extras, spec) -> (out, lse)  reads q, k and v in one array [B, T, 3, N, H],
                                                      and writes its gradient there
+  faster_elsewhere(request) -> (name, what) | None   another that is faster, and with what
 
-Without the fifth it gets the planes of a packed array.
+Without the fifth it gets the planes of a packed array. What the sixth names is taken instead, where
+it serves the request and the caller has named none.
 """
 
 import dataclasses

@@ -30,7 +30,8 @@ from pallas_kernels.tpu import attention as tpu
 
 _log = logging.getLogger(__name__)
 
-# `implementation=None` takes the first that supports the request, which is the fastest.
+# `implementation=None` takes the first that supports the request, unless that says that another is
+# faster with it.
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "hopper": hopper,
     "gpu": gpu,
@@ -113,9 +114,24 @@ def check_name(implementation: object) -> None:
 
 
 def declined_by(request: Request, taken: str) -> list[str]:
-    """What the implementations that go before `taken` do not support, with their names."""
-    before = itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS)
-    return [f"{n} does not support {IMPLEMENTATIONS[n].unsupported(request)}" for n in before]
+    """What the implementations that go before `taken` do not support or are slower with."""
+    said = []
+    for name in itertools.takewhile(lambda name: name != taken, IMPLEMENTATIONS):
+        reason = IMPLEMENTATIONS[name].unsupported(request)
+        if reason is None and (faster := _faster_elsewhere(name, request)):
+            said.append(f"{name} is slower with {faster[1]}")
+        else:
+            said.append(f"{name} does not support {reason}")
+    return said
+
+
+def _faster_elsewhere(name: str, request: Request) -> tuple[str, str] | None:
+    """Of a request that the implementation supports: another that is faster, and with what."""
+    module = IMPLEMENTATIONS[name]
+    if not hasattr(module, "faster_elsewhere"):
+        return None
+    found: tuple[str, str] | None = module.faster_elsewhere(request)
+    return found
 
 
 def resolve(request: Request, implementation: str | None = None) -> str:
@@ -129,7 +145,8 @@ def resolve(request: Request, implementation: str | None = None) -> str:
     able = [name for name, reason in reasons.items() if reason is None]
     if implementation is None:
         if able:
-            return able[0]
+            faster = _faster_elsewhere(able[0], request)
+            return faster[0] if faster and faster[0] in able else able[0]
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise UnsupportedError(f"no implementation of attention serves this call. {listed}")
     check_name(implementation)

@@ -1,5 +1,6 @@
 """Programs for a GPU that is named, on a host without one."""
 
+import dataclasses
 import logging
 import re
 
@@ -11,6 +12,7 @@ from lowprec_attn import attention, numerics
 from lowprec_attn.arithmetic.request import Request, Spec
 from lowprec_attn.attention import dispatch
 from pallas_kernels.gpu.hopper import attention as hopper
+from pallas_kernels.gpu.hopper.block_sizes import default_block_sizes
 
 SHAPE = (1, 256, 2, 64)
 
@@ -60,6 +62,26 @@ def test_a_named_device_gets_its_fastest_implementation(device, taken):
         said == taken if taken == "hopper" else said.startswith(f"{taken}, since hopper does not")
     )
     assert attention.explanation(request()).startswith("gpu, since hopper does not support ")
+
+
+@needs_hopper
+def test_lengths_of_few_rows_get_the_kernels_that_are_faster_with_them():
+    def with_lengths(rows, **fields):
+        shape = (1, rows, 2, 64)
+        given = {"q_shape": shape, "kv_shape": shape, "has_lengths": True, **fields}
+        return dataclasses.replace(request(), **given)
+
+    with attention.compiled_for("NVIDIA H100"):
+        assert attention.resolve(with_lengths(1024)) == "gpu"
+        said = attention.explanation(with_lengths(1024))
+        assert attention.resolve(with_lengths(1024), "hopper") == "hopper"
+        assert attention.resolve(with_lengths(4096)) == "hopper"
+        assert attention.resolve(with_lengths(1024, has_segments=True)) == "hopper"
+        assert attention.resolve(with_lengths(1024, has_sinks=True)) == "hopper"
+        sizes = default_block_sizes(head_size=64)  # of `hopper` alone
+        of_hopper = dataclasses.replace(request().spec, block_sizes=sizes)
+        assert attention.resolve(with_lengths(1024, spec=of_hopper)) == "hopper"
+    assert said == "gpu, since hopper is slower with lengths below 4096 rows"
 
 
 def test_the_log_says_why_of_a_device_that_is_known(caplog):

@@ -53,6 +53,7 @@ _EXPONENTS = ("scale_first", "whole_max")
 # tanh errs by 2^-21 of itself, and a score near the cap by that times the cap.
 _LARGEST_CAP = 1024
 _BFLOAT16, _FLOAT32 = get_rounding("bfloat16"), get_rounding("float32")
+_FEW_ROWS = 4096
 
 
 def unsupported(request: Request) -> str | None:
@@ -93,6 +94,25 @@ def unsupported(request: Request) -> str | None:
     if reason := _unsupported_cap_or_sinks(request):
         return reason
     return _unsupported_in_long_steps(request) if rounds_products(spec.numerics) else None
+
+
+def faster_elsewhere(request: Request) -> tuple[str, str] | None:
+    """`gpu`, where rows are few and have lengths, and with what.
+
+    Both passes take 1.4 times those of `gpu` at gpt2, and 0.9 times at 8,192 rows
+    (results/hopper/variants_18_h200.jsonl); no number of rows between was timed. The reason is
+    probably that `gpu` loads nothing beyond a length, while arrays for these kernels are copied,
+    with zeros there (`lowprec_attn.arithmetic.hidden`). With a window or sinks both are.
+    """
+    rows = request.q_shape[1], request.kv_shape[1]
+    if not request.has_lengths or request.has_segments or request.has_sinks:
+        return None
+    if request.spec.window is not None:
+        return None
+    # A symbolic size of `jax.export` is none to compare.
+    if not all(isinstance(n, int) and n < _FEW_ROWS for n in rows):
+        return None
+    return "gpu", f"lengths below {_FEW_ROWS} rows"
 
 
 def _unsupported_unordered(n: Numerics) -> str | None:
