@@ -98,8 +98,8 @@ RULES: tuple[Rule, ...] = (
         ("query_weight_gradient_error_relative", "query_gradient_error_relative"),
         0.3,
         "errors of δ are {value:.0%} of the gradient that reaches W_Q: make rows of dS sum "
-        'to zero, delta="normalized"; an O that is not rounded, saved_output="float32", may only '
-        "delay",
+        'to zero, delta="normalized"; saved_output="float32" may keep the loss, '
+        "but not the scores",
         "alone it is no warning: where rounding of O or l broke training it came before 164 of 164 "
         "explosions of fresh seeds, by 220 steps or more, but also in 85 of 209 "
         "runs that held; of GPT-2 124M in bfloat16, in 5 of 9 that held. In a layer with a score "

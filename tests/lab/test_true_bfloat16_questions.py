@@ -132,6 +132,55 @@ def test_arms_run_on_the_kernels_of_the_regime(name):
         assert gpu.unsupported(request) is None, arm
 
 
+POINTS = {
+    "normalized": {"delta"},
+    "one_step": {"kv_block"},
+    "dp_p": {"delta"},
+    "auxiliary_output": {"saved_output"},
+    "float32_pv": {"pv"},
+    "float32_output": {"pv", "output"},
+    "float32_normalizer": {"normalizer"},
+    "only_dp": {"pv", "output", "normalizer"},
+    "only_normalizer": {"pv", "output", "dp"},
+    "dp_p_float32_normalizer": {"delta", "normalizer"},
+}
+ROW_MAXIMA = {"published_max", "dynamic_max", "dynamic_max_4", "dynamic_max_7"}
+
+
+def test_a_row_of_the_isolation_table_changes_what_it_is_called_after():
+    arms = settings_by_arm(questions_of("isolation"))
+    published = arms["published"]
+    assert differing(published, settings_by_arm(REGIME)["published"]) == {"name"}
+    groups = {
+        name: {group for layer in settings.attention.layers for group in layer}
+        for name, settings in arms.items()
+    }
+    (of_published,) = groups["published"]
+    for name, points in POINTS.items():
+        (group,) = groups[name]
+        assert group.row_max == of_published.row_max
+        changed = {
+            field.name
+            for field in dataclasses.fields(group.numerics)
+            if getattr(group.numerics, field.name) != getattr(of_published.numerics, field.name)
+        }
+        assert changed == points, name
+    for name in ROW_MAXIMA:
+        (group,) = groups[name]
+        assert group.numerics == of_published.numerics
+    assert len({group.row_max for name in ROW_MAXIMA for group in groups[name]}) == 4
+    in_layer, elsewhere = (
+        [layer == published.attention.layers[0] for layer in arms[name].attention.layers]
+        for name in ("layer_1", "other_layers")
+    )
+    assert in_layer == [not found for found in elsewhere] == [i == 1 for i in range(12)]
+    exact = settings_by_arm(REGIME)["exact"].attention.layers[0]
+    assert arms["layer_1"].attention.layers[0] == exact == arms["other_layers"].attention.layers[1]
+    assert set(arms) == {"published", "layer_1", "other_layers", *POINTS, *ROW_MAXIMA}
+    for settings in arms.values():
+        assert differing(settings, published) <= {"attention"}
+
+
 def test_an_error_of_delta_is_the_only_rounding():
     exact, *arms = (
         next(iter({group for layer in settings.attention.layers for group in layer})).numerics
