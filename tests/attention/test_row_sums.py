@@ -328,3 +328,31 @@ def test_rows_of_ds_sum_to_zero_for_packed_arrays() -> None:
 def test_every_preset_is_covered() -> None:
     assert set(PRESETS) - set(NEAREST) == {"stochastic_output"}
     assert dataclasses.replace(PRESETS["stochastic_output"], output=None).needs_bits is False
+
+
+def of_one_key(num: Numerics) -> tuple[np.ndarray, np.ndarray]:
+    """dS and δ, [T] each, of rows that see one key each, so that P = 1 and O is a row of v."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (jnp.asarray(rng.normal(size=(1, 512, 1, 64)), jnp.bfloat16) for _ in range(4))
+    alone = jnp.eye(512, dtype=bool)[None, None]
+
+    def attend(bias: jax.Array) -> jax.Array:
+        return attention.dot_product_attention(
+            q, k, v, bias=bias, mask=alone, numerics=num, implementation="dense"
+        )
+
+    out, pullback = jax.vjp(attend, jnp.zeros((1, 1, 512, 512)))
+    np.testing.assert_array_equal(out, v)
+    (dbias,) = pullback(do)
+    delta = np.sum(np.asarray(do, np.float64) * np.asarray(v, np.float64), axis=-1)
+    return np.diagonal(np.asarray(dbias)[0, 0]), delta[0, :, 0]
+
+
+def test_in_rows_of_one_key_the_rounding_of_dp_is_left_and_that_of_o_is_not() -> None:
+    """O is a row of v there, which is bfloat16 already; dP is not (results of the isolation)."""
+    ds, delta = of_one_key(numerics.FLASH)
+    np.testing.assert_allclose(ds, 0, atol=64 * EPS * np.abs(delta).max())
+    ds, delta = of_one_key(numerics.FLASH.replace(dp="bfloat16"))
+    rounded = delta.astype(jnp.bfloat16).astype(np.float64) - delta
+    np.testing.assert_allclose(ds, rounded, atol=64 * EPS * np.abs(delta).max())
+    assert np.sqrt(np.mean(ds**2) / np.mean(delta**2)) > 1e-3
