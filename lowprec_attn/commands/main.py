@@ -86,8 +86,11 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _settle_environment() -> None:
-    """Sets aside what no command can follow, before libraries are imported."""
+    """What must stand before libraries are imported; sets aside what no command can follow."""
     os.environ["MPLBACKEND"] = "agg"  # figures go into files
+    # NumPy multiplies small matrices alone, most of them in `check`. Threads that wait for the next
+    # one keep their cores busy. OpenBLAS reads this when NumPy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if os.environ.pop("JAX_ENABLE_X64", "0").lower() not in ("0", "false", "f", "no", "n", "off"):
         print(
             "note: JAX_ENABLE_X64 is left aside: this program computes in float32 and below",

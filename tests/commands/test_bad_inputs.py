@@ -471,6 +471,15 @@ def test_the_environment_decides_neither_backend_nor_precision(monkeypatch, caps
     assert "JAX_ENABLE_X64 is left aside" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("asked", "threads"), [(None, "1"), ("4", "4")])
+def test_products_of_numpy_have_one_thread_unless_more_are_asked_for(monkeypatch, asked, threads):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", asked)
+    main_module._settle_environment()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == threads
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
