@@ -165,9 +165,11 @@ def arrays(problem: Problem) -> dict[str, np.ndarray]:
 
 def jax_array(x: Any, dtype: Any) -> Any:
     """An array of NumPy as one of JAX."""
-    import jax.numpy as jnp
+    import jax
+    import numpy as np
 
-    return jnp.asarray(x, dtype)
+    # `jnp.asarray` would compile a cast, or a copy, for every shape.
+    return jax.device_put(x if dtype is None else np.asarray(x, jax.numpy.dtype(dtype)))
 
 
 def jax_gradients(attend: Any, x: Any) -> Any:
