@@ -16,6 +16,7 @@ import pytest
 from compiling import compile_quickly
 
 from lowprec_attn.data import builtin_text
+from lowprec_attn.training.resources import heap
 
 # Of the workers, which begin after this: threads of BLAS that wait for a core wait busily.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -54,6 +55,26 @@ def _programs_are_dropped() -> Iterator[None]:
     yield
     if next(_files) % 8 == 0:
         jax.clear_caches()
+
+
+_settle = heap.settle
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unsettled_heap() -> Iterator[None]:
+    """A run in this process would look through all that the tests before it have left.
+
+    That takes up to a second of every run. Runs in processes of their own do it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heap, "settle", lambda: None)
+        yield
+
+
+@pytest.fixture
+def settled_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is collected: a run in this process settles its heap as a user's does."""
+    monkeypatch.setattr(heap, "settle", _settle)
 
 
 @pytest.fixture(scope="module")

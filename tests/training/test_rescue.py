@@ -88,6 +88,7 @@ def losses(path):
     return {r["step"]: r["loss"] for r in metrics.read(path) if "loss" in r}
 
 
+@pytest.mark.usefixtures("settled_heap")
 def test_a_loop_that_went_back_leaves_the_device(run, tmp_path, monkeypatch):
     """Its parameters and moments would stay beside those of the next."""
     loops, alive, dispatch = [], [], Loop._dispatch

@@ -112,7 +112,7 @@ def test_signals_are_of_the_parameters_before_the_step(text, tmp_path):
         np.testing.assert_allclose(slow[1]["layer_0"][name], longer[1]["layer_0"][name], rtol=1e-5)
 
 
-@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report", "settled_heap")
 def test_no_step_but_the_first_waits_for_a_full_garbage_collection(run, tmp_path):
     seen = []
 
