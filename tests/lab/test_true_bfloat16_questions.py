@@ -1,6 +1,7 @@
 """The experiments beside true_bfloat16.toml change what their arms are called after, alone."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,13 @@ from lowprec_attn.training.config import train_settings
 from lowprec_attn.training.optimizer import learning_rate
 from pallas_kernels.gpu import attention as gpu
 
-LLAMA = experiment.load(ROOT / "configs" / "llama_true_bfloat16.toml")
-REGIME = experiment.load(ROOT / "configs" / "true_bfloat16.toml")
+LLAMA = ROOT / "configs" / "llama_true_bfloat16.toml"
+REGIME = ROOT / "configs" / "true_bfloat16.toml"
 
 
-def settings_by_arm(defined):
-    found = {}
+@functools.cache
+def settings_by_arm(path):
+    found, defined = {}, experiment.load(path)
     for trial in defined.with_seeds([1]).trials:
         base, *fields = defined.arguments(trial)
         found[trial.arm.name] = train_settings(config.load(base.removeprefix("--config="), fields))
@@ -28,7 +30,7 @@ def settings_by_arm(defined):
 
 
 def questions_of(name):
-    return experiment.load(ROOT / "configs" / f"true_bfloat16_{name}.toml")
+    return ROOT / "configs" / f"true_bfloat16_{name}.toml"
 
 
 def differing(one, other):
@@ -74,17 +76,22 @@ def test_a_recipe_changes_what_it_is_called_after():
     assert len(recipes) == 2 + 2 * len(CHANGES)
 
 
+def sum_of_rates(settings, steps):
+    rate = learning_rate(settings.optimizer, settings.steps)
+    return jax.vmap(rate)(jnp.arange(steps)).sum()
+
+
 def test_rates_are_compared_at_one_sum():
-    sums = {}
-    for name, settings in settings_by_arm(questions_of("rates")).items():
-        rate = learning_rate(settings.optimizer, settings.steps)
-        peak = settings.optimizer.peak_lr
-        until = {1e-3: 5000, 6e-4: 7700}[peak]
-        sums[name] = jax.vmap(rate)(jnp.arange(until)).sum()
-    of_regime = settings_by_arm(REGIME)["flash"]
-    rate = learning_rate(of_regime.optimizer, 3000)
-    expected = jax.vmap(rate)(jnp.arange(3000)).sum()
-    np.testing.assert_allclose(list(sums.values()), expected, rtol=0.01)
+    until = {1e-3: 5000, 6e-4: 7700}
+    # Arms of one rate differ in their arithmetic alone.
+    rates = {
+        (settings.optimizer, settings.steps): settings
+        for settings in settings_by_arm(questions_of("rates")).values()
+    }
+    sums = [sum_of_rates(of, until[of.optimizer.peak_lr]) for of in rates.values()]
+    assert {of.optimizer.peak_lr for of in rates.values()} == until.keys()
+    expected = sum_of_rates(settings_by_arm(REGIME)["flash"], 3000)
+    np.testing.assert_allclose(sums, expected, rtol=0.01)
 
 
 def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
@@ -105,10 +112,7 @@ def test_the_recipe_of_llama_is_the_regime_but_for_decay_and_rates():
         )
         assert ours == theirs
     assert len(of_llama) == 8
-    rate = learning_rate(one.optimizer, one.steps)
-    of_one = jax.vmap(rate)(jnp.arange(one.steps)).sum()
-    rate = learning_rate(other.optimizer, other.steps)
-    np.testing.assert_allclose(of_one, jax.vmap(rate)(jnp.arange(3000)).sum(), rtol=0.01)
+    np.testing.assert_allclose(sum_of_rates(one, one.steps), sum_of_rates(other, 3000), rtol=0.01)
 
 
 ASKED = {name: questions_of(name) for name in ("delta", "rates", "recipes")} | {"llama": LLAMA}
