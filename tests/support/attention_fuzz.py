@@ -127,6 +127,8 @@ def program(number: int, implementation: str) -> Program:
         delta=str(of_exact.choice(DELTAS)),
         exponent=of_exact.choice(EXPONENTS),
     )
+    if in_kernel and program.exponent == "unfused":  # which the kernel declines
+        program = dataclasses.replace(program, exponent=None)
     if program.soft_cap is not None and program.delta == "after_cast":  # which has no slope
         program = dataclasses.replace(program, delta="normalized")
     return program
