@@ -51,10 +51,12 @@ def seen_by_any(
     more to hide.
     """
     rows, keys = q.shape[1], k.shape[1]
-    if extras.mask is not None or extras.query_segments is not None:
-        return _in_pairs(extras, spec, q, k)
     assert extras.query_offset is None  # the kernels decline it
     has_lengths = extras.query_lengths is not None or extras.key_lengths is not None
+    if extras.mask is not None or extras.query_segments is not None:
+        if extras.mask is None and not has_lengths and spec.shares_segments:
+            return None  # a row sees the key at its own place, which no window hides
+        return _in_pairs(extras, spec, q, k)
     if has_lengths and ends_at_lengths and spec.window is None:
         return None
     left, right = _reach(spec)

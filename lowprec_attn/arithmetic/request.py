@@ -43,6 +43,8 @@ class Spec:
       block_sizes: the implementation's own tile record, None for its default. Never changes
         what is rounded where.
       max_logit: the largest score of every row is returned as well, see `max_logit`.
+      shares_segments: the segments of queries and keys are one array, so that a row is of the
+        segment of the key at its own place.
     """
 
     numerics: Numerics
@@ -53,6 +55,7 @@ class Spec:
     window: tuple[int, int] | None = None
     block_sizes: Hashable = None
     max_logit: bool = False
+    shares_segments: bool = False
 
     @property
     def scale_is_power_of_two(self) -> bool:

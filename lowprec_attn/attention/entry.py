@@ -265,6 +265,11 @@ def _validated(
         window=validation.window(window, rows, keys, offset=offset is not None),
         block_sizes=options.block_sizes,
         max_logit=options.return_max_logit,
+        shares_segments=options.query_segment_ids is not None
+        and (
+            options.key_value_segment_ids is None
+            or options.key_value_segment_ids is options.query_segment_ids
+        ),
     )
     return extras, spec
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from lowprec_attn import attention, numerics
+from lowprec_attn.arithmetic import hidden
+from lowprec_attn.attention import entry
 from lowprec_attn.numerics import Numerics
 
 pytestmark = [
@@ -230,3 +232,29 @@ def test_a_mean_of_keys_that_may_be_hidden_is_refused(implementation: str, hidin
             block_sizes=sizes,
             **HIDING[hiding],
         )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (0, 0), (3, 0), (0, 2)])
+def test_with_shared_segments_nothing_is_hidden(
+    is_causal: bool, window: tuple[int, int] | None
+) -> None:
+    """So that no array is copied with zeros in what nothing sees."""
+    x = jnp.zeros((2, 24, 2, 16))
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 5, (2, 24)), jnp.int32)
+    shared: dict[str, Any] = {"is_causal": is_causal, "local_window_size": window}
+
+    def seen(**given: Any) -> hidden.Seen | None:
+        options = entry.Options(numerics=numerics.EXACT, **shared, **given)
+        call, _ = entry.prepare((x, x, x, None, None), options)
+        spec = call.parts[0].spec
+        return hidden.seen_by_any(call.extras, spec, x, x, ends_at_lengths=False)
+
+    apart = seen(query_segment_ids=ids, key_value_segment_ids=ids + 0)
+    assert apart is not None and apart.rows.all() and apart.keys.all()
+    assert seen(query_segment_ids=ids) is None
+    assert seen(query_segment_ids=ids, key_value_segment_ids=ids) is None
+    others = seen(query_segment_ids=ids, key_value_segment_ids=ids + 3)
+    assert others is not None and not others.rows.all()
+    ended = seen(query_segment_ids=ids, key_value_seq_lengths=jnp.array([24, 9]))
+    assert ended is not None and not ended.keys.all()
