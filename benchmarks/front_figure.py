@@ -34,11 +34,12 @@ class Line(NamedTuple):
     dash: str = "-"
 
 
-OURS = (
+CURE = Line(("matched", "normalized_delta"), "the cure: rows of dS sum to 0", style.HOLDS, "--")
+CONTROL = Line(("exact",), "float32", style.FLOAT32, ":")
+COMPARED = (  # with the control
     Line(("flash",), "FlashAttention's arithmetic", style.BREAKS),
     Line(("float32_output",), "with O in float32", style.BREAKS_TOO, "-."),
-    Line(("matched", "normalized_delta"), "the cure: rows of dS sum to 0", style.HOLDS, "--"),
-    Line(("exact",), "float32", style.FLOAT32, ":"),
+    CURE,
 )
 NANOGPT = (
     Line(("cudnn",), "cuDNN", style.BREAKS_TOO),
@@ -61,14 +62,14 @@ def figure() -> Figure:
     """Three panels, one line a run."""
     ours, nanogpt = read_all(RESULTS / "long_h200"), read_all(RESULTS / "nanogpt")
     # Of the cure that ran on H100 beside one without float32: its scores alone.
-    others = [run for run in read_all(RESULTS / "long") if run.arm.name in OURS[2].arms]
+    others = [run for run in read_all(RESULTS / "long") if run.arm.name in CURE.arms]
     drawn = Figure(figsize=(10.4, 4.4), layout="constrained")
     score, loss, theirs = drawn.subplots(1, 3)
-    _draw(score, OURS, [(run, *largest_scores(run)) for run in [*ours, *others]])
+    _draw(score, (*COMPARED, CONTROL), [(run, *largest_scores(run)) for run in [*ours, *others]])
     score.set_xticks(range(0, 13_000, 4000))
     _draw(
         loss,
-        OURS[:3],
+        COMPARED,
         [
             line
             for arm in ("flash", "float32_output", "matched")
@@ -80,7 +81,7 @@ def figure() -> Figure:
     loss.set_ylim(-0.012, 2)
     loss.set_yticks([-0.01, 0, 0.01, 0.02, 0.1, 1], ["−0.01", "0", "0.01", "0.02", "0.1", "1"])
     loss.minorticks_off()
-    loss.axhline(0, color=OURS[3].color, ls=OURS[3].dash, lw=2, label=OURS[3].label)
+    loss.axhline(0, color=CONTROL.color, ls=CONTROL.dash, lw=2, label=CONTROL.label)
     _legend(loss)
     score.set_title("Our trainer:\nlargest score of layer 1")
     loss.set_title("Its training loss, above that of\nthe same seed in float32")

@@ -330,29 +330,40 @@ def test_every_preset_is_covered() -> None:
     assert dataclasses.replace(PRESETS["stochastic_output"], output=None).needs_bits is False
 
 
-def of_one_key(num: Numerics) -> tuple[np.ndarray, np.ndarray]:
-    """dS and δ, [T] each, of rows that see one key each, so that P = 1 and O is a row of v."""
+def of_few_keys(num: Numerics, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row sums of dS, and δ, [T] each, of rows that see so many keys, all with the same P."""
     rng = np.random.default_rng(0)
-    q, k, v, do = (jnp.asarray(rng.normal(size=(1, 512, 1, 64)), jnp.bfloat16) for _ in range(4))
-    alone = jnp.eye(512, dtype=bool)[None, None]
+    v, do = (jnp.asarray(rng.normal(size=(1, 512, 1, 64)), jnp.bfloat16) for _ in range(2))
+    together = np.arange(512) // keys
+    seen = jnp.asarray(together[:, None] == together)[None, None]
 
     def attend(bias: jax.Array) -> jax.Array:
         return attention.dot_product_attention(
-            q, k, v, bias=bias, mask=alone, numerics=num, implementation="dense"
+            0 * v, v, v, bias=bias, mask=seen, numerics=num, implementation="dense"
         )
 
     out, pullback = jax.vjp(attend, jnp.zeros((1, 1, 512, 512)))
-    np.testing.assert_array_equal(out, v)
+    of_keys = np.asarray(v, np.float64)[0, :, 0].reshape(-1, keys, 64)
+    o = np.repeat(of_keys.mean(axis=1), keys, axis=0)
+    np.testing.assert_allclose(out[0, :, 0].astype(jnp.float32), o, rtol=LOW_EPS, atol=EPS)
     (dbias,) = pullback(do)
-    delta = np.sum(np.asarray(do, np.float64) * np.asarray(v, np.float64), axis=-1)
-    return np.diagonal(np.asarray(dbias)[0, 0]), delta[0, :, 0]
+    delta = np.sum(np.asarray(do, np.float64)[0, :, 0] * o, axis=-1)
+    return np.asarray(dbias, np.float64)[0, 0].sum(axis=-1), delta
 
 
 def test_in_rows_of_one_key_the_rounding_of_dp_is_left_and_that_of_o_is_not() -> None:
     """O is a row of v there, which is bfloat16 already; dP is not (results of the isolation)."""
-    ds, delta = of_one_key(numerics.FLASH)
+    ds, delta = of_few_keys(numerics.FLASH, 1)
     np.testing.assert_allclose(ds, 0, atol=64 * EPS * np.abs(delta).max())
-    ds, delta = of_one_key(numerics.FLASH.replace(dp="bfloat16"))
+    ds, delta = of_few_keys(numerics.FLASH.replace(dp="bfloat16"), 1)
     rounded = delta.astype(jnp.bfloat16).astype(np.float64) - delta
     np.testing.assert_allclose(ds, rounded, atol=64 * EPS * np.abs(delta).max())
-    assert np.sqrt(np.mean(ds**2) / np.mean(delta**2)) > 1e-3
+    assert f"{np.sqrt(np.mean(ds**2) / np.mean(delta**2)):.1e}" == "1.6e-03"
+
+
+def test_with_two_keys_the_roundings_of_dp_and_of_o_leave_as_much() -> None:
+    of_o, _ = of_few_keys(numerics.FLASH, 2)
+    of_dp, _ = of_few_keys(numerics.FLOAT32_OUTPUT.replace(dp="bfloat16"), 2)
+    neither, _ = of_few_keys(numerics.FLOAT32_OUTPUT, 2)
+    o, dp, none = (np.sqrt(np.mean(x**2)) for x in (of_o, of_dp, neither))
+    assert 0.8 < o / dp < 1.25 and dp > 100 * none
