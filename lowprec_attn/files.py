@@ -128,7 +128,7 @@ def is_temporary(name: str) -> bool:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes or replaces a file in one step.
+    """Writes or replaces a file atomically.
 
     If the process is killed or the machine loses power at any instant, the file has either the old
     contents or the new contents, never a part. At most a hidden file named `.*.NAME.tmp` stays

@@ -223,7 +223,7 @@ def run_jobs(
                 if states[number] != _WAITING and number not in began:
                     began[number] = time.monotonic()
                     yield event("started", task, job)
-                if states[number] == _WAITING:  # queued again
+                if states[number] == _WAITING:  # the job was queued again
                     began.pop(number, None)
                 if states[number] == _GONE:
                     del jobs[number]

@@ -14,7 +14,7 @@ INSTEAD = {
     "loggers": "`wandb sync RUN/tensorboard` copies the curves of a run",
     "data.replay": "the order of the batches follows from config.seed",
 }
-"""For each field that no longer exists, what to use instead."""
+"""The replacement of each field that no longer exists."""
 
 _DEFAULTS = {"tries": 3, "steps": 100, "after": 100}
 

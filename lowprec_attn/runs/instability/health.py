@@ -55,7 +55,7 @@ class RuleMet(NamedTuple):
 
 
 class Health(NamedTuple):
-    """What became of a run.
+    """The outcome of a run so far.
 
     Attributes:
       state: the state of the run in one word.
