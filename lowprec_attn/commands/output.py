@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 class Stream:
-    """A text stream that drops all further output after its first failure, and raises nothing.
+    """A text stream that drops all output from its first failure on, instead of raising an error.
 
     Args:
       stream: the stream to write to.

@@ -1,4 +1,4 @@
-"""Compares the growth of an arm's scores with that of the negative control of the same seed."""
+"""Compares the growth of scores with the negative control of the same seed and batches."""
 
 import math
 import textwrap

@@ -43,9 +43,9 @@ class ArmOutcome:
       arm: the arm: its name, overrides and control.
       records: the records by seed.
       words: the outcomes by seed.
-      excess: by seed, the mean training loss of the last 100 steps that both have recorded, minus
-        that of the negative control at the same steps. Only for runs that held, whose seed has a
-        negative control, and that are not that control themselves.
+      excess: by seed, the mean training loss of the last 100 steps, minus that of the negative
+        control at the same steps. It exists only for runs that held, whose seed has a negative
+        control, and that are not that control themselves.
     """
 
     arm: Arm
@@ -189,9 +189,9 @@ def _is_far_above(excess: float | None) -> bool:
 
 
 def _loss_above(run: ArmRecord, other: ArmRecord) -> float:
-    """Returns the mean difference of two runs' losses over the last 100 steps that both recorded.
+    """Returns the mean difference of two runs' losses over their last 100 common steps.
 
-    It is NaN if there are no such steps.
+    Of these 100 steps, only those that both have recorded count. It is NaN if there are none.
     """
     steps = sorted(run.losses.keys() & other.losses.keys())
     last = [step for step in steps if step > steps[-1] - _LOSS_STEPS]

@@ -305,7 +305,7 @@ def _extreme(record: ArmRecord, name: str) -> str:
 
 
 def spread(records: Sequence[ArmRecord]) -> list[int]:
-    """Returns about seven recorded steps, evenly spread, up to and including the last."""
+    """Returns the recorded steps nearest to seven evenly spread ones, up to the last."""
     recorded = sorted({step for record in records for step in record.signals})
     wanted = np.linspace(recorded[-1] / _COLUMNS, recorded[-1], _COLUMNS)
     return sorted({min(recorded, key=lambda step: abs(step - x)) for x in wanted})

@@ -68,7 +68,7 @@ def meets_rule(layers: Mapping[str, Signals]) -> bool:
 
 
 def no_rule_met(diagnostics: Iterable[tuple[int, bool]], begin: int, end: int) -> bool:
-    """Whether no rule was met at the last diagnostics before `begin` and at all of those to `end`.
+    """Whether the last diagnostics before `begin`, and all from there to `end`, met no rule.
 
     Args:
       diagnostics: the step of each diagnostics and whether a rule was met there, in order of steps.
