@@ -1,12 +1,12 @@
-"""Numbers before nouns."""
+"""Formats a count with its noun."""
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:
-    """`1 step`, `1,200 steps`.
+    """Returns a count and its noun, such as `1 step` or `1,200 steps`.
 
     Args:
-      count: of what the noun names.
-      noun: in the singular.
-      plural: by default the singular and an s.
+      count: the number of things that the noun names.
+      noun: the noun in the singular.
+      plural: the noun in the plural; None appends an s to `noun`.
     """
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -1,7 +1,7 @@
-"""Errors that a user can mend. A message is one line that says what to do.
+"""Errors that a user can mend. Each message is one line that says what to do.
 
-A command prints such an error without a traceback and ends with exit code 1. Anything else that is
-raised is a fault of the program, and is shown whole.
+A command prints such an error without a traceback and exits with code 1. Any other exception is a
+bug in the program, and is shown with its traceback.
 """
 
 import contextlib
@@ -9,29 +9,30 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's convention
 
 
 class UserError(Exception):
-    """An input, file or machine is unfit; the message names it and says what to do."""
+    """An input, a file or the machine cannot be used; the message names it and says what to do."""
 
 
 class OneLineError(UserError):
-    """An error whose message is one line, even if names in it come from a file."""
+    """An error whose message is always one line, even if it quotes names from a file."""
 
     def __init__(self, message: object) -> None:
         super().__init__(printable(str(message)))
 
 
 class RunError(UserError, RuntimeError):
-    """A run cannot start or go on."""
+    """A run cannot start or continue."""
 
 
 def lacks_its_platform(error: BaseException) -> bool:
-    """Whether the error says that a platform named in JAX_PLATFORMS is not available.
+    """Whether the error means that a platform named in JAX_PLATFORMS is not available.
 
-    JAX 0.10 raises a RuntimeError then, or fails an assertion without a word where the plugin of a
-    platform is missing, and hides where; so it is asked once more.
+    In that case JAX 0.10 raises a RuntimeError, or an AssertionError without a message if the
+    platform's plugin is missing. Neither reveals its origin, so this function asks JAX for its
+    devices again and sees whether the call fails.
     """
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(error, RuntimeError | AssertionError):
@@ -45,10 +46,13 @@ def lacks_its_platform(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading_records(where: object) -> Iterator[None]:
-    """Turns errors about records that this program did not write into one line.
+    """Turns errors from malformed records into a `RunError` of one line.
+
+    Args:
+      where: the file or directory that holds the records, for the message.
 
     Raises:
-      RunError: a field of a record at `where` has another type, or is not there.
+      RunError: a record at `where` lacks a field, or a field has the wrong type or value.
     """
     try:
         yield
@@ -63,16 +67,16 @@ def reading_records(where: object) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """A name from a file as one line of text, with control characters escaped."""
+    """Returns the text as one line, with control characters escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def unknown_field(path: str, known: Iterable[object]) -> str:
-    """A message about an unknown field, with the nearest name and all names.
+    """Returns a message about an unknown field, with the nearest known name and all known names.
 
     Args:
-      path: of the field, such as `config.optimizer.lr`.
-      known: names that could stand in the place of the last one.
+      path: the dotted path of the field, such as `config.optimizer.lr`.
+      known: the valid names for the last part of the path.
     """
     names = [str(name) for name in known]
     near = difflib.get_close_matches(path.rpartition(".")[2], names, n=1, cutoff=0.4)

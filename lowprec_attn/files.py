@@ -1,7 +1,7 @@
-"""Files that outlive a kill: written whole, or by whole lines; locks, and a disk that refuses.
+"""Crash-safe files: atomic writes, appended lines, locks, and errors of the disk.
 
-Nothing is written through a symbolic link, nor into a device, a pipe or a socket: what stands
-behind one of these is not the program's.
+Nothing is written through a symbolic link or into a device, a pipe or a socket, because what lies
+behind one of these does not belong to the program.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class DiskError(RunError):
 
 
 class NotJsonError(RunError):
-    """A file that should hold JSON holds something else."""
+    """A file that should hold JSON, or a certain JSON record, holds something else."""
 
 
 @contextlib.contextmanager
@@ -45,11 +45,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def remedy(error: OSError, otherwise: str) -> str:
-    """What to do about an error of the disk.
+    """Returns advice on an error of the disk.
 
     Args:
-      error: as the system raised it.
-      otherwise: what helps, unless something of another kind stands in a file's place.
+      error: the error that the system raised.
+      otherwise: the advice, unless something of the wrong type stands in the place of a file or
+        directory.
     """
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
         return f"move away what stands in the place of {error.filename}, or give another place"
@@ -57,15 +58,16 @@ def remedy(error: OSError, otherwise: str) -> str:
 
 
 def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
-    """Sees that a file can be written later, in a directory that is there.
+    """Checks that a file can be written later, in a directory that already exists.
 
     Args:
-      path: of the file.
-      reads: files and directories that the same command reads. It may not be one of the files; in
-        one of the directories it may be new, or an HTML page, which no command reads.
+      path: the file.
+      reads: the files and directories that the same command reads. `path` must not be one of the
+        files. In one of the directories it must be a new file or an HTML page, which no command
+        reads.
 
     Raises:
-      DiskError: it cannot, or it is read.
+      DiskError: the file cannot be written, or the command would overwrite one of its inputs.
     """
     with writing(path):
         if not path.name:  # "", "." or "/"
@@ -84,7 +86,7 @@ def require_output(path: Path, reads: Iterable[Path] = ()) -> None:
 
 
 def _require_file_or_nothing(path: Path) -> None:
-    """Raises an OSError unless a regular file stands there, or nothing."""
+    """Raises an OSError if the path exists and is not a regular file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -97,19 +99,19 @@ def _require_file_or_nothing(path: Path) -> None:
 
 
 def open_own(path: str | Path, flags: int) -> int:
-    """An opener for files that are written in place: no link is followed, no pipe waited for.
+    """Opens a file that is written in place; follows no symbolic link and waits for no pipe.
 
     Raises:
-      OSError: the file cannot be opened, or something else than a file stands there.
+      OSError: the file cannot be opened, or the path exists and is not a regular file.
     """
     _require_file_or_nothing(Path(path))
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def stays_inside(name: object) -> bool:
-    """Whether a name that a file gives is a relative path to something in the file's own folder.
+    """Whether a name read from a file is a relative path that stays in the file's own folder.
 
-    Links are not followed: a link may lead out all the same.
+    Symbolic links are not resolved, so the path may still leave the folder through one.
     """
     if not isinstance(name, str) or "\0" in name:
         return False
@@ -118,7 +120,7 @@ def stays_inside(name: object) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `write_atomically` gives such a name to a file that it has not finished."""
+    """Whether this is the name of an unfinished file of `write_atomically`."""
     return re.fullmatch(r"\.[0-9a-f]{12}\..*\.tmp", name) is not None
 
 
@@ -126,18 +128,18 @@ def is_temporary(name: str) -> bool:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes or replaces a file in one step.
+    """Writes or replaces a file atomically.
 
-    A process that is killed at any instant leaves the old contents or the new, never a part, and so
-    does a machine that loses its power. At most a hidden file whose name ends in that of `path`
-    and `.tmp` stays behind.
+    If the process is killed or the machine loses power at any instant, the file has either the old
+    contents or the new contents, never a part. At most a hidden file named `.*.NAME.tmp` stays
+    behind.
 
     Raises:
-      OSError: the disk refuses, or something else than a file stands there.
+      OSError: the write fails, or the path exists and is not a regular file.
     """
     _require_file_or_nothing(path)
-    # A name that nobody can foresee, made anew: a link that was planted under it is not followed,
-    # and no file of the user's has it.
+    # The temporary name is random and must be new, so nobody can plant a link under it, and it
+    # never belongs to one of the user's files.
     temporary = path.with_name(f".{secrets.token_hex(6)}.{path.name}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -148,14 +150,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)  # the new name
+    sync(path.parent)  # makes the rename durable
 
 
 def sync(path: Path) -> None:
-    """Brings a file to the disk, or the names in a directory.
+    """Flushes a file's contents, or a directory's entries, to the disk with `fsync`.
 
     Raises:
-      OSError: the disk refuses.
+      OSError: the path cannot be opened or flushed.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -165,10 +167,10 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and its parents, where they are not there, and brings them to the disk.
+    """Makes a directory and its missing parents, and flushes them to the disk.
 
     Raises:
-      OSError: the disk refuses, or a file stands in the way.
+      OSError: a directory cannot be made, or a file is in the way.
     """
     new = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -177,13 +179,16 @@ def make_directory(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any, indent: int = 2) -> None:
-    """Writes or replaces a JSON file, strictly, in one step; raises as `write_atomically`."""
+    """Writes or replaces a strict JSON file atomically; raises the errors of `write_atomically`."""
     text = json.dumps(strict_json(value), indent=indent, allow_nan=False)
     write_atomically(path, f"{text}\n".encode())
 
 
 def strict_json(value: Any) -> Any:
-    """The same value with NaN and infinities, which JSON has not, as "nan", "inf" and "-inf"."""
+    """Returns the value with NaN and infinities as "nan", "inf" and "-inf", since JSON lacks them.
+
+    Mappings become dicts, and tuples become lists.
+    """
     if isinstance(value, Mapping):
         return {name: strict_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -203,29 +208,30 @@ def from_strict_json(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+    """Returns the content of a JSON file.
 
     Raises:
-      NotJsonError: it is not JSON.
-      OSError: it cannot be read.
+      NotJsonError: the file is not JSON.
+      OSError: the file cannot be read.
     """
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # the latter: brackets in brackets in …
+    except (ValueError, RecursionError) as error:  # RecursionError: too deeply nested brackets
         raise NotJsonError(f"{path} is not JSON ({error})") from error
 
 
 def read_record(path: Path, **fields: type) -> dict[str, Any]:
-    """The content of a JSON file that holds a mapping.
+    """Returns the content of a JSON file that holds a mapping.
 
     Args:
-      path: of the file.
-      **fields: that it must have, with their types; an int is a float as well, and so are the
-        texts that `strict_json` makes of some.
+      path: the file.
+      **fields: the required fields and their types. A `float` field may hold an int, or one of the
+        texts that `strict_json` writes for NaN and infinities, which is returned as a float.
 
     Raises:
-      NotJsonError: it holds something else; the message says what to do.
-      OSError: it cannot be read.
+      NotJsonError: the file is not JSON, holds no mapping, or lacks a required field of the right
+        type. The message says what to do.
+      OSError: the file cannot be read.
     """
     mend = "restore it from a copy, or remove it and repeat the command that wrote it"
     try:
@@ -245,53 +251,53 @@ def read_record(path: Path, **fields: type) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """The size of a file, or of its beginning, in bytes and its SHA-256 in hexadecimal."""
+    """The size in bytes and the hexadecimal SHA-256 of a file, or of the beginning of one."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Reads a file.
+        """Returns the fingerprint of a whole file.
 
         Raises:
-          OSError: it cannot be read.
+          OSError: the file cannot be read.
         """
         return cls(size=path.stat().st_size, sha256=sha256(path))
 
 
 class Fingerprinter:
-    """Takes the fingerprint of a file that grows, from the bytes that are added to it."""
+    """Maintains the fingerprint of a growing file from the bytes that are appended to it."""
 
     def __init__(self, begin: bytes = b"") -> None:
         self._size, self._sha256 = len(begin), hashlib.sha256(begin)
 
     def add(self, data: bytes) -> None:
-        """Counts what was appended."""
+        """Adds bytes that were appended to the file."""
         self._size += len(data)
         self._sha256.update(data)
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of all bytes so far."""
+        """The fingerprint of all bytes so far."""
         return Fingerprint(self._size, self._sha256.hexdigest())
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal.
+    """Returns the SHA-256 of a file's bytes, in hexadecimal.
 
     Raises:
-      OSError: it cannot be read.
+      OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cached_sha256(path: Path) -> str:
-    """As `sha256`, computed once: `.NAME.sha256` beside the file keeps it.
+    """Returns `sha256(path)` and caches it in `.NAME.sha256` beside the file.
 
-    A file of another size or time of change is read again, and so is every file in a directory
-    that cannot be written.
+    The file is read again if its size or modification time has changed. In a directory that cannot
+    be written there is no cache, so the file is read every time.
 
     Raises:
       OSError: the file cannot be read.
@@ -312,10 +318,10 @@ def cached_sha256(path: Path) -> str:
 
 
 class LineFile:
-    """Appends to a file, each time one whole line in one write.
+    """Appends to a file, one whole line per `write` call, without a buffer.
 
-    A line is on its way to the disk when `append` returns: kill -9 loses nothing but, at most, a
-    part of the line being written, which `complete_lines` leaves out.
+    The kernel has the line when `append` returns. kill -9 can at most cut short the line that is
+    being written, and `complete_lines` leaves out such a partial line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -326,7 +332,7 @@ class LineFile:
         """Writes a line and returns its bytes.
 
         Args:
-          text: of the line, without its end.
+          text: the line without its line end.
 
         Raises:
           OSError: the disk is full or not writable.
@@ -338,7 +344,7 @@ class LineFile:
         return line
 
     def flush(self) -> None:
-        """Brings everything written so far to the disk."""
+        """Flushes everything written so far to the disk with `fsync`."""
         os.fsync(self._file.fileno())
         sync(self._path.parent)
 
@@ -348,17 +354,17 @@ class LineFile:
 
 
 def append_line(path: Path, text: str) -> bytes:
-    """Appends one line to a file, which is made if there is none; returns its bytes.
+    """Appends one line to a file and returns the line's bytes; creates the file if necessary.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: the file cannot be written.
     """
     with writing(path), contextlib.closing(LineFile(path)) as file:
         return file.append(text)
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file with their ends, without a last one that does not end yet.
+    """Returns the lines of a file with their line ends; leaves out an unterminated last line.
 
     Raises:
       OSError: the file cannot be read.
@@ -371,10 +377,10 @@ def complete_lines(path: Path) -> list[bytes]:
 
 
 def lock(path: Path) -> IO[bytes] | None:
-    """Opens a file that only one process at a time can open so, or None where another one has it.
+    """Opens a file with an exclusive lock, or returns None if another process holds the lock.
 
-    The kernel holds the lock until the file is closed, here and in every child that inherited its
-    descriptor, or those processes end in whatever way: kill -9 releases it.
+    The kernel releases the lock once this process and all children that inherited the descriptor
+    have closed the file or ended, even by kill -9.
 
     Raises:
       OSError: the file cannot be made or locked.
@@ -395,13 +401,13 @@ def lock(path: Path) -> IO[bytes] | None:
 def flatten(
     value: Any, separator: str = ".", lists: bool = False, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields what nested mappings hold under flat names, such as `('optimizer.peak_lr', 0.001)`.
+    """Yields the values of nested mappings by flat name, such as `('optimizer.peak_lr', 0.001)`.
 
     Args:
-      value: mappings in mappings; one that is empty counts as a value.
-      separator: between the names of the levels.
-      lists: whether lists are taken apart as well, by index.
-      prefix: name of `value` itself.
+      value: nested mappings. An empty mapping counts as a value.
+      separator: the text between the names of two levels.
+      lists: whether to flatten lists as well, with indices as names.
+      prefix: the name of `value` itself.
     """
     if lists and isinstance(value, list):
         value = dict(enumerate(value))

@@ -1,7 +1,7 @@
-"""A run in several processes, usually one per host: who writes, what all agree on, when they stop.
+"""Coordination of a run's processes, usually one per host: output, agreement, stop requests.
 
-Every process computes the same steps on its own devices and its own rows of each batch. The first
-one alone writes records and reports; checkpoints are written by all of them together. In a run of
+Every process computes the same steps on its own devices and its own rows of each batch. Only the
+first process writes records and reports. All processes together write the checkpoints. In a run of
 one process everything here is trivial.
 """
 
@@ -25,9 +25,9 @@ from jax.experimental import multihost_utils
 
 from lowprec_attn.errors import EXIT_INTERRUPTED, RunError
 
-# A process that fails waits so long for the others to end as well, then ends them.
+# How long a process that fails waits for the others to end before it ends them.
 _SHUTDOWN_SECONDS = 20
-# So long a process waits for the first one to listen, as JAX does, which then aborts.
+# How long a process waits for the first process to listen. JAX waits as long, and then aborts.
 _COORDINATOR_SECONDS = 300.0
 _CONNECT_SECONDS = 5.0  # for one attempt
 
@@ -37,17 +37,19 @@ _Args = ParamSpec("_Args")
 def connect(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Makes this process one of several; before anything else of JAX is used.
+    """Connects this process to the others of the run, before any other use of JAX.
+
+    `jax.distributed` determines each argument that is None, on Cloud TPU, Slurm and the other
+    clusters that it supports.
 
     Args:
-      coordinator_address: HOST:PORT at which the first process listens.
-      num_processes: of the run.
-      process_id: of this one, from 0. What is None is found out on Cloud TPU, SLURM and the other
-        clusters that `jax.distributed` knows.
+      coordinator_address: the HOST:PORT at which the first process listens.
+      num_processes: the number of processes in the run.
+      process_id: the number of this process, from 0.
 
     Raises:
-      RunError: too late, or not known and not given, or a number or the address is none, or nobody
-        has listened there for five minutes.
+      RunError: an argument is invalid, or is None and cannot be determined; JAX already uses its
+        devices; or nobody listened at the address for five minutes.
     """
     if coordinator_address is not None and not _is_address(coordinator_address):
         raise RunError(
@@ -95,7 +97,10 @@ def _is_address(text: str) -> bool:
 def _wait_for(address: str) -> None:
     """Returns once somebody listens at HOST:PORT.
 
-    JAX would end the process with a stack trace where nobody does.
+    If nobody listened there, JAX would end the process with a stack trace.
+
+    Raises:
+      RunError: nobody listened there for five minutes.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _COORDINATOR_SECONDS
@@ -114,12 +119,12 @@ def _wait_for(address: str) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes; asking starts no device."""
+    """Whether this is the first process, which writes; does not initialize JAX's devices."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def first_only(function: Callable[_Args, object]) -> Callable[_Args, None]:
-    """The function on the first process, nothing on the others."""
+    """Returns a function that calls `function` on the first process and does nothing on others."""
 
     @functools.wraps(function)
     def on_first(*args: _Args.args, **kwargs: _Args.kwargs) -> None:
@@ -131,15 +136,19 @@ def first_only(function: Callable[_Args, object]) -> Callable[_Args, None]:
 
 @first_only
 def say(text: str) -> None:
-    """Prints a line, once for all processes; at once, also into a pipe."""
+    """Prints a line from the first process only, and flushes it."""
     print(text, flush=True)
 
 
 def from_first(function: Callable[[], Any]) -> Any:
-    """What the function returns on the first process, JSON-able, on all of them.
+    """Calls the function on the first process and returns its result on all processes.
+
+    Args:
+      function: returns a value that JSON can represent.
 
     Raises:
-      RunError: it failed on the first process, where its own error is raised.
+      RunError: the function failed on the first process. That process itself raises the function's
+        own error.
     """
     if not jax.distributed.is_initialized():
         return function()
@@ -163,16 +172,19 @@ def from_first(function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """A barrier: no process leaves the block before process 0, which writes the most."""
+    """A barrier at the end of a block: no process leaves the block before process 0 ends it.
+
+    Process 0 writes the most, so the others wait for it.
+    """
     yield
     from_first(lambda: None)
 
 
 def require_everywhere(holds: bool, problem: str) -> None:
-    """Fails on every process if something does not hold on one.
+    """Raises an error on every process if `holds` is false on at least one of them.
 
     Raises:
-      RunError: `process N {problem}`.
+      RunError: the message is `process N {problem}`, with the first such process.
     """
     if not jax.distributed.is_initialized():
         everywhere = np.array([holds])
@@ -184,15 +196,19 @@ def require_everywhere(holds: bool, problem: str) -> None:
 
 @contextmanager
 def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[int], int | None]]:
-    """A function of the step, asked once in each: the exit code to stop with after it, or None.
+    """Yields a function of the step that returns the exit code to stop with, or None to go on.
 
-    In a single process SIGTERM and SIGINT ask for it, which is answered at once by a line. A second
-    SIGINT ends the process, also while it compiles; in a notebook it acts as usual, as a second
-    SIGTERM does. Of several processes any may get SIGTERM, and all stop after the same step (within
-    about a second).
+    The trainer calls the function once per step, and stops after that step if it returns a code.
+
+    In a run of one process, SIGTERM and SIGINT request the stop, and `say` confirms it at once. A
+    second SIGINT ends the process, even while JAX compiles; in an interactive interpreter, such as
+    a notebook, it has its usual effect. A SIGTERM after the first signal has its usual effect.
+
+    In a run of several processes, any of them may receive SIGTERM. All processes then stop after
+    the same step, within about a second.
 
     Args:
-      say: prints a line; called in a thread.
+      say: prints a line. It is called in another thread.
     """
     if jax.process_count() > 1:
         reached = multihost_utils.reached_preemption_sync_point
@@ -211,7 +227,8 @@ def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[int], int | 
     def request(number: int, _: object) -> None:
         codes.append(EXIT_INTERRUPTED if number == signal.SIGINT else 0)
         restore()
-        if not interactive:  # else a KeyboardInterrupt, in whatever Python is about, is shown
+        # The usual handler would show a KeyboardInterrupt from whatever Python happens to run.
+        if not interactive:
             signal.signal(signal.SIGINT, request)
 
     interactive = hasattr(sys, "ps1")
@@ -226,10 +243,11 @@ def stop_requests(say: Callable[[str], None]) -> Iterator[Callable[[int], int | 
 
 @contextmanager
 def _answering(say: Callable[[str], None], may_end: bool) -> Iterator[None]:
-    """Says at once that a signal has come, and if it may, ends the process at the next SIGINT.
+    """Confirms a stop signal at once, and ends the process at the next SIGINT if `may_end`.
 
-    Python calls its handlers between two of its own instructions, and a compilation is a single
-    one. The system, however, writes the number of a signal into a pipe at once.
+    Python runs signal handlers only between two bytecode instructions, and a compilation is a
+    single instruction. So a thread reads the pipe of `signal.set_wakeup_fd`, into which the number
+    of every signal is written immediately.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -246,7 +264,7 @@ def _answering(say: Callable[[str], None], may_end: bool) -> Iterator[None]:
                     "Ctrl-C again ends at once"
                 )
             elif number == signal.SIGINT and may_end:
-                os._exit(EXIT_INTERRUPTED)  # what a run has written survives being killed
+                os._exit(EXIT_INTERRUPTED)  # safe, because a run's files survive a kill
 
     thread = threading.Thread(target=answer, name="lowprec-attn signals", daemon=True)
     thread.start()

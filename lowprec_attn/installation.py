@@ -1,6 +1,6 @@
-"""Where this package comes from: the address of its source, and how to install its extras.
+"""The address of this package's source, and the commands that install its extras.
 
-pyproject.toml alone names the address. An installed package has it in its metadata.
+The address is written only in pyproject.toml. An installed package has it in its metadata.
 """
 
 import importlib.metadata
@@ -14,10 +14,10 @@ _NAME = "lowprec-attn"
 
 
 def address() -> str:
-    """The address of the repository, as `pip install git+ADDRESS` and `git clone` take it.
+    """Returns the repository's address for `pip install git+ADDRESS` and `git clone`.
 
     Raises:
-      importlib.metadata.PackageNotFoundError: this is neither a checkout nor installed.
+      importlib.metadata.PackageNotFoundError: the package is neither a checkout nor installed.
     """
     project = _CHECKOUT / "pyproject.toml"
     if project.is_file():
@@ -27,24 +27,25 @@ def address() -> str:
 
 
 def command_for(module: str) -> str:
-    """As `command`, with the extra that brings a module that cannot be imported.
+    """Returns the command that installs the extra which provides a missing module.
 
-    The extra is `train` for a module that none names: it comes with a package of the trainer's.
+    If no extra names the module, the extra is `train`, because the module is then a dependency of
+    one of the trainer's packages. See `command`.
 
     Args:
-      module: as Python imports it, such as `orbax.checkpoint`.
+      module: the module's import name, such as `orbax.checkpoint`.
     """
     name = _normalized(module.partition(".")[0])
     for extra, requirements in _extras().items():
         packages = [_normalized(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in requirements]
-        # The package orbax-checkpoint brings a part of the module orbax.
+        # The package orbax-checkpoint provides a part of the module orbax.
         if any(package == name or package.startswith(f"{name}-") for package in packages):
             return command(extra)
     return command("train")
 
 
 def _extras() -> dict[str, list[str]]:
-    """The requirements of each extra, in the order of pyproject.toml."""
+    """Returns the requirements of each extra, in the order of pyproject.toml."""
     project = _CHECKOUT / "pyproject.toml"
     if project.is_file():
         return tomllib.loads(project.read_text("utf-8"))["project"]["optional-dependencies"]
@@ -60,12 +61,12 @@ def _normalized(name: str) -> str:
 
 
 def command(extras: str) -> str:
-    """A command that adds extras to this installation, from wherever it is run.
+    """Returns a command that adds extras to this installation, from any working directory.
 
-    The package is on no index, so the command names the checkout or the address.
+    The package is not on a package index, so the command names the checkout or the address.
 
     Args:
-      extras: names of extras in pyproject.toml, with commas between them.
+      extras: comma-separated names of extras in pyproject.toml.
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"pip install -e {shlex.quote(f'{_CHECKOUT}[{extras}]')}"

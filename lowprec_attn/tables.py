@@ -1,4 +1,4 @@
-"""Tables of text: in columns for a terminal, and in Markdown."""
+"""Text tables: aligned columns for a terminal, and Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,15 +8,15 @@ _SIDES = {"<": "left", ">": "right"}
 
 
 def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> str:
-    """Lays rows of cells out in columns, each as wide as its widest cell.
+    """Lays out rows of cells in columns, each the width of its widest cell.
 
     Args:
-      rows: cells row by row, a heading among them; a row may end early.
+      rows: the cells of each row, including a heading row if there is one. A row may be short.
       align: `<` or `>` for each column.
-      between: text between neighbouring columns.
+      between: the text between neighbouring columns.
 
     Returns:
-      One line a row, without spaces at its end.
+      One line per row, without trailing spaces.
 
     Example:
       >>> print(columns([("part", "ms"), ("attention", "18.5")], "<>"))
@@ -26,16 +26,16 @@ def columns(rows: Iterable[Sequence[str]], align: str, between: str = "  ") -> s
     row = DataRow("", between, "")
     style = TableFormat(None, None, None, None, row, row, padding=0, with_header_hide=None)
     sides = [_SIDES[side] for side in align]
-    # Cells are printed as they are: tabulate would write 1.50 as 1.5.
+    # Cells are printed unchanged. Without `disable_numparse`, tabulate would write 1.50 as 1.5.
     return tabulate(rows, tablefmt=style, disable_numparse=True, colalign=sides)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, its columns as wide as their widest cells.
+    """Returns a Markdown table whose columns have the width of their widest cells.
 
     Args:
-      header: one text a column.
-      rows: cells row by row, which are left as they are.
+      header: the heading of each column.
+      rows: the cells of each row, which are printed unchanged.
 
     Example:
       >>> print(markdown(("arm", "step"), [("probe", "1,200")]), end="")

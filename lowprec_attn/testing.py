@@ -1,4 +1,4 @@
-"""`assert_attention`, for the tests of a kernel."""
+"""`assert_attention`, an assertion for a kernel's own tests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,23 +19,26 @@ def assert_attention(
 ) -> check.Report:
     """Asserts that an attention function has no bug, forward and backward, on hard inputs.
 
-    Takes ten seconds to a minute on a CPU; see `lowprec_attn.check`.
+    The check takes ten seconds to a minute on a CPU; see `lowprec_attn.check`.
 
     Args:
-      function: of q, k and v, of JAX or PyTorch, or the name of a target such as `jax.nn:cudnn`.
-      dtype: of q, k, v and dO: `bfloat16`, `float16` or `float32`.
-      arithmetic: the preset that must explain its results, or one that they cannot tell from it.
-      allow_risk: whether a risk passes.
-      seed: of the inputs.
-      out: folder for the smallest case of a bug and a script that shows it.
-      **options: how it is called, as in `check.Options`: `causal=True`, `layout='BNTH'`, …
+      function: a JAX or PyTorch function of q, k and v, or a target's name, such as
+        `jax.nn:cudnn`.
+      dtype: the dtype of q, k, v and dO: `bfloat16`, `float16` or `float32`.
+      arithmetic: the preset that must explain the results. The results may fit other presets
+        equally well. None accepts any arithmetic.
+      allow_risk: whether a kernel with the state `risk` passes.
+      seed: the seed of the inputs.
+      out: the folder for the smallest case of a bug and for a script that shows it.
+      **options: how to call the function, as in `check.Options`: `causal=True`, `layout='BNTH'`, …
 
     Returns:
       The report.
 
     Raises:
-      AssertionError: a bug, or what is not allowed; the message is the report in words.
-      TargetError: it cannot be called as the options say.
+      AssertionError: the function has a bug, has a risk that is not allowed, or computes another
+        arithmetic. The message is the report in words.
+      TargetError: the function cannot be called with these options.
 
     Example:
       >>> import jax

@@ -1,5 +1,5 @@
-"""The commands, one file each: it reads flags, calls the library and prints.
+"""The commands. Each has one module, which reads flags, calls the library and prints.
 
-`main` imports a command's module when it is asked for; each has `add_arguments(parser)` and
-`run(args)`. `config` alone, with the configs themselves, knows ml_collections.
+Every command's module has `add_arguments(parser)` and `run(args)`. `main` imports it only when the
+user asks for that command. Only `config` and the configs themselves use ml_collections.
 """

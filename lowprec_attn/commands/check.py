@@ -1,10 +1,11 @@
 """`lowprec-attn check TARGET`: is a kernel's gradient right, and which arithmetic is it?
 
-It runs an attention function of any library forward and backward on hard inputs, compares it with
-float64 and with emulations of named arithmetics, and says in words: right, and which arithmetic; a
-risk, and which cure; or a bug, and the smallest case that shows it. See `lowprec_attn.check`.
+The command runs an attention function of any library forward and backward on hard inputs, and
+compares it with float64 and with emulations of named arithmetics. It reports one of three states:
+right, with the arithmetic; a risk, with the cure; or a bug, with the smallest case that shows it.
+See `lowprec_attn.check`.
 
-Exit codes: 0 right; 3 a risk; 4 a bug; 1 a target or option that cannot serve.
+Exit codes: 0 right; 3 a risk; 4 a bug; 1 an unusable target or option.
 """
 
 import argparse
@@ -101,16 +102,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _window(word: str) -> tuple[int, ...]:
-    """LEFT,RIGHT or one number; how many and how large is checked where options are."""
+    """Parses `LEFT,RIGHT` or one number for both sides; `check` validates the values later."""
     sides = tuple(int(side) for side in word.split(","))
     return sides * 2 if len(sides) == 1 else sides
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks, prints, writes; returns the exit code.
+    """Checks the target, prints and writes the report, and returns the exit code.
 
     Raises:
-      UserError: the target cannot be had or called, an option cannot serve, or a file cannot be
+      UserError: the target cannot be loaded or called, an option is unusable, or a file cannot be
         written.
     """
     target = check.find(args.target, _options(args))
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_outputs(args: argparse.Namespace) -> None:
-    """Nothing is written over the module that the target is of."""
+    """Checks that the outputs can be written and would not overwrite the target's own module."""
     file = getattr(sys.modules.get(args.target.partition(":")[0]), "__file__", None)
     reads = [] if file is None else [Path(file)]
     for option, path in (("--json", args.json), ("--html", args.html)):

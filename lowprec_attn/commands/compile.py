@@ -1,12 +1,12 @@
-"""`lowprec-attn compile`: whether a training step fits a TPU slice; needs no TPU."""
+"""`lowprec-attn compile`: tells whether a training step fits a TPU slice; needs no TPU."""
 
 import argparse
 import os
 
 from lowprec_attn.commands import config
 
-# libtpu reads these when it is loaded. With them it does not look for a TPU, and runs beside other
-# processes that have loaded it.
+# libtpu reads these variables when it is loaded. They keep it from looking for a TPU, and let other
+# processes load it at the same time.
 COMPILER_HOST = {
     "JAX_PLATFORMS": "cpu",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -27,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles; returns 0, or 1 where the step does not fit.
+    """Compiles the training step and returns 0, or 1 if the step does not fit.
 
     Raises:
-      UserError: config, slice, batch or attention cannot serve.
+      UserError: the config, slice, batch or attention is unusable.
     """
-    os.environ.update(COMPILER_HOST)  # before JAX starts below
+    os.environ.update(COMPILER_HOST)  # before the imports below load JAX
     from lowprec_attn.training.config import train_settings
     from lowprec_attn.training.resources.fit import compile_for
 

@@ -1,6 +1,6 @@
-"""Loads configs by name or path, with fields set by flags. Only this module knows ml_collections.
+"""Loads configs by name or path, with fields set by flags. Only this module uses ml_collections.
 
-The configs of the project lie in `configs/` of a checkout, and in the installed package.
+The project's own configs are in `configs/` of a checkout and in the installed package.
 """
 
 import ast
@@ -14,27 +14,28 @@ from typing import Any
 from lowprec_attn.errors import UserError, lacks_its_platform, unknown_field
 from lowprec_attn.runs.earlier import INSTEAD
 
-# ml_collections sorts keys.
+# ml_collections sorts keys, which fails with this message for keys of different types.
 _UNSORTED = "'<' not supported between"
 _MIXED_KEYS = "keys of one mapping differ in type, such as 0 and '0'"
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class ConfigFileError(UserError, ValueError):
-    """A config cannot be found or read, or a flag cannot be taken."""
+    """A config cannot be found or read, or a flag cannot be applied to it."""
 
 
 def shipped() -> Path:
-    """The directory of the project's own configs."""
+    """Returns the directory of the project's own configs."""
     installed = _PACKAGE / "configs"
     return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def config_file(name: str, suffix: str) -> Path:
-    """The file of a config: a path, or the name of one of `shipped()`.
+    """Returns the file of a config, given by its path or by the name of a config in `shipped()`.
 
     Args:
-      name: `runs/mine.py`, `gpt2_bf16` or, wherever one stands, `configs/gpt2_bf16.py`.
+      name: `runs/mine.py`, `gpt2_bf16`, or `configs/gpt2_bf16.py`. The last form also works outside
+        of a checkout.
       suffix: `.py` or `.toml`.
 
     Raises:
@@ -51,15 +52,15 @@ def config_file(name: str, suffix: str) -> Path:
 
 
 def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """A config as a mapping.
+    """Loads a config and returns it as a mapping.
 
     Args:
-      name: see `config_file`; `:VARIANT` may follow.
-      flags: of its fields, `--config.FIELD=VALUE`.
+      name: a name that `config_file` accepts, optionally followed by `:VARIANT`.
+      flags: flags that set fields, `--config.FIELD=VALUE`.
 
     Raises:
-      ConfigFileError: no such file, variant or field, no config in the file, a value of another
-        type, an unknown flag.
+      ConfigFileError: the file, variant or field does not exist, the file holds no config, or a
+        flag has no value or a value of the wrong type.
     """
     from ml_collections import ConfigDict
 
@@ -69,8 +70,8 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
         config = _read(path).get_config(*([variant] if colon else []))
     except (SyntaxError, UserError, ValueError) as error:
         raise ConfigFileError(f"{name} is not a config: {error}") from error
-    except (Exception, SystemExit) as error:  # the file is the user's program
-        if lacks_its_platform(error):  # which it may ask for
+    except (Exception, SystemExit) as error:  # the file is a program of the user's
+        if lacks_its_platform(error):  # a config may ask JAX for its devices
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigFileError(
@@ -89,7 +90,7 @@ def load(name: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _set(config: Any, flag: str) -> None:
-    """Sets the field of a flag in a ConfigDict, which knows its type."""
+    """Sets the field that a flag names in a ConfigDict, which knows the field's type."""
     path, equals, text = flag.partition("=")
     *sections, field = path.split(".")[1:]
     section = config
@@ -112,7 +113,7 @@ def _set(config: Any, flag: str) -> None:
 
 
 def _parsed(kind: type, text: str) -> Any:
-    """The value of a field that has this type, or is None."""
+    """Parses the text of a flag as a value of this type, or as None."""
     if text == "None":
         return None
     if kind is bool:
@@ -130,13 +131,13 @@ def _reason(error: BaseException) -> str:
 
 
 def module(name: str) -> ModuleType:
-    """One of the project's configs as a module, for configs that build upon it."""
+    """Imports a config as a module, for configs that build upon it."""
     return _read(config_file(name, ".py"))
 
 
 def _read(path: Path) -> ModuleType:
     name = f"lowprec_attn.configs.{path.stem}"
-    # A loader of its own: a config may have any suffix.
+    # An explicit loader, because a config may have any suffix.
     loader = importlib.machinery.SourceFileLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None

@@ -1,16 +1,19 @@
 """`lowprec-attn diagnose FILE ...`: is low-precision attention the problem of these layers?
 
-The first line is the answer. It reads q, k, v and, if they are there, dO of one layer or of many,
-from files. Or it forms them by one step of a model: the newest checkpoint of a run directory
-(`--step`: an earlier one), or a model of Hugging Face on a text. It computes attention in each
-arithmetic asked for (that of a run in its own) and in exact arithmetic, and prints one table of all
-heads, the nearest to a warning first, a verdict for each layer that shows something, and what to do
-about it in JAX and in PyTorch. The rules stand in `lowprec_attn.diagnostics.rules` and `.verdict`,
-what to do in `.actions`. For the worst layer it tries cures on the same arrays and says what each
-leaves of the error. Of a run, and of captures of several steps (`--series`), it also says which
-layer leaves its past or the others.
+The first printed line is the answer. The command reads q, k, v and, if present, dO of one or more
+layers from files. Or it computes them by one step of a model: the newest checkpoint of a run
+directory (`--step` chooses an earlier one), or a Hugging Face model on a text.
 
-Exit codes: 0 nothing that warns; 3 a warning; 1 a file or option that cannot serve.
+It then computes attention in exact arithmetic and in each requested arithmetic; the default for a
+run is the run's own arithmetic. It prints a table of all heads, the nearest to a warning first, a
+verdict for each layer with a finding, and what to do about it in JAX and in PyTorch. For the worst
+layer it tries cures on the same arrays and says how much of the error remains under each. For a
+run, and for captures of several steps (`--series`), it also says which layer departs from its own
+past or from the other layers.
+
+The rules are in `lowprec_attn.diagnostics.rules` and `.verdict`, the advice is in `.actions`.
+
+Exit codes: 0 no warning; 3 a warning; 1 an unusable file or option.
 """
 
 import argparse
@@ -123,10 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads, measures, prints; returns the exit code.
+    """Reads the layers, measures them, prints and writes the report; returns the exit code.
 
     Raises:
-      DiagnoseError: an option or a source cannot serve.
+      DiagnoseError: an option or a source is unusable.
       DiskError: the report cannot be written.
     """
     arithmetics = _arithmetics(args)
@@ -171,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
     if path.is_dir():
-        # The trainer's packages, which files do without.
+        # These import the trainer's packages, which are not needed to read files.
         from lowprec_attn.diagnostics.examine import folder_layers, run_layers
 
         if not folder_layers.is_one(path):
@@ -188,23 +191,23 @@ def _load(path: Path, args: argparse.Namespace) -> list[Layer]:
 
 
 def _series(args: argparse.Namespace, examined: Sequence[Sequence[Examination]]) -> list[Series]:
-    """Of the files together with `--series`; else of every run by itself."""
+    """Returns one series of all files if `--series` is set, else the series of every run."""
     if args.series:
         return [trends.of_files(list(zip(map(str, args.source), examined, strict=True)))]
     found = []
     for path, of_source in zip(args.source, examined, strict=True):
         if any(one.layer.own is not None for one in of_source):
-            from lowprec_attn.diagnostics.examine import run_layers  # as in `_load`
+            from lowprec_attn.diagnostics.examine import run_layers  # late, as in `_load`
 
             try:
                 found.append(run_layers.series(path, args.step))
-            except RunError as error:  # the checkpoint was examined all the same
+            except RunError as error:  # not fatal: the checkpoint has been examined
                 print(f"note: no trend: {error}")
     return [one for one in found if one is not None]
 
 
 def _as_asked(layer: Layer, args: argparse.Namespace) -> Layer:
-    """The layer with the options of the call, which go before what its source says."""
+    """Returns the layer with the command's options, which override what its source says."""
     given = (args.is_causal, layer.is_causal, True)
     return layer._replace(
         is_causal=next(value for value in given if value is not None),
@@ -229,7 +232,7 @@ def _arithmetics(args: argparse.Namespace) -> list[Arithmetic]:
 
 
 def _preset(name: str, kv_block: KvBlock | None) -> Numerics:
-    """The preset, in steps of `kv_block` keys where that is given."""
+    """Returns the preset, with steps of `kv_block` keys unless that is None."""
     preset = get_preset(name)
     return preset if kv_block is None else preset.replace(kv_block=kv_block)
 
@@ -260,7 +263,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _wrapped(lines: Sequence[str]) -> str:
-    """Sentences in lines of at most 100 columns, names of files and layers in one piece."""
+    """Wraps sentences at 100 columns without breaking the names of files and layers."""
     return "\n".join(
         textwrap.fill(
             line, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -275,7 +278,7 @@ def _table(examined: Sequence[Examination], layers: Sequence[Layer], limit: int)
     rows = heads(examined)
     shown = rows[:limit] if limit else rows
     table, align = wording.rows(shown, layers)
-    # One space between columns: with two, lines were longer than a wide terminal's 120.
+    # One space between columns: with two, lines would exceed the 120 columns of a wide terminal.
     lines = [columns(table, align, " ")] if shown else []
     if len(shown) < len(rows):
         lines.append(
@@ -354,5 +357,5 @@ def _found(one: Examination) -> list[dict[str, Any]]:
 
 
 def _json_number(x: Any) -> float | None:
-    """JSON has neither NaN nor infinity: null."""
+    """Returns the number as a float, or None (null) for NaN and infinities, which JSON lacks."""
     return float(x) if np.isfinite(x) else None

@@ -1,6 +1,6 @@
-"""`lowprec-attn lab`: run a set of arms, collect their records, report.
+"""`lowprec-attn lab`: runs a set of arms, collects their records and writes reports.
 
-Functions import the trainer's packages, so that --help does without.
+The trainer's packages are imported inside functions, so that --help does not need them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowprec_attn.lab.records import ArmRecord
 
 _MOST_JOBS = 1024
-_RECORDS = "records.jsonl.xz"  # `archive.FILE`, which takes the trainer's packages to import
+_RECORDS = "records.jsonl.xz"  # `archive.FILE`, whose import needs the trainer's packages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the command on arguments that `add_arguments` parsed.
+    """Runs the chosen action.
 
     Raises:
       RunError: a definition, directory or arm fails; see the modules of `lab`.
@@ -175,14 +175,14 @@ def _report(args: argparse.Namespace) -> None:
     from lowprec_attn.lab.report.summary import summary
     from lowprec_attn.runs.pages.drawing import require_figure_format
 
-    if args.figure is not None:  # before the records are read, which takes long
+    if args.figure is not None:  # checked before the records are read, which takes long
         require_figure_format(args.figure)
         require_output(args.figure, [archive.path_of(args.results)])
     if archive.path_of(args.results).exists():
         _report_one(args, args.results, args.figure or args.results / "figure.png")
         return
     directories = sorted(path.parent for path in args.results.rglob(_RECORDS))
-    # What lies deeper looks at the runs of the experiment above it once more.
+    # Deeper directories analyse the runs of the experiment above them again, so they do not count.
     counted = [path for path in directories if path.parent == args.results]
     if not counted:
         raise RunError(
@@ -199,7 +199,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _report_one(args: argparse.Namespace, directory: Path, figure: Path) -> "list[ArmRecord]":
-    """Writes table and figure of one experiment; returns its records."""
+    """Writes the table and the figure of one experiment, and returns its records."""
     from lowprec_attn.lab import records
     from lowprec_attn.lab.report import figures, outcomes, tables
     from lowprec_attn.lab.report.bias import bias_table

@@ -17,8 +17,8 @@ from lowprec_attn.errors import EXIT_INTERRUPTED, UserError, lacks_its_platform,
 
 EXIT_BAD_INPUT = 1
 
-# Each module has add_arguments(parser) and run(args). Only the one asked for is imported, because
-# `diagnose` needs the core install alone, the others the trainer's packages.
+# Each module has add_arguments(parser) and run(args). Only the requested one is imported, because
+# `diagnose` needs only the core installation and the others need the trainer's packages.
 _COMMANDS = {
     "train": "train GPT-2 or a Llama-style model with a named choice of attention arithmetic",
     "compile": "does a training step fit a TPU slice? without a TPU",
@@ -29,7 +29,7 @@ _COMMANDS = {
     "report": "write the page of a run directory anew",
 }
 
-# Flags and commands that earlier checkouts had.
+# Flags and commands of earlier checkouts, and what to use instead.
 _GONE = {
     "deviation": "python -m benchmarks.deviation, in a checkout",
     "--profile": "jax.profiler.trace around a step shows its operations by part of the model",
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-      argv: its words, None for those of the process.
+      argv: the command's words; None takes those of the process.
 
     Returns:
-      The exit code of the command; 1 for a `UserError`, for a file that the system refuses and for
-      output that a full disk refuses, which are printed as one line; 130 after Ctrl-C. From then on
-      Ctrl-C ends the process at once.
+      The exit code of the command. It is 1 after a `UserError`, a file that the system refuses, or
+      output that a full disk refuses, each of which is printed as one line. It is 130 after Ctrl-C;
+      from then on another Ctrl-C ends the process at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 raise
             code = EXIT_INTERRUPTED
-            # Another Ctrl-C, while Python waits for its threads, would show where they were.
+            # Another Ctrl-C while Python waits for its threads would print their tracebacks.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
         output.flush()
         refused = output.failure
-        # A reader that has seen enough (`| head -1`) is no failure.
+        # A reader that closes the pipe early (`| head -1`) is not a failure.
         if refused is not None and refused.errno != errno.EPIPE:
             failed = _fail(f"cannot write to standard output: {refused.strerror}")
             return code or failed
@@ -71,13 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_process(argv: Sequence[str] | None = None) -> NoReturn:
-    """`main`, and the end of the process with its exit code."""
+    """Runs `main` and ends the process with its exit code."""
     sys.unraisablehook = _not_dropped
     _settle_environment()
     code = main(argv)
     if code == EXIT_INTERRUPTED and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        # Ctrl-C came in the middle of something. A compiler may still be at work in threads, and
-        # would crash while Python is taken down (JAX 0.10).
+        # Ctrl-C interrupted the command. Compiler threads may still be running, and they would
+        # crash during Python's shutdown (JAX 0.10), so the process skips the shutdown.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # closed, or full
                 stream.flush()
@@ -86,10 +86,10 @@ def run_process(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _settle_environment() -> None:
-    """What must stand before libraries are imported; sets aside what no command can follow."""
-    os.environ["MPLBACKEND"] = "agg"  # figures go into files
-    # NumPy multiplies small matrices alone, most of them in `check`. Threads that wait for the next
-    # one keep their cores busy. OpenBLAS reads this when NumPy is imported.
+    """Sets variables that libraries read when imported; removes one that no command supports."""
+    os.environ["MPLBACKEND"] = "agg"  # figures are only written to files
+    # NumPy multiplies only small matrices, mostly in `check`, and idle OpenBLAS threads spin while
+    # they wait for the next product. OpenBLAS reads this variable when NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if os.environ.pop("JAX_ENABLE_X64", "0").lower() not in ("0", "false", "f", "no", "n", "off"):
         print(
@@ -99,9 +99,10 @@ def _settle_environment() -> None:
 
 
 def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
-    """Python drops a Ctrl-C that comes in a callback of its garbage collector, where JAX has one.
+    """Raises SIGINT again if Python has dropped a KeyboardInterrupt.
 
-    So it comes again.
+    Python drops one that arrives in a callback of its garbage collector, and JAX installs such a
+    callback.
     """
     if dropped.exc_type is KeyboardInterrupt:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -110,7 +111,7 @@ def _not_dropped(dropped: "sys.UnraisableHookArgs") -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors repeat words of the user, of which none may move the terminal's cursor."""
+    """A parser that escapes control characters in its errors, which quote the user's words."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
@@ -139,7 +140,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     for word in arguments:
-        if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+        if word.startswith("--") and word.endswith("=--"):  # argparse would parse an empty list
             parser.error(f"argument {word.removesuffix('=--')}: expected a value, got '--'")
     args, rest = parser.parse_known_args(arguments)
     if hasattr(args, "config_flags"):
@@ -155,7 +156,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         if debug:
             raise
         return _fail(error)
-    except ModuleNotFoundError as error:  # what a command imports when it runs
+    except ModuleNotFoundError as error:  # from an import inside the command
         if debug or _is_own(error):
             raise
         return _fail(_not_installed(error))
@@ -167,11 +168,11 @@ def _run(arguments: list[str], debug: bool) -> int:
 
 
 def _told(error: Exception) -> str | None:
-    """A line for what a machine lacks, or None for a fault of the program."""
+    """Returns a line about a problem of the machine, or None if the error is a bug."""
     if isinstance(error, MemoryError):
         return f"this machine's memory does not suffice ({error or 'MemoryError'}); give less"
     if isinstance(error, OSError):
-        if error.filename is not None:  # no check foresaw it: a name too long, …
+        if error.filename is not None:  # a case that no check covers, such as a name too long
             return f"{error.filename}: {error.strerror}"
         if error.errno == errno.ENOENT and not _has_directory():
             return "the current directory has been removed; change to one that is there"
@@ -196,7 +197,7 @@ def _has_directory() -> bool:
     return True
 
 
-# Errors of no single file.
+# Errors of the machine that concern no single file.
 _OF_THE_MACHINE = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -218,7 +219,7 @@ def _not_installed(error: ModuleNotFoundError) -> str:
 
 
 def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits words into `--config.NAME=VALUE`, one for each field that is set, and the rest."""
+    """Splits words into `--config.NAME=VALUE` flags, joined with their values, and the rest."""
     flags, others = [], []
     for i, word in enumerate(words):
         if word.startswith("--config."):
@@ -230,6 +231,6 @@ def _config_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _fail(error: object) -> int:
-    # Some errors have several lines, a list for example.
+    # An error may have several lines, for example a list.
     print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
     return EXIT_BAD_INPUT

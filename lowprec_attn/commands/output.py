@@ -1,7 +1,8 @@
-"""Standard output and error that a command survives: closed, full, or in an encoding without Ō.
+"""Standard output and error that cannot fail a command: closed, full, or in any encoding.
 
-A command goes on to its results when nobody can read what it says: `| head -1` closes the pipe, a
-disk may be full. Letters that the encoding lacks are written as escapes.
+A command continues to its results when its output can no longer be written, for example because
+`| head -1` has closed the pipe or the disk is full. Characters that the encoding lacks, such as Ō,
+are written as escapes.
 """
 
 import contextlib
@@ -12,19 +13,21 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-# All but the ends of lines and tabulators: a name or a text of the user's may hold them.
+# Control and bidirectional-formatting characters, which a user's name or text may contain. Line
+# feeds and tabs are not among them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Stream:
-    """A text stream whose first failure ends its output, and nothing else.
+    """A text stream that drops all output from its first failure on, instead of raising an error.
 
     Args:
-      stream: to write to.
-      plain: whether nothing but text is written to it: no bar of progress, which moves the cursor.
+      stream: the stream to write to.
+      plain: whether to escape control characters. A stream with a progress bar, which moves the
+        cursor, is not plain.
 
     Attributes:
-      failure: the error that ended it, None so far.
+      failure: the error that ended the output, or None.
     """
 
     def __init__(self, stream: TextIO, plain: bool) -> None:
@@ -34,7 +37,7 @@ class Stream:
     def write(self, text: str) -> int:
         """Writes text, or drops it if the output has ended.
 
-        What a terminal would obey is written as an escape, where the stream is to be `plain`.
+        If the stream is `plain`, control characters are written as escapes.
         """
         if self._plain:
             text = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
@@ -46,7 +49,7 @@ class Stream:
         return len(text)
 
     def flush(self) -> None:
-        """Brings out what was written."""
+        """Flushes the stream."""
         if self.failure is None:
             try:
                 self._stream.flush()
@@ -65,14 +68,15 @@ class Stream:
 
     def _end(self, error: OSError) -> None:
         self.failure = error
-        # The stream still holds the text, and Python would try again at its end.
+        # The stream still buffers the text, and Python would try to write it again at exit. So its
+        # descriptor is redirected to the null device.
         with contextlib.suppress(io.UnsupportedOperation), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextlib.contextmanager
 def surviving() -> Iterator[Stream]:
-    """Replaces standard output and error while the body runs; yields the former."""
+    """Replaces standard output and error by `Stream`s in the body; yields the one for output."""
     with contextlib.ExitStack() as streams:
         out, err = (
             Stream(_given(stream, streams), plain)
@@ -88,6 +92,7 @@ def surviving() -> Iterator[Stream]:
 
 
 def _given(stream: TextIO | None, streams: contextlib.ExitStack) -> TextIO:
-    """A standard stream, or where it is closed (`>&-`) one to nowhere that takes its descriptor."""
-    # Another file would be opened under the free number, and get what libraries write there.
+    """Returns a standard stream, or one to the null device if it is closed (`>&-`)."""
+    # The null device takes the free descriptor number. Otherwise the next file to be opened would
+    # get it, and would receive what libraries write to the standard stream.
     return streams.enter_context(open(os.devnull, "w")) if stream is None else stream

@@ -1,4 +1,4 @@
-"""`lowprec-attn prepare`: make token files for training from text files or a data set."""
+"""`lowprec-attn prepare`: makes token files for training from text files or a data set."""
 
 import argparse
 import math
@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs the command on arguments that `add_arguments` parsed.
+    """Writes the token files and prints what was written.
 
     Raises:
-      DataError, DiskError: the arguments contradict each other, outputs exist already; see
-        `data.prepare.prepare`.
+      DataError, DiskError: an argument is out of range, the arguments contradict each other, or an
+        output exists already; see also `data.prepare.prepare`.
     """
     _check(args)
     tokenizer = ByteTokenizer() if args.tokenizer == "bytes" else gpt2()
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _least_pieces(val_fraction: float) -> float:
-    """So many that each of the two splits gets one of them; infinite for the smallest shares."""
+    """Returns how many pieces give each split at least one; infinite for the smallest shares."""
     least = min(val_fraction, 1 - val_fraction)
     return math.inf if least < sys.float_info.min else 1 / least
 
@@ -79,7 +79,7 @@ def _least_pieces(val_fraction: float) -> float:
 def _check(args: argparse.Namespace) -> None:
     if not 0 < args.val_fraction < 1:
         raise DataError(f"--val-fraction {args.val_fraction} is not between 0 and 1: give 0.05")
-    if args.seed < 0:  # Python would take it for the same without its sign
+    if args.seed < 0:  # Python's `random` ignores the sign of a seed
         raise DataError(f"--seed {args.seed} is negative: give 0 or more")
     for option, given in (("--data-files", args.data_files), ("--revision", args.revision)):
         if given is not None and args.dataset is None:

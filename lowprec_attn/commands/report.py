@@ -1,4 +1,4 @@
-"""`lowprec-attn report`: the report of a run directory, or of each of several."""
+"""`lowprec-attn report`: writes the report of one or more run directories."""
 
 import argparse
 from pathlib import Path
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes `report.html` of every run directory anew.
+    """Writes the page of every run directory anew.
 
     Raises:
-      UserError: one is no run directory, its records cannot be read, or the page would replace one
-        of them.
+      UserError: a path is not a run directory, its records cannot be read, the page would replace
+        one of them, or `--html` is given for several runs.
     """
-    # The trainer's packages, which --help does without.
+    # These import the trainer's packages, which --help does not need.
     from lowprec_attn.runs.pages.run import write_run_page
     from lowprec_attn.runs.run_dir import RunDir
     from lowprec_attn.training.resources.efficiency import efficiency

@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; returns the exit code.
+    """Trains a model and returns the exit code.
 
     Raises:
-      UserError: config, data, directory or devices cannot serve.
+      UserError: the config, data, directory or devices are unusable.
     """
     from absl import logging
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("coordinator_address", "num_processes", "process_id"):
         if getattr(args, name) is not None and not args.distributed:
             raise UserError(f"--{name} needs --distributed; add it, or leave --{name} out")
-    # JAX takes seconds to start, so a wrong config is told before.
+    # JAX takes seconds to start, so a wrong config is reported before.
     if args.distributed:
         from lowprec_attn import hosts
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_workdir(settings: TrainSettings, values: Mapping[str, Any]) -> Path:
-    """One directory per config, so that the same command finds its run again."""
+    """Returns the config's own run directory, in which the same command finds its run again."""
     defining = flat(values)
     try:
         text = json.dumps(defining, sort_keys=True)
-    except TypeError:  # keys of one mapping are numbers and texts, which do not compare
+    except TypeError:  # one mapping has both numbers and texts as keys, which cannot be sorted
         text = json.dumps(json.loads(json.dumps(defining)), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return Path("runs", f"{settings.name}-{settings.variant}-{digest}")

@@ -1,4 +1,4 @@
 """Experiments: arms, the processes that run them, their records, tables and figures.
 
-Imports `runs`, `files` and `errors`; an arm trains in a process of its own.
+This package imports `runs`, `files` and `errors`. Each arm trains in its own process.
 """

@@ -1,14 +1,14 @@
-"""The records of an experiment in one file, `records.jsonl.xz`: JSON lines, compressed by xz.
+"""Stores the records of an experiment in `records.jsonl.xz`: JSON lines, compressed by xz.
 
-A run is a header line and the lines of its columns after it:
+Each run has a header line, followed by one line per column and per signal of a layer:
 
     {"arm": …, "seed": …, "config": …}                     what it was; see `lab.collection`
     {"column": "loss", "steps": […], "values": […]}        a number by step; "val_loss", "grad_norm"
     {"signal": …, "layer": 1, "steps": […], "heads": [[…], […]]}   a list of values for each head
 
-The values of one head over the steps stand beside each other, since they resemble each other: that
-takes a third less than a line for each step. As in `metrics.jsonl`, numbers that are not finite are
-the texts "nan", "inf" and "-inf".
+The values of one head over the steps are adjacent, because they resemble each other. The file is
+thereby a third smaller than with a line per step. As in `metrics.jsonl`, NaN and infinities are
+written as the texts "nan", "inf" and "-inf".
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ FILE = "records.jsonl.xz"
 COLUMNS = ("loss", "grad_norm", "val_loss")
 
 Number = float | str
-"""A number, or the text of one that is not finite."""
+"""A number, or one of the texts "nan", "inf" and "-inf"."""
 Layer = dict[str, list[Number]]
-"""By the name of a signal: a value for each head."""
+"""The signals of a layer: by name, one value per head."""
 
 
 class RecordError(RunError):
-    """There are no records, or a file does not hold any."""
+    """Records are missing, damaged, or do not hold what a report needs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredRun:
-    """A run as it is stored.
+    """A run in the form in which it is stored.
 
     Attributes:
-      header: what it was, where it ran, what became of it.
-      columns: by a name of `COLUMNS` and step.
-      signals: by step, of every layer.
+      header: the run's arm, seed, config and environment, and how it ended.
+      columns: by a name of `COLUMNS`, a number by step.
+      signals: by step, the signals of every layer.
     """
 
     header: dict[str, Any]
@@ -51,30 +51,30 @@ class StoredRun:
 
     @property
     def arm(self) -> Arm:
-        """The arm that it is of."""
+        """The arm to which the run belongs."""
         return Arm(self.header["arm"], self.header["overrides"], self.header.get("control"))
 
     @property
     def name(self) -> str:
-        """Of its run directory."""
+        """The name of its run directory."""
         return Trial(self.arm, self.header.get("seed")).name
 
     @classmethod
     def from_rows(cls, header: dict[str, Any], rows: Iterable[Mapping[str, Any]]) -> Self:
-        """From records of `metrics.jsonl`; what is neither column nor signal is left out."""
+        """Makes a run from records of `metrics.jsonl`; ignores all but columns and signals."""
         columns: dict[str, dict[int, Number]] = {}
         signals: dict[int, list[Layer]] = {}
         for row in rows:
             for name in COLUMNS:
                 if name in row:
                     columns.setdefault(name, {})[row["step"]] = row[name]
-            if "signals" in row:  # by number: the text has layer_10 before layer_2
+            if "signals" in row:  # in order of number: the text has layer_10 before layer_2
                 layers = row["signals"]
                 signals[row["step"]] = [layers[f"layer_{i}"] for i in range(len(layers))]
         return cls(header, columns, signals)
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Those of the file."""
+        """Yields the lines of the run in the file."""
         yield self.header
         for name, column in self.columns.items():
             yield {"column": name, "steps": list(column), "values": list(column.values())}
@@ -89,7 +89,7 @@ class StoredRun:
 
     @classmethod
     def from_lines(cls, header: dict[str, Any], lines: Iterable[Mapping[str, Any]]) -> Self:
-        """From those of the file, the header apart."""
+        """Makes a run from its header line and its other lines in the file."""
         columns: dict[str, dict[int, Number]] = {}
         signals: dict[int, dict[int, Layer]] = {}
         for line in lines:
@@ -109,15 +109,15 @@ class StoredRun:
 
 
 def path_of(directory: Path) -> Path:
-    """Where the records of an experiment are."""
+    """Returns the path of an experiment's records."""
     return directory / FILE
 
 
 def write(directory: Path, runs: Iterable[StoredRun]) -> Path:
-    """Writes the records of an experiment, by arm and seed; returns their path.
+    """Writes the records of an experiment, sorted by arm and seed, and returns their path.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: the file cannot be written.
     """
     ordered = sorted(runs, key=lambda run: (run.header["arm"], run.header.get("seed") or 0))
     lines = (json.dumps(line, separators=(",", ":")) for run in ordered for line in run.lines())
@@ -130,17 +130,20 @@ def write(directory: Path, runs: Iterable[StoredRun]) -> Path:
 
 
 def _compressed(text: bytes) -> bytes:
-    """As `xz -9e`, whose window of 64 MiB would take 0.7 GB of memory for the smallest text."""
+    """Compresses a text as `xz -9e` does, but with a window no larger than necessary.
+
+    With a window of 64 MiB, `xz -9e` takes 0.7 GB of memory even for the smallest text.
+    """
     window = min(max(len(text), 4096), 2**26)
     best = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}
     return lzma.compress(text, filters=[best])
 
 
 def read(directory: Path) -> list[StoredRun]:
-    """The runs of the file in a directory; none where there is no file.
+    """Returns the runs of the records file in a directory; none if there is no file.
 
     Raises:
-      RecordError: it is damaged.
+      RecordError: the file is damaged.
     """
     path = path_of(directory)
     if not path.exists():

@@ -1,8 +1,9 @@
 """Collects the runs of an experiment into records that are small enough to be committed.
 
-Kept are what a run was, where it ran and what became of it, all validation losses, of every tenth
-step and the last ten the training loss (six digits) and the gradient's norm (four), and of the
-signals those named in `SIGNALS`, with four digits, per layer and head.
+A record keeps the run's definition, config, environment and outcome, and all validation losses. It
+keeps the training loss (six digits) and the gradient's norm (four digits) of every tenth step and
+of the last ten steps. Of the signals it keeps those named in `SIGNALS`, with four digits, per layer
+and head.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,17 +58,17 @@ _LOSS_DIGITS, _DIGITS = 6, 4
 
 
 def collect(runs: Iterable[ArmRun], directory: Path) -> Path:
-    """Adds runs, finished or not, to the records in a directory; returns the path of these.
+    """Adds runs, finished or not, to the records in a directory and returns the records' path.
 
-    A run that they have already is replaced, all others stay.
+    A run that is already in the records is replaced. All other runs remain.
 
     Args:
-      runs: of one experiment.
-      directory: of the records.
+      runs: runs of one experiment.
+      directory: the directory of the records.
 
     Raises:
-      RunError: a file of a run, or of the records, is damaged.
-      DiskError: the disk refuses.
+      RunError: a file of a run, or the records file, is damaged.
+      DiskError: the records cannot be written.
     """
     stored = {run.name: run for run in archive.read(directory)}
     stored |= {run.name: _stored(run) for run in runs}
@@ -99,7 +100,10 @@ def _stored(run: ArmRun) -> StoredRun:
 
 
 def explosion(losses: Mapping[int, float], failure: Mapping[str, Any] | None) -> int | None:
-    """Where the loss exploded: by the losses that are known, else as the trainer says, or None."""
+    """Returns the step at which the loss exploded, or None.
+
+    If the recorded losses show no explosion, the trainer's own record of a failure decides.
+    """
     found = LossWatch(losses.items()).explosion
     return failure.get("explosion") if found is None and failure is not None else found
 
@@ -120,7 +124,7 @@ def _compact(rows: Iterable[Mapping[str, Any]], last: int) -> Iterator[Mapping[s
 
 
 def _selected(layer: Mapping[str, Any]) -> dict[str, list[Number]]:
-    """The signals that are kept; a run of an earlier version has not all of them."""
+    """Returns the signals to keep; a run of an earlier version lacks some of them."""
     kept = (name for name in SIGNALS if name in layer)
     return {name: [_rounded(value, _DIGITS) for value in layer[name]] for name in kept}
 

@@ -1,4 +1,4 @@
-"""Whether arms may be compared: nothing but their overrides may distinguish them."""
+"""Checks whether arms may be compared: they may differ only in their overrides."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,13 +14,16 @@ _SAME = ("versions", "backend", "device_kind", "device_count", "commit")
 
 
 def unwanted_differences(runs: Sequence[ArmRun]) -> list[str]:
-    """What distinguishes started arms beside their overrides, one sentence each.
+    """Returns the differences between started arms other than their overrides, one sentence each.
 
-    Compared with the first arm: every field of the config (the text's SHA-256 is one of them, and
-    goes with `data.path`), and package versions, source commit and kind of device of every process
-    that took part.
-    Compared with the first arm of the same seed: the batches of the steps that both have taken, up
-    to where one went back (`runs.instability.rollbacks`) and began to leave batches out.
+    Every run is compared with the first one in all fields of the config, and every start of a run
+    with the first start in package versions, backend, kind and number of devices, and source
+    commit. The text's SHA-256 is a field of the config, and may differ if an arm overrides
+    `data.path`. The seed may differ between runs that set seeds.
+
+    Every run is also compared with the first run of the same seed in the batches of the steps that
+    both have taken, up to the first step to which either went back
+    (`runs.instability.rollbacks`), because from there it leaves batches out.
     """
     found = []
     for first, run in itertools.product(runs[:1], runs[1:]):
@@ -52,7 +55,10 @@ def _config_differences(a: ArmRun, b: ArmRun) -> list[str]:
 
 
 def _same_batches(a: RunDir, b: RunDir) -> bool:
-    """True where the shorter record begins the longer one; a half-written line does not count."""
+    """Whether the shorter record of batches is a prefix of the longer one.
+
+    Unterminated lines do not count, nor do steps after the first one to which either run went back.
+    """
     end = min((r.to for run in (a, b) for r in rollbacks.read(run.rollbacks)), default=None)
     records = (complete_lines(run.data_order) if run.data_order.exists() else [] for run in (a, b))
     shorter, longer = sorted((lines[:end] for lines in records), key=len)
@@ -60,7 +66,7 @@ def _same_batches(a: RunDir, b: RunDir) -> bool:
 
 
 def _environment_differences(name: str, starts: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """One sentence on the first process that differs from the first of all."""
+    """Returns a sentence on the first start that differs from the very first one, or nothing."""
     for arm, start in starts:
         first_arm, first = starts[0]
         ours, theirs = start.get(name), first.get(name)

@@ -1,6 +1,6 @@
-"""An experiment: one config, and arms that each change a few of its fields.
+"""Defines an experiment: one config, and arms that each change a few of its fields.
 
-It is written down as TOML, so that the whole difference between two arms can be read in one place:
+The definition is a TOML file, so the whole difference between two arms can be read in one place:
 
     config = "configs/gpt2_bf16.py:full"   # what `train.py --config` takes
 
@@ -10,11 +10,11 @@ It is written down as TOML, so that the whole difference between two arms can be
     [arms.flash]                           # fields set in this arm alone
     attention.numerics = "flash"
 
-Every arm runs once for each of `seeds`, and all arms of a seed are given the same batches. In the
-value of a field, `{seed}` stands for the seed, so that an arm can resume from a run of its seed.
-`positive_control` names the arm that must break and `negative_control` the one that must not:
-where either does otherwise, the experiment decides nothing. `[runaway]` says when its scores are
-judged and by which size (`runs.instability.explosion.RunawayRule`).
+Every arm runs once for each of `seeds`, and all arms of a seed get the same batches. In the value
+of a field, `{seed}` stands for the seed, so that an arm can resume from a run of the same seed.
+`positive_control` names the arm that must break, and `negative_control` the arm that must not. If
+either does otherwise, the experiment decides nothing. `[runaway]` sets the step at which scores are
+judged and the size above which they count (`runs.instability.explosion.RunawayRule`).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from lowprec_attn.runs.instability.explosion import RUNAWAY_RULE, RunawayRule
 from lowprec_attn.training.settings import SEEDS
 
 Fields = Mapping[str, str]
-"""Config fields by dotted name, with their values as flags spell them."""
+"""Config fields by dotted name, with their values in the spelling of flags."""
 
 Control = Literal["positive", "negative"] | None
 
@@ -42,17 +42,17 @@ _FLAG = re.compile(r"--config\.([^=]+)=(.*)", re.DOTALL)
 
 
 class ExperimentError(RunError):
-    """A definition of arms cannot serve; the message names the field."""
+    """A definition of an experiment is unusable; the message names the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """What distinguishes one row of an experiment.
+    """The part of an experiment's definition that distinguishes one arm from the others.
 
     Attributes:
-      name: of the arm.
-      overrides: the fields that it sets beside the shared ones.
-      control: whether it must break (`positive`), must not (`negative`), or neither.
+      name: the name of the arm.
+      overrides: the fields that the arm sets in addition to the shared ones.
+      control: `positive` if the arm must break, `negative` if it must not, else None.
     """
 
     name: str
@@ -61,25 +61,25 @@ class Arm:
 
     @property
     def title(self) -> str:
-        """Its `name` where it sets one, else what it computes: `probe, saved_output=float32`."""
+        """Its `name` field if it sets one, else its overrides: `probe, saved_output=float32`."""
         if "name" in self.overrides:
             return self.overrides["name"]
         words = [
             value if name == "attention.numerics" else f"{name.rpartition('.')[2]}={value}"
             for name, value in self.overrides.items()
-            if name != "resume_from"  # a path; resume_step tells more
+            if name != "resume_from"  # a path, which says less than `resume_step`
         ]
         return ", ".join(words) or self.name
 
 
-PANEL_WIDTH = 30  # characters of a line above a panel
+PANEL_WIDTH = 30  # characters per line of a panel's title
 _PANEL_LINES = 4
 
 
 def panel_titles(arms: Iterable[Arm]) -> dict[str, str]:
-    """By name, what to write above the panels of arms: their titles, or their names.
+    """Returns by name the texts above the panels of arms: all their titles, or all their names.
 
-    All are called by name where the title of one would take more than four lines, or break a word.
+    The texts are the names if any title would take more than four lines or would break a word.
     """
     titles = {arm.name: arm.title for arm in arms}
     lines = {name: textwrap.wrap(title, PANEL_WIDTH) for name, title in titles.items()}
@@ -90,14 +90,14 @@ def panel_titles(arms: Iterable[Arm]) -> dict[str, str]:
 
 
 class Trial(NamedTuple):
-    """One run: an arm with a seed, or with the config's own seed (None)."""
+    """One run: an arm with a seed. A seed of None stands for the config's own seed."""
 
     arm: Arm
     seed: int | None
 
     @property
     def name(self) -> str:
-        """Of its run directory."""
+        """The name of its run directory."""
         return self.arm.name if self.seed is None else f"{self.arm.name}-seed{self.seed}"
 
 
@@ -106,14 +106,15 @@ class Experiment:
     """A set of arms over one config.
 
     Attributes:
-      config: file and variant, as `train.py --config` takes them.
-      shared: fields set alike in every arm.
-      arms: in the order in which they are started.
-      seeds: with which every arm runs; empty for the config's own.
-      runaway: when its scores are judged, and by which size.
+      config: the config's file and variant, in the form that `train.py --config` takes.
+      shared: the fields that have the same value in every arm.
+      arms: the arms in the order in which they start.
+      seeds: the seeds with which every arm runs; empty for the config's own seed.
+      runaway: the step at which scores are judged, and the size above which they count.
 
     Raises:
-      ExperimentError: seeds are out of range or given twice, or `seed` is set beside them.
+      ExperimentError: a seed is out of range or given twice, or both `seeds` and the field `seed`
+        are set.
     """
 
     config: str
@@ -139,14 +140,14 @@ class Experiment:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All runs, seed by seed, so that whole seeds of an interrupted experiment compare."""
+        """All runs, seed by seed, so an interrupted experiment has complete seeds to compare."""
         return tuple(Trial(arm, seed) for seed in self.seeds or (None,) for arm in self.arms)
 
     def with_flags(self, flags: Iterable[str]) -> Self:
-        """A copy with `--config.NAME=VALUE` flags set in every arm.
+        """Returns a copy with `--config.NAME=VALUE` flags set in every arm.
 
         Raises:
-          ExperimentError: not such a flag, or it would take away what distinguishes the arms.
+          ExperimentError: a flag has another form, or an arm overrides its field.
         """
         fields = {}
         for flag in flags:
@@ -163,18 +164,18 @@ class Experiment:
         return dataclasses.replace(self, shared={**self.shared, **fields})
 
     def with_seeds(self, seeds: Iterable[int]) -> Self:
-        """A copy with other seeds.
+        """Returns a copy with other seeds.
 
         Raises:
-          ExperimentError: they cannot serve.
+          ExperimentError: a seed is out of range or given twice, or the field `seed` is set.
         """
         return dataclasses.replace(self, seeds=tuple(seeds))
 
     def select(self, names: Iterable[str]) -> Self:
-        """A copy with the arms of these names alone, in the order of the definition.
+        """Returns a copy with only the arms of these names, in the order of the definition.
 
         Raises:
-          ExperimentError: there is no such arm.
+          ExperimentError: there is no arm with one of the names.
         """
         chosen = set(names)
         unknown = chosen - {arm.name for arm in self.arms}
@@ -185,14 +186,14 @@ class Experiment:
         return dataclasses.replace(self, arms=arms)
 
     def fields(self, trial: Trial) -> Fields:
-        """All fields that are set for a run."""
+        """Returns all fields that are set for a run."""
         fields = {**self.shared, **trial.arm.overrides}
         if trial.seed is not None:
             fields["seed"] = str(trial.seed)
         return {name: _of_seed(value, trial.seed) for name, value in fields.items()}
 
     def arguments(self, trial: Trial) -> list[str]:
-        """The arguments of `train.py` for a run, without its directory."""
+        """Returns the arguments of `train.py` for a run, without `--workdir`."""
         set_fields = (f"--config.{name}={value}" for name, value in self.fields(trial).items())
         return [f"--config={self.config}", *set_fields]
 
@@ -202,7 +203,7 @@ def _of_seed(value: str, seed: int | None) -> str:
 
 
 def load(path: Path) -> Experiment:
-    """Reads a definition.
+    """Reads an experiment's definition.
 
     Raises:
       ExperimentError: the file is missing or not TOML, or a field is missing, unknown or wrong.
@@ -211,7 +212,7 @@ def load(path: Path) -> Experiment:
         definition = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ExperimentError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # the latter: tables in tables in …
+    except (ValueError, RecursionError) as error:  # RecursionError: too deeply nested tables
         raise ExperimentError(f"{path} is not TOML: {error}") from error
     unknown = definition.keys() - set(_KEYS)
     if unknown:
@@ -240,7 +241,7 @@ def load(path: Path) -> Experiment:
 
 
 def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
-    """By the names of the arms that are controls."""
+    """Returns the controls by the names of their arms."""
     controls: dict[str, Control] = {}
     kinds: tuple[Literal["positive", "negative"], ...] = ("positive", "negative")
     for control in kinds:
@@ -260,7 +261,7 @@ def _controls(definition: Mapping[str, Any], path: Path) -> dict[str, Control]:
 
 def _seeds(definition: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     seeds = definition.get("seeds", [])
-    # A boolean is an int to Python.
+    # `type` instead of `isinstance`, because a boolean is an int in Python.
     if not isinstance(seeds, list) or any(type(seed) is not int for seed in seeds):
         raise ExperimentError(f"{path}: seeds must be a list of whole numbers, got {seeds!r}")
     return tuple(seeds)
@@ -289,7 +290,7 @@ def _table(parent: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any
 
 
 def _fields(table: Mapping[str, Any], path: Path, section: str) -> Fields:
-    """Dotted names and values as flags spell them."""
+    """Returns the fields of a table by dotted name, with their values in the spelling of flags."""
     try:
         # An empty table sets nothing.
         fields = {n: value for n, value in flatten(table) if not isinstance(value, Mapping)}

@@ -1,8 +1,8 @@
-"""Arms as jobs of Slurm, through submitit: one job an arm, which trains in a process of its own.
+"""Runs arms as Slurm jobs through submitit: one job per arm, which trains in its own process.
 
-A job whose time is almost up, or that is preempted, is told so by SIGUSR2. It then ends its
-trainer, which saves a checkpoint, and queues itself again under its own number. Jobs outlive the
-`lab run` that submitted them: the same command finds those that are still queued or running.
+Slurm sends SIGUSR2 to a job whose time is almost up or that is preempted. The job then ends its
+trainer, which saves a checkpoint, and queues itself again under the same number. Jobs outlive the
+`lab run` that submitted them. The same command finds the jobs that are still queued or running.
 """
 
 import os
@@ -20,8 +20,8 @@ from lowprec_attn.files import read_record, write_atomically, write_json
 from lowprec_attn.lab.processes import Event, Kind, Slot, Task, stop_requests
 
 _POLL_SECONDS = 2.0
-_LEFT_SECONDS = 10.0  # how long a job's result may take to appear after it has left the queue
-_REQUEUES = 1000  # after a time limit; after a preemption there is no limit
+_LEFT_SECONDS = 10.0  # how long a job's result may take to appear after the job has left the queue
+_REQUEUES = 1000  # most requeues after a time limit; after preemptions there is no limit
 _LOG_LINES = 3
 _WHOLE = {"time", "signal_delay_s"}
 _RUNNING, _WAITING, _GONE = "running", "waiting", "gone"
@@ -32,8 +32,8 @@ class Training:
 
     Args:
       task: the command and its log.
-      environment: added to the job's own.
-      stop: a file; where it appears, the trainer saves a checkpoint and the job ends.
+      environment: variables to add to the job's own environment.
+      stop: the path of a file. When it appears, the trainer saves a checkpoint and the job ends.
     """
 
     def __init__(self, task: Task, environment: Mapping[str, str], stop: Path) -> None:
@@ -41,7 +41,7 @@ class Training:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> int:
-        """The exit code of the command."""
+        """Runs the command and returns its exit code."""
         if self.stop.exists():
             return -signal.SIGTERM
         with self.task.log.open("ab") as log:
@@ -51,7 +51,7 @@ class Training:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Slurm sends SIGUSR2 to every process of a job, and by default it kills.
+                # Slurm sends SIGUSR2 to every process of a job, and its default action is to kill.
                 preexec_fn=_ignore_usr2,
             )
         is_told = False
@@ -63,7 +63,7 @@ class Training:
         return process.returncode
 
     def checkpoint(self) -> Any:
-        """Called by submitit upon SIGUSR2: ends the trainer; returns what to queue again."""
+        """Ends the trainer and returns what to queue again; submitit calls this upon SIGUSR2."""
         import submitit
 
         if self._process is not None:
@@ -78,15 +78,15 @@ def _ignore_usr2() -> None:
 
 
 class Cluster:
-    """Where jobs are submitted.
+    """The cluster to which jobs are submitted.
 
     Args:
-      kind: `slurm`; `local` runs them as processes of this host, to try them.
-      folder: for submitit's files; shared by all nodes.
-      options: of `sbatch`, as submitit names them: `partition`, `time` (minutes), `mem`, …
+      kind: `slurm`, or `local` to try jobs as processes of this host.
+      folder: the directory for submitit's files, which all nodes must share.
+      options: options of `sbatch` under submitit's names: `partition`, `time` (minutes), `mem`, …
 
     Raises:
-      RunError: submitit or Slurm is absent, or an option is unknown or missing.
+      RunError: submitit or Slurm is absent, or an option is unknown, invalid or missing.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Cluster:
         if "time" not in options:
             raise RunError("--slurm lacks time=MINUTES, after which a job is queued again")
         for name in _WHOLE & options.keys():
-            # submitit computes with it when a job is to be queued again, which is too late.
+            # submitit would fail on another value only when it requeues a job, which is too late.
             if not (options[name].isascii() and options[name].isdecimal() and int(options[name])):
                 raise RunError(
                     f"--slurm {name}={options[name]}: must be a whole number, 1 or more, as in "
@@ -128,10 +128,10 @@ class Cluster:
             raise RunError(f"--slurm: {str(error).splitlines()[0]}") from error
 
     def submit(self, training: Training) -> Any:
-        """The job.
+        """Submits a job and returns it.
 
         Raises:
-          RunError: Slurm refuses it.
+          RunError: Slurm refuses the job.
         """
         import submitit
 
@@ -144,7 +144,7 @@ class Cluster:
             raise RunError(f"Slurm refuses {training.task.name}: {lines[-1]}") from error
 
     def earlier(self, record: Path) -> Any | None:
-        """The job that this file is about, if it is still queued or running."""
+        """Returns the job that a record file names if it is still queued or running, else None."""
         if self.kind == "local" or not record.exists():
             return None
         import submitit
@@ -153,16 +153,16 @@ class Cluster:
         return None if self.states([job])[job.job_id] == _GONE else job
 
     def states(self, jobs: Sequence[Any]) -> dict[str, str]:
-        """`waiting`, `running` or `gone`, by number. Slurm needs no accounting for that."""
+        """Returns `waiting`, `running` or `gone` for each job number; needs no Slurm accounting."""
         if self.kind == "local":
             return {job.job_id: _GONE if job.done() else _RUNNING for job in jobs}
         asked = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%A %T"], capture_output=True, text=True
         )
-        if asked.returncode:  # the controller may be away for a while: nothing is known
+        if asked.returncode:  # the controller may be down for a while, so the states are unknown
             return {job.job_id: _WAITING for job in jobs}
         lines = [line.split() for line in asked.stdout.splitlines() if line.strip()]
-        if any(len(words) != 2 for words in lines):  # no list of jobs
+        if any(len(words) != 2 for words in lines):  # the output is not a list of jobs
             return {job.job_id: _WAITING for job in jobs}
         found: dict[str, str] = dict(lines)
         return {
@@ -180,18 +180,18 @@ def _value(word: str) -> int | str:
 def run_jobs(
     tasks: Sequence[Task], cluster: Cluster, environment: Mapping[str, str]
 ) -> Generator[Event | None, None, None]:
-    """Submits a job for every task that has none yet, and follows them.
+    """Submits a job for every task that has none yet, and follows all jobs until they end.
 
-    SIGTERM and SIGINT end the jobs: those that train save a checkpoint, those that wait leave the
+    SIGTERM and SIGINT end the jobs. Jobs that train save a checkpoint, and jobs that wait leave the
     queue.
 
     Args:
-      tasks: at once; Slurm decides when each starts.
-      cluster: where.
-      environment: added to that of the trainers.
+      tasks: the tasks. All are submitted at once, and Slurm decides when each starts.
+      cluster: the cluster to which they are submitted.
+      environment: variables to add to the trainers' environment.
 
     Yields:
-      Events as they happen, and None whenever nothing has happened for a moment.
+      Events as they happen, and None after each poll of the queue.
     """
     stop = cluster.folder / "stop"
     cluster.folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def run_jobs(
                 if states[number] != _WAITING and number not in began:
                     began[number] = time.monotonic()
                     yield event("started", task, job)
-                if states[number] == _WAITING:  # queued again
+                if states[number] == _WAITING:  # the job was queued again
                     began.pop(number, None)
                 if states[number] == _GONE:
                     del jobs[number]
@@ -234,7 +234,11 @@ def run_jobs(
 
 
 def _exit_code(task: Task, job: Any, requests: Sequence[int]) -> int:
-    """Of the trainer; of a job that left none −9, and what it printed goes to the arm's log."""
+    """Returns the exit code of a job's trainer.
+
+    If the job left no result, the code is −15 after a stop request. Otherwise it is −9, and the
+    end of what the job printed to standard error goes to the arm's log.
+    """
     result = job.paths.result_pickle
     end = time.monotonic() + _LEFT_SECONDS
     while not result.exists() and not requests and time.monotonic() < end:

@@ -1,8 +1,7 @@
-"""Child processes, at most one per slot: a GPU, or a share of the CPU.
+"""Runs child processes, at most one per slot. A slot is one or more GPUs, or a share of the CPU.
 
-SIGTERM and SIGINT are passed on to the children as SIGTERM, upon which the trainer saves a
-checkpoint and ends; no further task is then started. A second signal is passed on as well, and
-ends them at once.
+SIGTERM and SIGINT are passed on to the children as SIGTERM. The trainer then saves a checkpoint and
+ends, and no further task starts. A second signal is passed on too, and ends the children at once.
 """
 
 import contextlib
@@ -30,9 +29,12 @@ class Task(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place for one child at a time: its name, and what it adds to the environment.
+    """A place for one child at a time.
 
-    number: of what its children have one, `process` or `job`.
+    Attributes:
+      name: the name of the place.
+      environment: variables to add to a child's environment.
+      number: what the number of a child identifies: `process` or `job`.
     """
 
     name: str
@@ -44,14 +46,16 @@ Kind = Literal["submitted", "started", "ended"]
 
 
 class Event(NamedTuple):
-    """A child was submitted to a queue, has started or ended.
+    """A child was submitted to a queue, has started or has ended.
 
     Attributes:
-      kind: which of these.
-      task, slot, pid: of the child; of a job its number.
-      code: its exit code, or minus the signal that ended it; 0 when it starts.
-      seconds: that it has run.
-      stopping: a signal has asked this process to end.
+      kind: which of these has happened.
+      task: the task of the child.
+      slot: the slot of the child.
+      pid: the process id of the child, or the number of the job.
+      code: the exit code of the child, or minus the signal that ended it; 0 if it has not ended.
+      seconds: how long the child has run.
+      stopping: whether a signal has asked this process to end.
     """
 
     kind: Kind
@@ -75,14 +79,14 @@ class _Child(NamedTuple):
 
 
 def gpu_slots(devices: Sequence[str] | None = None) -> list[Slot]:
-    """One slot per GPU, or per GPUs that are joined.
+    """Returns one slot per GPU, or per group of GPUs.
 
     Args:
-      devices: as CUDA_VISIBLE_DEVICES names them, several of one slot as 0+1; None for all that
-        JAX finds, a slot each.
+      devices: the names of the GPUs as in CUDA_VISIBLE_DEVICES, with several GPUs of one slot
+        joined as in 0+1. None makes one slot for each GPU that JAX finds.
 
     Raises:
-      RunError: a name is none, or JAX cannot start.
+      RunError: a name is invalid, or JAX cannot list the devices.
     """
     for name in devices or ():
         if not all(re.fullmatch(r"\d{1,4}|(GPU|MIG)-[\w/-]+", of) for of in name.split("+")):
@@ -98,23 +102,23 @@ def gpu_slots(devices: Sequence[str] | None = None) -> list[Slot]:
 
 
 def cpu_slots(count: int) -> list[Slot]:
-    """Slots that are bound to no device."""
+    """Returns slots that are bound to no device."""
     return [Slot("CPU" if count == 1 else f"job {i}", {}) for i in range(count)]
 
 
 def run_tasks(
     tasks: Sequence[Task], slots: Sequence[Slot], environment: Mapping[str, str], inherited: int
 ) -> Generator[Event | None, None, None]:
-    """Runs all tasks; the next one starts when a slot is free.
+    """Runs all tasks. The next task starts as soon as a slot is free.
 
     Args:
-      tasks: in the order in which they start.
-      slots: at least one.
-      environment: added to the children's environment.
+      tasks: the tasks in the order in which they start.
+      slots: the slots, at least one.
+      environment: variables to add to the children's environment.
       inherited: a file descriptor that the children keep open.
 
     Yields:
-      Events as they happen, and None whenever nothing has happened for a moment.
+      Events as they happen, and None after each poll of the children.
     """
     waiting, free = list(tasks), list(slots)
     children: list[_Child] = []
@@ -135,7 +139,7 @@ def run_tasks(
                 if children:
                     yield None
                     time.sleep(_POLL_SECONDS)
-        finally:  # reached with children only if something failed here or in the consumer
+        finally:  # children are left only after an error here or in the consumer of the events
             _terminate(children)
             for child in children:
                 child.process.wait()
@@ -150,19 +154,19 @@ def _start(task: Task, slot: Slot, environment: Mapping[str, str], inherited: in
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=(inherited,),
-            process_group=0,  # Ctrl-C reaches them through this process only, and only once
+            process_group=0,  # so that Ctrl-C reaches the child only once, through this process
         )
     return _Child(task, slot, process, time.monotonic())
 
 
 def _terminate(children: Sequence[_Child]) -> None:
     for child in children:
-        child.process.send_signal(signal.SIGTERM)  # does nothing where it has ended
+        child.process.send_signal(signal.SIGTERM)  # does nothing if the child has ended
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """A list that grows by each SIGTERM and SIGINT."""
+    """Catches SIGTERM and SIGINT in the body; yields a list to which each signal is appended."""
     requests: list[int] = []
     usual = {
         number: signal.signal(number, lambda received, _: requests.append(received))
@@ -176,7 +180,10 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def _visible_gpus() -> list[str]:
-    """The GPUs that JAX finds, asked in a process of its own: asking takes memory on each."""
+    """Returns the names of the GPUs that JAX finds.
+
+    A separate process asks JAX, because asking allocates memory on every GPU.
+    """
     code = (
         "import jax; devices = jax.local_devices(); "
         "print(len(devices) if devices[0].platform == 'gpu' else 0)"

@@ -1,4 +1,4 @@
-"""The runs of an experiment as a report needs them, read from their records."""
+"""Reads the records of an experiment's runs in the form that reports need."""
 
 import dataclasses
 import itertools
@@ -23,26 +23,29 @@ from lowprec_attn.runs.instability.rollbacks import Rollback
 
 @dataclasses.dataclass(frozen=True)
 class ArmRecord:
-    """What a report needs of one run.
+    """The part of a run's records that reports need.
 
     Attributes:
-      arm: its name and overrides.
-      mechanism: that its arithmetic is open to; see `lab.report.mechanism`.
-      seed: of the run.
-      steps: that it took.
-      step_tokens: that each of them took.
-      text_tokens: of the whole training text, None where that is not known; see `text_lengths`.
+      arm: the arm of the run: its name, overrides and control.
+      mechanism: the mechanism to which the arithmetic is open; see `lab.report.mechanism`.
+      seed: the seed of the run.
+      steps: the number of steps that the run took.
+      step_tokens: the number of tokens in a step.
+      text_tokens: the number of tokens in the whole training text, or None if it is unknown; see
+        `text_lengths`.
       explosion: the step at which the loss exploded, or None; see `runs.instability.explosion`.
-      runaway_rule: when its scores are judged, and by which size.
-      losses: of training, by step; not all steps are kept.
-      val_losses: by step.
-      gradient_norms: by step, before clipping; not all steps are kept.
-      warmup_steps: of the learning rate.
-      signals: by step: of each layer, names of `collection.SIGNALS`, one value per head.
-      failure: where a value was not finite, or the run stopped because it had exploded, or None.
-      rollbacks: of the run; all else is of the steps that counted in the end.
-      held_out: the step whose signals are of held-out text, all others being of training batches:
-        the last of a run of an earlier version; None where all are of training batches.
+      runaway_rule: the step at which scores are judged, and the size above which they count.
+      losses: the training losses by step; not all steps are kept.
+      val_losses: the validation losses by step.
+      gradient_norms: the gradient norms by step, before clipping; not all steps are kept.
+      warmup_steps: the warm-up steps of the learning rate.
+      signals: by step and layer, the signals of `collection.SIGNALS` by name, one value per head.
+      failure: the step and message of the value that was not finite, or of the explosion, that
+        ended the run; None if neither did.
+      rollbacks: the rollbacks of the run. All other attributes describe only the steps that were
+        not undone.
+      held_out: the step whose signals were measured on held-out text, which is the last step of a
+        run of an earlier version. None if all were measured on training batches.
     """
 
     arm: Arm
@@ -64,15 +67,15 @@ class ArmRecord:
 
     @classmethod
     def of(cls, run: StoredRun, lengths: Mapping[str, int], place: Path) -> Self:
-        """What a report needs of what is stored.
+        """Makes the record of a run from its stored form.
 
         Args:
-          run: as it is stored.
-          lengths: of texts; see `text_lengths`.
-          place: where it is stored, for errors.
+          run: the stored run.
+          lengths: the lengths of texts; see `text_lengths`.
+          place: the directory of the records, for error messages.
 
         Raises:
-          RecordError: it is no run.
+          RecordError: the stored run lacks a field, or a field is invalid.
         """
         try:
             header, config = run.header, run.header["config"]
@@ -105,14 +108,14 @@ class ArmRecord:
 
     @property
     def not_finite(self) -> int | None:
-        """The step that was withheld because a value was not finite, at which the run ended."""
+        """The step at which the run ended because a value was not finite, or None."""
         if self.failure is None or "explosion" in self.failure:
             return None
         return int(self.failure["step"])
 
     @property
     def broke(self) -> int | None:
-        """Where it exploded, else where a value was not finite; None where it held."""
+        """The step at which the run exploded, else at which a value was not finite, else None."""
         return self.not_finite if self.explosion is None else self.explosion
 
     @property
@@ -122,7 +125,10 @@ class ArmRecord:
 
     @property
     def large_heads(self) -> LargeHeads | None:
-        """How many heads had large scores when that is judged; None for a run that ended before."""
+        """The count of heads with large scores at the judged step.
+
+        It is None if the run ended or broke before it recorded signals at that step.
+        """
         scores = {
             step: [layer["score_maximum"] for layer in layers]
             for step, layers in self.signals.items()
@@ -132,7 +138,7 @@ class ArmRecord:
         return None if is_late else found
 
     def largest(self, name: str, step: int, layer: int) -> float:
-        """The largest value over the heads of a layer (NaN if one is)."""
+        """Returns the largest value over the heads of a layer (NaN if one is NaN)."""
         return _largest(self.signals[step][layer][name])
 
 
@@ -143,7 +149,7 @@ def _largest(values: Sequence[float]) -> float:
 def largest_scores(
     signals: Mapping[int, Sequence[Mapping[str, list[float]]]],
 ) -> dict[int, list[float]]:
-    """By step, the largest |score| of every layer."""
+    """Returns by step the largest |score| of every layer."""
     return {
         step: [_largest(layer["score_maximum"]) for layer in layers]
         for step, layers in signals.items()
@@ -155,9 +161,10 @@ def _finite_or_not(column: Mapping[int, Any]) -> dict[int, float]:
 
 
 def text_lengths(directory: Path) -> dict[str, int]:
-    """Tokens by the SHA-256 of a training text, from the nearest `texts.toml`: here or above.
+    """Returns the number of tokens of training texts, by the SHA-256 of the text.
 
-    A record says which text a run read and not how long it is.
+    The numbers are read from `texts.toml` in the directory or its nearest parent that has one,
+    because a run's record names the text but not its length.
 
     Raises:
       RecordError: the file is damaged.
@@ -173,7 +180,7 @@ def text_lengths(directory: Path) -> dict[str, int]:
 
 
 def tokens_read(records: Iterable[ArmRecord]) -> str:
-    """A sentence: how many tokens the longest run took, and how many epochs that is."""
+    """Returns a sentence on how many tokens and epochs the longest runs took."""
     steps: dict[tuple[int, int | None], int] = {}
     for record in records:
         kind = (record.step_tokens, record.text_tokens)
@@ -190,10 +197,11 @@ def tokens_read(records: Iterable[ArmRecord]) -> str:
 
 
 def read_all(directory: Path) -> list[ArmRecord]:
-    """All records of a directory, by name: of an arm, those of its seeds in their order.
+    """Returns all records of a directory, sorted by the name of the arm and then by seed.
 
     Raises:
-      RecordError: there are none, two are of one arm and seed, or a file is something else.
+      RecordError: there are no records, a record has no signals, two records have the same arm and
+        seed, or a file is damaged.
     """
     lengths = text_lengths(directory)
     records = [ArmRecord.of(run, lengths, directory) for run in archive.read(directory)]
@@ -210,10 +218,10 @@ def read_all(directory: Path) -> list[ArmRecord]:
 
 
 def of_seeds(records: Sequence[ArmRecord], seeds: Collection[int]) -> list[ArmRecord]:
-    """The records of some seeds.
+    """Returns the records of some seeds.
 
     Raises:
-      RecordError: a seed has none.
+      RecordError: a seed has no record.
     """
     known = sorted({record.seed for record in records})
     for seed in seeds:
@@ -226,10 +234,10 @@ def of_seeds(records: Sequence[ArmRecord], seeds: Collection[int]) -> list[ArmRe
 def with_control(
     records: Sequence[ArmRecord], control: Literal["positive", "negative"], name: str | None
 ) -> list[ArmRecord]:
-    """The records, with the arm of a name as a control (None: as they are).
+    """Returns the records with the named arm as the control; unchanged if the name is None.
 
     Raises:
-      RecordError: there is no such arm.
+      RecordError: there is no arm with this name.
     """
     if name is None:
         return list(records)

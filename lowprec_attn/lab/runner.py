@@ -1,4 +1,4 @@
-"""Runs the arms of an experiment, each in a process of its own, and says how they ended."""
+"""Runs the arms of an experiment, each in its own process, and reports how they ended."""
 
 import collections
 import contextlib
@@ -20,13 +20,14 @@ from lowprec_attn.lab.jobs import Cluster, run_jobs
 from lowprec_attn.lab.processes import Event, Slot, Task, run_tasks
 from lowprec_attn.lab.workdir import ArmRun, internal, locked
 
-# The command `lowprec-attn train`, wherever its script may be.
+# The command `lowprec-attn train`, which works wherever its script is installed.
 TRAIN = (sys.executable, "-m", "lowprec_attn", "train")
 _PROGRESS_SECONDS = 60.0
 _LOG_LINES = 5
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-_STOPPED = (0, -signal.SIGTERM)  # after a checkpoint; before the trainer listened
+# The exit codes of a stopped trainer: 0 after a checkpoint, −15 before it handled signals.
+_STOPPED = (0, -signal.SIGTERM)
 
 
 def run_arms(
@@ -37,21 +38,22 @@ def run_arms(
     again: str = "the same command",
     cluster: Cluster | None = None,
 ) -> None:
-    """Runs what is left to do of an experiment.
+    """Runs the unfinished arms of an experiment.
 
-    A finished arm is skipped (one whose loss was not finite is finished: that is a result), an
-    interrupted one continues from its newest checkpoint. A failing arm does not stop the others.
+    A finished arm is skipped. An arm whose loss was not finite is finished too, because that is a
+    result. An interrupted arm continues from its newest checkpoint. A failing arm does not stop the
+    others.
 
     Args:
       experiment: the arms and their seeds.
       workdir: the experiment's directory; see `lab.workdir`.
-      slots: where they run; see `lab.processes`. None where there is a cluster.
-      command: what takes the arguments of `lowprec-attn train` instead of it.
-      again: the command that continues, to be shown at the end.
-      cluster: where they are jobs instead; see `lab.jobs`.
+      slots: the places where arms run; see `lab.processes`. Empty if there is a cluster.
+      command: a command that takes the arguments of `lowprec-attn train` and replaces it.
+      again: the command that continues the experiment, to be shown at the end.
+      cluster: the cluster on which arms run as jobs instead; see `lab.jobs`.
 
     Raises:
-      DataError: a text that an arm is to read cannot be read; no arm has started.
+      DataError: a text of an arm cannot be read. No arm has started then.
       RunError: an arm failed, or the arms differ in more than their overrides.
     """
     runs = {trial.name: ArmRun(workdir, trial.name) for trial in experiment.trials}
@@ -85,14 +87,14 @@ def run_arms(
 
 
 def _to_report(workdir: Path) -> str:
-    """The command that makes tables and figure of finished arms."""
+    """Returns the command that makes the tables and the figure of finished arms."""
     collect = ["lowprec-attn", "lab", "collect", str(workdir), f"results/{workdir.name}"]
     report = ["lowprec-attn", "lab", "report", f"results/{workdir.name}"]
     return f"{shlex.join(collect)} && {shlex.join(report)}"
 
 
 def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
-    """Where the first ones run, and which wait."""
+    """Says which tasks wait, and for which places; prints nothing if none waits."""
     waiting = [task.name for task in tasks[len(slots) :]]
     if waiting:
         count = collections.Counter(slot.name for slot in slots)
@@ -101,7 +103,7 @@ def _say_places(tasks: Sequence[Task], slots: Sequence[Slot]) -> None:
 
 
 def _require_texts(experiment: Experiment, trials: Sequence[Trial]) -> None:
-    """Opens every text that is set once: otherwise each arm would fail for the same reason."""
+    """Opens every text once, because otherwise each arm would fail for the same reason."""
     fields = [experiment.fields(trial) for trial in trials]
     for path in dict.fromkeys(of["data.path"] for of in fields if "data.path" in of):
         tokens.load(path)
@@ -113,7 +115,7 @@ def _task(experiment: Experiment, trial: Trial, run: ArmRun, trainer: Sequence[s
 
 
 def _watch(runs: Mapping[str, ArmRun], events: Iterator[Event | None]) -> dict[str, str]:
-    """Says what happens while the arms run; returns how those ended that failed."""
+    """Prints what happens while the arms run; returns by name how the failed ones ended."""
     failures = {}
     said = time.monotonic()
     running: list[str] = []
@@ -148,10 +150,10 @@ def _failure(event: Event, outcome: str) -> str:
 
 
 def _environment(workdir: Path) -> dict[str, str]:
-    """A compilation cache: later arms and continued ones find their programs, and start sooner."""
+    """Returns variables that set up a compilation cache, with which later arms start sooner."""
     if _CACHE in os.environ:
         return {}
-    # By default JAX keeps none that takes less than a second to compile, and there are many.
+    # By default JAX does not cache programs that compile in less than a second, which are many.
     return {
         _CACHE: str(internal(workdir) / "compilations"),
         _LEAST: os.environ.get(_LEAST, "0"),
@@ -159,7 +161,7 @@ def _environment(workdir: Path) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    """Prints a line, wrapped where it goes to a terminal."""
+    """Prints a line, wrapped if it goes to a terminal."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         text = textwrap.fill(

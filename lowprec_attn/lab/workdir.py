@@ -1,9 +1,9 @@
-"""What the runs of an experiment leave behind, in one directory.
+"""The work directory of an experiment, which holds the files of all its runs.
 
 NAME/           the run directory of an arm, or of an arm with a seed: ARM-seedN
-NAME.json       its definition
-NAME.log        what its processes printed
-.lab/           lock, and compiled programs that a continued run finds again
+NAME.json       the definition of the run
+NAME.log        the output of the run's processes
+.lab/           the lock, and compiled programs for continued runs
 """
 
 import contextlib
@@ -22,11 +22,16 @@ from lowprec_attn.runs.run_dir import RunDir
 
 
 class WorkdirError(RunError):
-    """A directory of arms cannot be used."""
+    """A work directory cannot be used."""
 
 
 class Outcome(NamedTuple):
-    """How far an arm has come; `finished`: nothing is left to do, the report is written too."""
+    """The progress of an arm.
+
+    Attributes:
+      finished: whether nothing is left to do. The report is then written too.
+      text: the progress in words.
+    """
 
     finished: bool
     text: str
@@ -38,7 +43,7 @@ class ArmRun:
 
     Attributes:
       workdir: the directory of the experiment.
-      name: of the run; see `experiment.Trial.name`.
+      name: the name of the run; see `experiment.Trial.name`.
     """
 
     workdir: Path
@@ -46,7 +51,7 @@ class ArmRun:
 
     @property
     def run_dir(self) -> RunDir:
-        """Where it trains."""
+        """The run directory."""
         return RunDir(self.workdir / self.name)
 
     @property
@@ -61,7 +66,7 @@ class ArmRun:
 
     @property
     def trial(self) -> Trial:
-        """Arm and seed as they were defined when it was first run."""
+        """The arm and seed that `NAME.json` defines."""
         definition = self._definition()
         arm = Arm(
             definition.get("arm") or self.name, definition["overrides"], definition.get("control")
@@ -70,7 +75,7 @@ class ArmRun:
 
     @property
     def runaway(self) -> RunawayRule:
-        """That of its experiment."""
+        """The runaway rule of its experiment."""
         return RunawayRule(**self._definition().get("runaway", {}))
 
     @property
@@ -80,14 +85,14 @@ class ArmRun:
 
     @property
     def steps_done(self) -> int:
-        """Steps recorded so far."""
+        """The number of steps recorded so far."""
         path = self.run_dir.throughput
         records = metrics.read(path) if path.exists() else []
         return records[-1]["step"] + 1 if records else 0
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """Where a loss was not finite, or that it exploded; None where neither happened."""
+        """The recorded failure (a value that was not finite, or an explosion), or None."""
         path = self.run_dir.failure
         if not path.exists():
             return None
@@ -96,7 +101,7 @@ class ArmRun:
         return failure
 
     def outcome(self) -> Outcome:
-        """Done, not finite (a result as well), interrupted, or not started."""
+        """Returns the progress: done, not finite (a result too), interrupted, or not started."""
         run_dir = self.run_dir
         failure = self.failure
         if (failure is not None or run_dir.summary.exists()) and not self._complete:
@@ -113,7 +118,10 @@ class ArmRun:
 
     @property
     def _complete(self) -> bool:
-        """Whether it has written its last file; see `RunDir.end`. Earlier versions did not say."""
+        """Whether the run has written its last file; see `RunDir.end`.
+
+        Runs of earlier versions did not record this, and count as complete.
+        """
         run_dir = self.run_dir
         path = run_dir.failure if run_dir.failure.exists() else run_dir.summary
         return bool(read_record(path).get("complete", True))
@@ -123,8 +131,8 @@ class ArmRun:
 
         Raises:
           WorkdirError: the arm has taken steps with another definition.
-          NotJsonError: its file is damaged.
-          DiskError: the disk refuses.
+          NotJsonError: its existing definition is damaged.
+          DiskError: the file cannot be written.
         """
         wanted = {
             "arm": trial.arm.name,
@@ -162,17 +170,17 @@ _MAY_HAVE = {"arm": str | None, "control": str | None, "seed": int | None}
 
 
 def _is_rule(value: Any) -> bool:
-    """Whether these are the fields of a `RunawayRule`, or some of them."""
+    """Whether the value is a dict of fields of a `RunawayRule`, possibly not all of them."""
     if not isinstance(value, dict) or not value.keys() <= RunawayRule._field_defaults.keys():
         return False
     return all(isinstance(number, int | float) for number in value.values())
 
 
 def arm_runs(workdir: Path) -> list[ArmRun]:
-    """The arms that have taken a step, by name.
+    """Returns the runs that have taken a step, sorted by name.
 
     Raises:
-      WorkdirError: there are none.
+      WorkdirError: no run has taken a step.
     """
     runs = [ArmRun(workdir, path.stem) for path in sorted(workdir.glob("*.json"))]
     begun = [run for run in runs if run.steps_done]
@@ -183,13 +191,13 @@ def arm_runs(workdir: Path) -> list[ArmRun]:
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[int]:
-    """Keeps other lab processes out; yields the lock's file descriptor.
+    """Locks the directory against other lab processes; yields the lock's file descriptor.
 
-    A child that inherits the descriptor holds the lock as well. So arms that go on after their
-    lab process was killed are noticed, and no second process is put on their GPU.
+    A child that inherits the descriptor holds the lock too. Arms that continue after their lab
+    process was killed are thus noticed, and no second process is started on their GPU.
 
     Raises:
-      WorkdirError: it is in use, or cannot be made.
+      WorkdirError: the directory is in use, or cannot be made.
     """
     try:
         internal(workdir).mkdir(parents=True, exist_ok=True)
@@ -206,12 +214,12 @@ def locked(workdir: Path) -> Iterator[int]:
 
 
 def internal(workdir: Path) -> Path:
-    """What is of no interest to a reader; no arm has a name that begins with a dot."""
+    """Returns the directory of internal files; no arm's name can begin with a dot."""
     return workdir / ".lab"
 
 
 def _changes(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """The fields in which two definitions differ, as text; empty where there are none."""
+    """Returns the fields in which two definitions differ, as text; empty if there are none."""
     if theirs["config"] != ours["config"]:
         return f"config: {theirs['config']} -> {ours['config']}"
     a = {**theirs["shared"], **theirs["overrides"]}

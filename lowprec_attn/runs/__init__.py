@@ -1,4 +1,4 @@
 """The files of a run: its directory, checkpoints, metrics, environment, report, copies.
 
-Imports `hosts`, `files` and `errors`, and the rules of `diagnostics`; knows nothing of models.
+This package imports `hosts`, `files`, `errors` and the rules of `diagnostics`, and no model code.
 """

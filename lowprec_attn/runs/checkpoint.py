@@ -1,20 +1,21 @@
-"""Checkpoints that a kill cannot lose and that damage cannot pass through.
+"""Checkpoints that survive a kill and that detect damage.
 
-On disk, for every checkpoint of a step:
+A checkpoint of step 1500 has two parts on the disk:
 
-    00001500.json    the manifest: the content directory's name, and size and SHA-256 of its files
-                     and of the run's records up to the step
+    00001500.json    the manifest: the content directory's name, and the size and SHA-256 of its
+                     files and of the run's records up to the step
     00001500-0/      the content, written by Orbax
 
-A checkpoint exists exactly when its manifest does. A manifest is written by a rename after all of
-the content, and removed before any of it. Content without a manifest is a leftover of a killed save
-or deletion: it never counts, and the next save removes it. A step that is saved again gets a fresh
-content directory, so that its first version counts until the second one does.
+A checkpoint exists exactly when its manifest does. The manifest is written by an atomic rename
+after all of the content, and is removed before any of the content. Content without a manifest is
+left over from a killed save or deletion. It never counts, and the next save removes it. A step that
+is saved again gets a new content directory, so its first version counts until the second is
+complete.
 
-The hashes are there because Orbax by itself loads flipped bits silently.
+The hashes are necessary because Orbax loads flipped bits without an error.
 
-In a run of several processes each writes and reads the shards of its own devices. The first process
-chooses the content directory, verifies it, and writes and removes manifests.
+In a run of several processes each process writes and reads the shards of its own devices. The first
+process chooses the content directory, verifies it, and writes and removes the manifests.
 """
 
 import concurrent.futures
@@ -51,7 +52,7 @@ class CheckpointError(RunError):
 
 
 class _UnfinishedError(DamagedError):
-    """A checkpoint was never completed, so that nothing is lost with it."""
+    """A checkpoint was never completed, so skipping it loses nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Restored:
     """A restored checkpoint.
 
     Attributes:
-      step: the step it was saved as.
-      state: a pytree of the target's structure.
+      step: the step under which it was saved.
+      state: a pytree with the target's structure.
       data_state: the data iterator's state.
-      records: as given to `save`; empty in checkpoints of earlier versions.
-      measured: as given to `save`; None where nothing was, or where it was not asked for.
+      records: the `records` given to `save`; empty in checkpoints of earlier versions.
+      measured: the `measured` given to `save`; None if none was given or none was requested.
     """
 
     step: int
@@ -84,17 +85,20 @@ class Checkpoints:
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2) -> None:
-        """Names the directory; nothing is created before the first `save`.
+        """Sets the directory; creates nothing before the first `save`.
 
         Args:
-          directory: where the checkpoints are.
-          keep: how many of the newest checkpoints stay, at least 1.
+          directory: the directory of the checkpoints.
+          keep: how many of the newest checkpoints to keep, at least 1.
+
+        Raises:
+          ValueError: keep is less than 1.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} would delete every checkpoint; it must be at least 1")
         self._directory = Path(directory).absolute()
         self._keep = keep
-        self._damaged: set[int] = set()  # steps, as `restore` found them
+        self._damaged: set[int] = set()  # steps whose checkpoints `restore` has found damaged
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
@@ -107,23 +111,23 @@ class Checkpoints:
         keep_from: int | None = None,
         measured: Any = None,
     ) -> None:
-        """Saves a checkpoint; older ones beyond `keep` are deleted once it is complete.
+        """Saves a checkpoint in the background, and then deletes older ones beyond `keep`.
 
-        When this returns, `state` has been copied to the host, so that its buffers may be donated.
-        A thread hashes and writes. The next `save`, `wait`, `restore` or `close` raises its error.
-        Saving a step that exists replaces it.
+        When this returns, `state` has been copied, so its buffers may be donated. A thread writes
+        and hashes the content. If it fails, the next call of any method raises its error. A
+        checkpoint that already exists for the step is replaced.
 
         Args:
-          step: number of the step, at least 0.
-          state: a pytree of JAX or NumPy arrays and numbers, none of them empty.
-          data_state: the data iterator's state, JSON-able.
+          step: the number of the step, at least 0.
+          state: a pytree of non-empty JAX or NumPy arrays and numbers.
+          data_state: the data iterator's state, which JSON can represent.
           records: fingerprints, by name, of the files that the run wrote before this step.
-          keep_from: checkpoints of this step and later ones stay as well, beside the newest `keep`.
-          measured: a pytree of arrays beside the state, None for none.
+          keep_from: checkpoints of this and later steps are kept in addition to the newest `keep`.
+          measured: a pytree of arrays to save beside the state, or None.
 
         Raises:
-          CheckpointError: this checkpoint or the one before could not be written. The checkpoints
-            that were complete stay.
+          CheckpointError: this checkpoint or the previous one could not be written. All complete
+            checkpoints remain.
           ValueError: step is negative.
         """
         if step < 0:
@@ -132,31 +136,33 @@ class Checkpoints:
         data_copy = json.loads(json.dumps(data_state))
         beside = {} if measured is None else {"measured": checkpoint_content.copy(measured)}
         begin = partial(self._begin, step, checkpoint_content.copy(state), data_copy, beside)
-        # Several processes can agree in their main threads alone; one begins in the worker thread.
+        # Several processes can coordinate only in their main threads. A single process begins in
+        # the worker thread.
         write = begin() if jax.process_count() > 1 else lambda: begin()()
         self._pending = self._worker.submit(self._complete, step, write, dict(records), keep_from)
 
     def restore(
         self, target_state: Any, last_step: int | None = None, target_measured: Any = None
     ) -> Restored | None:
-        """Loads the newest checkpoint that is intact.
+        """Loads the newest intact checkpoint.
 
-        Newer ones are skipped, each with one logged warning: they were never completed, or a file
-        is missing, cannot be read, or differs from its checksum.
+        Newer checkpoints are skipped, each with one logged warning: they were never completed, or
+        one of their files is missing, cannot be read, or differs from its checksum.
 
         Args:
-          target_state: a pytree as given to `save`. Where it holds a JAX array, or a
-            `jax.ShapeDtypeStruct` with a sharding, an array of the same sharding is returned;
-            elsewhere a NumPy array.
-          last_step: checkpoints of later steps are left alone; None to take any.
-          target_measured: likewise of what was measured, None to leave it.
+          target_state: a pytree with the structure of the `state` given to `save`. For a leaf that
+            is a JAX array, or a `jax.ShapeDtypeStruct` with a sharding, the restored leaf is a JAX
+            array with the same sharding. For any other leaf it is a NumPy array.
+          last_step: the last step to consider; None considers all checkpoints.
+          target_measured: a pytree like `target_state` for the `measured` given to `save`; None
+            does not load it.
 
         Returns:
-          The checkpoint, or None where none was ever completed.
+          The checkpoint, or None if no checkpoint was ever completed.
 
         Raises:
-          CheckpointError: none is intact, or the newest intact one differs from the target in the
-            path, shape or dtype of an array.
+          CheckpointError: no checkpoint is intact, or the newest intact one differs from the target
+            in the path, shape or dtype of an array.
         """
         self.wait()
         with self._explain_errors("read checkpoints in"):
@@ -170,10 +176,10 @@ class Checkpoints:
             return Restored(step, state, data_state, fingerprints, measured)
 
     def prune(self) -> None:
-        """Deletes all but the newest `keep`, those too that `keep_from` has kept.
+        """Deletes all but the newest `keep` checkpoints, including those that `keep_from` kept.
 
         Raises:
-          CheckpointError: one cannot be deleted.
+          CheckpointError: a checkpoint cannot be deleted.
         """
         steps = self.steps()
         if steps:
@@ -181,22 +187,22 @@ class Checkpoints:
                 self._delete_older(steps[-1], None)
 
     def newest(self, last_step: int) -> int | None:
-        """The newest step up to `last_step` that has a checkpoint; its files are not read."""
+        """Returns the newest step up to `last_step` with a checkpoint; reads none of its files."""
         return max((step for step in self.steps() if step <= last_step), default=None)
 
     def steps(self) -> list[int]:
-        """Every step that has a checkpoint, the oldest first; its files are not read."""
+        """Returns every step that has a checkpoint, the oldest first; reads none of their files."""
         self.wait()
         return hosts.from_first(lambda: sorted(step for step, _ in self._entries(_MANIFEST)))
 
     def discard(self, unwanted: Callable[[int, Mapping[str, Fingerprint]], bool]) -> None:
-        """Removes the checkpoints for which `unwanted(step, records)` holds, newest first.
+        """Removes the checkpoints for which `unwanted(step, records)` is true, the newest first.
 
-        A kill between leaves the older ones, and the next call removes them. A checkpoint whose
-        manifest is damaged stays: `restore` skips it.
+        If the process is killed in between, the older ones remain, and the next call removes them.
+        A checkpoint with a damaged manifest remains, and `restore` skips it.
 
         Raises:
-          CheckpointError: one cannot be removed.
+          CheckpointError: a checkpoint cannot be removed.
         """
         self.wait()
 
@@ -206,13 +212,17 @@ class Checkpoints:
                     if unwanted(step, Manifest.read(path).records):
                         _remove(path)
             if self._directory.exists():
-                self._remove_leftovers()  # content without a manifest, which `restore` would name
+                # Otherwise `restore` would warn about content without a manifest.
+                self._remove_leftovers()
 
         with self._explain_errors("remove checkpoints in"):
             hosts.from_first(remove)
 
     def _newest_intact(self, last_step: int | None) -> tuple[int, str, dict[str, Any]] | None:
-        """Step, content directory and records of the checkpoint to restore, JSON-able."""
+        """Returns the step, content directory and records of the checkpoint to restore.
+
+        JSON can represent the result, which `hosts.from_first` sends to the other processes.
+        """
         skipped: dict[int, DamagedError] = {}
         for step in self._steps_newest_first():
             if last_step is not None and step > last_step:
@@ -238,14 +248,14 @@ class Checkpoints:
         """Returns once the last `save` is complete.
 
         Raises:
-          CheckpointError: it failed.
+          CheckpointError: the last `save` failed.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
     def close(self) -> None:
-        """Completes the last `save` and ends the thread; raises as `wait`."""
+        """Completes the last `save` and ends the thread; raises the errors of `wait`."""
         self._worker.shutdown(wait=True)
         self.wait()
 
@@ -264,7 +274,7 @@ class Checkpoints:
         data_state: dict[str, Any],
         beside: dict[str, dict[str, Any]],
     ) -> Callable[[], Path]:
-        """Starts to write a content directory; the function returns it when it is complete."""
+        """Starts writing a content directory; the result waits for it and returns its path."""
         with self._explain_errors(f"write checkpoint {step} to"):
             content = self._directory / hosts.from_first(lambda: self._new_content(step).name)
             wait = checkpoint_content.begin(content, arrays, data_state, beside)
@@ -276,7 +286,7 @@ class Checkpoints:
         return write
 
     def _new_content(self, step: int) -> Path:
-        """A content directory that is not there yet."""
+        """Returns the path of a new content directory, which does not exist yet."""
         make_directory(self._directory)
         self._remove_leftovers()
         paths = (self._directory / f"{step:08d}-{version}" for version in itertools.count())
@@ -289,17 +299,20 @@ class Checkpoints:
         records: dict[str, Fingerprint],
         keep_from: int | None,
     ) -> None:
-        """In the worker thread: content, then manifest, with which the checkpoint exists."""
+        """Writes the content and then the manifest, in the worker thread; deletes older ones.
+
+        The checkpoint exists from the moment its manifest is written.
+        """
         with self._explain_errors(f"write checkpoint {step} to"):
             try:
                 content = write()
                 if hosts.is_first():
                     manifest = self._manifest_path(step)
-                    if manifest.is_dir():  # damage, which a file cannot replace
+                    if manifest.is_dir():  # damage: a rename cannot replace a directory
                         shutil.rmtree(manifest)
                     Manifest.of(content, records).write(manifest)
             except BaseException:
-                with contextlib.suppress(OSError):  # what it left is ignored and removed later
+                with contextlib.suppress(OSError):  # leftovers do not count and are removed later
                     self._remove_leftovers()
                 raise
             self._damaged.discard(step)
@@ -307,10 +320,11 @@ class Checkpoints:
 
     @hosts.first_only
     def _delete_older(self, step: int, keep_from: int | None) -> None:
-        """Deletes all but the newest `keep` up to `step`; those known to be damaged do not count.
+        """Deletes all but the newest `keep` checkpoints up to `step`, and all leftovers.
 
-        Those from `keep_from` on stay. Newer ones stay: they are damaged, for otherwise this run
-        had started from them.
+        Checkpoints known to be damaged do not count among the `keep`. Checkpoints from `keep_from`
+        on remain. Checkpoints after `step` remain too: they are damaged, because otherwise this run
+        would have started from them.
         """
         older = sorted((other, path) for other, path in self._entries(_MANIFEST) if other < step)
         intact = [other for other, _ in older if other not in self._damaged]
@@ -334,12 +348,16 @@ class Checkpoints:
         try:
             return Manifest.read(self._manifest_path(step)).content != content.name
         except DamagedError:
-            return False  # nothing is deleted on the word of a damaged manifest
+            return False  # a damaged manifest is no reason to delete anything
 
     # Restoring.
 
     def _verified(self, step: int) -> Manifest:
-        """The manifest of a step, every file of which has its size and checksum."""
+        """Returns the manifest of a step after checking the size and checksum of every file.
+
+        Raises:
+          DamagedError: the checkpoint was not completed, or a file is missing or damaged.
+        """
         if not self._manifest_path(step).exists():
             raise _UnfinishedError(
                 f"{self._manifest_path(step).name} is missing: saving was not completed"
@@ -368,14 +386,14 @@ class Checkpoints:
     # Names on the disk.
 
     def _entries(self, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-        """The step and path of every entry whose name has the pattern."""
+        """Returns the step and path of every directory entry whose name matches the pattern."""
         if not self._directory.exists():
             return []
         matches = [(pattern.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return [(int(match[1]), path) for match, path in matches if match]
 
     def _steps_newest_first(self) -> list[int]:
-        """Every step of which there is anything, complete or not."""
+        """Returns every step with a manifest or content, complete or not, the newest first."""
         entries = self._entries(_MANIFEST) + self._entries(_CONTENT)
         return sorted({step for step, _ in entries}, reverse=True)
 
@@ -388,7 +406,7 @@ class Checkpoints:
             yield
         except CheckpointError:
             raise
-        except Exception as error:  # Orbax raises what its layers raise: of any type, misleading
+        except Exception as error:  # Orbax passes on misleading errors of any type from its layers
             raise CheckpointError(
                 f"cannot {action} {self._directory}: {checkpoint_content.reason(error)}; "
                 "checkpoints that were complete stay as they are"
@@ -396,7 +414,7 @@ class Checkpoints:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, or a directory with all that is in it: damage may have made either of one."""
+    """Removes a file, or a directory and its contents; after damage a path may be either."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

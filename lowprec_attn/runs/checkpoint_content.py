@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-_METADATA_BYTES = 1 << 20  # what a checkpoint takes on the disk besides its arrays, at most
-_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # how TensorStore reports one
+_METADATA_BYTES = 1 << 20  # upper bound of a checkpoint's size on the disk without its arrays
+_OS_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")  # TensorStore's format
 
 
 class MismatchError(Exception):
@@ -22,14 +22,15 @@ class MismatchError(Exception):
 
 
 def copy(state: Any) -> dict[str, Any]:
-    """The leaves of a pytree by path, as arrays that may be read while `state` is donated.
+    """Returns copies of a pytree's leaves by path, which remain readable when `state` is donated.
 
-    In a run of one process they are on the host. Of several processes each has only a part of
-    them, so they stay on the devices, and `begin` copies them.
+    In a run of one process the copies are on the host. In a run of several processes each process
+    has only a part of each array, so the copies stay on the devices and `begin` copies them to the
+    host.
     """
     if jax.process_count() > 1:
         return {path: _own(leaf) for path, leaf in _leaves_by_path(state).items()}
-    # On a CPU, device_get returns views of the very buffers that the next step is given to reuse.
+    # On a CPU, `device_get` returns views of the buffers, which the next step may overwrite.
     return {path: np.array(leaf) for path, leaf in _leaves_by_path(jax.device_get(state)).items()}
 
 
@@ -39,23 +40,23 @@ def begin(
     data_state: dict[str, Any],
     beside: dict[str, dict[str, Any]],
 ) -> Callable[[], None]:
-    """Starts to write the directory `content`.
+    """Starts writing the directory `content`.
 
-    When this returns, `arrays` are on the host. Each of several processes writes the shards of its
-    own devices; all must call this at the same point of their main threads.
+    When this returns, the arrays are on the host. In a run of several processes each process writes
+    the shards of its own devices, and all must call this at the same point of their main threads.
 
     Args:
-      content: must not exist.
-      arrays: what `copy` returns.
-      data_state: JSON-able.
-      beside: more such arrays, by a name of theirs.
+      content: the directory to create, which must not exist.
+      arrays: the result of `copy`.
+      data_state: the data iterator's state, which JSON can represent.
+      beside: more results of `copy`, each by a name.
 
     Returns:
-      A function, for any thread, that returns when all processes are done.
+      A function that returns when all processes are done; any thread may call it.
 
     Raises:
-      OSError: the disk has not enough room.
-      Exception: whatever Orbax raises, here or from the function; see `reason`.
+      OSError: the disk has too little room.
+      Exception: whatever Orbax raises, here or in the returned function; see `reason`.
     """
     parts = {"state": arrays, **beside}
     _require_room(content, [array for part in parts.values() for array in part.values()])
@@ -67,12 +68,19 @@ def begin(
 def read(
     content: Path, target_state: Any, target_measured: Any = None
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Reads the state, as arrays of the target's shardings, the data state, and what was measured.
+    """Reads a checkpoint's state, data state and measured arrays.
 
-    The last is None where the target is, or where there is none in the checkpoint.
+    Args:
+      content: the content directory.
+      target_state: a pytree that gives the structure, shapes, dtypes and shardings of the state.
+      target_measured: the same for the measured arrays; None does not read them.
+
+    Returns:
+      The state, the data state and the measured arrays. The last is None if `target_measured` is
+      None or the checkpoint holds no measured arrays.
 
     Raises:
-      MismatchError: an array differs from the target's in path, shape or dtype.
+      MismatchError: an array differs from its target in path, shape or dtype.
       Exception: whatever Orbax raises; see `reason`.
     """
     with _orbax_context():
@@ -105,7 +113,7 @@ def _require_shapes(saved: dict[str, Any], targets: dict[str, Any]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The first cause of an error in one line; an error of the system in the system's words."""
+    """Returns the root cause of an error in one line; a system error in the system's own words."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
@@ -118,7 +126,7 @@ def reason(error: BaseException) -> str:
 
 def _require_room(content: Path, arrays: list[Any]) -> None:
     """Raises OSError if the disk has too little room for the arrays."""
-    # Asked first, because Orbax prints pages of tracebacks when the disk fills up.
+    # Checked in advance, because Orbax prints pages of tracebacks when the disk fills up.
     needed = sum(array.nbytes for array in arrays) + _METADATA_BYTES
     free = shutil.disk_usage(content.parent).free
     if free < needed:
@@ -127,13 +135,13 @@ def _require_room(content: Path, arrays: list[Any]) -> None:
 
 
 def _own(array: jax.Array) -> jax.Array:
-    """An array that may be read while `array` is donated."""
-    # Orbax copies it to the host at once, but on a CPU that is a view of the same buffer.
+    """Returns an array that remains readable after `array` is donated."""
+    # Orbax copies the array to the host at once, but on a CPU that copy is a view of its buffer.
     return jnp.copy(array) if jax.default_backend() == "cpu" else array
 
 
 def _leaves_by_path(state: Any) -> dict[str, Any]:
-    """The leaves of a pytree by paths such as `params/wte/embedding`, in tree order."""
+    """Returns a pytree's leaves by path, such as `params/wte/embedding`, in tree order."""
     leaves = jax.tree.leaves_with_path(state)
     by_path = {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
@@ -144,7 +152,7 @@ def _leaves_by_path(state: Any) -> dict[str, Any]:
 
 
 def _shape(leaf: Any) -> str:
-    """Type and shape of a leaf, such as `float32[3, 4]`, for comparison and messages."""
+    """Returns the dtype and shape of a leaf as text, such as `float32[3, 4]`; `absent` for None."""
     if leaf is None:
         return "absent"
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
@@ -152,7 +160,7 @@ def _shape(leaf: Any) -> str:
 
 
 def _abstract(leaf: Any) -> Any:
-    """A stand-in of a leaf: it tells Orbax which kind of array to load, and its sharding."""
+    """Returns a stand-in for a leaf, which tells Orbax the kind and sharding of array to load."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     return np.asarray(leaf)
@@ -162,9 +170,10 @@ def _orbax_context() -> ocp.Context:
     context = ocp.Context()
     context.checkpointables.registry = ocp.handlers.local_registry()
     context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="data")
-    context.memory.deepcopy_host_arrays = False  # `copy` has made one
-    # Weights shrink by 8 % for 7 times the writing time.
+    context.memory.deepcopy_host_arrays = False  # `copy` has already copied them
+    # Compression shrinks the weights by only 8 % and takes 7 times as long to write.
     context.array.saving.use_compression = False
-    # In the background, an error there leaves threads that keep the process for ten minutes.
+    # If directories were created in the background, an error there would leave threads that keep
+    # the process alive for ten minutes.
     context.asynchronous.create_directories_asynchronously = False
     return context

@@ -1,7 +1,7 @@
-"""Configs of earlier checkouts in the words of this one.
+"""Converts configs of earlier versions to the fields of this one, and back.
 
-Once the fields of a rollback stood apart (`on_spike`, `rollback_steps` and so on), and there were
-`loggers` and `data.replay`.
+In earlier versions the fields of `rollback` were separate (`on_spike`, `rollback_steps` and so on),
+and a config also had the fields `loggers` and `data.replay`.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ INSTEAD = {
     "loggers": "`wandb sync RUN/tensorboard` copies the curves of a run",
     "data.replay": "the order of the batches follows from config.seed",
 }
-"""By field that is gone, what is in its place."""
+"""The replacement of each field that no longer exists."""
 
 _DEFAULTS = {"tries": 3, "steps": 100, "after": 100}
 
 
 def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the fields of this version; it may have them already."""
+    """Returns a config with the fields of this version, whichever version it is from."""
     config = {name: value for name, value in config.items() if name != "loggers"}
     data = config.get("data")
     if isinstance(data, Mapping) and data.get("replay", 0) is None:
@@ -34,16 +34,21 @@ def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(field: str) -> str:
-    """The field itself, or `rollback` for one of those that stood apart."""
+    """Returns the field itself, or `rollback` for one of the earlier, separate rollback fields."""
     return "rollback" if field.partition(".")[0] in _APART else field
 
 
-# Points and settings that are younger than such a digest. They count where they are set.
+# Points and settings that were added after digests of configs were first taken. `flat` leaves them
+# out where they are None, so that they do not change the digest of an earlier config.
 _YOUNGER = ("recomputed_probs", "divided_in_dv", "query", "key", "do", "remat")
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way, for what is told by a digest of it: a config without rollbacks as it was."""
+    """Returns the config from which digests are taken, in the form of earlier versions.
+
+    A config without rollbacks thus has the same digest in all versions. A config with rollbacks
+    keeps their fields in addition.
+    """
     config = _without_younger(config)
     if isinstance(data := config.get("data"), Mapping):
         config["data"] = {"replay": None, **data}

@@ -1,4 +1,4 @@
-"""The environment of a run: versions, devices, command line and commit, and nothing private."""
+"""Describes a run's environment: versions, devices, command line, commit; nothing private."""
 
 import datetime
 import importlib.metadata
@@ -28,16 +28,16 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Describes this process and its machine as a JSON-able dict.
+    """Describes this process and its machine as a dict that JSON can represent.
 
-    It holds no host name, no user name and no environment variable; of the command line the
-    program's name is kept without its directory, and no credentials (`without_credentials`).
+    The dict holds no host name, user name or environment variable. The command line has the
+    program's name without its directory, and no credentials (see `without_credentials`).
 
     Returns:
-      `versions` by package (None: not installed), `platform`, `backend`, `device_kind`,
-      `device_count` and `process_count` (of the whole run), `host_cpus`, `date` (UTC, ISO 8601),
-      `command`, and `commit`: the git commit of this project's working tree, with `-dirty` where
-      tracked files are changed, or None outside of a checkout.
+      `versions` by package (None if not installed), `platform`, `backend`, `device_kind`,
+      `device_count` and `process_count` of the whole run, `host_cpus`, `date` (UTC, ISO 8601),
+      `command`, and `commit`. The last is the git commit of this project's working tree, with
+      `-dirty` if tracked files have changed, or None outside of a checkout.
     """
     devices = jax.devices()
     return {
@@ -59,13 +59,14 @@ def describe() -> dict[str, Any]:
 
 
 def is_described(start: Mapping[str, Any]) -> bool:
-    """Whether the command that a file gives for a start can be one."""
+    """Whether the `command` of a recorded start is a list of words; a missing one counts as one."""
     words = start.get("command", [])
     return isinstance(words, list) and all(isinstance(word, str) for word in words)
 
 
 _HIDDEN = "***"
-# Names that end in one of these, of an option, a variable or a part of an address.
+# The name of an option, of a variable or of a part of an address is secret if it ends in one of
+# these words.
 _SECRET = (
     r"(?:pass(?:word|wd|phrase)?|secret|token|credentials?|signature|sig"
     r"|(?:api|access|private|secret|account)[_-]?key)"
@@ -76,10 +77,11 @@ _OPTION = re.compile(rf"(?i)--?(?:[\w.-]*[-_.])?{_SECRET}")
 
 
 def without_credentials(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with `***` for what looks secret.
+    """Returns the words of a command line, with `***` in place of whatever looks secret.
 
-    That is the user and password of an address (`s3://user:password@host`), and the value of an
-    option, a variable or a part of an address with a telling name (`--api-key=…`, `?token=…`).
+    These are the user and password in an address (`s3://user:password@host`), and the value of an
+    option, of a variable or of a part of an address whose name suggests a secret (`--api-key=…`,
+    `?token=…`).
     """
     found = []
     for before, word in zip(["", *words], words, strict=False):
@@ -90,7 +92,7 @@ def without_credentials(words: Sequence[str]) -> list[str]:
 
 
 def _program() -> list[str]:
-    """The program as it is called, `python -m PACKAGE` where a package is."""
+    """Returns the words that call the program, `python -m PACKAGE` if it was run as a package."""
     name = Path(sys.argv[0]).name
     if name != "__main__.py":
         return [name]
@@ -106,7 +108,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this project's checkout, not of one that merely contains its installation."""
+    """Returns the commit of this project's checkout, or None if there is no checkout.
+
+    A checkout of another project that merely contains this installation does not count.
+    """
     root = Path(lowprec_attn.__file__).resolve().parents[1]
     toplevel = _git(root, "rev-parse", "--show-toplevel")
     if toplevel is None or Path(toplevel).resolve() != root:
@@ -115,7 +120,7 @@ def _commit() -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """The output of a git command, or None without git, outside of a checkout, or on an error."""
+    """Returns the output of a git command; None without git, outside a checkout, or on an error."""
     try:
         result = subprocess.run(
             ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=10

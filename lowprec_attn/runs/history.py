@@ -1,4 +1,4 @@
-"""What a run has recorded so far, read from its directory at once."""
+"""Reads everything that a run has recorded so far from its directory."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,31 +15,31 @@ from lowprec_attn.runs.instability.rollbacks import Rollback
 from lowprec_attn.runs.run_dir import RunDir
 
 Layer = Mapping[str, Sequence[float]]
-"""Of `attention_signals`: by name, one number per head."""
+"""The signals of one layer from `attention_signals`: by name, one number per head."""
 
 
 class HistoryError(RunError):
-    """A directory is not one of a run, or a record of it is damaged."""
+    """A directory is not a run directory, or one of its records is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The records of a run, finished or not; numbers that are not finite are floats.
+    """The records of a run, finished or not; NaN and infinities are floats.
 
     Attributes:
-      path: of the run directory.
-      config: as `config.json` has it.
+      path: the run directory.
+      config: the content of `config.json`, with the fields of this version.
       starts: one `environment.describe()` per start.
-      losses: of training by step, nats per token.
-      val_losses: of validation by step, likewise.
-      signals: by step: those of every layer.
+      losses: the training loss by step, nats per token.
+      val_losses: the validation loss by step, nats per token.
+      signals: by step, the signals of every layer.
       rates: tokens per second by step.
-      summary: of a run that ended, with `val_loss` and `unigram_loss`; empty before.
-      failure: where a value was not finite, or that the run was stopped since it had exploded;
-        empty otherwise.
-      incidents: warnings, spikes, rollbacks and the like, in the order of their steps.
-      rollbacks: where the run went back to an earlier step.
-      abandoned: losses by step that a rollback has undone, those of each by itself.
+      summary: the summary of a run that has ended, with `val_loss` and `unigram_loss`; else empty.
+      failure: the step and message of the first value that was not finite, or of the explosion
+        that stopped the run; else empty.
+      incidents: warnings, spikes, rollbacks and divergences, in the order of their steps.
+      rollbacks: the rollbacks of the run to an earlier step.
+      abandoned: for each rollback, the training losses by step that it has undone.
     """
 
     path: Path
@@ -57,10 +57,10 @@ class History:
 
     @classmethod
     def read(cls, run_dir: RunDir) -> Self:
-        """Reads a run directory, also of a run that is writing it.
+        """Reads a run directory, even while the run is writing it.
 
         Raises:
-          HistoryError: it is none, or its metrics are not those of a run.
+          HistoryError: the path is not a run directory, or no run wrote its metrics.
           RunError, OSError: another record of the run cannot be read.
         """
         if not run_dir.metrics.exists():
@@ -92,12 +92,12 @@ class History:
 
     @property
     def steps(self) -> int:
-        """How many steps the run has taken."""
+        """The number of steps that the run has taken."""
         return max(self.losses, default=-1) + 1
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end, a good one or not."""
+        """Whether the run has ended, with a summary or with a failure."""
         return bool(self.summary or self.failure)
 
 
@@ -106,7 +106,7 @@ def _series(records: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]
 
 
 def _layers(signals: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Layer]:
-    """By number: `metrics.jsonl` has layer_10 before layer_2."""
+    """Returns the layers by number; `metrics.jsonl` has layer_10 before layer_2."""
     return [
         {name: [float(value) for value in values] for name, values in signals[key].items()}
         for key in (f"layer_{i}" for i in range(len(signals)))
@@ -114,10 +114,10 @@ def _layers(signals: Mapping[str, Mapping[str, Sequence[float]]]) -> list[Layer]
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The config of a run, empty where there is none yet.
+    """Returns the config of a run with the fields of this version; empty if there is no file yet.
 
     Raises:
-      RunError, OSError: it is none, or cannot be read.
+      RunError, OSError: the file holds no config, or cannot be read.
     """
     config = renamed(_load(path))
     for name in ("attention", "model", "optimizer", "data"):

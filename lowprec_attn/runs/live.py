@@ -1,9 +1,9 @@
-"""Repeats an action beside a training run, such as drawing its metrics or copying it.
+"""Repeats an action while a run trains, for example drawing its metrics or copying it.
 
     with live.every(10, lambda: panel.update(draw(run_dir))):
         train(settings, config, workdir)
 
-The run keeps the main thread, so that an interrupt stops it in good order, with a checkpoint.
+The run stays in the main thread, so that an interrupt stops it in order, with a checkpoint.
 """
 
 import logging
@@ -18,17 +18,17 @@ _logger = logging.getLogger(__name__)
 def every(seconds: float, action: Callable[[], object]) -> Iterator[None]:
     """Calls `action` every `seconds` in a thread while the body runs, and once after it.
 
-    An error in the thread is logged, and the next turn tries again: a network may be back by then,
-    and a plot that cannot be drawn must not end a run. The last call is made in the caller's
-    thread and raises.
+    An error in the thread is logged and the next call tries again, because a network may be back by
+    then and a plot that cannot be drawn must not end a run. The last call is made in the caller's
+    thread, and its error is raised unless the body has raised one.
 
     Args:
-      seconds: from the end of one call to the beginning of the next, > 0.
-      action: the function to call; never twice at the same time.
+      seconds: the time from the end of one call to the beginning of the next, > 0.
+      action: the function to call. Two calls never overlap.
 
     Raises:
       ValueError: seconds is not positive.
-      Exception: what the last call of `action` raises, unless the body raised something.
+      Exception: whatever the last call of `action` raises, if the body raised nothing.
     """
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds!r}")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, each with size and SHA-256, and the run's records."""
+"""The manifest of a checkpoint: the size and SHA-256 of its files and of the run's records."""
 
 import dataclasses
 import re
@@ -20,10 +20,10 @@ class Manifest:
     """The content directory of a checkpoint and its files by relative path.
 
     Attributes:
-      content: name of the content directory, which lies beside the manifest.
-      files: the fingerprint of every file in it.
-      records: by name, of what the run had recorded before this step; the files may have grown
-        since. Empty in checkpoints of earlier versions.
+      content: the name of the content directory, which lies beside the manifest.
+      files: the fingerprint of every file in the content directory.
+      records: by name, the fingerprints of the run's own files as they were before this step. These
+        files may have grown since. Empty in checkpoints of earlier versions.
     """
 
     content: str
@@ -32,7 +32,7 @@ class Manifest:
 
     @classmethod
     def of(cls, content: Path, records: Mapping[str, Fingerprint]) -> Self:
-        """The manifest of a content directory, which is brought to the disk first."""
+        """Flushes a content directory to the disk and returns its manifest."""
         files = {}
         for path in sorted(content.rglob("*")):
             sync(path)
@@ -47,7 +47,8 @@ class Manifest:
         """Reads a manifest.
 
         Raises:
-          DamagedError: the file cannot be read, is not a manifest, or names a file elsewhere.
+          DamagedError: the file cannot be read, is not a manifest, or names a file outside of the
+            content directory.
         """
         try:
             fields = read_json(path)
@@ -68,13 +69,13 @@ class Manifest:
         return manifest
 
     def write(self, path: Path) -> None:
-        """Writes or replaces a manifest in one step."""
-        if path.is_symlink():  # damage: a checkpoint has none
+        """Writes or replaces a manifest atomically."""
+        if path.is_symlink():  # damage: checkpoints contain no symbolic links
             path.unlink()
         write_json(path, dataclasses.asdict(self), indent=1)
 
     def verify(self, directory: Path) -> None:
-        """Reads all files of the content in `directory`.
+        """Checks every content file in `directory` against its size and checksum.
 
         Raises:
           DamagedError: a file is missing, cannot be read, or has another size or checksum.
@@ -93,17 +94,18 @@ class Manifest:
                 raise DamagedError(f"{name} differs from its SHA-256")
 
     def paths(self, directory: Path) -> Iterator[tuple[str, Path]]:
-        """The files of the content in `directory`, with their names relative to that.
+        """Yields the name relative to `directory` and the path of every content file.
 
         Raises:
-          DamagedError: a symbolic link leads out of the content, or nowhere.
+          DamagedError: a path leads out of the content directory through a symbolic link, or its
+            links form a circle.
         """
         content = directory.resolve() / self.content
         for name in self.files:
             path = directory / self.content / name
             try:
                 inside = path.resolve().is_relative_to(content)
-            except (OSError, RuntimeError):  # links in a circle, by version of Python
+            except (OSError, RuntimeError):  # a circle of links; the type depends on Python
                 inside = False
             if not inside:
                 raise DamagedError(f"{self.content}/{name} leads out of {directory}")
@@ -111,7 +113,7 @@ class Manifest:
 
 
 def _fingerprints(fields: Any) -> dict[str, Fingerprint]:
-    """Fingerprints by name from JSON; raises TypeError or the like where there are none."""
+    """Returns fingerprints by name from JSON; raises TypeError or the like if they are invalid."""
     found = {name: Fingerprint(**file) for name, file in fields.items()}
     for file in found.values():
         if type(file.size) is not int or not _SHA256.fullmatch(file.sha256):

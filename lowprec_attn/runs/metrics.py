@@ -1,10 +1,11 @@
-"""Metrics of a run: JSON lines that repeat bit for bit, timings, TensorBoard events.
+"""A run's metrics: bit-for-bit reproducible JSON lines, timings, TensorBoard events.
 
-`metrics.jsonl` holds only values that the run determines. So an interrupted and resumed run has the
-same file, byte for byte, as an uninterrupted one. Timings go to `throughput.jsonl`.
+`metrics.jsonl` holds only values that the run's config determines, so an interrupted and resumed
+run has the same file, byte for byte, as an uninterrupted one. Timings go to `throughput.jsonl`.
 
 Every line is strict JSON. Floats have enough digits to be read back exactly. JSON has no NaN and no
-infinity: they are the texts "nan", "inf" and "-inf", which `read` returns as floats.
+infinities, so these are written as the texts "nan", "inf" and "-inf", which `read` returns as
+floats.
 """
 
 import contextlib
@@ -44,24 +45,25 @@ class MetricsError(RunError):
 class MetricsWriter:
     """Appends records to `metrics.jsonl`, `throughput.jsonl` and TensorBoard.
 
-    In a run of several processes the first one writes; on the others these methods do nothing.
+    In a run of several processes only the first one writes. On the others the methods that write
+    do nothing.
 
-    A record is on its way to the disk when `write` returns. kill -9 loses at most a part of the
-    line that is being written, which the next writer drops.
+    The kernel has a record when `write` returns. kill -9 can at most cut short the line that is
+    being written, and the next writer removes such a partial line.
 
-    Write the records of all steps below s and call `flush` before a checkpoint of step s is saved:
-    a run that is resumed there does not write them again.
+    Before a checkpoint of step s is saved, write the records of all steps below s and call `flush`,
+    because a run that resumes from the checkpoint does not write them again.
     """
 
     def __init__(self, run_dir: RunDir, start_step: int) -> None:
-        """Opens the files for a run that starts, or resumes, at `start_step`.
+        """Prepares the files for a run that starts, or resumes, at `start_step`.
 
         Args:
           run_dir: an opened run directory.
-          start_step: the first step that this writer will record. Records of it and of later
-            steps, left by a process that was killed after its last checkpoint, are removed (in
-            one atomic step per file), and TensorBoard is told to hide its own. That waits for
-            the first record, or for `flush`: a start that fails before costs none.
+          start_step: the first step that this writer will record. A process that was killed after
+            its last checkpoint may have left records of this and later steps. They are removed
+            (atomically in each file), and TensorBoard is told to hide its own. This happens only
+            at the first record or `flush`, so a start that fails before then removes nothing.
 
         Raises:
           MetricsError: a file cannot be written, or holds lines that are not records.
@@ -76,7 +78,7 @@ class MetricsWriter:
         with self._explain_errors():
             self._written = Fingerprinter(_kept(run_dir.metrics, start_step))
             self._last_step, self._before = start_step - 1, self._written.fingerprint
-            # What is no record, or cannot be written, is told now.
+            # Raises now if a line is not a record or a file cannot be written.
             _kept(run_dir.throughput, start_step)
             for path in (run_dir.metrics, run_dir.throughput):
                 path.touch()
@@ -84,7 +86,7 @@ class MetricsWriter:
 
     @property
     def _open_files(self) -> "_Files":
-        """The files, which are shortened and opened when they are first needed."""
+        """The files, which are truncated and opened at the first access."""
         if self._files is None:
             run_dir, start = self._run_dir, self._start_step
             for path in (run_dir.metrics, run_dir.throughput):
@@ -95,11 +97,11 @@ class MetricsWriter:
 
     @hosts.first_only
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records something about a step.
+        """Appends a record about a step.
 
         Args:
-          step: index of the step; several records may share one.
-          values: numbers, text, None, and nested dicts, lists and arrays of these.
+          step: the index of the step. Several records may share a step.
+          values: numbers, texts, None, and nested dicts, lists and arrays of these.
 
         Raises:
           MetricsError: the disk is full or not writable.
@@ -109,12 +111,16 @@ class MetricsWriter:
         self._written.add(self._append("metrics", step, values))
 
     def written_before(self, step: int) -> Fingerprint:
-        """Of `metrics.jsonl` up to the records of a step: the last that has any, or a later one."""
+        """Returns the fingerprint of `metrics.jsonl` before the records of a step.
+
+        Args:
+          step: the last step that has records, or a later one.
+        """
         return self._written.fingerprint if step > self._last_step else self._before
 
     @hosts.first_only
     def write_throughput(self, step: int, seconds: float, tokens: int) -> None:
-        """Records that the steps since the last such record took `seconds` for `tokens` tokens.
+        """Records that the steps since the last timing took `seconds` for `tokens` tokens.
 
         Raises:
           MetricsError: the disk is full or not writable.
@@ -124,7 +130,7 @@ class MetricsWriter:
 
     @hosts.first_only
     def flush(self) -> None:
-        """Brings everything written so far to the disk."""
+        """Flushes everything written so far to the disk."""
         with self._explain_errors():
             for file in self._open_files:
                 file.flush()
@@ -143,7 +149,7 @@ class MetricsWriter:
         self.close()
 
     def _append(self, name: str, step: int, values: Mapping[str, Any]) -> bytes:
-        """Writes a record; returns its line."""
+        """Appends a record to the file with this name and to TensorBoard; returns its line."""
         record = {"step": int(step), **_plain(values)}
         with self._explain_errors():
             files = self._open_files
@@ -164,10 +170,10 @@ class MetricsWriter:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl` or `throughput.jsonl`, also of a run that is writing it.
+    """Returns the records of `metrics.jsonl` or `throughput.jsonl`, even while a run writes it.
 
-    Floats come back bit for bit, and the texts "nan", "inf" and "-inf" as floats. A last line that
-    does not end yet is left out.
+    Floats are read back bit for bit, and the texts "nan", "inf" and "-inf" become floats. An
+    unterminated last line is left out.
 
     Raises:
       MetricsError: a line is not a record.
@@ -177,12 +183,12 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_encoded(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read`, with "nan", "inf" and "-inf" left as texts."""
+    """Returns an iterator over the records as in `read`, with "nan", "inf" and "-inf" as texts."""
     return (record for _, record in _records(path))
 
 
 def lines_from(path: Path, step: int) -> bytes:
-    """The lines of `metrics.jsonl` about a step and later ones; raises as `read`."""
+    """Returns the lines of `metrics.jsonl` from a step on; raises the errors of `read`."""
     return b"".join(line for line, record in _records(path) if record["step"] >= step)
 
 
@@ -193,10 +199,11 @@ class _Files(NamedTuple):
 
 
 class _EventFile:
-    """A TensorBoard event file, written in this thread.
+    """A TensorBoard event file, written in the calling thread.
 
-    tensorboardX's SummaryWriter does not serve. On a full disk its thread dies, and then its queue
-    blocks the training loop for ever. And it puts the host's name into the file's name.
+    tensorboardX's SummaryWriter is unsuitable for two reasons. On a full disk its thread dies, and
+    its queue then blocks the training loop for ever. It also puts the host's name into the file's
+    name.
     """
 
     def __init__(self, directory: Path, start_step: int) -> None:
@@ -213,7 +220,7 @@ class _EventFile:
 
     def add(self, record: Mapping[str, Any]) -> None:
         scalars = [
-            # Flat names, such as `layer_2/score_max` or `layer_2/heads/0`.
+            # Tags are flat names, such as `layer_2/score_max` or `layer_2/heads/0`.
             Summary.Value(tag=tag, simple_value=float(value))
             for tag, value in flatten(record, "/", lists=True)
             if tag != "step" and isinstance(value, int | float)
@@ -236,7 +243,7 @@ class _EventFile:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and NumPy or JAX scalars as Python numbers of the same value, containers likewise."""
+    """Converts arrays and NumPy or JAX scalars to Python numbers of the same value, recursively."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -244,13 +251,13 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     array = np.asarray(value)
-    if array.dtype.kind not in "biuf":  # bfloat16 and its like, all of them exact in float64
+    if array.dtype.kind not in "biuf":  # bfloat16 and similar dtypes, which are exact in float64
         array = array.astype(np.float64)
     return array.tolist()
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields every complete line of a file, with its line end, and the record it holds."""
+    """Yields every complete line of a file, including its line end, and the record in it."""
     for number, line in enumerate(complete_lines(path), 1):
         record = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -261,14 +268,14 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _kept(path: Path, start_step: int) -> bytes:
-    """The lines of the records before `start_step`; a half-written last line is left out."""
+    """Returns the lines of the records before `start_step`, without an unterminated last line."""
     if not path.exists():
         return b""
     return b"".join(line for line, record in _records(path) if record["step"] < start_step)
 
 
 def _truncate(path: Path, start_step: int) -> None:
-    """Removes what is not `_kept`."""
+    """Removes the lines that `_kept` leaves out."""
     kept = _kept(path, start_step)
     if path.exists() and len(kept) != path.stat().st_size:
         write_atomically(path, kept)

@@ -1,7 +1,7 @@
-"""A copy of a run directory somewhere that outlives this machine: a mounted drive, a bucket.
+"""Copies a run directory to storage that outlives this machine: a mounted drive or a bucket.
 
 The run itself stays on a local disk, because it needs locks and atomic renames. `push` copies the
-files that a resumed run needs, also while the run goes on. `pull` brings them to a new machine.
+files that a resumed run needs, even while the run trains. `pull` copies them to a new machine.
 """
 
 import os
@@ -19,21 +19,21 @@ _NOT_COPIED = (".lock", ".tmp")
 
 
 class MirrorError(RunError):
-    """A copy cannot be made, or is not one of a run."""
+    """A run directory cannot be copied."""
 
 
 def push(run_dir: RunDir, url: str) -> None:
-    """Brings the copy at `url` up to date: the newest complete checkpoint and all records.
+    """Copies the newest complete checkpoint and all records of a run to `url`.
 
-    Without a checkpoint nothing is copied. Records are copied after it, so that they reach at
-    least as far. Then older checkpoints there are removed. A copy that is interrupted at any
-    instant holds the checkpoint that it had before, or the new one. Only one process may push to a
-    `url`.
+    If there is no checkpoint, nothing is copied. Records are copied after the checkpoint, so they
+    reach at least its step. Other checkpoints at `url` are removed last. If the process is
+    interrupted at any instant, `url` holds the previous checkpoint or the new one. Only one process
+    at a time may push to a `url`.
 
     Args:
-      run_dir: a run, finished or going on.
-      url: a directory for this run alone: a path (`/content/drive/MyDrive/run`), or any address
-        that fsspec knows (`gs://bucket/run` with the package gcsfs, `s3://…` with s3fs).
+      run_dir: a run, finished or not.
+      url: a directory for this run alone: a path (`/content/drive/MyDrive/run`), or an address
+        that fsspec supports (`gs://bucket/run` with the package gcsfs, `s3://…` with s3fs).
 
     Raises:
       MirrorError: the run directory cannot be read or `url` cannot be written.
@@ -52,14 +52,14 @@ def push(run_dir: RunDir, url: str) -> None:
 
 
 def pull(url: str, path: str | os.PathLike[str]) -> bool:
-    """Brings a run back: makes the run directory `path` from the copy at `url`.
+    """Restores the run directory `path` from the copy at `url`.
 
     Args:
-      url: as given to `push`.
+      url: the `url` given to `push`.
       path: a directory that does not exist or is empty.
 
     Returns:
-      Whether there was a copy; without one nothing is made.
+      Whether there was a copy. If there was none, nothing is created.
 
     Raises:
       MirrorError: `url` cannot be read, or `path` has contents.
@@ -75,14 +75,14 @@ def pull(url: str, path: str | os.PathLike[str]) -> bool:
             if not name.endswith(_NOT_COPIED):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 target.get_file(name, str(partial / name))
-        partial.replace(path)  # all of it, or nothing
+        partial.replace(path)  # atomic: `path` gets all files or none
     except (OSError, ImportError) as error:
         raise MirrorError(f"cannot copy {url} to {path}: {error}") from error
     return True
 
 
 def _directory(url: str) -> DirFileSystem:
-    """The directory at `url` as a file system, which need not be there yet."""
+    """Returns the directory at `url`, which need not exist yet, as a file system."""
     files, root = fsspec.url_to_fs(url)
     files.invalidate_cache()
     return DirFileSystem(root.rstrip("/"), files)
@@ -94,7 +94,7 @@ def _put(path: Path, name: str, target: DirFileSystem) -> None:
 
 
 def _replace(path: Path, name: str, target: DirFileSystem) -> None:
-    """As `_put`; a copy cut short leaves what was there before."""
+    """Copies a file as `_put` does; if it is interrupted, the previous file remains."""
     _put(path, f"{name}.tmp", target)
     target.mv(f"{name}.tmp", name)
 
@@ -104,9 +104,9 @@ def _newest_manifest(checkpoints: Path) -> Path | None:
 
 
 def _records(run_dir: RunDir) -> list[Path]:
-    """Every file of a run but checkpoints, locks and files that are being written.
+    """Returns every file of a run except checkpoints, locks and unfinished temporary files.
 
-    The config comes last: a copy exists when its config does.
+    The config is last, because a copy exists exactly when its config does.
     """
     files = [
         path
@@ -119,7 +119,10 @@ def _records(run_dir: RunDir) -> list[Path]:
 
 
 def _push_checkpoint(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
-    """Content first: a checkpoint exists when its manifest does, there as here."""
+    """Copies a checkpoint, its manifest last, unless `target` already has it.
+
+    A checkpoint exists exactly when its manifest does, both here and in the copy.
+    """
     name = f"{run_dir.checkpoints.name}/{manifest.name}"
     if target.exists(name) and target.cat_file(name) == manifest.read_bytes():
         return
@@ -129,7 +132,10 @@ def _push_checkpoint(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> 
 
 
 def _remove_others(run_dir: RunDir, manifest: Path, target: DirFileSystem) -> None:
-    """Manifests before contents, so that no checkpoint is ever half there."""
+    """Removes all other checkpoints of the copy, manifests before contents.
+
+    In this order no manifest is ever without its content.
+    """
     inside = f"{run_dir.checkpoints.name}/"
     kept = (f"{inside}{manifest.name}", f"{inside}{Manifest.read(manifest).content}/")
     others = [n for n in target.find(run_dir.checkpoints.name) if not n.startswith(kept)]

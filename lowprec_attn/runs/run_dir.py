@@ -1,4 +1,4 @@
-"""The run directory: the files of one training run by name, and the lock that guards them."""
+"""The run directory: the names of one training run's files, and the lock that guards them."""
 
 import contextlib
 import json
@@ -25,19 +25,20 @@ from lowprec_attn.runs import environment
 from lowprec_attn.runs.earlier import renamed
 from lowprec_attn.runs.manifest import DamagedError, Manifest
 
-# Files that a creation may leave if it is killed half-way; config.json comes last.
+# Files that an interrupted creation may leave. config.json is written last.
 _CREATED_BEFORE_CONFIG = {
     "run.lock",
     "environment.json",
 }
-# What a run adds. They stand without config.json where that was damaged and a user removed it.
+# Files and directories that a run adds. They exist without config.json if that file was damaged and
+# the user removed it.
 _CREATED_BY_A_RUN = {
     "data_order.txt",
     "metrics.jsonl",
     "throughput.jsonl",
     "tensorboard",
     "checkpoints",
-    "checkpointed.json",  # of earlier checkouts, like the next
+    "checkpointed.json",  # written by earlier versions, and so is the next
     "report.png",
     "report.html",
     "summary.json",
@@ -45,7 +46,7 @@ _CREATED_BY_A_RUN = {
     "resumed_from.json",
     "rollbacks.jsonl",
     "abandoned",
-    "wandb",  # of version 0.1.0, like the next
+    "wandb",  # written by version 0.1.0, and so are the next two
     "wandb.json",
     "mlflow.json",
 }
@@ -58,26 +59,28 @@ class RunDirError(RunError):
 
 
 class RunDir:
-    """The names inside of a run directory; `RunDir.open` also creates and locks it.
+    """The paths inside a run directory. `RunDir.open` also creates and locks the directory.
 
-    Constructing one touches nothing on the disk, so that a report can read a run while it trains.
+    The constructor does not touch the disk, so a report can read a run while it trains.
 
     Attributes:
       path: the directory itself.
       config: `config.json`, the run's config as given to `open`.
       environment: `environment.json`, a list with one `environment.describe()` per start.
       data_order: `data_order.txt`, the start indices of every step's batch.
-      metrics: `metrics.jsonl`, what is the same in every repetition of the run.
+      metrics: `metrics.jsonl`, the metrics that are the same in every repetition of the run.
       throughput: `throughput.jsonl`, timings.
-      tensorboard: directory of TensorBoard events.
-      checkpoints: directory of checkpoints.
+      tensorboard: the directory of TensorBoard events.
+      checkpoints: the directory of checkpoints.
       page: `report.html`.
-      summary: `summary.json`, losses at the end. Like `failure`, it is written before the report
-        and, as complete, after it: see `end`.
-      failure: `failure.json`, where and when a loss was not finite, or that it exploded.
-      origin: `resumed_from.json`, the run that this one continues with something changed.
-      rollbacks: `rollbacks.jsonl`, where the run went back to an earlier step.
-      abandoned: directory of the metrics that rollbacks have undone, `1.jsonl` of the first.
+      summary: `summary.json`, the losses at the end. `summary` and `failure` are written before the
+        report and, marked as complete, again after it; see `end`.
+      failure: `failure.json`, the step and place of the first value that was not finite, or the
+        step of an explosion that stopped the run.
+      origin: `resumed_from.json`, the run from whose checkpoint this run started.
+      rollbacks: `rollbacks.jsonl`, the rollbacks of the run to an earlier step.
+      abandoned: the directory of the metrics that rollbacks have undone: `1.jsonl` for the first
+        rollback, and so on.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -99,17 +102,18 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config: Mapping[str, Any]) -> Self:
-        """Creates a run directory, or reopens the one of an interrupted run with the same config.
+        """Creates a run directory, or reopens that of an interrupted run with the same config.
 
-        A creation that was killed at any instant is completed by the next call. A directory whose
-        run has neither a step nor a checkpoint of one is taken over, whatever its config. The
-        directory stays locked until `close`, or until the process ends in whatever way. Of several
-        processes the first one does it, and the others fail if it does or if they do not see the
-        directory.
+        If a creation was killed at any instant, the next call completes it. If the directory's run
+        has not recorded a step, the new run takes it over, whatever its config. The directory stays
+        locked until `close`, or until the process ends in any way.
+
+        In a run of several processes the first one does all this. The others fail if it fails, or
+        if they do not see the directory.
 
         Args:
-          path: the directory; parents are created.
-          config: everything that defines the run, JSON-able.
+          path: the directory. Missing parents are created.
+          config: everything that defines the run, in values that JSON can represent.
 
         Raises:
           RunDirError: `path` holds other files, belongs to another config, is in use by another
@@ -125,7 +129,8 @@ class RunDir:
         return run_dir
 
     def _create(self, config: Mapping[str, Any]) -> None:
-        config = json.loads(json.dumps(config))  # as it reads back: tuples are lists, keys strings
+        # The config in the form in which it is read back: tuples become lists, keys become strings.
+        config = json.loads(json.dumps(config))
         with self._explain_errors():
             make_directory(self.path)
             self._refuse_foreign_files()
@@ -137,7 +142,7 @@ class RunDir:
                 raise
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Writes or replaces one of the JSON files in one step.
+        """Writes or replaces one of the JSON files atomically.
 
         Raises:
           RunDirError: the disk is full or not writable.
@@ -146,7 +151,12 @@ class RunDir:
             write_json(path, value)
 
     def end(self, path: Path, record: Mapping[str, Any], write_report: Callable[[], None]) -> None:
-        """Writes `summary` or `failure`, then the report, and last that all of it is there.
+        """Writes a record, then the report, and then the record again, marked as complete.
+
+        Args:
+          path: `summary` or `failure`.
+          record: the record to write there.
+          write_report: writes the report.
 
         Raises:
           RunError: the disk is full or not writable.
@@ -156,12 +166,13 @@ class RunDir:
         self.write_json(path, {**record, "complete": True})
 
     def require_no_checkpoint_lost(self) -> None:
-        """For a run that finds no checkpoint of its own: its records must not go on without them.
+        """Checks that a run without a checkpoint has no records, which it could not continue.
 
-        A run has a checkpoint before it has a record, so a kill leaves none without.
+        A run saves a checkpoint before its first record. So even after a kill, records without a
+        checkpoint mean that the checkpoints were lost.
 
         Raises:
-          RunDirError: it has records.
+          RunDirError: the run has records.
         """
         if self.begun:
             dangling = self.checkpoints.is_symlink() and not self.checkpoints.exists()
@@ -174,14 +185,14 @@ class RunDir:
             )
 
     def require_records(self, step: int, records: Mapping[str, Fingerprint]) -> None:
-        """Checks that the files of the run still begin with what a checkpoint says of them.
+        """Checks that the run's files still begin with the bytes that a checkpoint vouches for.
 
         Args:
-          step: of the checkpoint.
-          records: by name, what had been written before that step.
+          step: the step of the checkpoint.
+          records: by name, the fingerprints of the files as they were before that step.
 
         Raises:
-          RunDirError: a file is missing, shorter or differs.
+          RunDirError: a file is missing, too short or altered.
         """
         for name, expected in records.items():
             path = self.path / name
@@ -203,7 +214,9 @@ class RunDir:
             )
 
     def changes_from(self, other: Self) -> dict[str, tuple[str, str]]:
-        """The config fields that differ from another run's, as `{name: (theirs, ours)}` in JSON.
+        """Returns the config fields that differ from another run's, as `{name: (theirs, ours)}`.
+
+        The values are JSON texts, or `(absent)`.
 
         Raises:
           RunDirError: a config cannot be read.
@@ -214,14 +227,14 @@ class RunDir:
 
     @property
     def begun(self) -> bool:
-        """Whether a step of the run is recorded, here or in the manifest of a checkpoint."""
+        """Whether a step of the run is recorded, in its files or in a checkpoint's manifest."""
         recorded = (path for path in (self.metrics, self.throughput) if path.exists())
         return any(path.stat().st_size for path in recorded) or not all(
             map(self._is_of_the_start, self.checkpoints.glob("*.json"))
         )
 
     def _is_of_the_start(self, manifest: Path) -> bool:
-        """Whether a checkpoint was saved before the first record."""
+        """Whether a manifest shows that its checkpoint was saved before the first record."""
         try:
             records = Manifest.read(manifest).records
         except DamagedError:
@@ -280,15 +293,18 @@ class RunDir:
             write_json(self.config, config)
 
     def _taken_over(self, config: Mapping[str, Any]) -> bool:
-        """Removes the config and origin of another run that never took a step, if there is one."""
+        """Takes over the directory from a run with another config that never took a step.
+
+        Removes that run's checkpoints, config and origin. Returns whether there was such a run.
+        """
         if self.begun or not self.config.exists():
             return False
         with contextlib.suppress(NotJsonError):
             if read_json(self.config) == config:
                 return False
         for manifest in self.checkpoints.glob("*.json"):
-            manifest.unlink()  # while the config tells whose they are
-        self.config.unlink()  # then: without it this is a creation that was killed
+            manifest.unlink()  # before the config, which tells whose checkpoints they are
+        self.config.unlink()  # without it the directory looks like an interrupted creation
         self.origin.unlink(missing_ok=True)
         return True
 
@@ -296,10 +312,10 @@ class RunDir:
         return _read_as(dict, self.config, mend)
 
     def starts(self) -> list[dict[str, Any]]:
-        """What `environment.json` says of every start; empty where there is none.
+        """Returns what `environment.json` says of every start; empty if there is no such file.
 
         Raises:
-          RunDirError: it is damaged.
+          RunDirError: the file is damaged.
         """
         if not self.environment.exists():
             return []
@@ -327,7 +343,11 @@ class RunDir:
 
 
 def _read_as(kind: type, path: Path, mend: str) -> Any:
-    """The content of a JSON file, a dict or a list."""
+    """Returns the content of a JSON file, which must be of type `kind`, dict or list.
+
+    Raises:
+      RunDirError: the file holds something else; `mend` ends the message.
+    """
     try:
         value = read_json(path)
     except NotJsonError as error:
@@ -338,10 +358,10 @@ def _read_as(kind: type, path: Path, mend: str) -> Any:
 
 
 def _differences(theirs: Any, ours: Any) -> dict[str, tuple[str, str]]:
-    """The fields in which two configs differ, with both values as JSON."""
+    """Returns the fields in which two configs differ, with both values as JSON."""
     configs = (renamed(theirs), renamed(ours))
     a, b = ({name: json.dumps(value) for name, value in flatten(c)} for c in configs)
     pairs = {name: (a.get(name, _ABSENT), b.get(name, _ABSENT)) for name in {**a, **b}}
-    # A field that a later version added, and that is unset, changes nothing.
+    # A field that a later version added does not count as long as it is unset.
     unset = {_ABSENT, "null"}
     return {name: p for name, p in pairs.items() if p[0] != p[1] and set(p) != unset}

@@ -1,1 +1,1 @@
-"""What an experiment says: outcomes of its arms, tables, figures, what warnings were worth."""
+"""Reports of experiments: outcomes of arms, tables, figures, and what warnings were worth."""

@@ -1,4 +1,4 @@
-"""Means of δ's error at one step of each run, which `benchmarks.delta_bias` has measured."""
+"""Tabulates means of δ's error at one step of each run, measured by `benchmarks.delta_bias`."""
 
 import json
 import math
@@ -13,15 +13,20 @@ from lowprec_attn.lab.records import ArmRecord
 from lowprec_attn.tables import markdown
 
 Line = Mapping[str, Any]
-"""Of a run: its name, step and draws, and by layer and head mean over RMS and standard error."""
+"""A measurement of a run.
+
+It holds the run's name, the step and the number of draws, and for each layer and head the mean of
+δ's error over its RMS, with the standard error.
+"""
 
 
 def bias_table(directory: Path, records: Sequence[ArmRecord]) -> str | None:
-    """One row an arm and layer, one column a seed; None where nothing was measured.
+    """Returns a table with a row per arm and layer and a column per seed, or None.
 
     Args:
-      directory: that may hold `bias.ndjson`.
-      records: of the directory; what was measured in other runs is left out.
+      directory: the directory of the records, which may hold `bias.ndjson`. Without that file, or
+        without measurements of the records' runs, there is no table.
+      records: the records in the directory. Measurements of other runs are left out.
 
     Raises:
       RecordError: the file is damaged, or a record has no scores at the step of the measurement.

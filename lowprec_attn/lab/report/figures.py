@@ -1,4 +1,4 @@
-"""Figures of a set of arms: the loss of every seed, or the largest |score| of every layer."""
+"""Draws figures of a set of arms: the loss of every seed, or the largest |score| of every layer."""
 
 import math
 import textwrap
@@ -17,18 +17,18 @@ from lowprec_attn.runs.pages import style
 from lowprec_attn.runs.pages.drawing import plain
 
 _COLUMNS = 4
-_CHARACTERS_PER_INCH = 17  # in letters of `style.TEXT`
+_CHARACTERS_PER_INCH = 17  # at the font size `style.TEXT`
 
 
 def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = None) -> Figure:
-    """Two panels an arm: training loss, and largest |score| of any layer; a line a seed.
+    """Draws two panels per arm with a line per seed: training loss, and largest |score|.
 
-    Behind them stand those of the negative control. A red point marks where a loss exploded, a
-    cross the last loss of a run that a value ended which was not finite.
+    The lines of the negative control are drawn behind. A red point marks an explosion. A cross
+    marks the last loss of a run that ended at a value that was not finite.
 
     Args:
-      found: the arms.
-      titles: above their panels, by name; by default their settings.
+      found: the outcomes of the arms.
+      titles: the titles of the panels, by the arms' names; None for the arms' settings.
     """
     rows, columns = _grid(len(found))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.4 + 4.2 * rows), layout="constrained")
@@ -38,7 +38,7 @@ def loss_figure(found: Sequence[ArmOutcome], titles: Mapping[str, str] | None = 
             axis.sharey(axes[kind, 0])
     titles = titles or panel_titles(outcome.arm for outcome in found)
     control = next((outcome for outcome in found if outcome.arm.control == "negative"), None)
-    # Then the scores are all that tells the arms apart.
+    # If all runs held, only the scores distinguish the arms.
     all_held = not any(outcome.exploded or outcome.not_finite for outcome in found)
     for i, outcome in enumerate(found):
         row, column = 2 * (i // columns), i % columns
@@ -80,7 +80,7 @@ def _broke(outcome: ArmOutcome) -> str:
 
 
 def _ran_away(outcome: ArmOutcome) -> str:
-    """Of the runs that went on to where that is judged; else how large their scores became."""
+    """Returns how many of the judged runs ran away; without one, how large the scores became."""
     runs = outcome.records.values()
     judged = [run.large_heads for run in runs if run.large_heads]
     if judged:
@@ -97,19 +97,19 @@ def _ran_away(outcome: ArmOutcome) -> str:
 
 
 def _grid(panels: int) -> tuple[int, int]:
-    """Rows and columns: as few rows as can be, then as few columns, so that none is near empty."""
+    """Returns the fewest rows for the panels, then the fewest columns, so that rows are full."""
     rows = math.ceil(panels / _COLUMNS)
     return rows, math.ceil(panels / rows)
 
 
 def _write_tokens(figure: Figure, records: Iterable[ArmRecord]) -> None:
-    """Above all panels, what the runs have read."""
+    """Writes above all panels how many tokens the runs have read."""
     width = int(figure.get_figwidth() * _CHARACTERS_PER_INCH)
     figure.suptitle(textwrap.fill(tokens_read(records), width), fontsize=style.TEXT)
 
 
 def _mark_ends(loss: Axes, outcome: ArmOutcome) -> None:
-    """Nothing where no loss was finite up to there."""
+    """Marks where each run broke, at its last finite loss up to then, if it has one."""
     for record in outcome.records.values():
         smoothed = smoothed_losses(record.losses)
         until = [step for step in smoothed if record.broke is not None and step <= record.broke]
@@ -131,14 +131,15 @@ def _draw_seeds(loss: Axes, score: Axes, outcome: ArmOutcome, color: str) -> Non
 def score_figure(
     records: Sequence[ArmRecord], layer: int, titles: Mapping[str, str] | None = None
 ) -> Figure:
-    """One line a layer, from dark to light, `layer` in red; one scale for all panels.
+    """Draws one panel per arm with a line per layer, on the same scale in all panels.
 
-    Values that are not finite are left out; a dashed line stands where the loss was not finite.
+    The lines go from dark to light, and that of `layer` is red. Values that are not finite are left
+    out. A dashed line marks the step of the failure that ended a run.
 
     Args:
-      records: one an arm.
-      layer: the red one.
-      titles: above the panels, by the arms' names; by default their settings.
+      records: one record per arm.
+      layer: the layer to draw in red.
+      titles: the titles of the panels, by the arms' names; None for the arms' settings.
     """
     rows, columns = _grid(len(records))
     figure = Figure(figsize=(max(2.8 * columns, 5.0), 0.7 + 2.9 * rows), layout="constrained")
@@ -153,7 +154,7 @@ def score_figure(
         axis.set_ylabel("largest |score|")
     _write_tokens(figure, records)
     lines, labels = axes[0, 0].get_legend_handles_labels()
-    in_rows = math.ceil(len(labels) / (3 * columns))  # three beside each other fit below a panel
+    in_rows = math.ceil(len(labels) / (3 * columns))  # three labels fit side by side below a panel
     figure.legend(
         lines,
         labels,

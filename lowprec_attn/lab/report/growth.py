@@ -1,4 +1,4 @@
-"""Growth of scores in an arm, beside the negative control with the same seed and batches."""
+"""Compares the growth of scores with the negative control of the same seed and batches."""
 
 import math
 import textwrap
@@ -16,11 +16,11 @@ _LEGEND = textwrap.fill(
 
 
 def growth_table(records: Sequence[ArmRecord], steps: Sequence[int]) -> str | None:
-    """Two rows an arm, as Markdown; None where there are not two seeds of a negative control.
+    """Returns a Markdown table with two rows per arm; None without two seeds of a negative control.
 
     Args:
-      records: of the arms.
-      steps: at which to look.
+      records: the records of the arms.
+      steps: the steps of the columns.
     """
     runs: dict[str, dict[int, Mapping[int, float]]] = {}
     titles: dict[str, str] = {}
@@ -42,7 +42,7 @@ def growth_table(records: Sequence[ArmRecord], steps: Sequence[int]) -> str | No
 
 
 def _largest(record: ArmRecord) -> dict[int, float]:
-    """Of all layers, by step; a step with a value that is not finite is left out."""
+    """Returns the largest |score| of all layers by step; leaves out steps with NaN or infinity."""
     found = largest_scores(record.signals)
     return {step: max(values) for step, values in found.items() if all(map(math.isfinite, values))}
 

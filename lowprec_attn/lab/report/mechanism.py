@@ -1,9 +1,12 @@
-"""Which of the two mechanisms of docs/failure.md a run is open to, read off its arithmetic.
+"""Determines from a run's arithmetic which of the mechanisms of docs/failure.md it is open to.
 
-A: a row statistic is rounded, so that Σ_j P of the backward pass is not 1. (`shift` rounds what l
-sums, `row_sum` adds what `probs` has rounded, unless P has that too, as `recomputed_probs` says.)
-B: O, or the product P̄V that it is made of, is rounded, and δ reads it. A rounded operand P̄ is
-not counted.
+A: a row statistic is rounded, so Σ_j P of the backward pass is not 1. This includes `shift`, which
+rounds the exponents S − m of the P̄ that l sums. It also includes a difference between `row_sum`
+and `recomputed_probs`: l sums P̄ as rounded by `probs` and the backward pass recomputes P without
+that rounding, or the other way round.
+
+B: O, or the product P̄V from which it is made, is rounded, and δ reads it. A rounded operand P̄ does
+not count.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,18 +23,20 @@ NEITHER = "–"
 
 _STATISTICS: tuple[Point, ...] = ("shift", "stats", "normalizer", "lse")
 _PRODUCTS: tuple[Point, ...] = ("pv", "rescale", "accumulator")
-# Fields that configs of earlier versions lack; they are no part of attention.
+# Fields that configs of earlier versions lack, which do not belong to attention.
 _LATER_FIELDS = {"logits_dtype": "float32", "qk_norm": False, "z_loss": 0.0}
 
 
 def mechanism(config: Mapping[str, Any]) -> str:
-    """Such as `A (lse)` or `A (normalizer), B (pv, output)`: the points at fault, of all heads.
+    """Returns the mechanisms and the points at fault, over all heads, or `–` if there are none.
+
+    Examples are `A (lse)` and `A (normalizer), B (pv, output)`.
 
     Args:
-      config: of the run, as recorded. What a rollback changes later does not count.
+      config: the run's recorded config. What a rollback changes later does not count.
 
     Raises:
-      KeyError, TypeError, ConfigError: it is none.
+      KeyError, TypeError, ConfigError: the config is invalid.
     """
     model = recorded_model({**_LATER_FIELDS, **config["model"]})
     dtype = jnp.dtype(model.activation_dtype)
@@ -59,7 +64,7 @@ def _of_output(numerics: Numerics, dtype: np.dtype) -> Iterator[str]:
     yield from _rounded(numerics, ("delta_value",), dtype)
     if numerics.delta == "dp_p":
         return
-    # Both halves of O are O before its rounding to 16 bits.
+    # The two halves of O together hold O as it is before its rounding to 16 bits.
     read = {"same": (*_PRODUCTS, "output"), "auxiliary": ()}
     read |= dict.fromkeys(("float32", "halves"), _PRODUCTS)
     yield from _rounded(numerics, (*read[numerics.saved_output], "output_bwd"), dtype)

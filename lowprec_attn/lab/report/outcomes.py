@@ -1,16 +1,16 @@
-"""What an experiment says: how many seeds of an arm exploded, and whether that decides anything.
+"""The outcome of an experiment: how many seeds of an arm exploded, and whether it decides anything.
 
-Of every run one word, the first that is true:
+The outcome of a run is the first of these words that applies:
 
-  exploded    its loss did (`runs.instability.explosion`)
+  exploded    its loss exploded (`runs.instability.explosion`)
   not finite  it ended at a step that was withheld, since a loss, gradient or update was not finite
-  censored    nobody knows: it ended before 1.25 times the step at which the positive control of its
-              seed broke (exploded, or was not finite), or that control held
-  behind      it ends with a loss as far above the negative control's as an excess is: it never
-              learned, or is being lost
+  censored    unknown: it ended before 1.25 times the step at which the positive control of its
+              seed broke (exploded, or was not finite), or that control held or is missing
+  behind      its last losses are at least 0.7 nats above the negative control's: it never learned,
+              or is being lost
   growing     its scores still grow: the largest of all heads in the last quarter of its steps is
               above 100, and above 1.5 times the largest in the quarter before
-  healthy     none of this
+  healthy     none of these
 
 A seed whose positive control held, or whose negative control broke, decides nothing.
 """
@@ -37,14 +37,15 @@ _KNOWN: tuple[Word, ...] = ("exploded", "behind", "healthy")
 
 @dataclasses.dataclass(frozen=True)
 class ArmOutcome:
-    """An arm over its seeds.
+    """The outcome of an arm over its seeds.
 
     Attributes:
-      arm: its name, overrides and role.
-      records: by seed.
-      words: by seed: what became of it.
-      excess: by seed: the mean training loss of its last 100 steps, minus that of the negative
-        control at the same steps; only of runs that held, and are not that control.
+      arm: the arm: its name, overrides and control.
+      records: the records by seed.
+      words: the outcomes by seed.
+      excess: by seed, the mean training loss of the last 100 steps, minus that of the negative
+        control at the same steps. It exists only for runs that held, whose seed has a negative
+        control, and that are not that control themselves.
     """
 
     arm: Arm
@@ -54,40 +55,40 @@ class ArmOutcome:
 
     @property
     def mechanism(self) -> str:
-        """That of its runs, whose arithmetic is one."""
+        """The mechanism of its runs, which all have the same arithmetic."""
         return next(iter(self.records.values())).mechanism
 
     @property
     def exploded(self) -> int:
-        """How many seeds exploded."""
+        """The number of seeds that exploded."""
         return sum(word == "exploded" for word in self.words.values())
 
     @property
     def not_finite(self) -> int:
-        """How many seeds ended at a value that was not finite, without an explosion before."""
+        """The number of seeds that ended at a value that was not finite without an explosion."""
         return sum(word == "not finite" for word in self.words.values())
 
     def is_lost(self, seed: int) -> bool:
-        """Whether a run broke, or ends far above the negative control, however long it is."""
+        """Whether a run of any length broke, or ended far above the negative control."""
         return not self.records[seed].held or _is_far_above(self.excess.get(seed))
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the share that explodes (Wilson, 1927).
+        """The 95 % interval of the share of runs that explode (Wilson, 1927).
 
-        Of the runs that exploded, held or are behind; 0 to 1 where there are none.
+        It counts the runs that exploded, are healthy or are behind. Without such runs it is 0 to 1.
         """
         return wilson(self.exploded, sum(word in _KNOWN for word in self.words.values()))
 
     @property
     def median_explosion(self) -> float | None:
-        """The median step of explosion, of the runs that exploded."""
+        """The median step of explosion over the runs that exploded; None if there are none."""
         steps = [r.explosion for r in self.records.values() if r.explosion is not None]
         return statistics.median(steps) if steps else None
 
 
 def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, 1927); 0 to 1 where nothing was tried."""
+    """Returns the 95 % interval of a share (Wilson, 1927); 0 to 1 without trials."""
     if trials == 0:
         return (0.0, 1.0)
     found = binomtest(hits, trials).proportion_ci(method="wilson")
@@ -95,10 +96,10 @@ def wilson(hits: int, trials: int) -> tuple[float, float]:
 
 
 def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:
-    """By arm, controls first.
+    """Returns the outcomes of all arms, controls first and then sorted by name.
 
     Args:
-      records: of all runs of an experiment.
+      records: the records of all runs of an experiment.
     """
     by_arm: dict[str, dict[int, ArmRecord]] = {}
     for record in records:
@@ -122,7 +123,7 @@ def outcomes(records: Iterable[ArmRecord]) -> list[ArmOutcome]:
 
 
 def undecided(found: Sequence[ArmOutcome]) -> list[str]:
-    """Why an experiment, or a seed of it, decides nothing; one sentence each."""
+    """Returns why an experiment, or a seed of it, decides nothing, one sentence per reason."""
     controls = {outcome.arm.control: outcome for outcome in found if outcome.arm.control}
     sentences = [
         f"no arm is the {kind} control" for kind in ("positive", "negative") if kind not in controls
@@ -167,7 +168,7 @@ def _word(run: ArmRecord, control: ArmRecord | None, excess: float | None) -> Wo
 
 
 def still_grows(run: ArmRecord) -> bool:
-    """Whether the scores of a run still grow at its end; not where a quarter has no record."""
+    """Whether the scores of a run still grow at its end; False if a quarter has no record."""
     scores = largest_scores(run.signals)
     quarters = [
         [
@@ -180,7 +181,7 @@ def still_grows(run: ArmRecord) -> bool:
     if not all(quarters):
         return False
     before, last = (np.max(quarter) for quarter in quarters)
-    return not last <= max(GROWING_SCORE, GROWING_FACTOR * before)  # a NaN grows
+    return not last <= max(GROWING_SCORE, GROWING_FACTOR * before)  # NaN counts as growing
 
 
 def _is_far_above(excess: float | None) -> bool:
@@ -188,7 +189,10 @@ def _is_far_above(excess: float | None) -> bool:
 
 
 def _loss_above(run: ArmRecord, other: ArmRecord) -> float:
-    """The mean over the last 100 steps of those recorded of both; NaN where there are none."""
+    """Returns the mean difference of two runs' losses over their last 100 common steps.
+
+    Of these 100 steps, only those that both have recorded count. It is NaN if there are none.
+    """
     steps = sorted(run.losses.keys() & other.losses.keys())
     last = [step for step in steps if step > steps[-1] - _LOSS_STEPS]
     if not last:

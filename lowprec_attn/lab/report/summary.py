@@ -1,4 +1,4 @@
-"""Several experiments on one page: what became of every arm, and what the warnings were worth."""
+"""Summarizes several experiments: outcomes of all arms, and what the warnings were worth."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from lowprec_attn.tables import markdown
 
 
 def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """Markdown: counts, a row an arm of every experiment, and tables of warnings and runaways.
+    """Returns Markdown with counts, a row per arm, and tables of warnings, spikes and runaways.
 
     Args:
-      experiments: runs by the name of their experiment.
+      experiments: the records of runs by the name of their experiment.
     """
     rows, reasons, read = [], [], []
     for name, records in experiments.items():
@@ -42,7 +42,7 @@ def summary(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
 
 
 def _counted(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """What became of all runs, in one sentence."""
+    """Returns a sentence that counts the outcomes of all runs."""
     runs = [record for records in experiments.values() for record in records]
     exploded = sum(record.explosion is not None for record in runs)
     held = sum(record.held for record in runs)
@@ -54,12 +54,13 @@ def _counted(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
 
 
 def runaway_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
-    """How often scores ran away, by what became of the run; None where no run was long enough.
+    """Returns a table of how often scores ran away, by the outcome of the run.
 
-    One row an experiment with such runs, one of all.
+    It has a row per experiment with runs that were long enough to be judged, and a row of all of
+    them. Without such runs the result is None.
 
     Args:
-      experiments: runs by the name of their experiment.
+      experiments: the records of runs by the name of their experiment.
     """
     judged = {
         name: [record for record in records if record.large_heads]

@@ -1,4 +1,4 @@
-"""The comparison of arms as Markdown tables."""
+"""Compares arms in Markdown tables."""
 
 import collections
 import math
@@ -28,12 +28,12 @@ from lowprec_attn.runs.instability.explosion import (
 from lowprec_attn.tables import markdown
 
 _COLUMNS = 7
-_SEEDS_LISTED = 5  # more of them do not fit into a cell
+_SEEDS_LISTED = 5  # values of more seeds do not fit into a cell
 _BETWEEN = " / "
 
 
 def outcome_table(found: Sequence[ArmOutcome]) -> str:
-    """One row an arm: how many seeds exploded and when, and what the loss was otherwise."""
+    """Returns a table with a row per arm: how many seeds exploded, when, and the others' losses."""
     seeds = sorted({seed for outcome in found for seed in outcome.records})
     header = [
         "arm",
@@ -50,7 +50,7 @@ def outcome_table(found: Sequence[ArmOutcome]) -> str:
     for row, outcome in zip(rows, found, strict=True):
         name = outcome.arm.name
         if name != outcome.arm.title and (many or titles[name] == name):
-            row[0] = f"{name}: {row[0]}"  # as the figure and the table of seeds call it
+            row[0] = f"{name}: {row[0]}"  # the name in the figure and in the table of seeds
     everything = [record for outcome in found for record in outcome.records.values()]
     judged = any(record.large_heads for record in everything)
     if judged:
@@ -101,7 +101,10 @@ def _runaway_legend(rules: set[RunawayRule]) -> str:
 
 
 def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
-    """One row an arm and reason: the runs that a value ended which was not finite; None if none."""
+    """Returns a table of the runs that ended at a value that was not finite, or None if none did.
+
+    It has a row per arm and first such value.
+    """
     runs = [
         (outcome, record)
         for outcome in found
@@ -128,7 +131,7 @@ def not_finite_table(found: Sequence[ArmOutcome]) -> str | None:
 
 
 def _seed_table(found: Sequence[ArmOutcome], seeds: Sequence[int]) -> str:
-    """One row a seed: of every arm the first steps that the outcome table only counts."""
+    """Returns a table with a row per seed and how each run ended; the outcome table only counts."""
     legend = (
         "By seed: the step of explosion, or what became of the run, and the step at which a value "
         "was not finite."
@@ -143,7 +146,7 @@ def _first_steps(outcome: ArmOutcome, seed: int) -> str:
 
 
 def _end(outcome: ArmOutcome, seed: int) -> str:
-    """The step of explosion, or the word; with the step at which it was not finite."""
+    """Returns the step of the explosion, else the step that was not finite, else the outcome."""
     record, word = outcome.records[seed], outcome.words[seed]
     if record.explosion is not None:
         return f"{record.explosion:,}"
@@ -188,7 +191,7 @@ def _runaways(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
 
 
 def _rollbacks(outcome: ArmOutcome, seeds: Sequence[int]) -> str:
-    """How often each run went back."""
+    """Returns how often each run went back to an earlier step."""
     counts = {seed: len(record.rollbacks) for seed, record in outcome.records.items()}
     if not any(counts.values()):
         return "–"
@@ -215,12 +218,12 @@ def _by_seed(texts: Mapping[int, str], seeds: Sequence[int]) -> str:
 def score_table(
     records: Sequence[ArmRecord], layer: int, steps: Sequence[int] | None = None
 ) -> str:
-    """One row a run: the largest |score| of a layer at some steps, and how the run ended.
+    """Returns a table with a row per run: the largest |score| of a layer by step, and the end.
 
     Args:
-      records: of the arms.
-      layer: counted from 0.
-      steps: at which to look, None for seven of those that were recorded, evenly spread.
+      records: the records of the arms.
+      layer: the layer, counted from 0.
+      steps: the steps of the columns; None for about seven recorded steps, evenly spread.
     """
     steps = spread(records) if steps is None else steps
     seeds = len({record.seed for record in records}) > 1
@@ -263,10 +266,10 @@ _ACROSS_STEPS = {
 
 
 def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
-    """One row a run: do errors of δ add up over tokens and steps; None where none recorded it.
+    """Returns a table with a row per run on whether errors of δ add up over tokens and steps.
 
     Args:
-      records: of the arms.
+      records: the records of the arms. Without one that has recorded this, the result is None.
     """
     recorded = [
         record
@@ -292,7 +295,7 @@ def across_steps_table(records: Sequence[ArmRecord]) -> str | None:
 
 
 def _extreme(record: ArmRecord, name: str) -> str:
-    """The value of largest size at the last step (NaN if one is), and its layer."""
+    """Returns the value of largest magnitude at the last step (NaN if one is), and its layer."""
     layers = record.signals[max(record.signals)]
     values = [(x, i) for i, layer in enumerate(layers) for x in layer.get(name, ())]
     if not values:
@@ -302,7 +305,7 @@ def _extreme(record: ArmRecord, name: str) -> str:
 
 
 def spread(records: Sequence[ArmRecord]) -> list[int]:
-    """About seven recorded steps, the last one included, step 0 left out unless it is the only."""
+    """Returns the recorded steps nearest to seven evenly spread ones, up to the last."""
     recorded = sorted({step for record in records for step in record.signals})
     wanted = np.linspace(recorded[-1] / _COLUMNS, recorded[-1], _COLUMNS)
     return sorted({min(recorded, key=lambda step: abs(step - x)) for x in wanted})
@@ -337,7 +340,7 @@ def _row(record: ArmRecord, layer: int, steps: Sequence[int]) -> list[str]:
 
 
 def _largest_rise(losses: Mapping[int, float]) -> str:
-    """How far a loss lies above the smallest before it, and at which step that is most."""
+    """Returns the most by which a loss exceeds an earlier one, and the step, as text."""
     steps = sorted(losses)
     if len(steps) < 2:
         return "–"
@@ -348,5 +351,5 @@ def _largest_rise(losses: Mapping[int, float]) -> str:
 
 
 def _number(x: float) -> str:
-    """Whole, or with two digits."""
+    """Formats a number from 10 on without decimals, and a smaller one with two digits."""
     return f"{x:.0f}" if x >= 10 else f"{x:.2g}"

@@ -1,4 +1,4 @@
-"""Plain words above the panels of a figure."""
+"""Chooses titles in plain words for the panels of a figure."""
 
 import textwrap
 import tomllib
@@ -10,11 +10,11 @@ from lowprec_attn.lab.records import RecordError
 
 
 def plain_titles(directory: Path, arms: Iterable[Arm]) -> dict[str, str]:
-    """By name, what to write above the panels of arms.
+    """Returns the titles of arms by the arms' names.
 
-    They are those of `titles.toml` beside the records, a line `name = "words"` an arm. An arm
-    without one is called by the `name` that its settings have, or by its own as words: `dynamic
-    max` for `[arms.dynamic_max]`. Its settings stand in the tables.
+    The titles are read from `titles.toml` beside the records, which has a line `name = "words"` per
+    arm. The title of an arm without such a line is the field `name` of its overrides, or else its
+    own name as words: `dynamic max` for `[arms.dynamic_max]`. Its overrides are in the tables.
 
     Raises:
       RecordError: the file is not TOML.

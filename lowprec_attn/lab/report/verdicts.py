@@ -1,8 +1,8 @@
-"""How often `lowprec-attn diagnose` was right on runs that `benchmarks.verdicts` has diagnosed.
+"""Tabulates how often `lowprec-attn diagnose` was right on runs, from `benchmarks.verdicts`.
 
-A run is *lost* that broke (it exploded, or a value was not finite), or whose last losses lie as far
-above those of the negative control as an excess does. What it was lost to follows from its
-arithmetic: a mechanism that it is open to (`report.mechanism`), and without one the learning rate.
+A run is *lost* if it broke (it exploded, or a value was not finite), or if its last losses lie at
+least 0.7 nats above those of the negative control. The cause follows from its arithmetic: it is a
+mechanism to which the run is open (`report.mechanism`), or the learning rate if there is none.
 """
 
 import collections
@@ -28,12 +28,13 @@ class Diagnosis(NamedTuple):
     """One call of `lowprec-attn diagnose`.
 
     Attributes:
-      arm: of the run.
-      seed: likewise.
-      causes: the kinds that name what the run was lost to; none where it was not lost.
-      before: how many steps before the run broke; None for the newest checkpoint.
-      kind: that leads; None where nothing warns.
-      at_batch: whether a spike of the losses is noted that points at its batch.
+      arm: the arm of the run.
+      seed: the seed of the run.
+      causes: the kinds of verdict that name the cause of the loss; none if the run was not lost.
+      before: how many steps before the break the run was diagnosed; None for the newest checkpoint.
+        For a run that held, the break is that of its seed's positive control, else its own end.
+      kind: the kind of the leading verdict; None if there is no warning.
+      at_batch: whether the diagnosis notes a spike of the loss that points at its batch.
     """
 
     arm: str
@@ -45,20 +46,22 @@ class Diagnosis(NamedTuple):
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """The lines beside records, one a diagnosis; none where there is no file."""
+    """Returns the lines of `verdicts.ndjson`, one per diagnosis; none if there is no file."""
     path = directory / FILE
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
-    """What leads, by arm and distance; then hits, causes and false alarms, by distance.
+    """Returns tables of leading verdicts by arm, and of hits, causes and false alarms.
+
+    Both tables distinguish how long before the break the diagnosed checkpoint was saved.
 
     Args:
-      directory: that may hold `verdicts.ndjson`.
-      found: outcomes of the records beside it; diagnoses of other runs are left out.
+      directory: the directory of the records, which may hold `verdicts.ndjson`.
+      found: the outcomes of the records. Diagnoses of other runs are left out.
 
     Returns:
-      Two tables; None where nothing was diagnosed.
+      The two tables as text, or None if no run was diagnosed.
 
     Raises:
       RecordError: the file is damaged.
@@ -87,8 +90,8 @@ def verdict_table(directory: Path, found: Iterable[ArmOutcome]) -> str | None:
 
 
 def causes(outcome: ArmOutcome, seed: int) -> tuple[Kind, ...]:
-    """The kinds that name what a run was lost to; none where it was not lost."""
-    letters = [part[0] for part in outcome.mechanism.split("), ")]  # A (…), B (…)
+    """Returns the kinds of verdict that name why a run was lost; none if it was not lost."""
+    letters = [part[0] for part in outcome.mechanism.split("), ")]  # of the form A (…), B (…)
     return tuple(_NAMES[letter] for letter in letters) if outcome.is_lost(seed) else ()
 
 
@@ -143,7 +146,7 @@ def _share(found: Iterable[bool]) -> str:
 
 
 def _distances(diagnoses: Iterable[Diagnosis]) -> list[int | None]:
-    """The farthest first, the newest checkpoint last."""
+    """Returns the distances before the break, the farthest first; the newest checkpoint is last."""
     found = {one.before for one in diagnoses}
     return sorted(found, key=lambda n: -1 if n is None else n, reverse=True)
 

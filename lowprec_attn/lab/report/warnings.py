@@ -1,6 +1,6 @@
-"""What warnings were worth: of `diagnostics.rules`, of the gradient's norm and of losses.
+"""Counts what warnings were worth: of rules, of the gradient's norm and of losses.
 
-The latter two are in `runs.instability`.
+The rules are in `diagnostics.rules`, the other two kinds of warning in `runs.instability`.
 """
 
 import collections
@@ -17,15 +17,17 @@ from lowprec_attn.tables import markdown
 
 
 class Tally(NamedTuple):
-    """A warning over the runs of an arm.
+    """The counts of a warning over some runs.
 
     Attributes:
-      leads: of the runs that exploded after an alarm: steps from the first alarm to the explosion.
-      missed: runs that exploded with no alarm before.
-      false_alarms: runs that held, and had one.
-      quiet: runs that held, and had none.
-      not_finite: runs that ended at a value that was not finite, and had one before.
-      not_finite_missed: such runs that had none.
+      leads: for each run that exploded after an alarm, the steps from its first alarm to the
+        explosion, sorted.
+      missed: the number of runs that exploded without an alarm before.
+      false_alarms: the number of runs that held and had an alarm.
+      quiet: the number of runs that held and had no alarm.
+      not_finite: the number of runs without an explosion that ended at a value that was not finite
+        and had an alarm before.
+      not_finite_missed: the number of such runs without an alarm before.
     """
 
     leads: tuple[int, ...]
@@ -37,21 +39,21 @@ class Tally(NamedTuple):
 
     @property
     def median_lead(self) -> float | None:
-        """In steps; None where nothing was hit."""
+        """The median lead in steps; None if no run exploded after an alarm."""
         return statistics.median(self.leads) if self.leads else None
 
 
 Found = Callable[[Signals], Sequence[Alarm]]
-"""`rules.alarms`, or `rules.met` for those too that do not warn."""
+"""`rules.alarms`, or `rules.met`, which includes rules that are met without a warning."""
 
 
 class Reading(NamedTuple):
-    """A warning, as it is counted.
+    """A kind of warning that is counted.
 
     Attributes:
-      label: of its row.
-      first: the first recorded step at which a run has it; None where it has it never.
-      is_recorded: whether a run recorded what it looks at.
+      label: the label of its row.
+      first: returns the first recorded step at which a run has the warning, or None.
+      is_recorded: returns whether a run recorded what the warning looks at.
     """
 
     label: str
@@ -60,7 +62,13 @@ class Reading(NamedTuple):
 
 
 def of_rule(rule: Rule, found: Found = alarms, label: str | None = None) -> Reading:
-    """The first recorded step at which a layer warns by a rule, or with `rules.met` meets it."""
+    """Returns the reading of a rule.
+
+    Args:
+      rule: the rule.
+      found: `rules.alarms` counts layers that warn by the rule, `rules.met` layers that meet it.
+      label: the label of its row; None for the rule's name and threshold.
+    """
 
     def first(record: ArmRecord) -> int | None:
         for step in sorted(record.signals):
@@ -77,7 +85,7 @@ def _label(rule: Rule) -> str:
 
 
 def of_gradient_norm() -> Reading:
-    """`runs.instability.gradient_norm`, of the norms that a record keeps, every tenth."""
+    """Returns the reading of `runs.instability.gradient_norm` on a record's norms, every tenth."""
     return Reading(
         f"gradient's norm ≥ {RISE:g} × its least",
         lambda record: first_rise(record.gradient_norms, record.warmup_steps),
@@ -86,13 +94,13 @@ def of_gradient_norm() -> Reading:
 
 
 def is_recorded(record: ArmRecord, rule: Rule) -> bool:
-    """Whether the record holds a signal that the rule looks at."""
+    """Whether the record holds a signal at which the rule looks."""
     layers = (layer for layers in record.signals.values() for layer in layers)
     return any(name in layer for layer in layers for name in rule.signals)
 
 
 def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
-    """Counts a warning over runs that recorded what it looks at."""
+    """Counts a warning over runs, which must have recorded what the warning looks at."""
     leads = []
     counts: collections.Counter[str] = collections.Counter()
     for record in records:
@@ -112,13 +120,15 @@ def tally(records: Iterable[ArmRecord], reading: Reading) -> Tally:
 
 
 def warning_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str | None:
-    """One row a warning and experiment, as Markdown; None where no record holds what one looks at.
+    """Returns a Markdown table with a row per warning and experiment, or None if it has no rows.
 
-    A rule that warns only beside another one has two: where it was met, and where it warned.
+    A rule that warns only together with another one has two rows: one for where it was met, and
+    one for where it warned.
 
     Args:
-      experiments: runs by the name of their experiment, which is left out where there is one. A
-        run that lacks what a warning looks at is not counted for it.
+      experiments: the records of runs by the name of their experiment. The name is left out if
+        there is only one experiment. A run that did not record what a warning looks at is not
+        counted for it.
     """
     rows = []
     for reading in _readings():
@@ -180,7 +190,7 @@ def _of(count: int, runs: int) -> str:
 class LossEvents(NamedTuple):
     """The first steps at which a record's losses spike and diverge, and at which the run broke.
 
-    None for never.
+    A step is None if that never happened.
     """
 
     spike: int | None
@@ -189,15 +199,15 @@ class LossEvents(NamedTuple):
 
     @property
     def first(self) -> int | None:
-        """Of spike and divergence the earlier one."""
+        """The step of the spike or of the divergence, whichever is earlier, or None."""
         return min((step for step in self[:2] if step is not None), default=None)
 
 
 def loss_events(record: ArmRecord) -> LossEvents:
-    """What `runs.instability.spikes` says of the losses that a record keeps.
+    """Returns what `runs.instability.spikes` finds in the losses that a record keeps.
 
-    It broke where the same losses exploded; where every tenth does not show it, where all did, or
-    where a value was not finite.
+    The run broke where these losses exploded. If they show no explosion, because only every tenth
+    is kept, it broke where all losses exploded or a value was not finite.
     """
     found: dict[type, int] = {}
     spikes = Spikes()
@@ -209,10 +219,10 @@ def loss_events(record: ArmRecord) -> LossEvents:
 
 
 def loss_table(experiments: Mapping[str, Sequence[ArmRecord]]) -> str:
-    """One row an experiment, and one of all, as Markdown.
+    """Returns a Markdown table of spikes and divergences, with a row per experiment and one of all.
 
     Args:
-      experiments: runs by the name of their experiment.
+      experiments: the records of runs by the name of their experiment.
     """
     rows = [[name, *_loss_cells(records)] for name, records in experiments.items()]
     rows.append(["all", *_loss_cells([r for records in experiments.values() for r in records])])
@@ -244,7 +254,7 @@ def _loss_cells(records: Iterable[ArmRecord]) -> list[str]:
 
 
 def _before(broken: Sequence[LossEvents]) -> list[str]:
-    """How many had a spike, and a spike or a divergence, before they broke."""
+    """Returns how many runs had a spike, and how many either event, before they broke."""
 
     def count(steps: Iterable[tuple[int | None, int | None]]) -> str:
         hits = [step is not None and end is not None and step <= end for step, end in steps]

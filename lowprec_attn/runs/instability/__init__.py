@@ -1,1 +1,1 @@
-"""What the records of a run say of its health: spikes, explosions, rollbacks, incidents."""
+"""Judges the health of a run from its records: spikes, explosions, rollbacks, incidents."""

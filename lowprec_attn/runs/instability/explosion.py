@@ -1,15 +1,15 @@
-"""When a run has exploded, and when its scores have run away: the words, as code.
+"""Defines when a run has exploded, and when its scores have run away.
 
-*Exploded*: the smoothed training loss lies more than 0.7 nats above its best for 100 steps.
-Smoothed is the mean of what was recorded in the last 50 steps. The best of them counts from the
-10th step on: the first loss of a run resumed from another one is only noise.
+*Exploded*: the smoothed training loss lies more than 0.7 nats above its best for 100 steps. The
+smoothed loss is the mean of the losses recorded in the last 50 steps. Its best counts only from the
+10th step on, because the first loss of a run resumed from another one is mere noise.
 
-A loss that is not finite is left out. The trainer withholds such a step, as it withholds one whose
-gradient or update is not finite, so no such loss belongs to a step that was taken. A run that ends
-there is *not finite*, which is no explosion.
+A loss that is not finite is left out. The trainer withholds a step whose loss, gradient or update
+is not finite, so such a loss never belongs to a step that was taken. A run that ends there is *not
+finite*, which does not count as an explosion.
 
-*Runaway*: two heads or more, of all layers, have a largest |score| above 512 at step 2,000, or
-where nothing was recorded then, at the first recorded step after it.
+*Runaway*: at least two heads, over all layers, have a largest |score| above 512 at step 2,000. If
+nothing was recorded at that step, the first recorded step after it counts.
 """
 
 import collections
@@ -26,13 +26,15 @@ BEST_STEPS = 10
 
 
 class LossWatch:
-    """Follows a training loss; `add` every recorded loss in the order of the steps.
+    """Follows a training loss; call `add` for every recorded loss in the order of the steps.
+
+    An excess is a period in which the smoothed loss lies more than 0.7 nats above its best.
 
     Attributes:
-      explosion: first step of the first excess that lasted; None so far.
-      excess_since: first step of the excess that lasts now; None where there is none.
-      smoothed: mean of the finite losses recorded in the last 50 steps; infinite before the first.
-      best: the smallest `smoothed` from the 10th step on; infinite before.
+      explosion: the first step of the first excess that lasted 100 steps; None before that.
+      excess_since: the first step of the current excess, or None.
+      smoothed: the mean of the finite losses of the last 50 steps; infinite before the first loss.
+      best: the smallest `smoothed` from the 10th step on; infinite before that.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]] = ()) -> None:
@@ -47,7 +49,7 @@ class LossWatch:
             self.add(step, loss)
 
     def add(self, step: int, loss: float) -> None:
-        """Takes the loss of a step, in nats per token; one that is not finite is left out."""
+        """Adds the loss of a step, in nats per token; ignores a loss that is not finite."""
         if not math.isfinite(loss):
             return
         self._step = step
@@ -67,15 +69,15 @@ class LossWatch:
 
     @property
     def excess_steps(self) -> int:
-        """For how many steps the loss has now been in excess; 0 where it is not."""
+        """The number of steps of the current excess; 0 if there is none."""
         return 0 if self.excess_since is None else self._step - self.excess_since + 1
 
 
 def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
-    """The smoothed loss at every step whose own is finite.
+    """Returns the smoothed loss at every step whose own loss is finite.
 
     Args:
-      losses: by step, in any order.
+      losses: the losses by step, in any order.
     """
     watch, result = LossWatch(), {}
     for step, loss in sorted(losses.items()):
@@ -86,7 +88,7 @@ def smoothed_losses(losses: Mapping[int, float]) -> dict[int, float]:
 
 
 class RunawayRule(NamedTuple):
-    """When a run is judged, and above which |score| a head counts."""
+    """The step at which a run is judged, and the |score| above which a head counts as large."""
 
     score: float = RUNAWAY_SCORE
     step: int = 2000
@@ -96,7 +98,7 @@ RUNAWAY_RULE = RunawayRule()
 
 
 class LargeHeads(NamedTuple):
-    """How many heads, of all layers, were above the score of a `RunawayRule`, and when."""
+    """The number of heads, over all layers, above the score of a `RunawayRule`, and the step."""
 
     step: int
     heads: int
@@ -110,10 +112,10 @@ class LargeHeads(NamedTuple):
 def large_heads(
     scores: Mapping[int, Sequence[Sequence[float]]], rule: RunawayRule
 ) -> LargeHeads | None:
-    """Counts the heads with large scores; None where nothing was recorded from that step on.
+    """Counts the heads with large scores; returns None if nothing was recorded from that step on.
 
     Args:
-      scores: by recorded step: of every layer the largest |score| of each head. A NaN is large.
+      scores: by recorded step, for every layer, the largest |score| of each head. A NaN is large.
       rule: the step and the score.
     """
     step = min((step for step in scores if step >= rule.step), default=None)

@@ -1,11 +1,12 @@
-"""A gradient's norm that leaves its least: the cheapest warning, for it needs no signals.
+"""Warns when the gradient's norm rises above its least; the cheapest warning: it needs no signals.
 
-*Risen*: the median of the gradient norms of the last 100 steps is 1.5 times its least since the
-warm-up ended, or more. Medians of fewer than five norms count for nothing. A norm that is not
-finite is large.
+*Risen*: the median of the gradient norms of the last 100 steps is at least 1.5 times its least
+since the warm-up ended (and since step 100). Medians of fewer than five norms do not count. A norm
+that is not finite counts as large.
 
-What it was worth depends on the model (docs/failure.md): of GPT-2 124M it rose before every
-explosion and in few runs that held; of small models that train for long it rises in most.
+The value of this warning depends on the model (docs/failure.md). In GPT-2 124M the norm rose before
+every explosion and in few of the runs that held. In small models that train for long it rises in
+most runs.
 """
 
 import collections
@@ -19,15 +20,16 @@ LEAST_NORMS = 5
 
 
 class GradientNormWatch:
-    """Follows the norm of a gradient; `add` every recorded norm in the order of the steps.
+    """Follows the norm of a gradient; call `add` for every recorded norm in the order of the steps.
 
     Args:
-      warmup_steps: of the learning rate; norms before count only in medians after.
+      warmup_steps: the warm-up steps of the learning rate. Norms of the warm-up count only as part
+        of later medians.
 
     Attributes:
-      median: of the norms recorded in the last 100 steps; NaN while there are fewer than five.
-      least: the smallest median since the warm-up; infinite before.
-      risen: the first step at which it had risen; None so far.
+      median: the median of the norms of the last 100 steps; NaN while there are fewer than five.
+      least: the smallest median since the warm-up and step 100; infinite before that.
+      risen: the first step at which the norm had risen; None before that.
     """
 
     def __init__(self, warmup_steps: int) -> None:
@@ -38,7 +40,7 @@ class GradientNormWatch:
         self._window: collections.deque[tuple[int, float]] = collections.deque()
 
     def add(self, step: int, norm: float) -> None:
-        """Takes the norm of a step's gradient, before clipping."""
+        """Adds the norm of a step's gradient, before clipping."""
         self._window.append((step, norm if math.isfinite(norm) else math.inf))
         while self._window[0][0] <= step - WINDOW_STEPS:
             self._window.popleft()
@@ -53,11 +55,11 @@ class GradientNormWatch:
 
 
 def first_rise(norms: Mapping[int, float], warmup_steps: int) -> int | None:
-    """The first step at which the norm had risen; None where it had not.
+    """Returns the first step at which the norm had risen, or None.
 
     Args:
-      norms: by step, in any order.
-      warmup_steps: of the learning rate.
+      norms: the norms by step, in any order.
+      warmup_steps: the warm-up steps of the learning rate.
     """
     watch = GradientNormWatch(warmup_steps)
     for step, norm in sorted(norms.items()):

@@ -1,14 +1,15 @@
-"""Whether a run is healthy, in one sentence: its loss, and the rules of `diagnostics.rules`.
+"""Judges whether a run is healthy, from its loss and the rules of `diagnostics.rules`.
 
 The states, the worst first:
 
   broken   the loss exploded, or a value was not finite
   warned   a rule warned, the run went back to an earlier step, or the loss has been in excess for
            too few steps to tell
-  unknown  nothing of this, but too little was recorded to see it
-  healthy  nothing of this in at least 100 steps, with signals of at least two of them
+  unknown  none of these, but too little was recorded to see them
+  healthy  none of these in at least 100 steps, with signals recorded at two or more of them
 
-One run has no control beside it. Experiments have, and call fewer runs healthy (docs/lab.md).
+A single run has no control to compare it with. Experiments have controls, and call fewer runs
+healthy (docs/lab.md).
 """
 
 import math
@@ -33,14 +34,14 @@ State = Literal["broken", "warned", "unknown", "healthy"]
 
 
 class RuleMet(NamedTuple):
-    """A rule that a run meets, and where it did first.
+    """A rule that a run has met, and where it met the rule first.
 
     Attributes:
-      step: of the first diagnostics at which a layer met it.
-      layer: the worst one there, from 0.
-      alarm: the rule, the worst head and its value there.
-      times: at how many of the diagnostics a layer met it.
-      at_last: whether one does at the last of them.
+      step: the step of the first diagnostics at which a layer met the rule.
+      layer: the worst layer at that step, counted from 0.
+      alarm: the rule, and the worst head of that layer with its value.
+      times: the number of diagnostics at which a layer met the rule.
+      at_last: whether a layer met the rule at the last diagnostics.
     """
 
     step: int
@@ -54,15 +55,16 @@ class RuleMet(NamedTuple):
 
 
 class Health(NamedTuple):
-    """What became of a run.
+    """The outcome of a run so far.
 
     Attributes:
-      state: in a word.
-      sentence: the same with its reasons.
-      explosion: the step at which the loss exploded, None where it did not.
-      not_finite: the step at which a value was not finite, likewise.
+      state: the state of the run in one word.
+      sentence: the state and its reasons.
+      explosion: the step at which the loss exploded, or None.
+      not_finite: the step at which a value was not finite, or None.
       met: the rules that were met and warn, the earliest first.
-      noted: the rules that were met where they do not warn, likewise; see `rules.Rule.only_with`.
+      noted: the rules that were met without a warning, the earliest first; see
+        `rules.Rule.only_with`.
     """
 
     state: State
@@ -74,7 +76,7 @@ class Health(NamedTuple):
 
 
 def judge(history: History) -> Health:
-    """The health of a run, finished or not."""
+    """Returns the health of a run, finished or not."""
     watch = LossWatch(sorted(history.losses.items()))
     stopped = history.failure.get("explosion")
     explosion = stopped if watch.explosion is None else watch.explosion
@@ -168,7 +170,7 @@ def _in_excess(watch: LossWatch) -> list[str]:
 
 
 def _missing(history: History) -> list[str]:
-    """What a word on a run without an alarm lacks."""
+    """Returns what is missing to call a run without an alarm healthy."""
     found = []
     if history.steps < LASTING_STEPS:
         taken = f"{many(history.steps, 'step')} {'was' if history.steps == 1 else 'were'} taken"
@@ -194,7 +196,7 @@ def _measures(rule: Rule, signals: Mapping[int, Sequence[Layer]]) -> bool:
 
 
 def _silent(layer: Layer) -> list[Alarm]:
-    """The rules that a layer meets without a warning."""
+    """Returns alarms of the rules that a layer meets without a warning."""
     warned = rules.alarms(layer)
     return [alarm for alarm in rules.met(layer) if alarm not in warned]
 
@@ -202,7 +204,12 @@ def _silent(layer: Layer) -> list[Alarm]:
 def _met(
     signals: Mapping[int, Sequence[Layer]], find: Callable[[Layer], Sequence[Alarm]]
 ) -> Iterator[RuleMet]:
-    """The earliest first."""
+    """Yields every rule that some layer meets, the earliest first.
+
+    Args:
+      signals: by step, the signals of every layer.
+      find: returns the alarms of a layer.
+    """
     found: dict[str, dict[int, tuple[int, Alarm]]] = {}
     for step, layers in sorted(signals.items()):
         for i, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""What happened in a run, one line each, from its records: warnings, spikes, divergence."""
+"""Lists what happened in a run, from its records: warnings, spikes, divergences, rollbacks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from lowprec_attn.diagnostics.rules import Signals
 from lowprec_attn.runs.instability.rollbacks import Rollback
 from lowprec_attn.runs.instability.spikes import Divergence, Spike, SpikeEnd
 
-# Of a spike that recovers fast while no rule is met.
+# Said of a spike that recovers fast while no rule is met.
 AT_ITS_BATCH = "no rule was met, which points at its batch rather than at arithmetic"
 
 
@@ -16,9 +16,9 @@ class Incident(NamedTuple):
     """Something that happened at a step.
 
     Attributes:
-      step: at which it was noticed.
-      text: what it was, short.
-      loss: the training loss of a spike, None of anything else.
+      step: the step at which it was noticed; for a rollback, the step that the run went back to.
+      text: a short description.
+      loss: the training loss if the incident is a spike, else None.
       at_batch: whether it is a spike that points at its batch; see `AT_ITS_BATCH`.
     """
 
@@ -34,11 +34,11 @@ class Incident(NamedTuple):
 def incidents(
     records: Sequence[Mapping[str, Any]], rollbacks: Sequence[Rollback] = ()
 ) -> list[Incident]:
-    """All of a run, in the order of their steps.
+    """Returns all incidents of a run, in the order of their steps.
 
     Args:
-      records: of `metrics.jsonl`.
-      rollbacks: of the run.
+      records: the records of `metrics.jsonl`.
+      rollbacks: the rollbacks of the run.
     """
     ends = {end.begin: end for end in (SpikeEnd.of(r) for r in records if "spike_end" in r)}
     diagnostics = [(r["step"], meets_rule(r["signals"])) for r in records if "signals" in r]
@@ -63,17 +63,20 @@ def incidents(
 
 
 def meets_rule(layers: Mapping[str, Signals]) -> bool:
-    """Whether any layer meets a rule, be it one that alone is no warning."""
+    """Whether any layer meets a rule, even one that does not warn by itself."""
     return any(rules.met(signals) for signals in layers.values() if signals)
 
 
 def no_rule_met(diagnostics: Iterable[tuple[int, bool]], begin: int, end: int) -> bool:
-    """Whether the last diagnostics before `begin`, and all until `end`, were without a rule met.
+    """Whether the last diagnostics before `begin`, and all from there to `end`, met no rule.
 
     Args:
-      diagnostics: their steps, and whether a rule was met there, in the order of the steps.
-      begin: a step; where there were no diagnostics up to `end`, nothing can be said.
-      end: a later step.
+      diagnostics: the step of each diagnostics and whether a rule was met there, in order of steps.
+      begin: the first step of the interval.
+      end: the last step of the interval.
+
+    Returns:
+      False if there were no diagnostics up to `end`, since nothing is known then.
     """
     known = [pair for pair in diagnostics if pair[0] <= end]
     before = [pair for pair in known if pair[0] < begin][-1:]

@@ -1,12 +1,12 @@
-"""Rollbacks of a run: where it went back to, and which batches it left out.
+"""Rollbacks of a run: the step that it went back to, and the batches that it left out.
 
-`rollbacks.jsonl` has one line per rollback, and writing it is the instant at which a rollback
-happens. All that follows is done by every start of the run, the next one in the same process
-included, and may be interrupted and repeated:
+`rollbacks.jsonl` has one line per rollback. A rollback happens at the instant at which its line is
+written. Every start of the run, including the next one in the same process, then carries out the
+rest, which may be interrupted and repeated:
 
-  - checkpoints of later steps that do not know the rollback are removed: `abandoned`;
-  - metrics, timings and data order are cut off at the checkpoint that the run starts from;
-  - the batch of step s is that of step s + `skipped` in the order of the run.
+  - It removes the checkpoints of later steps that do not know the rollback (`abandoned`).
+  - It cuts off metrics, timings and data order at the checkpoint that the run starts from.
+  - It gives step s the batch of step s + `skipped` in the run's order.
 
 A checkpoint knows a rollback if its manifest's fingerprint of `rollbacks.jsonl` covers the line.
 """
@@ -37,11 +37,11 @@ class Rollback(NamedTuple):
     """One rollback.
 
     Attributes:
-      to: the step that the run went back to, that of a checkpoint.
-      onset: the step at which what was wrong began.
-      detected: the last step that was taken; its loss was the last in excess, or not finite.
-      skipped: batches left out: those of the steps from `to` to `detected`.
-      reason: why.
+      to: the step that the run went back to, which has a checkpoint.
+      onset: the step at which the problem began.
+      detected: the last step before the rollback, whose loss was in excess or not finite.
+      skipped: the number of batches left out, those of the steps from `to` to `detected`.
+      reason: the reason for the rollback.
     """
 
     to: int
@@ -60,23 +60,24 @@ class Rollback(NamedTuple):
 
 
 def target(onset: int, steps_back: int, every: int, first: int) -> int:
-    """The step to go back to: of the newest scheduled checkpoint that is early enough.
+    """Returns the step to go back to, that of the newest scheduled checkpoint early enough.
 
     Args:
-      onset: where what is wrong began, or the earliest step at which it may yet begin.
-      steps_back: how many steps before the onset the checkpoint has to be.
-      every: period of the checkpoints.
-      first: the run is never taken back beyond this step, which has a checkpoint: the first step,
-        or that of the rollback before.
+      onset: the step at which the problem began, or the earliest step at which it may yet begin.
+      steps_back: how many steps before the onset the checkpoint must be, at least.
+      every: the number of steps between checkpoints.
+      first: the earliest step to go back to, which has a checkpoint: the run's first step, or the
+        step that the previous rollback went back to.
     """
     return max(first, (onset - steps_back) // every * every)
 
 
 def read(path: Path) -> list[Rollback]:
-    """The rollbacks of a run, none where there is no file.
+    """Returns the rollbacks of a run; none if there is no file.
 
     Raises:
-      RunError: the file holds something else, or cannot be read.
+      RunError: the file does not hold rollbacks.
+      OSError: the file cannot be read.
     """
     try:
         lines = complete_lines(path) if path.exists() else []
@@ -88,21 +89,22 @@ def read(path: Path) -> list[Rollback]:
 
 
 def skipped(rollbacks: Sequence[Rollback]) -> int:
-    """How many batches of the run's order lie behind those of its steps now."""
+    """Returns the total number of batches that the rollbacks have left out."""
     return sum(rollback.skipped for rollback in rollbacks)
 
 
 class RollbackRecord:
-    """The rollbacks of a run in its directory.
+    """The rollbacks recorded in a run directory.
 
-    In a run of several processes the first one reads and writes; all know what it has read.
+    In a run of several processes only the first one reads and writes the file. All processes know
+    the rollbacks.
 
     Attributes:
-      rollbacks: so far, in their order.
+      rollbacks: the rollbacks so far, in their order.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """Reads the rollbacks of an opened run directory; raises as `read`."""
+        """Reads the rollbacks of an opened run directory; raises the errors of `read`."""
         self._run_dir = run_dir
         known = hosts.from_first(lambda: [r._asdict() for r in read(run_dir.rollbacks)])
         self.rollbacks: list[Rollback] = [Rollback(**fields) for fields in known]
@@ -111,8 +113,8 @@ class RollbackRecord:
         """Whether a checkpoint belongs to steps that a rollback has undone.
 
         Args:
-          step: of the checkpoint.
-          records: fingerprints of the run's files, as its manifest has them.
+          step: the step of the checkpoint.
+          records: the fingerprints of the run's files in the checkpoint's manifest.
         """
         path = self._run_dir.rollbacks
         size = records[path.name].size if path.name in records else 0
@@ -127,24 +129,24 @@ class RollbackRecord:
         """Forgets rollbacks to later steps: a run that starts at `step` repeats what led to them.
 
         Raises:
-          DiskError: the disk refuses.
+          DiskError: the file cannot be written.
         """
         kept = [rollback for rollback in self.rollbacks if rollback.to <= step]
         if kept != self.rollbacks:
             self._write(kept)
 
     def add(self, rollback: Rollback) -> None:
-        """Keeps the metrics that the rollback undoes, then records it, with which it has happened.
+        """Saves the metrics that the rollback undoes, and then records the rollback.
 
         Raises:
-          DiskError: the disk refuses.
+          DiskError: a file cannot be written.
         """
         self._keep_metrics(rollback.to, len(self.rollbacks) + 1)
         self._write([*self.rollbacks, rollback])
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the file."""
+        """The fingerprint of `rollbacks.jsonl`."""
         return Fingerprinter(b"".join(_lines(self.rollbacks))).fingerprint
 
     @hosts.first_only

@@ -1,19 +1,19 @@
-"""Spikes of a training loss, and divergence without a spike.
+"""Detects spikes of a training loss, and divergence without a spike.
 
-The words are those of "Understanding Training Loss Patterns" in Bekman's *Machine Learning
-Engineering* (github.com/stas00/ml-engineering): a spike recovers fast, or slowly, or not fully; a
-loss may also diverge without one. The numbers are choices of this project, none of the book:
+The terms are from "Understanding Training Loss Patterns" in Bekman's *Machine Learning Engineering*
+(github.com/stas00/ml-engineering): a spike recovers fast, or slowly, or not fully, and a loss may
+also diverge without a spike. The numbers are this project's choices, not the book's:
 
-  spike       a loss ≥ 6 spreads above the level of the last 100 losses. The level is their median,
-              the spread 1.4826 times their median absolute deviation, which for normal noise is its
-              standard deviation; at least 0.02 nats.
-  recovery    the median of the last 5 losses is within 3 spreads of the level before the spike.
-              It is fast within 50 steps and slow within 500. Beyond, it counts as none, and the
-              losses since then make a new level.
+  spike       a loss at least 6 spreads above the level of the last 100 losses. The level is their
+              median. The spread is 1.4826 times their median absolute deviation, which for normal
+              noise is the standard deviation, but at least 0.02 nats.
+  recovery    the median of the last 5 losses is at most 3 spreads above the level before the spike.
+              A recovery within 50 steps is fast, a later one is slow. If there is none within 500
+              steps, the spike is given up, and the last 100 losses since it give a new level.
   divergence  an excess (`runs.instability.explosion`) that begins while no spike lasts.
 
-Everything is a function of the losses in the order of their steps. So a resumed run that adds its
-recorded losses again goes on as if it had not been interrupted.
+Everything is a function of the losses in the order of their steps. A resumed run that adds its
+recorded losses again therefore continues as if it had not been interrupted.
 """
 
 import collections
@@ -39,18 +39,18 @@ Recovery = Literal["fast", "slow", "none"]
 
 
 class Level(NamedTuple):
-    """Median and spread of some losses, in nats per token."""
+    """The median and spread of some losses, in nats per token."""
 
     median: float
     spread: float
 
     def score(self, loss: float) -> float:
-        """How many spreads a loss lies above the median; infinite if it is not finite."""
+        """Returns how many spreads a loss lies above the median; infinite if it is not finite."""
         return (loss - self.median) / self.spread if math.isfinite(loss) else math.inf
 
 
 def level(losses: Iterable[float]) -> Level | None:
-    """Of the last 100 finite losses; None if there are fewer than 20."""
+    """Returns the level of the last 100 finite losses; None if there are fewer than 20."""
     finite = [loss for loss in losses if math.isfinite(loss)][-WINDOW:]
     if len(finite) < LEAST_LOSSES:
         return None
@@ -60,7 +60,7 @@ def level(losses: Iterable[float]) -> Level | None:
 
 
 class Spike(NamedTuple):
-    """A loss far above those before it."""
+    """A loss far above the losses before it."""
 
     step: int
     loss: float
@@ -68,12 +68,12 @@ class Spike(NamedTuple):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """The spike that a record of `metrics.jsonl` tells of."""
+        """Returns the spike that a record of `metrics.jsonl` holds."""
         spike = record["spike"]
         return cls(record["step"], spike["loss"], Level(spike["median"], spike["spread"]))
 
     def record(self) -> dict[str, Any]:
-        """For `metrics.jsonl`."""
+        """Returns the values of its record in `metrics.jsonl`, without the step."""
         score = self.level.score(self.loss)
         return {"spike": {"loss": self.loss, **self.level._asdict(), "score": score}}
 
@@ -86,7 +86,7 @@ class Spike(NamedTuple):
 
 
 class SpikeEnd(NamedTuple):
-    """A spike is over: the loss has come back, or stays above for so long that it is given up."""
+    """The end of a spike: the loss has recovered, or has stayed high for too long."""
 
     step: int
     begin: int
@@ -94,11 +94,11 @@ class SpikeEnd(NamedTuple):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """As that of `Spike`."""
+        """Returns the end of a spike that a record of `metrics.jsonl` holds."""
         return cls(record["step"], **record["spike_end"])
 
     def record(self) -> dict[str, Any]:
-        """For `metrics.jsonl`."""
+        """Returns the values of its record in `metrics.jsonl`, without the step."""
         return {"spike_end": {"begin": self.begin, "recovery": self.recovery}}
 
     def __str__(self) -> str:
@@ -117,11 +117,11 @@ class Divergence(NamedTuple):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self:
-        """As that of `Spike`."""
+        """Returns the divergence that a record of `metrics.jsonl` holds."""
         return cls(record["step"], **record["divergence"])
 
     def record(self) -> dict[str, Any]:
-        """For `metrics.jsonl`."""
+        """Returns the values of its record in `metrics.jsonl`, without the step."""
         return {"divergence": {"smoothed": self.smoothed, "best": self.best}}
 
     def __str__(self) -> str:
@@ -135,10 +135,10 @@ Event = Spike | SpikeEnd | Divergence
 
 
 class Spikes:
-    """Follows a training loss; `add` every recorded loss in the order of the steps.
+    """Follows a training loss; call `add` for every recorded loss in the order of the steps.
 
     Attributes:
-      watch: what `runs.instability.explosion` says of the same losses.
+      watch: the `LossWatch` of the same losses.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Spikes:
         self._since: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
     def add(self, step: int, loss: float) -> list[Event]:
-        """What the loss of a step, in nats per token, begins or ends."""
+        """Adds the loss of a step, in nats per token, and returns the events at this step."""
         lasted, in_excess = self._spike is not None, self.watch.excess_steps > 0
         self.watch.add(step, loss)
         loss = loss if math.isfinite(loss) else math.inf
@@ -159,9 +159,9 @@ class Spikes:
 
     @property
     def onset(self) -> int | None:
-        """Where the spike or the excess that lasts now began, the earlier one; None for none.
+        """The step at which the current spike or excess began, whichever is earlier, or None.
 
-        An excess is one of a mean, so it begins later than the spike that makes it.
+        The loss of an excess is a mean, so an excess begins after the spike that causes it.
         """
         begun = [self.watch.excess_since, None if self._spike is None else self._spike.step]
         return min((step for step in begun if step is not None), default=None)
@@ -171,7 +171,7 @@ class Spikes:
         if before is None or before.score(loss) < SPIKE_SPREADS:
             self._window.append(loss)
             return []
-        # The losses of a spike do not enter the level, or a long one would become normal.
+        # The losses of a spike do not enter the level. Otherwise a long spike would become normal.
         self._spike = Spike(step, loss, before)
         self._since.append(loss)
         return [self._spike]

@@ -1,5 +1,6 @@
-"""The page of a run, one file of HTML that needs no network.
+"""The page of a run, a single HTML file that needs no network.
 
-`markup` holds the elements and needs no package, `drawing` and `figures` the figures, `layers` the
-table of a layer's signals, `run` the page. Imports `runs` and what it may import.
+`markup` makes the page's elements with the standard library. `drawing` and `figures` make the
+figures, `layers` the tables of the layers' signals, and `run` the page. This package imports `runs`
+and whatever `runs` may import.
 """

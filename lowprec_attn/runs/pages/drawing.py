@@ -1,4 +1,4 @@
-"""matplotlib's figures as elements of a page and as files, and names in them."""
+"""Writes matplotlib figures to files and into pages, and escapes text in figures."""
 
 import io
 import re
@@ -20,12 +20,12 @@ _FONTS = re.compile(r"'DejaVu Sans'.*?sans-serif")
 
 
 def plain(text: str) -> str:
-    """A user's text for a figure, where matplotlib would read what stands between $ as TeX."""
+    """Escapes a user's text for a figure, because matplotlib reads text between $ signs as TeX."""
     return text.replace("$", r"\$")
 
 
 def require_figure_format(path: Path) -> None:
-    """Raises a RunError unless a figure can be written with this suffix."""
+    """Raises a RunError unless matplotlib can write a figure with this suffix."""
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
         raise RunError(
@@ -35,7 +35,7 @@ def require_figure_format(path: Path) -> None:
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Writes or replaces a file in one step, in the format of its suffix.
+    """Writes a figure to a file atomically, in the format of the file's suffix.
 
     Raises:
       RunError: there is no such format.
@@ -45,7 +45,7 @@ def write_figure(path: Path, figure: Figure) -> None:
     buffer = io.BytesIO()
     name = path.suffix.removeprefix(".").lower()
     figure.savefig(buffer, format=name, dpi=DPI)
-    if name == "png":  # an eighth smaller without its channel of transparency
+    if name == "png":  # without the alpha channel the file is an eighth smaller
         drawn = Image.open(buffer).convert("RGB")
         buffer = io.BytesIO()
         drawn.save(buffer, name, dpi=(DPI, DPI), optimize=True)
@@ -53,15 +53,15 @@ def write_figure(path: Path, figure: Figure) -> None:
 
 
 def drawing(figure: Figure, name: str, caption: str) -> Element:
-    """A figure as inline SVG under its caption.
+    """Returns a figure as inline SVG with a caption above it.
 
     Args:
-      figure: to draw.
-      name: unique on the page; ids inside the drawing are made from it.
-      caption: plain text, also for readers that show no pictures.
+      figure: the figure to draw.
+      name: a name that is unique on the page. Ids inside the drawing are made from it.
+      caption: plain text, which is also the label for readers that show no pictures.
     """
     buffer = io.BytesIO()
-    # Text stays text: smaller, and it can be searched.
+    # Text remains text instead of outlines, which is smaller and can be searched.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = _inline(ElementTree.fromstring(buffer.getvalue()))
@@ -71,7 +71,7 @@ def drawing(figure: Figure, name: str, caption: str) -> Element:
 
 
 def _inline(root: Element) -> Element:
-    """matplotlib's SVG as HTML has it: no namespaces, metadata, size or repeated ids."""
+    """Converts matplotlib's SVG for HTML: no namespaces, metadata, size or repeated ids."""
     for item in root.iter():
         item.tag = item.tag.rpartition("}")[2]
         item.text, item.tail = (text and text.strip() for text in (item.text, item.tail))

@@ -1,6 +1,6 @@
-"""The figures of a page. Long series are thinned, so that a page stays small.
+"""Draws the figures of a page. Long series are thinned, so that the page stays small.
 
-A value that is not finite is a cross at the upper edge.
+A value that is not finite is drawn as a cross at the upper edge.
 """
 
 import math
@@ -18,22 +18,23 @@ from lowprec_attn.runs.instability.explosion import smoothed_losses
 from lowprec_attn.runs.instability.health import Health
 from lowprec_attn.runs.pages import style
 
-_POINTS = 400  # of a series; a figure is some 500 pixels wide
-_MARKED = 40  # a line of so many points shows each of them
+_POINTS = 400  # most points of a series, since a figure is about 500 pixels wide
+_MARKED = 40  # a line of at most this many points has a marker at each
 
 Values = Mapping[int, float]
-"""By step."""
+"""Values by step."""
 
 
 def shades(count: int) -> list[str]:
-    """Colours of so many layers, from dark to light; both ends can be seen on black and white."""
+    """Returns a colour per layer, dark to light; all are visible on a black or white page."""
     return [to_hex(colormaps["plasma"](0.25 + 0.57 * (i + 0.5) / count)) for i in range(count)]
 
 
 def loss(history: History, health: Health) -> Figure:
-    """Loss in nats per token: training (range and smoothed), validation, unigram; with marks.
+    """Draws the losses in nats per token: training (range and smoothed), validation, unigram.
 
-    What rollbacks have undone is grey; spikes are crosses where they are.
+    Losses that rollbacks have undone are grey. Spikes are crosses at their losses. Vertical lines
+    mark an explosion, a value that was not finite, the first step of each rule met, and rollbacks.
     """
     figure, axis = _axis()
     for undone in history.abandoned:
@@ -46,7 +47,7 @@ def loss(history: History, health: Health) -> Figure:
     if raw:
         steps, low, high = zip(*raw, strict=True)
         axis.fill_between(steps, low, high, color=style.RAW, alpha=0.5, lw=0)
-        if len(history.losses) <= _POINTS:  # no step shares its place: the range is a line
+        if len(history.losses) <= _POINTS:  # each chunk has one step, so the range is a line
             axis.plot(steps, low, color=style.RAW, lw=0.7)
     _cross(axis, history.losses, style.RAW)
     _draw(axis, smoothed_losses(history.losses), style.SMOOTHED, lw=1.4)
@@ -64,7 +65,8 @@ def loss(history: History, health: Health) -> Figure:
     before, height = -math.inf, 0.98
     for step, name in sorted(noted):
         axis.axvline(step, color=style.ALARM, ls=":", lw=1.2)
-        # A name takes a fortieth of the width and a fifth of the height: neighbours go lower.
+        # A name takes a fortieth of the width and a fifth of the height. A name too close to the
+        # previous one is placed below it.
         height = height - 0.2 if step - before < (right - left) / 40 and height > 0.3 else 0.98
         before = step
         axis.annotate(
@@ -86,18 +88,19 @@ def by_layer(
     threshold: float | None = None,
     log: bool = True,
 ) -> Figure:
-    """One line a layer, the largest of its heads; a threshold is a dashed line.
+    """Draws one line per layer, the largest value of its heads, and a threshold as a dashed line.
 
     Args:
-      history: of the run.
-      value: one number a head, −inf where the signal was not recorded.
-      health: of the run, for the marks.
-      threshold: of the rule that looks at this signal.
-      log: whether the axis is logarithmic.
+      history: the records of the run.
+      value: returns one number per head of a layer; −inf if the signal was not recorded.
+      health: the health of the run, for the marks.
+      threshold: the threshold of the rule that looks at this signal, or None.
+      log: whether the vertical axis is logarithmic.
     """
     figure, axis = _axis()
     lines = [largest(history, value, i) for i in range(layers(history))]
-    few = max(map(len, lines), default=0) <= _MARKED  # each marker takes as much as five points
+    # Only short lines get markers: a marker takes five times the space of a point in the SVG.
+    few = max(map(len, lines), default=0) <= _MARKED
     for line, color in zip(lines, shades(len(lines)), strict=True):
         _draw(axis, line, color, log=log, marker="o" if few else None)
     _name_highest(axis, lines)
@@ -110,7 +113,7 @@ def by_layer(
 
 
 def rates(values: Values) -> Figure:
-    """Tokens per second, from 0."""
+    """Draws tokens per second, on an axis from 0."""
     figure, axis = _axis()
     _draw(axis, values, style.SMOOTHED)
     axis.set_ylim(bottom=0)
@@ -119,12 +122,15 @@ def rates(values: Values) -> Figure:
 
 
 def layers(history: History) -> int:
-    """How many layers have signals."""
+    """Returns the number of layers that have signals."""
     return max((len(found) for found in history.signals.values()), default=0)
 
 
 def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) -> dict[int, float]:
-    """By step, the largest value of a layer's heads, NaN if one is; no step that has none."""
+    """Returns the largest value of a layer's heads by step, NaN if one is NaN.
+
+    Steps at which the value was not recorded are left out.
+    """
     found = {}
     for step, recorded in sorted(history.signals.items()):
         if layer < len(recorded) and recorded[layer]:
@@ -136,7 +142,7 @@ def largest(history: History, value: Callable[[Layer], np.ndarray], layer: int) 
 
 def _axis() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(5.6, 2.7))
-    axis = figure.add_axes((0.1, 0.14, 0.865, 0.78))  # a power of ten may stand above
+    axis = figure.add_axes((0.1, 0.14, 0.865, 0.78))  # leaves room for a power of ten above
     axis.grid(alpha=0.6)
     axis.tick_params(which="both", labelsize=8)
     axis.yaxis.get_offset_text().set_fontsize(style.TEXT)
@@ -164,7 +170,7 @@ def _draw(
 
 
 def _cross(axis: Axes, values: Values, color: str) -> None:
-    """Marks what is not finite at the upper edge."""
+    """Marks values that are not finite by crosses at the upper edge."""
     lost = [step for step in sorted(values) if not math.isfinite(values[step])]
     if lost:
         transform = axis.get_xaxis_transform()
@@ -172,7 +178,7 @@ def _cross(axis: Axes, values: Values, color: str) -> None:
 
 
 def _name_highest(axis: Axes, lines: Sequence[Values]) -> None:
-    """Writes the number of a layer at the highest value of all: neighbouring shades look alike."""
+    """Writes the layer's number at the highest value, since neighbouring shades look alike."""
     highest = [
         (value, step, layer)
         for layer, line in enumerate(lines)
@@ -193,7 +199,7 @@ def _name_highest(axis: Axes, lines: Sequence[Values]) -> None:
 
 
 def _chunks(steps: Sequence[int]) -> Iterable[list[int]]:
-    """Neighbouring steps that share a place in a figure."""
+    """Returns the groups of neighbouring steps that share a point in a figure."""
     size = -(-len(steps) // _POINTS) or 1
     return (list(steps[i : i + size]) for i in range(0, len(steps), size))
 
@@ -204,19 +210,19 @@ def _mark(axis: Axes, health: Health) -> None:
 
 
 def _reach(axis: Axes, history: History) -> None:
-    """All figures of a page over the same steps, however long their series are."""
+    """Sets the horizontal range, which is the same in all figures of a page."""
     last = max(1, history.steps, *(max(undone, default=0) for undone in history.abandoned))
     axis.set_xlim(-0.03 * last, 1.03 * last)
 
 
 def _scale(axis: Axes, log: bool) -> None:
-    """Logarithmic only where there is something to show: matplotlib warns of an empty log axis."""
+    """Makes the axis logarithmic if it has a positive value; matplotlib warns of an empty one."""
     shown = (np.asarray(line.get_ydata(), float) for line in axis.get_lines())
     if log and any(np.any(values > 0) for values in shown):
         axis.set_yscale("log")
         low, high = axis.get_ylim()
         axis.yaxis.set_major_formatter("{x:g}")
-        if high < 10 * low:  # there may be no power of ten to label
+        if high < 10 * low:  # the range may contain no power of ten to label
             axis.yaxis.set_minor_formatter("{x:g}")
         else:
             axis.minorticks_off()

@@ -1,4 +1,4 @@
-"""All signals of a layer: a folded table with a row a signal and a column a head."""
+"""Makes a folded table of all signals of a layer, with a row per signal and a column per head."""
 
 import math
 from collections.abc import Sequence
@@ -9,14 +9,15 @@ import numpy as np
 from lowprec_attn.runs.history import History
 from lowprec_attn.runs.pages.markup import Content, element, folded, table
 
-# Characters of all curves of a page together; a point takes some 6. GPT-2 124M has 6,500 curves.
+# The total size of all curves of a page in characters, of which a point takes about 6. GPT-2 124M
+# has 6,500 curves.
 _CURVES_SIZE = 800_000
 _POINT_SIZE = 6
 _WIDTH, _HEIGHT = 100, 20
 
 
 def details(history: History) -> list[Element]:
-    """One folded table a layer; none where there are no signals."""
+    """Returns one folded table per layer; none if there are no signals."""
     if not history.signals:
         return []
     steps = sorted(history.signals)
@@ -28,7 +29,7 @@ def details(history: History) -> list[Element]:
 
 
 def _by_name(history: History, steps: Sequence[int], layer: int) -> dict[str, np.ndarray]:
-    """Each signal of a layer [steps, heads], NaN where it was not recorded."""
+    """Returns each signal of a layer [steps, heads], NaN where it was not recorded."""
     recorded = [history.signals[step][layer : layer + 1] for step in steps]
     found = [here[0] if here else {} for here in recorded]
     widths = {name: len(values) for signals in found for name, values in signals.items()}
@@ -58,7 +59,7 @@ def _folded(layer: int, found: dict[str, np.ndarray], last: int, points: int) ->
 
 
 def _curves(values: np.ndarray, points: int) -> Element:
-    """All heads in one small drawing [steps, heads]; what is not finite leaves a gap."""
+    """Draws values [steps, heads] as one small SVG; a value that is not finite leaves a gap."""
     values = _thinned(values, points)
     finite = np.isfinite(values)
     low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0.0, 0.0)
@@ -80,7 +81,11 @@ def _curves(values: np.ndarray, points: int) -> Element:
 
 
 def _thinned(values: np.ndarray, points: int) -> np.ndarray:
-    """At most so many rows; each entry is that of largest size among those it stands for."""
+    """Reduces values [steps, heads] to at most `points` rows.
+
+    Each entry is the one of largest magnitude among the entries that it stands for. NaN counts as
+    infinite.
+    """
     if len(values) <= points:
         return values
     parts = []

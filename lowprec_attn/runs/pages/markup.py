@@ -1,4 +1,4 @@
-"""The elements of a page. Text is escaped by the serialiser, so no caller has to."""
+"""Makes the elements of a page. The serialiser escapes text, so callers need not."""
 
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
@@ -9,8 +9,8 @@ from lowprec_attn.files import write_atomically, writing
 
 Content = Element | str | None
 
-# Colours are variables, so that a page follows the reader's light or dark setting. The figures'
-# black and grid grey become --ink and --grid.
+# Colours are CSS variables, so that a page follows the reader's light or dark setting. `drawing`
+# replaces the figures' black and grid grey by --ink and --grid.
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1e23; --page: #ffffff; --soft: #f1f3f5;
   --grid: #c9ced4; --link: #0b57a4; --broken: #b3261e; --warned: #8a5a00; --unknown: #50565e;
@@ -44,12 +44,12 @@ code, pre { font: .9em ui-monospace, monospace; } pre { white-space: pre-wrap;
 
 
 def element(tag: str, *content: Content, **attributes: str) -> Element:
-    """An element of HTML.
+    """Returns an HTML element.
 
     Args:
-      tag: its name.
-      content: text and elements in their order; None is left out.
-      attributes: by name; `class_` is `class`.
+      tag: the name of the element.
+      content: texts and elements in their order. None is left out.
+      attributes: the attributes by name. `class_` stands for `class`.
     """
     made = Element(tag, {name.rstrip("_"): value for name, value in attributes.items()})
     last: Element | None = None
@@ -67,12 +67,12 @@ def element(tag: str, *content: Content, **attributes: str) -> Element:
 def table(
     header: Sequence[str], rows: Iterable[Sequence[Content]], right: Container[int] = ()
 ) -> Element:
-    """A table that scrolls by itself where it is wider than the page.
+    """Returns a table with its own scroll bar if it is wider than the page.
 
     Args:
-      header: one text a column.
-      rows: cells row by row.
-      right: columns that are flush right, counted from 0.
+      header: the heading of each column.
+      rows: the cells of each row.
+      right: the indices of right-aligned columns, from 0.
     """
 
     def line(tag: str, cells: Sequence[Content]) -> Element:
@@ -85,12 +85,12 @@ def table(
 
 
 def folded(summary: str, *content: Content) -> Element:
-    """Content that a click unfolds."""
+    """Returns content that is folded under a summary until the reader clicks on it."""
     return element("details", element("summary", summary), *content)
 
 
 def keys(entries: Iterable[tuple[str, str]]) -> Element:
-    """A legend: pairs of a CSS colour and what is drawn in it."""
+    """Returns a legend from pairs of a CSS colour and the text that explains it."""
     swatches = (
         element("span", element("i", style=f"background:{color}"), text, class_="key")
         for color, text in entries
@@ -99,10 +99,10 @@ def keys(entries: Iterable[tuple[str, str]]) -> Element:
 
 
 def write_page(path: Path, title: str, content: Iterable[Content]) -> None:
-    """Writes a page in one step.
+    """Writes a page atomically.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: the file cannot be written.
     """
     head = element(
         "head",
@@ -114,6 +114,6 @@ def write_page(path: Path, title: str, content: Iterable[Content]) -> None:
     page = element("html", head, element("body", *content), lang="en")
     text = ElementTree.tostring(page, encoding="unicode", method="html")
     with writing(path):
-        # JSON may hold half of a surrogate pair, which UTF-8 cannot.
+        # Text from JSON may contain half of a surrogate pair, which UTF-8 cannot encode.
         data = f"<!DOCTYPE html>\n{text}\n".encode(errors="backslashreplace")
         write_atomically(path, data)

@@ -1,4 +1,4 @@
-"""The page of one run: is it healthy, its curves, all its signals, and how to repeat it."""
+"""Writes the page of one run: its health, curves, signals and speed, and how to repeat it."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ from lowprec_attn.runs.run_dir import RunDir
 _INCIDENTS_SHOWN = 8
 
 Efficiency = Callable[[History, float], str]
-"""(the run, tokens per second) -> a sentence on the share of the devices' peak."""
+"""Maps a run and its tokens per second to a sentence on the reached share of the devices' peak."""
 
 
 def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = None) -> Path:
@@ -31,12 +31,13 @@ def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = 
 
     Args:
       run_dir: the run directory.
-      efficiency: what share of the devices' peak the run reached, or why that is not known.
-      path: where to, None for `report.html` in the run directory.
+      efficiency: returns a sentence on the share of the devices' peak that the run reached, or on
+        why that share is not known.
+      path: the file to write; None for `report.html` in the run directory.
 
     Raises:
       RunError, OSError: a record of the run cannot be read.
-      DiskError: the disk refuses.
+      DiskError: the page cannot be written.
     """
     path = run_dir.page if path is None else path
     history = History.read(run_dir)
@@ -59,7 +60,7 @@ def write_run_page(run_dir: RunDir, efficiency: Efficiency, path: Path | None = 
 
 
 def title(history: History) -> str:
-    """A run in a line: directory, config, arithmetic, seed."""
+    """Returns a line that identifies a run: directory, config, arithmetic, seed."""
     config, attention = history.config, history.config.get("attention", {})
     return (
         f"{history.path.name}: {config.get('name')}:{config.get('variant')}, numerics "
@@ -158,7 +159,7 @@ _ACROSS_STEPS = {
 
 
 def _across_steps(history: History, health: Health) -> list[Element]:
-    """Whether errors of δ add up over training, where that was recorded."""
+    """Draws whether errors of δ add up over training, if that was recorded."""
     recorded = {name for layers in history.signals.values() for layer in layers for name in layer}
     return [
         drawing(figures.by_layer(history, _of_largest_size(name), health, log=False), name, caption)
@@ -207,7 +208,7 @@ def _speed(history: History, efficiency: Efficiency) -> list[Element]:
 
 
 def _origin(history: History) -> list[Element]:
-    """Config, machine, and the command that made the run."""
+    """Returns the config, the environment and the command that made the run."""
     config = [(element("code", name), json.dumps(value)) for name, value in flatten(history.config)]
     parts = [element("h2", "How to repeat it")]
     if history.starts:
