@@ -160,9 +160,9 @@ def compare(
         if refused is not None:
             raise ValueError(f"no attention has {refused}")
     # Signals are measured on S, so S is formed. Where `exponent` forms none, its errors show in lse
-    # alone.
+    # alone. `whole_max` is kept, because without it P̄ would be rounded against another maximum.
     if spec.numerics.exponent == "whole_max":
-        extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
+        extras = extras._replace(scale=jnp.float32(spec.scale))  # it is multiplied into S
     else:
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)

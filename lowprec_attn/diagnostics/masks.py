@@ -187,8 +187,8 @@ def _pairs(
 def _of_pairs(name: str, seen: Bool[np.ndarray, "T S"]) -> Cut:
     rows, keys = seen.shape
     # A row of padding sees no key, the keys that other rows see, or all keys (because torch gives
-    # NaN for a row without keys). So the keys that are no padding are those that any row sees, or
-    # those that the last row sees, or those that the rows see which do not see all keys.
+    # NaN for a row without keys). So the keys that are not padding are the keys that some row sees,
+    # the keys that the last row sees, or the keys seen by some row that does not see all keys.
     candidates = (seen.any(axis=0), seen[-1], seen[~seen.all(axis=1)].any(axis=0))
     for of_keys in candidates:
         if not of_keys.any():

@@ -286,7 +286,7 @@ def _first_of(flags: Array) -> Array:
     """Returns the index of the first True of a row, [..., T, 1]; 0 without one (a row of NaN)."""
     n = flags.shape[-1]
     at = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (flags.ndim - 1) + (n,))
-    # Faster than `argmax` on a CPU.
+    # This is faster than `argmax` on a CPU.
     return jnp.min(jnp.where(flags, at, n), axis=-1, keepdims=True) % n
 
 

@@ -242,7 +242,7 @@ def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
     if not _has_delta(measured) or kinds & {"row_sums", "delta", "non_finite"}:
         return findings
     shares = {name: _largest(name, measured) for name in ("row_sums", "delta")}
-    # "not all <" rather than "any ≥": a NaN is not small.
+    # "not all <" rather than "any ≥", because a NaN is not small.
     if not all(shares[r.name] < SMALL * r.threshold for r in RULES if r.name in shares):
         return findings
     return [

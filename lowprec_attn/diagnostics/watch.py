@@ -82,7 +82,7 @@ class Watch:
         self._path = None if path is None else Path(path)
         self._write = write
         self._given = get_preset(numerics) if isinstance(numerics, str) else numerics
-        self._numerics = self._given or EXACT  # of the last watched step
+        self._numerics = self._given or EXACT  # the arithmetic of the last watched step
         self._framework = framework
         self._ran_away: set[str] = set()  # layers that had run away at the last watched step
 

@@ -13,7 +13,7 @@ from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import Meta, require_bare_ids
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 
-# Returns the token ids of one text.
+# A function that returns the token ids of a text.
 Encode = Callable[[str], np.ndarray]
 
 _ID_SUFFIXES = (".npy", ".bin")
