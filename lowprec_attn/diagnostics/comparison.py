@@ -266,7 +266,7 @@ class _Chunk:
         return column(statistics, sees, self.place.rows, unit, spec, extras)
 
     def run(self, s: Array, spec: Spec) -> SoftmaxState:
-        """Runs the run's own online softmax, one step per block of keys."""
+        """Computes the run's own online softmax, one step per block of keys."""
         grid, extras = self.grid, self.tiles.extras
 
         def step(j: Array, state: SoftmaxState) -> SoftmaxState:

@@ -74,7 +74,8 @@ def attention_signals(
         exp(S − m) / l where `statistics` says so; 0 in exact arithmetic.
       query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F, the errors of δ as a
         share of dQ. With a soft cap P k means slope ∘ P k, here and below.
-      vanished_rows: share of all rows whose Σ_j P is below 1/2, which `PublishedMax` clamps away.
+      vanished_rows: share of all rows whose Σ_j P is below 1/2; the clamp of `PublishedMax` causes
+        them.
     With dO and x (the input of W_Q):
       query_weight_gradient_exact: ‖dW_Q‖_F of exact arithmetic.
       query_weight_gradient_error_from_scores, _from_lse, _from_exponent, _from_dp, _from_delta,

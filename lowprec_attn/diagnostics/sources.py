@@ -1,12 +1,12 @@
 """Splits the error of dQ, and with it the error of W_Q's gradient, into one part per source.
 
-dW_Q of a head is scale · Xᵀ (dS K), linear in dS. If the error of dS is a sum of parts, the dW_Q of
-the parts therefore add up. For each row let
+dW_Q of a head is scale · Xᵀ (dS K), which is linear in dS. So where the error of dS is split into
+parts, the dW_Q of the parts add up. For each row
 
-  P, dP, δ, round(dS)   be the values of the run's backward pass, with dS = P ∘ (dP − δ),
-  P_e, dP_e, δ_e        exact: softmax of q kᵀ · scale, dO vᵀ, Σ P_e dP_e,
-  P_s, δ_s              exact on the run's own S, rounded at `scores`: softmax(S), Σ P_s dP_e,
-  g = exp(lse_s − lse)  the factor between P from the run's lse (or its m and l) and softmax(S).
+  P, dP, δ, round(dS)   are the values of the run's backward pass, with dS = P ∘ (dP − δ);
+  P_e, dP_e, δ_e        are exact: softmax of q kᵀ · scale, dO vᵀ, Σ P_e dP_e;
+  P_s, δ_s              are exact on the run's own S, rounded at `scores`: softmax(S), Σ P_s dP_e;
+  g = exp(lse_s − lse)  is the factor by which the run's lse, or its m and l, misses softmax(S).
 
 Both sides use V as attention reads it, and the k of dQ.
 
@@ -27,10 +27,10 @@ The points are switched from exact to the run's arithmetic one after the other, 
     = round(dS)
 
 with δ_P = δ_s and Δ = 0, which makes it a telescoping sum. A δ that is formed from the run's P and
-dP (`delta='dp_p'`, 'normalized', 'after_cast', or a P̄ that is recomputed as it was rounded) follows
-them. Then δ_P = Σ P dP_e / Σ P and Δ = Σ P (dP − dP_e) / Σ P, so that an error that δ shares is
-counted where it arises, and `delta` is what remains. The sum is the same. `lse` and `exponent`
-together are the part of P, called `p`.
+dP (`delta='dp_p'`, 'normalized', 'after_cast') follows them, and so does δ where P̄ is recomputed as
+it was rounded. Then δ_P = Σ P dP_e / Σ P and Δ = Σ P (dP − dP_e) / Σ P, so that an error that δ
+shares is counted where it arises, and `delta` is what remains. The sum is the same. `lse` and
+`exponent` together are the part of P, called `p`.
 
 The sum is exact, not a first-order approximation. A product of two errors, for example of P and of
 δ, belongs to the later of the two. In another order the parts would differ by such products, which
@@ -121,7 +121,7 @@ class Softmax(NamedTuple):
 
     @classmethod
     def of(cls, s: Array, sink: Array | None = None) -> "Softmax":
-        """Returns the softmax of masked scores [..., T, S] and of a sink's score [..., 1, 1]."""
+        """Returns the softmax of masked scores [..., T, S], with sinks of scores [..., 1, 1]."""
         m = jnp.max(s, axis=-1, keepdims=True)
         if sink is None:
             weights = jnp.exp(s - m)

@@ -9,7 +9,7 @@ Three kinds of finding are the rules of `diagnostics.rules`, with thresholds fro
               known). Without `scores` it is reported, but is no warning.
   scores      a score is 512 or more.
 
-Other kinds look like a failure of low precision but are none, or are one of another kind:
+Other findings look like these failures but have another cause, or are failures of another kind:
 
   rate        a score is 512 or more while row sums and δ are as good as exact. By convention that
               means below a third of their thresholds. In the lab scores grew like this without any
@@ -92,7 +92,7 @@ class Finding(NamedTuple):
 
 
 def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
-    """Returns what the signals of one layer show, the finding to look at first in front.
+    """Returns what the signals of one layer show, in the order in which to look at it.
 
     Args:
       measured: results of `attention_signals` by the label of their arithmetic, either all with δ
@@ -220,7 +220,7 @@ def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:
 
 
 def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
-    """Turns a rule that warns only beside another one into information where that is not met."""
+    """Turns a rule that warns only with another one into information where the other is not met."""
     kinds = {finding.kind for finding in findings}
     for rule in RULES:
         values = [rule.value(signals) for signals in measured.values()]

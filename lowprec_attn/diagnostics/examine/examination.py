@@ -23,8 +23,8 @@ class Examination(NamedTuple):
       layer: the layer.
       measured: signals by the label of the arithmetic. It is empty where q, k or v is not finite,
         and lacks the signals of the backward pass where dO is not finite.
-      findings: at least one, the one to look at first in front; of kind `none` where nothing was
-        found.
+      findings: at least one, in the order in which to look at them; of kind `none` where nothing
+        was found.
       not_finite: names of the arrays that hold NaN or infinity.
     """
 

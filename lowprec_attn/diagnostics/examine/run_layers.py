@@ -37,7 +37,7 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
     Args:
       path: the run directory.
       text: a file of another text, or of token ids; see `sequence.load`.
-      last_step: checkpoints and records of later steps are ignored; None ignores none.
+      last_step: checkpoints and records of later steps are ignored; None keeps all.
 
     Raises:
       UserError: the path is no run directory, the run has no checkpoint up to `last_step`, its text

@@ -79,7 +79,7 @@ def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
 
 
 def others(examined: Sequence[Examination]) -> list[str]:
-    """Returns one sentence on the layers that show nothing; none where there is no such layer."""
+    """Returns one sentence on the layers that show nothing; an empty list without such layers."""
     count = sum(one.findings[0].kind == "none" for one in examined)
     if not count:
         return []
