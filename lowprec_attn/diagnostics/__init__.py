@@ -1,11 +1,11 @@
 """Signals of low-precision attention: ties, signed errors, δ, weight norms.
 
-Arrays in, numbers out; pure JAX and jit-able. `attention_signals` gives
-everything for one layer; the rest are its parts, each with its definition. `capture` takes the
-arrays of every layer from a backward pass of your own model, `captured` wraps a function of
-attention that it would not see, and `watch` measures some steps of a run, and warns. In PyTorch
-these are `lowprec_attn.torch.capture` and `.watch`. `trend_ratios` compares a number of every layer
-with its past and with the other layers.
+The signals take arrays, return numbers, are pure JAX and run under jit. `attention_signals`
+computes all of them for one layer; the functions beside it compute one each and define it.
+`capture` records the arrays of every attention layer in a backward pass of your own model,
+`captured` wraps an attention function that `capture` would not see, and `watch` measures some steps
+of a run and warns. In PyTorch use `lowprec_attn.torch.capture` and `.watch`. `trend_ratios`
+compares a number of every layer with its past and with the other layers.
 """
 
 from lowprec_attn.diagnostics.capture import Capture, CaptureError, capture

@@ -1,6 +1,6 @@
-"""What to do about a finding, in JAX and in PyTorch: the setting, its cost, how far to go back.
+"""What to do about a finding in JAX and PyTorch: the setting, its cost and where to resume.
 
-Costs are measured ones (docs/failure.md, docs/exploded.md); where none was measured, that is said.
+Costs of time were measured (docs/failure.md, docs/exploded.md); an entry says where one was not.
 """
 
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from lowprec_attn.diagnostics.verdict import Kind
 
 
 class Action(NamedTuple):
-    """What a user does.
+    """What a user can do about one kind of finding.
 
     Attributes:
-      jax, torch: the setting or option, and whose.
-      cost: of time, memory or loss.
-      resume: from which checkpoint; empty where nothing has to be undone.
+      jax, torch: the setting or option, and the library that has it.
+      cost: what it costs in time, memory or loss.
+      resume: the checkpoint to resume from; empty where nothing has to be undone.
     """
 
     jax: str
@@ -23,7 +23,7 @@ class Action(NamedTuple):
     resume: str = ""
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and text of each part that there is."""
+        """Returns the label and the text of every part that is not empty."""
         parts = (self.jax, self.torch, self.cost, self.resume)
         labels = ("JAX", "PyTorch", "cost", "resume")
         return [(label, text) for label, text in zip(labels, parts, strict=True) if text]

@@ -1,4 +1,4 @@
-"""q, k, v, dO and masks of every attention layer of a model, from one backward pass."""
+"""Captures q, k, v, dO and the masks of every attention layer of a model in one backward pass."""
 
 import contextlib
 import io
@@ -16,32 +16,34 @@ from lowprec_attn.files import write_atomically, writing
 
 
 class Capture:
-    """The layers that a block of `capture` has taken.
+    """The attention layers that a block of `capture` has recorded.
 
     Attributes:
-      layers: by name, `layer_00`, `layer_01`, … in the order of the forward pass: q [B, T, N, H],
-        k and v [B, S, K, H] and do [B, T, N, H] in their own dtypes, v and do of another H where
-        they have one; is_causal; scale, where it was a number; window (left, right),
-        logits_soft_cap and sinks [N], where there were any; mask, bias, query_seq_lengths and
-        key_value_seq_lengths, as they were; and ignored, the names of other arguments that hide
-        keys or change scores (segments, query_offset, a traced scale, dropout), which are not kept.
-        Filled when the block ends.
+      layers: the arrays and settings of each layer by its name, `layer_00`, `layer_01`, … in the
+        order of the forward pass. Filled when the block ends. A layer has
+        q [B, T, N, H], k [B, S, K, H], v [B, S, K, V] and do [B, T, N, V], in their own dtypes;
+        is_causal;
+        scale, unless it was traced;
+        window (left, right), logits_soft_cap and sinks [N], where the call has them;
+        mask, bias, query_seq_lengths and key_value_seq_lengths, where the call has them;
+        ignored, the names of arguments that hide keys or change scores but are not recorded
+        (segments, query_offset, a traced scale, dropout).
     """
 
     def __init__(self) -> None:
         self.layers: dict[str, dict[str, Any]] = {}
 
     def save(self, path: str | Path) -> None:
-        """Writes an npz with names such as `layer_00/q`, for `lowprec-attn diagnose`.
+        """Writes the layers to an npz file with names such as `layer_00/q`, for `diagnose`.
 
-        A process of several that was handed nothing writes no file.
+        With several processes, a process whose `layers` is empty writes no file.
 
         Args:
-          path: with its suffix, .npz.
+          path: the file, with its suffix .npz.
 
         Raises:
-          CaptureError: the suffix is another one.
-          DiskError: it cannot be written.
+          CaptureError: the suffix is not .npz.
+          DiskError: the file cannot be written.
         """
         path = Path(path)
         if path.suffix != ".npz":
@@ -61,36 +63,39 @@ class Capture:
 
 @contextlib.contextmanager
 def capture(sequences: int | None = 1) -> Iterator[Capture]:
-    """Takes q, k, v and dO of every attention layer that is differentiated within the block.
+    """Captures q, k, v and dO of every attention layer that is differentiated within the block.
 
     It sees this library's functions, `jax.nn.dot_product_attention`, the attention of Flax's
-    modules (Linen and NNX), and functions that `diagnostics.captured` has wrapped. Not seen are
-    names of jax.nn's function in closures, default arguments and `functools.partial`, and
-    executables that were compiled ahead of time: wrap the function there, or call it under jit.
+    modules (Linen and NNX), and functions that `diagnostics.captured` has wrapped. It does not see
+    jax.nn's function where a closure, a default argument or a `functools.partial` holds it; wrap
+    the function there. Nor does it see an executable that was compiled ahead of time; call the
+    function under jit instead.
 
-    It changes no value. Under `jax.jit` a function is compiled once more for the first block and
-    keeps that program for later blocks; its usual program stays as it is, and is the one that runs
-    outside.
+    Capturing changes no value. Under `jax.jit` a function is compiled once more in its first block,
+    and later blocks reuse that program. Outside of a block the function's usual program runs,
+    unchanged.
 
-    The block is for one backward pass: it copies arrays to the host and waits for them, which is
-    too slow for a training loop, and a second pass would be taken for more layers. A call that runs
-    several times in a pass (a scan over layers, micro-batches, `vmap`, devices of a `shard_map`) is
-    there as often: `layer_00`, `layer_00.1`, … in the order of the backward pass, which begins with
-    the last layer.
+    Run one backward pass in a block. The block copies arrays to the host and waits for them, which
+    is too slow for a training loop, and it would record a second pass as further layers. A call
+    that runs several times in one pass (a scan over layers, micro-batches, `vmap`, devices of a
+    `shard_map`) is recorded once for each time: `layer_00`, `layer_00.1`, … in the order of the
+    backward pass, which begins with the last layer.
 
-    Of several processes (`jax.distributed`) all enter the block, because they run one program. The
-    arrays of a program over the global batch come to the first process, and the others' `layers`
-    stay empty. Within `shard_map` each process takes its own.
+    With several processes (`jax.distributed`) every process enters the block, because all of them
+    run one program. The first process receives the arrays of a program over the global batch, and
+    `layers` stays empty in the others. Within `shard_map` each process receives its own arrays.
 
     Args:
-      sequences: how many of each batch to take, None for all. One is what the signals of a training
-        run look at; GPT-2 124M takes 72 MiB for one sequence of 1,024 in bfloat16.
+      sequences: how many sequences of each batch to capture; None captures all. The signals of a
+        training run look at one. One sequence of 1,024 tokens of GPT-2 124M takes 72 MiB in
+        bfloat16.
 
     Raises:
-      CaptureError: nothing was differentiated in the block, or Flax forms weights for dropout.
-      TypeError: forward-mode differentiation in the block.
-      RuntimeError: within another block.
-      ValueError: sequences is below 1.
+      CaptureError: no attention was differentiated in the block, or Flax forms attention weights
+        for dropout.
+      TypeError: the block differentiates in forward mode.
+      RuntimeError: the block is inside another one.
+      ValueError: `sequences` is below 1.
 
     Example:
       >>> loss = lambda q: attention.dot_product_attention(q, q, q, is_causal=True).sum()

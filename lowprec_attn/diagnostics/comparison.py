@@ -1,15 +1,16 @@
-"""The arithmetic of a run beside exact arithmetic, row by row, in chunks of query rows.
+"""Compares a run's arithmetic with exact arithmetic, row by row, in chunks of query rows.
 
-The exact values are float32 throughout. Two of them are needed, because rounding the scores
-changes *which* softmax is taken, consistently in forward and backward, whereas every later
-rounding makes O, and with it δ, disagree with the P and dP that δ is subtracted from:
+The exact values are float32 throughout. They are computed from two starting points. Rounding the
+scores changes *which* softmax is taken, consistently in the forward and backward pass. Every later
+rounding makes O, and with it δ, disagree with P and dP in dS = P ∘ (dP − δ). Therefore
 
-  from q, k, v           O_exact: how far the output is off in all
-  from the run's own S   Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v): what enters
-                         dW_Q(hp) − dW_Q(lp), where P is the same on both sides
+  q, k, v          give O_exact, from which the whole error of the output is measured;
+  the run's own S  gives Ō_exact and δ_exact = rowsum(dO ∘ softmax(S) v), whose errors enter
+                   dW_Q(hp) − dW_Q(lp), where P is the same on both sides.
 
-The run is `lowprec_attn.arithmetic` and nothing else. `sources` has the exact side of the backward
-pass. S is what softmax sees, behind a soft cap. Sums of P and of dS include the column of a sink.
+The run is computed by `lowprec_attn.arithmetic` alone, and the exact side of the backward pass by
+`sources`. S is what softmax sees, after a soft cap. Sums of P and of dS include the column of a
+sink.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from lowprec_attn.diagnostics import rows, sources
 from lowprec_attn.diagnostics.pairs import pair_sum
 from lowprec_attn.numerics import EXACT, Numerics, StandardMax, get_format
 
-# Scores held at a time, over batch and heads: 16 MiB per float32 temporary. A CPU is the faster for
+# Scores held at a time, over batch and heads: 16 MiB per float32 temporary. A CPU is faster with
 # temporaries that stay in its caches.
 SCORES_PER_CHUNK = 2**22
 SCORES_PER_CHUNK_ON_CPU = 2**19
@@ -44,7 +45,8 @@ _EXACT = EXACT.replace(output="float32")
 class ScoreRows(NamedTuple):
     """Properties of each row of scores as the run rounds them; see `diagnostics.rows`.
 
-    `uncapped_maximum`: max |scale · q kᵀ| before the soft cap and any rounding; None without one.
+    `uncapped_maximum` is max |scale · q kᵀ| before the soft cap and any rounding of scores. It is
+    None without a soft cap.
     """
 
     sees_several: Bool[Array, "B T N 1"]
@@ -58,9 +60,10 @@ class ScoreRows(NamedTuple):
 
 
 class OutputRows(NamedTuple):
-    """Ō before division by l (after it, where `normalize_probs` has P̄ divided first) and O.
+    """Ō and O of the run, and the exact values of both.
 
-    Ō_exact stands on the run's own S and m, which a row-max rule and `stats` may change.
+    Ō is taken before the division by l, or after it where `normalize_probs` divides P̄ first.
+    Ō_exact follows from the run's own S and m; a row-max rule and `stats` may change m.
     """
 
     unnormalized: Float32[Array, "B T N V"]
@@ -70,16 +73,20 @@ class OutputRows(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """δ, row sums of the backward pass, rows of P k, and dQ before `tile_grads` and `grads`.
+    """δ, row sums of the backward pass, rows of P k, and dQ unrounded at `tile_grads` and `grads`.
 
-    P k is slope ∘ P k behind a soft cap.
+    With a soft cap, `pk` is slope ∘ P k.
 
-    δ_exact is rowsum(dO ∘ O) with O exact; where the run forms δ from dP, Σ P dP / Σ P of the
-    run's own P and dP, at which rows of dS sum to zero. The row sums: Σ_j P − 1; Σ_j dS of
-    dS = P ∘ (dP − δ), and of dS as rounded at `ds`. Their terms are the float32 numbers that the
-    backward pass forms, their sums are pairs. Both have the dS of the sink, −P_sink δ. Behind a
-    soft cap the first is of dS before the slope, and the second, whose sum over the keys is not
-    zero in exact arithmetic, is the difference from that.
+    `delta_exact` is rowsum(dO ∘ O) with O exact. Where the run forms δ from dP, or recomputes P̄ as
+    it was rounded, it is Σ P dP / Σ P of the run's own P and dP: with this δ rows of dS sum to
+    zero.
+
+    `p_row_sum_error` is Σ_j P − 1, `ds_row_sum` is Σ_j dS for dS = P ∘ (dP − δ), and
+    `rounded_ds_row_sum` is Σ_j dS for dS as rounded at `ds`. Their terms are the float32 numbers
+    that the backward pass forms; their sums are pairs (`diagnostics.pairs`). Both sums of dS
+    include the dS of the sink, −P_sink δ. With a soft cap, `ds_row_sum` is of dS before the slope.
+    The sum of a row of rounded dS over the keys is then not zero in exact arithmetic, and
+    `rounded_ds_row_sum` is its difference from the exact sum.
     """
 
     delta: Float32[Array, "B T N 1"]
@@ -93,12 +100,12 @@ class GradientRows(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """Results of the implementation that runs, for the same q, k, v and dO.
+    """What the implementation that runs returned for the same q, k, v and dO.
 
     Attributes:
       o: O [B, T, N, V].
-      lse: as `return_residual=True` gives it, [B, T, N].
-      dq: dQ [B, T, N, H], None where it is not known.
+      lse: as `return_residual=True` returns it, [B, T, N].
+      dq: dQ [B, T, N, H]; None where it is not known.
     """
 
     o: Float[Array, "B T N V"]
@@ -107,7 +114,7 @@ class Returned(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Everything per row; `gradients` is None without dO."""
+    """All quantities of every row; `gradients` is None without dO."""
 
     scores: ScoreRows
     outputs: OutputRows
@@ -126,22 +133,25 @@ def compare(
     """Runs `spec` as `tiled` does, in steps of `kv_block` keys, beside exact arithmetic.
 
     Cost: 3 to 4 matrix products of 2·B·N·T·S·H FLOP, 4 to 7 more with dO (compilers drop those
-    whose result is not used), about ten exp per score; O(T) memory beside one chunk of
-    `SCORES_PER_CHUNK` scores. Without `kv_block` the step is that of `tiled`, or all keys where
-    P̄ is normalised before rounding. The amax of a scale of `ds` or `output_bwd` is that of a chunk
-    and its section of keys, not of the whole array. dO, and V in gradients, count as they are read.
+    whose result is not used), and about ten exp per score. Memory: O(T), and one chunk of
+    `SCORES_PER_CHUNK` scores.
+
+    Without `kv_block` a step takes the default number of keys of `tiled`, or all keys where P̄ is
+    normalised before rounding. A scale of `ds` or `output_bwd` takes its amax over a chunk and its
+    section of keys, not over the whole array. The exact side reads dO, and V in gradients, as the
+    run's backward pass reads them.
 
     Args:
       q, k, v: as in `attention.dot_product_attention`.
       do: gradient of the loss by O, or None.
-      extras: sinks, and the random stream, where a point needs one; masks, biases and lengths are
+      extras: sinks, and the random stream where a point needs one. Masks, biases and lengths are
         refused.
       spec: the arithmetic, scale, soft cap and causality.
-      returned: replaces the O and lse of this run of `spec`, where they are that of its rounding.
+      returned: replaces the emulated O and lse; see `_with_returned`.
 
     Raises:
-      ValueError: extras other than those, a `kv_block` that splits rows that must stay whole, or a
-        choice that relies on what rows of dS sum to beside a soft cap or sinks.
+      ValueError: `extras` holds something else, `kv_block` splits rows that must stay whole, or
+        `spec` relies on a sum of rows of dS that they do not have with a soft cap or sinks.
     """
     if any(x is not None for x in extras._replace(stream=None, sinks=None)):
         raise ValueError("diagnostics take no mask, bias or lengths; cut the arrays instead")
@@ -149,9 +159,10 @@ def compare(
         refused = unsupported_row_sums(Request.of(q, k, extras, spec, v))
         if refused is not None:
             raise ValueError(f"no attention has {refused}")
-    # Signals are of S, so S is formed: of an exponent that is not, errors are seen in lse alone.
+    # Signals are measured on S, so S is formed. Where `exponent` forms none, its errors show in lse
+    # alone. `whole_max` is kept, because without it P̄ would be rounded against another maximum.
     if spec.numerics.exponent == "whole_max":
-        extras = extras._replace(scale=jnp.float32(spec.scale))  # P̄ would be rounded otherwise
+        extras = extras._replace(scale=jnp.float32(spec.scale))  # it is multiplied into S
     else:
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(exponent=None))
     grid = _grid(q, k, spec)
@@ -197,7 +208,7 @@ def compare(
 
 
 class _Rows(NamedTuple):
-    """Rows of O and lse as returned [..., T, 1]; None where they are not given."""
+    """Rows of the returned O and lse [..., T, 1]; None where they are not given."""
 
     o: Array | None
     lse: Array | None
@@ -205,9 +216,14 @@ class _Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Query tile `i` against all keys: arrays as they are, and as read in either pass.
+    """Query tile `i` against all keys.
 
-    `of` is None without dO; its rows are those of the tile.
+    Attributes:
+      grid: the tiles of the call.
+      tiles: the arrays as they were given.
+      read: the arrays as the forward pass reads them.
+      of: the arrays as the backward pass reads them, with the rows of this tile; None without dO.
+      i: the number of the query tile.
     """
 
     grid: Grid
@@ -225,7 +241,7 @@ class _Chunk:
         )
 
     def scores(self, tiles: layout.Grouped, spec: Spec) -> softmax.Scores:
-        """Masked scores of all keys; tiles: `tiles` or `read`."""
+        """Returns the masked scores of all keys; `tiles` is `self.tiles` or `self.read`."""
         place = self.place
         q = self.grid.query_rows(tiles.q, self.i)
         s, slope = softmax.scores(q, tiles.k, None, spec, tiles.extras, place)
@@ -241,16 +257,16 @@ class _Chunk:
         return None if sinks is None else sinks.astype(jnp.float32)
 
     def sink_column(self, statistics: RowStatistics, spec: Spec) -> SinkColumn | None:
-        """The column of the sinks, where there are any, in the run's backward pass."""
+        """The column of the sinks in the run's backward pass; None without sinks."""
         extras = self.tiles.extras
         if extras.sinks is None:
             return None
-        sees = jnp.ones_like(statistics.subtracted, bool)  # `signals` declines rows without keys
+        sees = jnp.ones_like(statistics.subtracted, bool)  # `signals` refuses rows without keys
         unit = products.score_unit(spec, extras)
         return column(statistics, sees, self.place.rows, unit, spec, extras)
 
     def run(self, s: Array, spec: Spec) -> SoftmaxState:
-        """The run's own online softmax, one step per block of keys."""
+        """Computes the run's own online softmax, one step per block of keys."""
         grid, extras = self.grid, self.tiles.extras
 
         def step(j: Array, state: SoftmaxState) -> SoftmaxState:
@@ -266,8 +282,8 @@ class _Chunk:
 
         q = grid.query_rows(self.tiles.q, self.i)
         start = softmax.initial_state(q, self.tiles.v, spec, self.tiles.extras)
-        # All blocks, although `grid.kv_end` would do: a GPU waits for the host before every turn
-        # of a loop whose length is not known when it is compiled.
+        # The loop visits all blocks, although it could end at `grid.kv_end`: in a loop whose length
+        # is not known at compile time, a GPU waits for the host before every iteration.
         return lax.fori_loop(0, grid.kv_blocks, step, start)
 
     def finish(self, state: SoftmaxState, spec: Spec) -> softmax.Output:
@@ -286,10 +302,10 @@ def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
     own = exact = sources.Softmax.of(s, chunk.sinks)
     if spec.numerics.rounds_scores:
         exact = sources.Softmax.of(unrounded, chunk.sinks)
-    # V as attention reads it is the same in both passes, as S is.
+    # Attention reads the same V in both passes, and the same S.
     acc, reads_all = own.times(chunk.read.v), spec.numerics.value.is_identity
     o_exact = (acc if exact is own and reads_all else exact.times(chunk.tiles.v)) / exact.l
-    # The same sum against the run's own m; where the two m agree the factor is exactly 1.
+    # The exact sum, shifted to the run's own m. Where the two m agree the factor is exactly 1.
     unnormalized_exact = acc * jnp.exp(sources.above_subtracted(own.m, state.m, spec.numerics))
     if spec.numerics.normalize_probs:
         unnormalized_exact = acc / own.l
@@ -301,10 +317,10 @@ def _compare_rows(chunk: _Chunk, given: _Rows, spec: Spec) -> Comparison:
 
 
 def _with_returned(out: softmax.Output, given: _Rows, numerics: Numerics) -> softmax.Output:
-    """The emulated output, with O and lse as returned where they are given.
+    """Returns the emulated output, with the returned O and lse in place where they are given.
 
-    An O that is saved beside the O handed on is not returned, nor are m and l where they are saved
-    apart: those stay emulated.
+    An implementation returns neither an O that it saves beside its output, nor m and l where it
+    saves them apart. These stay emulated.
     """
     if given.o is None or given.lse is None:
         return out
@@ -338,7 +354,10 @@ def _gradient_rows(
     of: operands.BackwardOperands,
     spec: Spec,
 ) -> GradientRows:
-    """`exact_of`: exact softmax of the scores with and without their rounding."""
+    """Returns the rows of the backward pass.
+
+    `exact_of` is the exact softmax of the scores with and without their rounding.
+    """
     extras, dtype = chunk.tiles.extras, chunk.tiles.q.dtype
     place, numerics = chunk.place, spec.numerics
     tile = backward.backward_tile(scores.s, out.statistics, of.v, of.do, spec, extras, place)
@@ -355,7 +374,7 @@ def _gradient_rows(
     if numerics.delta in backward.SUMS_ROWS:
         sums = backward.row_sums(tile, delta, k, spec, extras, place)
         shift = (sums if sink is None else sums.with_sink(sink, delta, spec, extras)).shift
-        if numerics.delta == "after_cast":  # of dS · scale
+        if numerics.delta == "after_cast":  # its shift is that of dS · scale
             shift = shift / jnp.float32(spec.scale)
     float32, k_format = get_format("float32"), get_format(k.dtype.name)
     pk = products.dot("bkgts,bksh->bkgth", tile.behind_cap(tile.p), k, float32, k_format)
@@ -364,10 +383,10 @@ def _gradient_rows(
     run = sources.Run(tile, delta, shift, out.statistics, pk, sink_p)
     exact = sources.exact_rows(*exact_of, of.do, of.v)
     follows = sources.followed(exact, tile, sink_p, numerics)
-    # dQ of all keys at once: the tiles in which `tile_grads` would round are not these.
+    # dQ is summed over all keys at once, not over the tiles in which `tile_grads` rounds.
     multiplied = sources.multiplied_ds(run, spec, extras, place)
     sum_of_p, sum_of_p_low = pair_sum(_with_column(tile.p, sink_p))
-    sink_ds = None if sink_p is None else -sink_p * (delta + shift)  # which nothing rounds
+    sink_ds = None if sink_p is None else -sink_p * (delta + shift)  # no point rounds it
     if spec.soft_cap is None:
         rounded = _with_column(multiplied, sink_ds)
     else:
@@ -385,7 +404,7 @@ def _gradient_rows(
 
 
 def _with_column(x: Array, of_sink: Array | None) -> Array:
-    """x [..., T, S] and the column of the sinks [..., T, 1], where there are any."""
+    """Returns x [..., T, S] with the column of the sinks [..., T, 1] appended, if there is one."""
     return x if of_sink is None else jnp.concatenate([x, of_sink], axis=-1)
 
 
@@ -411,10 +430,10 @@ def _grid(q: Array, k: Array, spec: Spec) -> Grid:
 
 
 def _sections(grid: Grid, spec: Spec) -> list[tuple[int, int, int]]:
-    """Chunks of rows and the keys that they need: (first, last + 1, keys), in order.
+    """Returns ranges of chunks and the keys that each needs: (first, last + 1, keys), in order.
 
-    With causality a row needs the keys up to its own, so early rows are compared with fewer. Each
-    section is a loop of its own, which takes time to compile.
+    Under the causal mask a row needs the keys up to its own, so early rows are compared with fewer
+    keys. Each section is a loop of its own, which takes time to compile.
     """
     if not spec.is_causal or spec.row_max.visits_above_diagonal:
         return [(0, grid.q_tiles, grid.keys)]

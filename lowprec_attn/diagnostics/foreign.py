@@ -1,8 +1,8 @@
-"""Capture of attention that is not this library's: jax.nn, Flax's own, and functions of a user.
+"""Captures attention that is not this library's: jax.nn's, Flax's, and a user's own functions.
 
-Within a capture the names that modules have for jax.nn's and Linen's function stand for captured
-ones. Linen's modules hold theirs in a field, which its own interceptor of methods reaches. Flax NNX
-calls jax.nn, unless it forms the weights for dropout: that is refused.
+Within a capture every module's name for jax.nn's or Linen's attention function refers to a wrapped
+one. A Linen module holds its function in a field, which Linen's own method interceptor reaches.
+Flax NNX calls jax.nn, unless it forms attention weights for dropout; that is refused.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _SPELLINGS = {
     "sinks": ("sinks", "s_aux"),
 }
 _KEPT = ("mask", "bias", "query_seq_lengths", "key_value_seq_lengths")
-# That do not say what is computed, but how.
+# Arguments that say how attention is computed, not what.
 _HARMLESS = (
     *("implementation", "precision", "dtype", "module", "return_residual", "promote_dtype"),
     *("force_fp32_for_softmax", "einsum_dot_general", "qk_attn_weights_einsum"),
@@ -40,32 +40,34 @@ _HARMLESS = (
     *("interpret", "block_sizes", "config"),
 )
 
-# Inside of a captured function: what it calls in turn is the same attention.
+# True inside of a captured function: any attention that it calls in turn is the same attention.
 _inside = contextvars.ContextVar("inside", default=False)
 
 
 class CaptureError(UserError, RuntimeError):
-    """A layer was not captured, or cannot be; the message says what to do."""
+    """A layer was not captured or cannot be captured; the message says what to do."""
 
 
 def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[..., Any]:
     """Wraps an attention function so that `diagnostics.capture` and `watch` see it.
 
-    For kernels of other libraries and of your own. jax.nn's function and Flax's modules need none.
-    It changes no value, and outside of a capture nothing is added to a program.
+    Use it for kernels of other libraries and of your own; jax.nn's function and Flax's modules do
+    not need it. The wrapper changes no value, and outside of a capture it adds nothing to a
+    program.
 
     Args:
-      function: of q, k, v (or query, key, value) and whatever else; returns O, or a tuple that
-        begins with it. Kept of its arguments are is_causal (causal), scale (softmax_scale,
-        sm_scale), mask, bias, query_seq_lengths, key_value_seq_lengths and local_window_size, with
-        the meaning that they have in jax.nn; of the first two the defaults as well. So are a soft
-        cap c of scores c · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap,
-        attn_logits_soft_cap; 0 is none) and sinks [N] (s_aux), one more score of each head. Other
-        ones that are given are named in `ignored`.
-      layout: of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
+      function: takes q, k, v (or query, key, value) and any other arguments; returns O, or a tuple
+        that begins with O. Of the other arguments these are recorded, with their meaning in jax.nn:
+        is_causal (causal), scale (softmax_scale, sm_scale), mask, bias, query_seq_lengths,
+        key_value_seq_lengths and local_window_size. Recorded as well are the soft cap c of scores
+        c · tanh(scale · q kᵀ / c) (logits_soft_cap, softcap, soft_cap, attn_logits_soft_cap; 0 is
+        none) and sinks [N] (s_aux), one more score of each head. Where is_causal, scale, the window
+        or the cap is not passed, a default that is a number or a truth value is recorded. Any other
+        argument that may change the result is named in `ignored`.
+      layout: axes of q, k, v and O: BTNH, or BNTH for heads first. The batch axis may be missing.
 
     Raises:
-      ValueError: another layout, or the function has no arguments of these names.
+      ValueError: `layout` is another one, or the function has no argument for q, k or v.
 
     Example:
       >>> attend = diagnostics.captured(my_kernel, layout="BNTH")
@@ -99,7 +101,7 @@ def captured(function: Callable[..., Any], *, layout: str = "BTNH") -> Callable[
 
 @contextlib.contextmanager
 def seen() -> Iterator[None]:
-    """A block in which jax.nn's and Flax's functions are captured ones."""
+    """Opens a block in which jax.nn's and Flax's attention functions are wrapped by `captured`."""
     with contextlib.ExitStack() as stack:
         usual = jax.nn.dot_product_attention
         stack.enter_context(replaced(usual, captured(usual), keeps=__name__))
@@ -117,7 +119,7 @@ def seen() -> Iterator[None]:
 
 
 def _with_attention(function: Any, replacement: Any) -> Callable[..., Any]:
-    """An interceptor for Linen: modules whose `attention_fn` is the one call the other."""
+    """Returns a Linen interceptor: modules with `attention_fn=function` call `replacement`."""
 
     def intercept(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
@@ -161,7 +163,7 @@ def _tapped(
         x = x[None] if x.ndim == 3 else x.reshape(-1, *x.shape[-3:])
         return x.swapaxes(1, 2) if layout == "BNTH" else x
 
-    # Flax casts q, k and v to the dtype of O within the function.
+    # Flax casts q, k and v to the dtype of O within its function, so these are what it computes on.
     arrays = {which: rows_first(of(which)).astype(out.dtype) for which in "qkv"}
     arrays |= {name: _kept(given[name]) for name in _KEPT if given.get(name) is not None}
     ignored = [name for name in given if _is_other(name, given, signature)]
@@ -191,7 +193,7 @@ def _tapped(
 
 
 def _kept(x: Any) -> jax.Array:
-    """A mask, a bias or lengths; with four axes where it is of pairs."""
+    """Returns a mask, a bias or lengths; an array with a query and a key axis gets four axes."""
     x = jnp.asarray(x)
     if x.ndim < 2:
         return x
@@ -199,7 +201,7 @@ def _kept(x: Any) -> jax.Array:
 
 
 def _is_other(name: str, given: Mapping[str, Any], signature: inspect.Signature) -> bool:
-    """Whether an argument may change what is computed, and is not kept."""
+    """Whether an argument may change what is computed but is not recorded."""
     if name == "dropout_rate":
         return bool(given[name]) and not given.get("deterministic")
     known = {*_KEPT, *_HARMLESS, *(word for words in _SPELLINGS.values() for word in words)}

@@ -1,4 +1,4 @@
-"""One attention layer as `diagnose` takes it, whatever it was read from."""
+"""One attention layer as `diagnose` examines it, whatever source it was read from."""
 
 from typing import NamedTuple
 
@@ -13,25 +13,25 @@ WITH_HEADS = ("q", "k", "v", "do")
 
 
 class Layer(NamedTuple):
-    """The arrays of one layer, q, k and v in one float dtype, and how it attends.
+    """The arrays of one layer and how it attends; q, k and v share one float dtype.
 
     Attributes:
-      source: the file or run that it was read from.
-      name: within the source; empty where that holds one layer without a name.
+      source: the file or run that the layer was read from.
+      name: its name within the source; empty where the source holds one unnamed layer.
       q, k, v: [B, T, N, H], [B, S, K, H] and [B, S, K, V].
       do: gradient of the loss by the attention output.
       x: input of W_Q.
       w_q: W_Q.
-      projection: how q follows from X W_Q, None where it is X W_Q.
+      projection: how q follows from X W_Q; None where q is X W_Q.
       o: the attention output, of any shape.
-      lse: of any shape.
-      is_causal: None where the source does not say.
-      scale: of the scores; None for 1/√H.
-      window: (left, right); row t sees the keys t − left to t + right; None for all.
-      soft_cap: c of scores c · tanh(scale · q kᵀ / c); None for no cap.
-      sinks: scores of one more column of every row, without a key and with v = 0; None for none.
+      lse: lse of the rows, of any shape.
+      is_causal: whether the causal mask applies; None where the source does not say.
+      scale: factor of q kᵀ in the scores; None for 1/√H.
+      window: (left, right): row t sees the keys t − left to t + right; None for all keys.
+      soft_cap: c in scores c · tanh(scale · q kᵀ / c); None for no cap.
+      sinks: per head, the score of one more column without a key and with v = 0; None for none.
       own: the arithmetic of its heads, where the source says.
-      returned: what `own` gave when it ran, where it did.
+      returned: what the implementation of `own` returned, where it ran.
       notes: what was assumed or converted, one line each.
     """
 
@@ -57,10 +57,10 @@ class Layer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """n = B·T."""
+        """The number of rows, n = B·T."""
         return self.q.shape[0] * self.q.shape[1]
 
     @property
     def factor(self) -> float:
-        """Of q·k in a score."""
+        """The factor of q·k in a score: `scale`, or 1/√H."""
         return float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale

@@ -1,15 +1,16 @@
-"""Faults that look like those of low-precision attention, and are others.
+"""Faults that look like failures of low-precision attention but have another cause.
 
-They show in the arrays of one layer themselves:
+The arrays of one layer show them without any measurement:
 
-  non_finite_input   q, k, v, dO, the input of W_Q or W_Q itself already holds NaN or inf: attention
-                     did not make it.
+  non_finite_input   q, k, v, dO, the input of W_Q or W_Q itself already holds NaN or inf, so
+                     attention did not produce it.
   non_finite_output  O or lse holds NaN or inf while q, k and v do not.
-  float16            an array, or a product q·k before it is scaled, comes within a factor of 2 of
-                     65504, where float16 ends. bfloat16 and float32 go on to 3e38.
-  lse                a row's lse is below −88: exp(−lse) leaves float32. cuDNN's backward pass gives
-                     NaN there under a mask (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#1072).
-  zero_gradient      dO is zero everywhere: nothing can be said about the backward pass.
+  float16            an array, or a product q·k before scaling, comes within a factor of 2 of 65504,
+                     the largest float16 number. bfloat16 and float32 reach 3e38.
+  lse                the lse of a row is −88 or less, so exp(−lse) overflows float32. cuDNN's
+                     backward pass gives NaN there under a mask (pytorch/pytorch#196678,
+                     NVIDIA/cudnn-frontend#1072).
+  zero_gradient      dO is zero everywhere, so nothing can be said about the backward pass.
 """
 
 from collections.abc import Mapping
@@ -20,17 +21,17 @@ from lowprec_attn.counts import many
 from lowprec_attn.diagnostics.verdict import Finding
 
 FLOAT16_MAX = 65504.0
-NEAR = 0.5  # of FLOAT16_MAX
+NEAR = 0.5  # the fraction of FLOAT16_MAX from which on a size is reported
 _MADE_BY_ATTENTION = ("o", "lse")
 LOWEST_LSE = -88.0  # −log of float32's largest number is −88.7
 
 
 def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -> list[Finding]:
-    """What the arrays of one layer show by themselves, in the order of the module.
+    """Returns what the arrays of one layer show by themselves, in the order of this module.
 
     Args:
-      arrays: q, k, v, and where they are known do, x (the input of W_Q), w_q, o (all of any float
-        dtype) and lse (of any shape).
+      arrays: q, k and v, and where they are known do, x (the input of W_Q), w_q and o (all of any
+        float dtype) and lse (of any shape).
       largest_product: the largest |q·k| before scaling; 0 where it is not known.
     """
     bad = {name: found for name, array in arrays.items() if (found := not_finite(name, array))}
@@ -68,11 +69,11 @@ def lookalikes(arrays: Mapping[str, np.ndarray], largest_product: float = 0.0) -
 
 
 def not_finite(name: str, array: np.ndarray) -> str:
-    """How many entries of an array are NaN or infinite, and the first; empty where none is.
+    """Says how many entries of an array are NaN or infinite, and where the first is; '' for none.
 
     Args:
-      name: of the array; in `lse`, −inf is that of a row that sees no key.
-      array: of any float dtype.
+      name: name of the array. In `lse`, −inf is allowed: it marks a row that sees no key.
+      array: an array of any float dtype.
     """
     bad = ~_finite(array)
     if name == "lse":
@@ -119,7 +120,7 @@ def _float16(arrays: Mapping[str, np.ndarray], largest_product: float) -> list[F
 
 
 def _lse(lse: np.ndarray) -> list[Finding]:
-    # −inf is the lse of a row that sees no key.
+    # A row that sees no key has an lse of −inf.
     values = lse.astype(np.float32)
     low = np.isfinite(values) & (values <= LOWEST_LSE)
     if not np.any(low):

@@ -1,8 +1,8 @@
-"""Masks and lengths of a file, as what a layer can say: fewer rows and keys, causality, a window.
+"""Turns masks and lengths into what a `Layer` expresses: fewer rows and keys, causality, a window.
 
-The signals know neither masks nor biases. A mask that is padding, causality or a window, or these
-together, is the same as fewer rows and keys, `is_causal` and `window`, exactly. Anything else is
-refused: scores of pairs that nobody sees would be judged.
+The signals take neither masks nor biases. A mask of padding, causality, a window or a combination
+of these is equivalent to fewer rows and keys, `is_causal` and `window`. Any other mask is refused,
+because scores of hidden pairs would be judged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from jaxtyping import Bool
 
 from lowprec_attn.diagnostics.layer import Layer
 
-# By the names of a file, case aside: those of jax.nn, Flax, torch and transformers.
+# Names of arrays in a file, in any case, as jax.nn, Flax, torch and transformers spell them.
 VISIBLE = ("mask", "attention_mask", "attn_mask")
 HIDDEN = ("key_padding_mask",)
 BIASES = ("bias", "attn_bias", "attention_bias")
 LENGTHS = {"query_seq_lengths": "rows", "key_value_seq_lengths": "keys"}
 SERVED = (*VISIBLE, *HIDDEN, *BIASES, *LENGTHS)
-# What changes or hides scores in other ways.
+# Names of arrays that change or hide scores in other ways.
 REFUSED = {
     **dict.fromkeys(("position_bias", "rel_pos_bias", "alibi", "alibi_slopes"), "adds to scores"),
     **dict.fromkeys(("softmax_cap", "score_mod", "qv"), "changes scores"),
@@ -34,15 +34,15 @@ REFUSED = {
         "hides keys of other documents",
     ),
 }
-_LOWEST = -9e3  # a bias of this or less leaves a key no weight; transformers once had −10000
+_LOWEST = -9e3  # a bias of this or less gives a key no weight; transformers once used −10000
 
 
 class Cut(NamedTuple):
-    """The part of a sequence that is there: [first, end) of its rows and keys, and how it attends.
+    """The part of a sequence that a mask leaves, and how it attends.
 
     Attributes:
-      rows, keys: [first, end) of both.
-      is_causal: None where the mask does not say.
+      rows, keys: the ranges [first, end) of its rows and of its keys.
+      is_causal: whether the causal mask applies; None where the mask does not say.
       window: as in `Layer`.
     """
 
@@ -53,17 +53,18 @@ class Cut(NamedTuple):
 
 
 def applied(layer: Layer, arrays: Mapping[str, np.ndarray]) -> list[Layer]:
-    """The layer without what masks hide: one layer for the sequences that are cut alike.
+    """Cuts from a layer what its masks hide.
 
     Args:
-      layer: with arrays [B, T, N, H] and [B, S, K, H].
-      arrays: by names of `SERVED`.
+      layer: a layer with arrays [B, T, N, H] and [B, S, K, H].
+      arrays: its masks, biases and lengths by the names of `SERVED`.
 
     Returns:
-      Layers whose notes say what was cut.
+      One layer for each group of sequences that are cut alike; its notes say what was cut.
 
     Raises:
-      ValueError: an array has another shape or dtype, or hides or adds something else.
+      ValueError: an array has another shape or dtype, or it hides or adds anything but padding,
+        causality or a window.
     """
     if not arrays:
         return [layer]
@@ -83,7 +84,7 @@ def _whole(layer: Layer) -> Cut:
 
 
 def _met(name: str, one: Cut, other: Cut) -> Cut:
-    """What both leave of a sequence."""
+    """Returns what both cuts leave of a sequence."""
     rows, keys = (
         (max(a[0], b[0]), min(a[1], b[1]))
         for a, b in ((one.rows, other.rows), (one.keys, other.keys))
@@ -102,7 +103,10 @@ def _met(name: str, one: Cut, other: Cut) -> Cut:
 
 
 def _cut(name: str, array: np.ndarray, layer: Layer, b: int) -> Cut:
-    """What one array, lengths or True where a key is seen, leaves of sequence b."""
+    """Returns what one array leaves of sequence b.
+
+    The array holds lengths, or it is True where a key is seen.
+    """
     (batch, rows, _, _), keys = layer.q.shape, layer.k.shape[1]
     whole = _whole(layer)
     if name in LENGTHS:
@@ -110,7 +114,7 @@ def _cut(name: str, array: np.ndarray, layer: Layer, b: int) -> Cut:
         of_rows = LENGTHS[name] == "rows"
         return whole._replace(rows=(0, length)) if of_rows else whole._replace(keys=(0, length))
     visible = array
-    if visible.ndim == 4 and visible.shape[1:3] == (1, 1):  # of keys alone, like [B, S]
+    if visible.ndim == 4 and visible.shape[1:3] == (1, 1):  # a mask over keys alone, like [B, S]
         visible = visible[:, 0, 0]
     if visible.ndim <= 2 and visible.shape in ((batch, keys), (1, keys), (keys,)):
         if array.shape == (batch, keys) and batch == rows > 1 and name not in HIDDEN:
@@ -120,7 +124,7 @@ def _cut(name: str, array: np.ndarray, layer: Layer, b: int) -> Cut:
             )
         seen = np.broadcast_to(visible, (batch, keys))[b]
         of_keys = _range(name, seen)
-        # Positions that are padding as keys are so as rows, of attention to itself.
+        # In self-attention a position that is padding as a key is padding as a row too.
         return whole._replace(keys=of_keys, rows=of_keys if rows == keys else whole.rows)
     return _of_pairs(name, _pairs(name, visible, layer, b))
 
@@ -137,8 +141,8 @@ def _length(name: str, array: np.ndarray, batch: int, most: int, b: int) -> int:
 
 
 def _visible(name: str, array: np.ndarray) -> Bool[np.ndarray, "..."]:
-    """True where a key is seen."""
-    if array.dtype == np.dtype("V2"):  # as npz files hold bfloat16
+    """Returns an array as flags that are True where a key is seen."""
+    if array.dtype == np.dtype("V2"):  # how npz files hold bfloat16
         array = array.view(ml_dtypes.bfloat16)
     if array.dtype.kind not in "biuf" and array.dtype != ml_dtypes.bfloat16:
         raise ValueError(f"{name} must be truth values or numbers, got {array.dtype}")
@@ -160,7 +164,7 @@ def _visible(name: str, array: np.ndarray) -> Bool[np.ndarray, "..."]:
 def _pairs(
     name: str, visible: Bool[np.ndarray, "..."], layer: Layer, b: int
 ) -> Bool[np.ndarray, "T S"]:
-    """Which keys each row of sequence b sees; the same in every head."""
+    """Returns which keys each row of sequence b sees; the mask must be the same in every head."""
     (batch, rows, heads, _), keys = layer.q.shape, layer.k.shape[1]
     given = visible
     if visible.ndim == 2:
@@ -182,8 +186,9 @@ def _pairs(
 
 def _of_pairs(name: str, seen: Bool[np.ndarray, "T S"]) -> Cut:
     rows, keys = seen.shape
-    # Rows of padding see nothing, what others see, or all keys: torch gives NaN for nothing. So the
-    # keys that are there are those that any row sees, or the last, or one that sees not all.
+    # A row of padding sees no key, the keys that other rows see, or all keys (because torch gives
+    # NaN for a row without keys). So the keys that are not padding are the keys that some row sees,
+    # the keys that the last row sees, or the keys seen by some row that does not see all keys.
     candidates = (seen.any(axis=0), seen[-1], seen[~seen.all(axis=1)].any(axis=0))
     for of_keys in candidates:
         if not of_keys.any():
@@ -241,7 +246,7 @@ def _ends(seen: Bool[np.ndarray, " S"]) -> tuple[int, int]:
 
 
 def _part(layer: Layer, cut: Cut, which: Sequence[int], names: Sequence[str]) -> Layer:
-    """Some sequences of a layer, cut."""
+    """Returns a layer of the sequences `which` alone, cut to the rows and keys of `cut`."""
     batch, rows = layer.q.shape[:2]
     of_rows, of_keys = slice(*cut.rows), slice(*cut.keys)
     chosen = np.array(which)
@@ -296,7 +301,7 @@ def _said(cut: Cut, which: Sequence[int], batch: int, rows: int, keys: int) -> s
 def _rows_of(
     array: np.ndarray | None, layer: Layer, chosen: np.ndarray, of_rows: slice
 ) -> np.ndarray | None:
-    """O or lse, of any order of axes, cut as q is; None where its rows cannot be told."""
+    """Cuts O or lse, with any order of axes, like q; None where its row axis is ambiguous."""
     if array is None:
         return None
     batch, rows, heads = layer.q.shape[:3]

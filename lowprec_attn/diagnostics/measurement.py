@@ -1,4 +1,4 @@
-"""Measures the signals of a layer, and the share of an error that each cure leaves."""
+"""Measures the signals of a layer and the share of an error that each cure leaves."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,8 @@ USEFUL_CURE = 0.5  # a cure is recommended if it leaves at most this share of th
 CURED = {"delta": "query_gradient_error_relative", "coherence": "delta_error_mean"}
 
 
-# One program for all layers of a shape, and not one for each; without what is not asked for.
+# Jitted as a whole, so that all layers of a shape share one program, and so that the compiler drops
+# the signals that are not asked for.
 @functools.partial(
     jax.jit,
     static_argnames=(
@@ -35,12 +36,13 @@ def _signals(*arrays: Any, names: tuple[str, ...] | None, **options: Any) -> dic
 
 
 class Arithmetic(NamedTuple):
-    """One way to compute attention, and what the output calls it.
+    """One way to compute attention, and its name in the output.
 
     Attributes:
-      label: of the output.
-      numerics: of all heads; or groups of heads, which name their row-max rules as well.
-      row_max: beside the former.
+      label: its name in the output.
+      numerics: the numerics of all heads, or groups of heads with their own numerics and row-max
+        rules.
+      row_max: the row-max rule of all heads; used where `numerics` is one `Numerics`.
     """
 
     label: str
@@ -58,14 +60,14 @@ class Arithmetic(NamedTuple):
 def measure(
     layer: Layer, arithmetic: Arithmetic, names: tuple[str, ...] | None = None
 ) -> verdict.Signals:
-    """The signals of `diagnostics.attention_signals`, by name, one number per head.
+    """Returns the signals of `diagnostics.attention_signals` by name, one number per head.
 
-    A dO that is zero everywhere counts as none.
+    A dO that is zero everywhere is treated as a missing dO.
 
     Args:
-      layer: with `is_causal` given.
-      arithmetic: to measure under.
-      names: of the signals; None for all. Of those that a layer has not, none is there.
+      layer: the layer, with `is_causal` given.
+      arithmetic: the arithmetic to measure under.
+      names: the signals to return; None for all. A signal that the layer does not have is left out.
     """
     do = layer.do if layer.do is not None and np.any(layer.do) else None
     x = None if do is None else layer.x
@@ -91,7 +93,11 @@ def measure(
 
 
 def refusal(layer: Layer, arithmetic: Arithmetic) -> str | None:
-    """What of an arithmetic no attention has beside the soft cap or sinks of a layer; None: all."""
+    """Names the option of an arithmetic that no attention has with a layer's soft cap or sinks.
+
+    Returns:
+      The option, or None where every option can be had.
+    """
     numerics = arithmetic.numerics
     if not isinstance(numerics, Numerics) or (layer.soft_cap is None and layer.sinks is None):
         return None
@@ -108,7 +114,7 @@ def refusal(layer: Layer, arithmetic: Arithmetic) -> str | None:
 
 
 def keys_per_step(arithmetic: Arithmetic) -> KvBlock:
-    """Keys of an online-softmax step; those of `tiled` where the arithmetic names none."""
+    """Returns the keys per online-softmax step; the default of `tiled` where none are named."""
     numerics = arithmetic.numerics
     groups = [numerics] if isinstance(numerics, Numerics) else [g.numerics for g in numerics]
     return groups[0].kv_block or tiled.DEFAULT_KV_BLOCK
@@ -120,19 +126,19 @@ def advice(
     error: float,
     measured_as: Callable[[Arithmetic], verdict.Signals],
 ) -> str:
-    """The share of an error that each cure leaves, measured.
+    """Measures the share of an error that each cure leaves, and words it.
 
     Args:
-      finding: of a kind of `CURED`; its first head is looked at.
-      found: the arithmetic it was found under, a `Numerics`.
+      finding: a finding of a kind in `CURED`; its first head is measured.
+      found: the arithmetic under which it was found; its `numerics` is one `Numerics`.
       error: that head's signal `CURED[kind]`.
-      measured_as: computes signals of the same arrays.
+      measured_as: computes the signals of the same arrays under an arithmetic.
     """
     head, signal = finding.heads[0], CURED[finding.kind]
     left = {
         cure.label: abs(float(measured_as(cure)[signal][head]) / error) for cure in _cures(found)
     }
-    # A row maximum comes last: it makes errors smaller, but prevented no explosion in the lab.
+    # A row-max rule comes last: it makes errors smaller, but prevented no explosion in the lab.
     best, *others = sorted(left, key=lambda label: (label.startswith("row_max="), left[label]))
     rest = ", ".join(f"{label} {left[label]:.1%}" for label in others)
     if left[best] > USEFUL_CURE:
@@ -142,7 +148,7 @@ def advice(
 
 
 def _cures(found: Arithmetic) -> list[Arithmetic]:
-    """Arithmetic that is known to make the errors of δ smaller: one change each."""
+    """Returns arithmetics that are known to make the errors of δ smaller, each with one change."""
     cures = [
         found._replace(label=f"numerics={name}", numerics=_like(found, name))
         for name in ("flash", "float32_output")

@@ -1,4 +1,4 @@
-"""Names of a function in the modules that are loaded."""
+"""Replaces a function under all names that the loaded modules have for it."""
 
 import contextlib
 import sys
@@ -8,14 +8,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def replaced(function: Any, replacement: Any, keeps: str) -> Iterator[None]:
-    """Every module that has a name for the function has the replacement there within the block.
+    """Replaces a function within the block, under every name that a loaded module has for it.
 
-    A name in a class, a closure or a default argument stays.
+    References in classes, closures and default arguments keep the function.
 
     Args:
-      function: by identity.
-      replacement: likewise.
-      keeps: the module that goes on with the function.
+      function: the function to replace, found by identity.
+      replacement: the function to put in its place.
+      keeps: name of the module that keeps the function.
     """
     found = [
         (names, name)

@@ -1,4 +1,4 @@
-"""Of which rules a run's layers begin to warn: it is said once, not at every measurement."""
+"""Reports a warning of a run's layers once, when it begins, and not at every measurement."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from lowprec_attn.diagnostics.rules import Alarm, Signals, alarms
 
 
 class LayerAlarm(NamedTuple):
-    """An alarm of a layer, counted from 0."""
+    """An alarm and the number of its layer, from 0."""
 
     layer: int
     alarm: Alarm
@@ -17,13 +17,13 @@ class LayerAlarm(NamedTuple):
 
 
 class Onsets:
-    """Follows the rules of which each layer warns, from one measurement to the next.
+    """Follows the alarms of every layer from one measurement to the next.
 
-    A rule of which a layer goes on warning is reported once, and again only after a measurement at
-    which the layer did not. Which head is the worst does not matter.
+    An alarm that lasts is reported once. It is reported again only after a measurement without it.
+    A change of the worst head is no new alarm.
 
     Args:
-      signals: of the measurement before the first that will be added, None where there is none.
+      signals: the measurement before the first that will be added; None where there is none.
     """
 
     def __init__(self, signals: Mapping[str, Signals] | None = None) -> None:
@@ -32,10 +32,10 @@ class Onsets:
             self.add(signals)
 
     def add(self, signals: Mapping[str, Signals]) -> list[LayerAlarm]:
-        """The alarms that begin with this measurement, by layer.
+        """Returns the alarms that begin with this measurement, in the order of the layers.
 
         Args:
-          signals: `{layer_0: {name: one number per head}, …}` of every layer.
+          signals: the signals of every layer, `{layer_0: {name: one number per head}, …}`.
         """
         found = [
             LayerAlarm(layer, alarm)
@@ -47,7 +47,7 @@ class Onsets:
 
 
 def as_record(found: list[LayerAlarm]) -> dict[str, Any]:
-    """`{layer_3: {scores: {head, value}}}`, for `metrics.jsonl`."""
+    """Returns alarms as `{layer_3: {scores: {head, value}}}`, for `metrics.jsonl`."""
     record: dict[str, Any] = {}
     for layer, alarm in found:
         of_layer = record.setdefault(f"layer_{layer}", {})

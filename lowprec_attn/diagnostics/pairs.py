@@ -1,8 +1,9 @@
-"""Sums of float32 numbers as pairs of them, (high, low) for high + low: about 48 bits.
+"""Sums of float32 numbers as pairs (high, low) of float32 numbers that stand for high + low.
 
-JAX has no float64 by default, and the sums that vanish in exact arithmetic (of a row of dS, of a
-row of P less 1) are made of terms far larger than what is left of them. Rounded to nearest, the
-error of a float32 sum is a float32 number itself, which `two_sum` gives (Knuth, TAOCP 2, 4.2.2).
+A pair has about 48 bits. JAX has no float64 by default, and some sums that vanish in exact
+arithmetic (a row of dS; a row of P, less 1) have terms far larger than the sum. With rounding to
+nearest, the error of a float32 sum is itself a float32 number, which `two_sum` returns (Knuth,
+TAOCP 2, 4.2.2).
 """
 
 import jax.numpy as jnp
@@ -12,17 +13,17 @@ Pair = tuple[Array, Array]
 
 
 def two_sum(a: Float32[Array, "*A"], b: Float32[Array, "*A"]) -> Pair:
-    """(s, e) with s = float32(a + b) and s + e = a + b exactly, but for overflow."""
+    """Returns (s, e) with s = float32(a + b) and, unless it overflows, s + e = a + b exactly."""
     s = a + b
     from_b = s - a
     return s, (a - (s - from_b)) + (b - from_b)
 
 
 def pair_sum(x: Float32[Array, "*A n"]) -> Pair:
-    """Σ x over the last axis, which is kept with length 1.
+    """Returns Σ x over the last axis, which is kept with length 1.
 
-    Halves are added to halves, so the low parts are sums of log₂ n rounding errors: the result is
-    off by at most 2⁻⁴⁸ (log₂ n)² Σ|x|. Cost: about 10 n operations.
+    Halves are added pairwise, so the low parts are sums of log₂ n rounding errors. The error of the
+    result is at most 2⁻⁴⁸ (log₂ n)² Σ|x|. Cost: about 10 n operations.
     """
     high, low = x, jnp.zeros_like(x)
     while (n := high.shape[-1]) > 1:

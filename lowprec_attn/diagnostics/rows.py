@@ -1,8 +1,9 @@
 """Properties of a row of scores: size, level, spread, ties, and whether one key holds all weight.
 
-Functions of scores [..., T, S] return one value per row, [..., T]. Entries at or below
-`numerics.MASKED` are unseen keys. Each function costs O(T S) elementwise operations with one or two
-exp per score. Scores are those of softmax, behind a soft cap. A sink [..., T, 1] is no key.
+The functions take scores [..., T, S] as softmax sees them, after a soft cap, and return one value
+per row, [..., T]. Entries at or below `numerics.MASKED` are unseen keys. A sink [..., T, 1] does
+not count as a key. Each function costs O(T S) elementwise operations with at most two exp per
+score.
 """
 
 import jax.numpy as jnp
@@ -10,13 +11,13 @@ from jaxtyping import Array, Bool, Float32
 
 from lowprec_attn.numerics import MASKED, Rounding, round_scaled, round_to
 
-# The smallest P that bfloat16 rounds to 1: 1 − 2⁻⁹ is the midpoint between the last bfloat16
-# before 1 and 1, and the tie goes to the even 1.
+# The smallest P that bfloat16 rounds to 1. 1 − 2⁻⁹ is the midpoint between 1 and the largest
+# bfloat16 number below it, and a tie goes to the even one, which is 1.
 DOMINATED = 1.0 - 2.0**-9
 
 
 def sees_several(s: Float32[Array, "... T S"]) -> Bool[Array, "... T"]:
-    """Rows that see at least two keys: only they can tie or leave a key without weight."""
+    """Whether a row sees at least two keys: only then can it tie or leave a key without weight."""
     return jnp.sum(_seen(s).astype(jnp.float32), axis=-1) >= 2
 
 
@@ -26,23 +27,23 @@ def score_maximum(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
 
 
 def level(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
-    """Mean of S over the keys that a row sees, 0 where it sees none; softmax does not feel it."""
+    """Mean of S over the keys that a row sees, 0 where it sees none; no effect on softmax."""
     seen = _seen(s)
     return jnp.sum(jnp.where(seen, s, jnp.float32(0)), axis=-1) / jnp.maximum(_count(seen), 1.0)
 
 
 def spread(s: Float32[Array, "... T S"]) -> Float32[Array, "... T"]:
-    """r_m − level(S) ≥ 0, which softmax does feel; 0 where a row sees no key."""
+    """r_m − level(S) ≥ 0 for the row maximum r_m, which does affect softmax; 0 without a key."""
     sees_any = jnp.any(_seen(s), axis=-1)
     return jnp.where(sees_any, jnp.max(s, axis=-1) - level(s), jnp.float32(0))
 
 
 def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Bool[Array, "... T"]:
-    """Rows whose maximum r_m is attained more than once: #{S ≥ r_m − tolerance} > 1.
+    """Whether a row attains its maximum r_m more than once: #{S ≥ r_m − tolerance} > 1.
 
     Args:
-      s: scores as the run rounds them: in bfloat16 ties are common, in float32 hardly any exist.
-      tolerance: distance ≥ 0 within which scores count as repeated.
+      s: scores as the run rounds them. Ties are common in bfloat16 and very rare in float32.
+      tolerance: distance ≥ 0 from r_m within which scores count as repeated.
     """
     r_m = jnp.max(s, axis=-1, keepdims=True)
     return _count(_seen(s) & (s >= r_m - jnp.float32(tolerance))) > 1
@@ -51,11 +52,11 @@ def repeated_maxima(s: Float32[Array, "... T S"], tolerance: float = 0.0) -> Boo
 def rounded_to_one(
     s: Float32[Array, "... T S"], probs: Rounding, sink: Float32[Array, "... #T 1"] | None = None
 ) -> Bool[Array, "... T"]:
-    """Rows with at least two P̄ = exp(S − r_m) that round to exactly 1 in the format of `probs`.
+    """Whether at least two P̄ = exp(S − r_m) of a row round to exactly 1 in the format of `probs`.
 
-    In these rows v enters P̄·V unweighted twice. In bfloat16 the two largest scores are then less
-    than about 2⁻⁹ apart, so every exact tie counts. r_m is the row's maximum over all keys and the
-    sink, whatever row-max rule the run uses, and rounding is to nearest.
+    Two rows of V then enter P̄·V with full weight. In bfloat16 this takes two scores within about
+    2⁻⁹ of r_m, so every exact tie of the maximum counts. r_m is the maximum of the row over all
+    keys and the sink, whatever row-max rule the run uses. Rounding is to nearest.
     """
     r_m = _largest(s) if sink is None else jnp.maximum(_largest(s), sink)
     p_bar = jnp.exp(s - r_m)
@@ -72,14 +73,14 @@ def dominated_rows(
     threshold: float = DOMINATED,
     sink: Float32[Array, "... #T 1"] | None = None,
 ) -> Bool[Array, "... T"]:
-    """Rows in which one key has nearly all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
+    """Whether one key of a row has nearly all weight: max P = 1 / Σ exp(S − r_m) ≥ threshold.
 
-    The sum is over the keys and the sink, r_m the largest score of a key. The default is the
-    smallest P that bfloat16 rounds to 1.
+    The sum is over the keys and the sink; r_m is the largest score of a key. The default threshold
+    is the smallest P that bfloat16 rounds to 1.
     """
     r_m = _largest(s)
     weights = jnp.where(_seen(s), jnp.exp(s - r_m), jnp.float32(0))
-    # Written without a division: a row without keys has the sum 0 and is not dominated.
+    # There is no division, because a row without keys has the sum 0; it is not dominated.
     total = jnp.sum(weights, axis=-1)
     if sink is not None:
         total = total + jnp.exp(sink - r_m)[..., 0]

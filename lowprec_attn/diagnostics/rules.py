@@ -1,23 +1,24 @@
-"""Which value of which signal warns, and of what: thresholds from runs that exploded.
+"""The rules: which value of which signal warns, and of what. Thresholds are from exploded runs.
 
-Each rule looks at one signal of one layer (`attention_signals`), and is met where a head reaches
-its threshold. What a rule was worth (hits, misses, false alarms, lead time) is counted from records
-by `lowprec-attn lab report`, and told in docs/failure.md.
+Each rule looks at one signal of one layer (`attention_signals`) and is met where a head reaches its
+threshold. `lowprec-attn lab report` counts from records what a rule was worth (hits, misses, false
+alarms, lead time); docs/failure.md reports it.
 
-Two rules name a cause, the third does not. `delta` warns only in a layer that meets `scores` as
-well: alone it is information, for half of the healthy runs of GPT-2 124M in bfloat16 meet it.
+The first two rules name a cause, the third does not. `delta` warns only in a layer that meets
+`scores` as well. Alone it is information, because half of the healthy runs of GPT-2 124M in
+bfloat16 meet it.
 
-  row_sums  Σ_j P of the backward pass is not 1: a row statistic (m, l, lse) is rounded. Exact
-            arithmetic leaves 1e-6, a normaliser in bfloat16 2e-3, lse in bfloat16 at scores of
-            1,000 more than 1.
+  row_sums  Σ_j P of the backward pass is not 1, so a row statistic (m, l, lse) is rounded. The
+            deviation from 1 is 1e-6 in exact arithmetic, 2e-3 with a bfloat16 normaliser, and more
+            than 1 with lse in bfloat16 at scores of 1,000.
   delta     the errors of δ make up a large part of W_Q's gradient (of dQ, where W_Q's input is not
-            known): O, or the product P̄V, is rounded too coarsely for δ = rowsum(dO ∘ O). It looks
-            at heads with a score of 32 or more. While all scores are small a head hardly tells its
-            keys apart, W_Q's gradient is near 0, and any error is a large part of it: healthy runs
-            have 99 % at step 25. Nor does it look at heads that have all but stopped learning: in
-            float32 as well what is left of their gradient is rounding.
-  scores    a score is so large that bfloat16 numbers near it lie 4 apart. In the runs whose cause
-            is δ, scores grow before the loss does.
+            known), so O, or the product P̄V, is rounded too coarsely for δ = rowsum(dO ∘ O). The
+            rule looks only at heads with a score of 32 or more. While all scores are small a head
+            hardly tells its keys apart, W_Q's gradient is near 0, and any error is a large part of
+            it: healthy runs have 99 % at step 25. The rule skips heads that have almost stopped
+            learning, because even in float32 what is left of their gradient is rounding.
+  scores    a score is so large that neighbouring bfloat16 numbers lie 4 apart. In the runs whose
+            cause is δ, scores grow before the loss does.
 """
 
 import math
@@ -27,7 +28,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Signals = Mapping[str, Sequence[float] | np.ndarray]
-"""Of `attention_signals`: by name, one number per head."""
+"""Signals of `attention_signals` by name, one number per head."""
 
 Name = Literal["row_sums", "delta", "scores"]
 
@@ -36,17 +37,19 @@ class Rule(NamedTuple):
     """A head meets the rule where the first of `signals` that was measured is ≥ `threshold`.
 
     Attributes:
-      name: of the rule.
-      signals: of `attention_signals`, the best first.
-      threshold: a NaN meets it too.
-      meaning: what it says, with {value} for the signal.
-      worth: what it was worth in runs that exploded and in those that did not (docs/failure.md).
-      least_score: heads whose `score_maximum` was measured and is smaller do not meet it, unless
-        the signal is NaN.
-      least_gradient: likewise heads whose true gradient of W_Q, `query_weight_gradient_exact`, was
-        measured and is a smaller part of the layer's largest.
-      only_with: the rule that a layer must meet beside this one for a warning, None for none. A
-        signal that is not finite warns by itself.
+      name: name of the rule.
+      signals: names of signals of `attention_signals`, the best first.
+      threshold: the value from which on a head meets the rule. A NaN meets it too.
+      meaning: the sentence for the user, with {value} for the signal.
+      worth: what the rule was worth in runs that exploded and in runs that did not
+        (docs/failure.md).
+      least_score: a head does not meet the rule if its `score_maximum` was measured and is smaller,
+        unless the signal is NaN.
+      least_gradient: a head does not meet the rule if its exact gradient of W_Q
+        (`query_weight_gradient_exact`) was measured and is smaller than this share of the layer's
+        largest, unless the signal is NaN.
+      only_with: the rule that a layer must meet too for this one to warn; None for none. A signal
+        that is not finite warns by itself.
     """
 
     name: Name
@@ -59,7 +62,7 @@ class Rule(NamedTuple):
     only_with: Name | None = None
 
     def value(self, signals: Signals) -> np.ndarray:
-        """The signal of each head [N]; −inf where none of them was measured."""
+        """Returns the signal of each head [N]; −inf where none of `signals` was measured."""
         for name in self.signals:
             if name in signals:
                 return np.asarray(signals[name], np.float32)
@@ -67,13 +70,13 @@ class Rule(NamedTuple):
         return np.full(heads, -np.inf, np.float32)
 
     def severity(self, signals: Signals) -> np.ndarray:
-        """The signal of each head that meets the rule (NaN counts as inf), −inf elsewhere [N]."""
+        """Returns the signal [N] of heads that meet the rule (inf for NaN), −inf of the others."""
         value = self.value(signals)
         is_nan = np.isnan(value)
         value = np.where(is_nan, np.float32(np.inf), value)
         met = value >= self.threshold
         if self.least_score and "score_maximum" in signals:
-            # Not "≥": a head whose scores are NaN is not let off.
+            # "not <" rather than "≥", so that a head whose scores are NaN still meets the rule.
             met &= ~(np.asarray(signals["score_maximum"], np.float32) < self.least_score)
         if self.least_gradient and "query_weight_gradient_exact" in signals:
             gradient = np.asarray(signals["query_weight_gradient_exact"], np.float32)
@@ -129,11 +132,12 @@ RUNAWAY_HEADS = 2
 
 
 def runaway(signals: Signals) -> tuple[int, ...]:
-    """The heads of a layer whose scores have run away, the worst first; else none.
+    """Returns the heads of a layer whose scores have run away, the worst first.
 
-    It takes `RUNAWAY_HEADS` heads with a largest |score| above `RUNAWAY_SCORE`. A NaN is large. In
-    GPT-2 124M in true bfloat16 this came where FlashAttention's arithmetic made scores grow, and
-    not where rows of dS summed to zero (docs/failure.md).
+    Scores have run away where `RUNAWAY_HEADS` or more heads have a largest |score| above
+    `RUNAWAY_SCORE`; otherwise no head is returned. A NaN counts as above. GPT-2 124M in true
+    bfloat16 ran away where FlashAttention's arithmetic made scores grow, and did not where rows of
+    dS summed to zero (docs/failure.md).
     """
     scores = np.asarray(signals["score_maximum"], np.float32)
     scores = np.where(np.isnan(scores), np.float32(np.inf), scores)
@@ -143,7 +147,7 @@ def runaway(signals: Signals) -> tuple[int, ...]:
 
 
 class Alarm(NamedTuple):
-    """A rule that a layer meets: its worst head, and the value there."""
+    """A rule that a layer meets, its worst head and the value of that head."""
 
     rule: Rule
     head: int
@@ -154,10 +158,10 @@ class Alarm(NamedTuple):
 
 
 def alarms(signals: Signals) -> list[Alarm]:
-    """The rules of which one layer warns, in the order of `RULES`; see `Rule.only_with`.
+    """Returns the rules that warn of one layer, in the order of `RULES`; see `Rule.only_with`.
 
     Args:
-      signals: of `attention_signals`: by name, one number per head.
+      signals: signals of `attention_signals` by name, one number per head.
     """
     found = met(signals)
     names = {alarm.rule.name for alarm in found}
@@ -165,7 +169,7 @@ def alarms(signals: Signals) -> list[Alarm]:
 
 
 def met(signals: Signals) -> list[Alarm]:
-    """The rules that one layer meets, whether they warn or not; likewise."""
+    """Returns the rules that one layer meets, in the order of `RULES`, whether they warn or not."""
     found = []
     for rule in RULES:
         severity = rule.severity(signals)

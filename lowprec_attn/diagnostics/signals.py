@@ -1,4 +1,4 @@
-"""All signals of one attention layer: arrays in, a flat dict of one number per head out."""
+"""Computes all signals of one attention layer: a flat dict with one number per head."""
 
 import functools
 from collections.abc import Sequence
@@ -44,83 +44,89 @@ def attention_signals(
     projection: weights.Projection | None = None,
     common_direction: bool = False,
 ) -> dict[str, Float32[Array, "N ..."]]:
-    """Signals of one attention layer, one number per query head; the batch is reduced.
+    """Returns the signals of one attention layer, one number per query head, over the whole batch.
+
+    `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
 
     Always:
-      score_maximum: max |S|, S as softmax sees it: behind the soft cap, rounded at `scores`.
+      score_maximum: max |S| of S as softmax sees it: after the soft cap, rounded at `scores`.
       score_maximum_before_cap, with a soft cap: max |scale · q kᵀ|, which the cap hides.
-      score_level_rms: RMS over rows of the mean score of a row, which softmax does not feel. Where
-        it is far above score_spread_mean, all scores of a row have moved together.
-      score_spread_mean, score_spread_max: over rows, of the largest score minus that mean.
+      score_level_rms: RMS over rows of the mean score of a row, which has no effect on softmax.
+        Where it is far above score_spread_mean, all scores of a row have moved together.
+      score_spread_mean, score_spread_max: mean and maximum over rows of the largest score of a row
+        minus its mean score.
       repeated_maxima, rounded_to_one, dominated_rows: shares in [0, 1] of the rows that see
         at least two keys; see `diagnostics.rows` (0 where there is no such row). A sink is no key.
-      unnormalized_error_*: Ō against the exact Ō of the run's own S and m.
-      output_error_*: O against O from q, k, v in float32 throughout.
-      unnormalized_rms, output_rms: RMS of those exact values, to compare with.
+      unnormalized_error_*: Ō minus the exact Ō of the run's own S and m.
+      output_error_*: O minus O from q, k, v in float32 throughout.
+      unnormalized_rms, output_rms: RMS of those exact values, to compare the errors with.
     With dO:
-      delta_error_*: δ_lp − δ_hp, with δ_hp = rowsum(dO ∘ O) for O exact from the run's own S:
-        what enters the paper's dW_Q(hp) − dW_Q(lp). Under `delta='normalized'` and 'dp_p', and
-        where P is recomputed as it was rounded, δ_hp is Σ P dP / Σ P of the run's own P and dP: an
-        error of P or dP that δ shares moves no row sum of dS.
+      delta_error_*: δ_lp − δ_hp, with δ_hp = rowsum(dO ∘ O) for O exact from the run's own S. This
+        error enters the paper's dW_Q(hp) − dW_Q(lp). Where `delta` is 'normalized', 'after_cast' or
+        'dp_p', and where P̄ is recomputed as it was rounded, δ_hp is Σ P dP / Σ P of the run's own P
+        and dP, because an error of P or dP that δ shares moves no row sum of dS.
       delta_rms: RMS of δ_hp.
-      ds_row_sum_*: Σ_j P ∘ (dP − δ); 0 in exact arithmetic, −delta_error where δ alone is off.
-        With sinks j runs over that column too, whose dP is 0. Of dS before the slope of a cap.
-      rounded_ds_row_sum_*: the same of dS as rounded at `ds`: what reaches dQ. With a soft cap,
-        behind which exact rows sum to anything: by how much Σ_j over the keys misses the exact sum.
-      p_row_sum_error_*: Σ_j P − 1 of the backward pass, P_sink included, whose P is exp(S − lse),
-        or exp(S − m) / l as `statistics` says; 0 in exact arithmetic.
-      query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F: how much of dQ the
-        errors of δ are. P k is slope ∘ P k behind a soft cap, here and below.
-      vanished_rows: share of all rows whose Σ_j P is below 1/2: what `PublishedMax` clamps away.
+      ds_row_sum_*: Σ_j P ∘ (dP − δ) before the slope of a soft cap; 0 in exact arithmetic,
+        −delta_error where only δ is wrong. With sinks j includes their column, whose dP is 0.
+      rounded_ds_row_sum_*: Σ_j dS for dS as rounded at `ds`, which reaches dQ. With a soft cap
+        exact rows do not sum to zero, and this is Σ_j over the keys minus the exact sum.
+      p_row_sum_error_*: Σ_j P − 1 of the backward pass, with P_sink included. P is exp(S − lse), or
+        exp(S − m) / l where `statistics` says so; 0 in exact arithmetic.
+      query_gradient_error_relative: ‖scale (δ_lp − δ_hp) ∘ P k‖_F / ‖dQ‖_F, the errors of δ as a
+        share of dQ. With a soft cap P k means slope ∘ P k, here and below.
+      vanished_rows: share of all rows whose Σ_j P is below 1/2; the clamp of `PublishedMax` causes
+        them.
     With dO and x (the input of W_Q):
       query_weight_gradient_exact: ‖dW_Q‖_F of exact arithmetic.
       query_weight_gradient_error_from_scores, _from_lse, _from_exponent, _from_dp, _from_delta,
-        _from_ds: ‖part of the error of dW_Q‖_F over that; the parts add up to the whole error
-        (their norms do not), see `diagnostics.sources`. _from_p: of lse and exponent together,
-        P of the backward pass. _from_total: of all. Without `tile_grads` and `grads`.
-      query_weight_gradient_error_measured, where dQ was returned: ‖dW_Q − exact‖_F over exact of
-        that dQ, with all its roundings.
-      query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F, the part of δ; ..._relative: over
-        ‖dW_Q(lp)‖_F of these sequences. It does not see the other parts: rounding of dP adds as
-        much under `published`.
-      query_weight_gradient_error_first_share: σ₁² / Σ σ² of that difference's singular values, in
-        [1/H, 1]: 1 where it has rank one; 0 where it is zero.
-      outer_product_similarity: mean cosine between tokens' (PK)[T]ᵀ X[T].
+        _from_ds: ‖part of the error of dW_Q‖_F over query_weight_gradient_exact, for each source
+        of `diagnostics.sources`. The parts add up to the whole error; their norms do not. _from_p
+        is the part of lse and exponent together, which is that of P in the backward pass.
+        _from_total is the whole error, without `tile_grads` and `grads`.
+      query_weight_gradient_error_measured, where dQ was returned: ‖dW_Q − exact‖_F over
+        query_weight_gradient_exact, for dW_Q of the returned dQ with all its roundings.
+      query_weight_gradient_error: ‖dW_Q(hp) − dW_Q(lp)‖_F, the part of δ alone. It does not include
+        the other parts: the rounding of dP adds as much under `published`.
+      query_weight_gradient_error_relative: query_weight_gradient_error over ‖dW_Q(lp)‖_F of these
+        sequences.
+      query_weight_gradient_error_first_share: σ₁² / Σ σ² of the singular values of
+        dW_Q(hp) − dW_Q(lp), in [1/H, 1]: 1 where it has rank one; 0 where it is zero.
+      outer_product_similarity: mean cosine between the (PK)[T]ᵀ X[T] of different tokens.
       common_direction, if asked for: [N, D, H], for `diagnostics.across_steps`.
-    With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. A key head's norm is
+    With w_q (w_k): query_weight_norm (key_weight_norm): spectral norms. The norm of a key head is
       repeated for the query heads of its group.
 
-    What is the run's own and what is computed again: lse, and O where `saved_output` is 'same', are
-    those of `returned`, else of an emulation in the softmax steps of `kv_block`, in which Ō and any
-    other O_saved always are. From them δ = rowsum(dO ∘ O_saved), P = exp(S − lse), dP and dS are
-    formed as `numerics` say, in float32 on this device, with S and dP of its own products: where a
-    kernel sums them in another order, its numbers differ by some 2⁻²⁴ Σ|q k| and 2⁻²⁴ Σ|dO v|. The
-    row sums of P and dS are pairs of float32 numbers (`diagnostics.pairs`): nothing is lost in them
-    beside the rounding of their terms, at most 2⁻²³ of each.
+    Some values are the run's own, others are computed again here. lse, and O where `saved_output`
+    is 'same', are taken from `returned`; without it they are emulated in softmax steps of
+    `kv_block` keys. Ō and any other O_saved are always emulated. From these values
+    δ = rowsum(dO ∘ O_saved), P = exp(S − lse), dP and dS are formed as `numerics` says, in float32
+    on this device, with this device's products for S and dP. A kernel that sums the products in
+    another order differs by some 2⁻²⁴ Σ|q k| and 2⁻²⁴ Σ|dO v|. The row sums of P and dS are pairs
+    of float32 numbers (`diagnostics.pairs`), so they lose nothing but the rounding of their terms,
+    at most 2⁻²³ of each.
 
     Cost: about 14·B·N·T·S·H FLOP in matrix products (20 with `scores` and `dp` rounded, 4 to 6
-    without dO), and 12 to 16·B·T·N·H·D with x; with causality rows are compared with the keys of
-    their quarter, which saves up to 3/8 of the former. Some ten exp per score; memory O(B T N H)
-    beside chunks of 2^19 scores (2^22 on an accelerator).
-
-    `_*` stands for _mean, _rms, _max and _coherence of `signed_error` over the B·T rows.
+    without dO), and 12 to 16·B·T·N·H·D with x. Under the causal mask rows are compared with the
+    keys up to the end of their quarter, which saves up to 3/8 of the former. Some ten exp per
+    score. Memory: O(B T N H), and chunks of 2^19 scores (2^22 on an accelerator).
 
     Args:
       q, k, v, scale, is_causal, local_window_size, logits_soft_cap, sinks: as in
         `attention.dot_product_attention`.
-      numerics, row_max, rng_key: likewise; `kv_block` and the default step of `tiled` apply.
+      numerics, row_max, rng_key: as in `attention.dot_product_attention`; `kv_block` and the
+        default step of `tiled` apply.
       do: gradient of the loss by O.
       x: input of the query projection.
       w_q, w_k: weights of the projections.
-      returned: O, lse and, if known, dQ of the implementation that runs, for these very arrays.
-      projection: how q follows from X W_Q, where it is not X W_Q itself. dQ and PK of whatever is
-        said of W_Q's gradient are then those by X W_Q.
-      common_direction: whether to return it. It costs its memory alone.
+      returned: O, lse and, if known, dQ of the implementation that runs, for exactly these arrays.
+      projection: how q follows from X W_Q, where q is not X W_Q itself. The signals of W_Q's
+        gradient then pull dQ and PK back to gradients by X W_Q.
+      common_direction: whether to return `common_direction`. It costs only its memory.
 
     Raises:
       ValueError: wrong shapes, dtypes or options, a stochastic point without `rng_key`, x without
         dO, `common_direction` or `projection` without x, rows beyond all windows, which see no
-        key, or `numerics` that no attention has beside a soft cap or sinks.
+        key, or `numerics` that no attention has with a soft cap or sinks.
     """
     q, k, v = (jnp.asarray(array) for array in (q, k, v))
     validation.check_inputs(q, k, v, any_value_size=True)
@@ -141,7 +147,7 @@ def attention_signals(
         window=_window(local_window_size, q.shape[1], k.shape[1]),
     )
     if projection is not None and not isinstance(projection.query_of, jax.tree_util.Partial):
-        of_function = jax.tree_util.Partial(projection.query_of)  # a program takes no function
+        of_function = jax.tree_util.Partial(projection.query_of)  # jit takes no plain function
         projection = projection._replace(query_of=of_function)
     signals: list[dict[str, Array]] = []
     for group in groups:
@@ -169,7 +175,7 @@ def _window(
 
 
 class _Arrays(NamedTuple):
-    """Arrays with a head axis."""
+    """The arguments of `attention_signals` that have a head axis."""
 
     q: Array
     k: Array
@@ -184,7 +190,7 @@ class _Arrays(NamedTuple):
 
 
 def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
-    """The query heads `which`, whole groups, with their key heads."""
+    """Selects the query heads `which`, in whole groups, with their key heads."""
     group = arrays.q.shape[2] // arrays.k.shape[2]
     kv_which = np.unique(which // group)
     q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays
@@ -202,10 +208,10 @@ def _select(arrays: _Arrays, which: np.ndarray) -> _Arrays:
     )
 
 
-# Outside of a `jit` too, layers of a shape share one program.
+# Jitted here so that layers of a shape share one program outside of the caller's `jit` as well.
 @functools.partial(jax.jit, static_argnames="spec")
 def _part_signals(arrays: _Arrays, x: Array | None, spec: Spec) -> dict[str, Array]:
-    """The signals of heads that share their arithmetic."""
+    """Returns the signals of heads that share their arithmetic."""
     q, k, v, do, w_q, w_k, stream, returned, projection, sinks = arrays
     result = compare(q, k, v, do, Extras(stream=stream, sinks=sinks), spec, returned)
     signals = _score_signals(result.scores) | _output_signals(result.outputs)
@@ -272,7 +278,7 @@ def _gradient_signals(rows: GradientRows) -> dict[str, Array]:
 def _by_projection(
     rows: GradientRows, dq: Array | None, projection: weights.Projection
 ) -> tuple[GradientRows, Array | None]:
-    """All parts of dQ, and PK, as gradients by X W_Q: each of them is linear in dS."""
+    """Pulls all parts of dQ, and PK, back to gradients by X W_Q; each of them is linear in dS."""
     pulled = projection.pullback()
     by_values = rows._replace(pk=pulled(rows.pk), dq=jax.tree.map(pulled, rows.dq))
     return by_values, None if dq is None else pulled(dq.astype(jnp.float32))
@@ -281,7 +287,10 @@ def _by_projection(
 def _query_weight_signals(
     rows: GradientRows, x: Array, scale: float, dq: Array | None
 ) -> dict[str, Array]:
-    """`dq`: of the implementation that runs, None where it is not known."""
+    """Returns the signals of W_Q's gradient.
+
+    `dq` is the dQ of the implementation that runs, or None where it is not known.
+    """
     of = jax.tree.map(
         lambda part: weights.query_weight_gradient(jnp.float32(scale) * part, x), rows.dq
     )
@@ -311,7 +320,7 @@ def _query_weight_signals(
 
 
 def _share(error: Array, whole: Array) -> Array:
-    """error / whole; 0 where there is no error, as in a head whose dO is zero."""
+    """Returns error / whole; 0 where there is no error, for example in a head whose dO is zero."""
     return error / jnp.where(error == 0, jnp.float32(1), whole)
 
 

@@ -1,17 +1,18 @@
-"""Whether a layer leaves its own past, or the other layers: what a series of measurements says.
+"""Tells from a series of measurements whether a layer leaves its own past or the other layers.
 
-A number of every layer is followed over measurements in their order: `score_maximum` or
-`query_weight_norm` of `attention_signals`, the largest of a layer's heads. Of each measurement
+One number per layer is followed through the measurements in their order: `score_maximum` or
+`query_weight_norm` of `attention_signals`, the largest over the heads of the layer. Each
+measurement has two ratios:
 
-  own     is the value over the median of the layer's last 10 measurements before it; there must be
-          3 of them.
-  others  is the value over the median of the other layers at the same measurement.
+  own     the value over the median of the layer's last 10 measurements before it, of which at
+          least 3 must be known.
+  others  the value over the median of the other layers at the same measurement.
 
-This is information and no rule (`diagnostics.rules`). Thresholds were chosen on a part of the lab's
-records. On the others no ratio hit more explosions than |score| ≥ 512 without more false alarms;
-`Quantity.worth` has the counts, results/failure more of them. What it adds is which layer it is,
-and since when: where rounding breaks training one layer leaves the others, at a rate too high all
-of them grow together.
+This is information, not one of the rules (`diagnostics.rules`). Thresholds were chosen on a part of
+the lab's records. On the rest of the records no ratio hit more explosions than |score| ≥ 512
+without more false alarms; `Quantity.worth` has the counts, and results/failure has more of them.
+The ratios add which layer it is and since when. Where rounding breaks training one layer leaves the
+others; where the learning rate is too high all layers grow together.
 """
 
 import warnings
@@ -21,27 +22,28 @@ import numpy as np
 from jaxtyping import Float
 
 BEFORE = 10
-"""Measurements whose median is a layer's past."""
+"""The number of earlier measurements whose median is a layer's past."""
 LEAST_BEFORE = 3
 
 
 class TrendRatios(NamedTuple):
-    """Ratios of every measurement and layer; NaN without anything to compare with."""
+    """Ratios of every measurement and layer; NaN where there is nothing to compare with."""
 
     own: Float[np.ndarray, "S L"]
     others: Float[np.ndarray, "S L"]
 
 
 class Quantity(NamedTuple):
-    """A number of a layer that is followed.
+    """A number of every layer that is followed.
 
     Attributes:
-      signal: of `attention_signals`.
-      label: in words.
-      own, others: ratios from which on a layer has left its past, or the others.
-      least: a smaller value has left nothing: scores grow by orders of magnitude as training
-        starts.
-      worth: what the ratios were worth.
+      signal: its name in `attention_signals`.
+      label: its name for the user.
+      own: the ratio from which on a layer has left its past.
+      others: the ratio from which on a layer has left the other layers.
+      least: a smaller value never counts as a departure, because scores grow by orders of magnitude
+        as training starts.
+      worth: what the ratios were worth in the lab.
     """
 
     signal: str
@@ -75,12 +77,13 @@ QUANTITIES = (
 
 
 class Departure(NamedTuple):
-    """Where a layer first leaves its past, or the others; None where it does not.
+    """Where a layer first leaves its past and where it first leaves the other layers.
 
     Attributes:
-      layer: its place in the array.
-      own: place of the measurement at which it has left its past.
-      others: likewise the other layers.
+      layer: index of the layer in the array.
+      own: index of the first measurement at which it has left its past; None if it never does.
+      others: index of the first measurement at which it has left the other layers; None if it never
+        does.
     """
 
     layer: int
@@ -89,15 +92,16 @@ class Departure(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Place of the earlier one."""
+        """Index of the earlier of the two measurements."""
         return min(place for place in (self.own, self.others) if place is not None)
 
 
 def trend_ratios(values: Float[np.ndarray, "S L"]) -> TrendRatios:
-    """v / median of the layer's past, and v / median of the other layers.
+    """Returns each value over the median of its layer's past and over that of the other layers.
 
     Args:
-      values: of S measurements in their order, of L layers; NaN where there is none.
+      values: one number for each of S measurements, in their order, and L layers; NaN where it is
+        not known.
 
     Example:
       >>> import numpy as np
@@ -119,11 +123,11 @@ def trend_ratios(values: Float[np.ndarray, "S L"]) -> TrendRatios:
 
 
 def departures(values: Float[np.ndarray, "S L"], quantity: Quantity) -> list[Departure]:
-    """The layers that leave their past or the others, the earliest first.
+    """Returns the layers that leave their past or the other layers, the earliest first.
 
     Args:
-      values: as `trend_ratios` takes them.
-      quantity: what they are.
+      values: values [S, L] as `trend_ratios` takes them.
+      quantity: what the values are.
     """
     values = np.asarray(values, np.float64)
     of, large = trend_ratios(values), values >= quantity.least
@@ -135,11 +139,14 @@ def departures(values: Float[np.ndarray, "S L"], quantity: Quantity) -> list[Dep
 
 
 def _over_median(value: np.ndarray, of: np.ndarray, axis: int) -> np.ndarray:
-    """NaN where no entry is known, or their median is 0 or infinite."""
+    """Returns `value` over the median of the known entries of `of` along `axis`.
+
+    The ratio is NaN where no entry is known, or where the median is 0 or infinite.
+    """
     if of.shape[axis] == 0:
         return np.full_like(value, np.nan)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a slice that is all NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # raised for a slice that is all NaN
         median = np.nanmedian(of, axis=axis)
     known = np.isfinite(median) & (median > 0)
     return np.where(known, value / np.where(known, median, 1.0), np.nan)

@@ -1,35 +1,36 @@
-"""What the signals and arrays of one layer say: findings in the order in which to believe them.
+"""Judges what the signals and arrays of one layer show: findings, the one to trust most first.
 
-Three of the kinds are the rules of `diagnostics.rules`, with thresholds from runs that exploded:
+Three kinds of finding are the rules of `diagnostics.rules`, with thresholds from exploded runs:
 
-  row_sums    the backward pass's P does not sum to 1. It goes before `delta`: a rounded row
-              statistic makes O and δ wrong as well, and an unrounded O for δ does not help then.
+  row_sums    the backward pass's P does not sum to 1. It comes before `delta`, because a rounded
+              row statistic makes O and δ wrong as well, and an unrounded O for δ does not help
+              then.
   delta       the errors of δ are a large share of W_Q's gradient (of dQ where W_Q's input is not
-              known). Without `scores` it is told, and is no warning.
+              known). Without `scores` it is reported, but is no warning.
   scores      a score is 512 or more.
 
-Others look like a failure of low precision and are none, or are one of another kind:
+Other findings look like these failures but have another cause, or are failures of another kind:
 
-  rate        a score is 512 or more while row sums and δ are as good as exact: below a third of
-              their thresholds, a convention. In the lab scores grew so without any rounding where
-              the learning rate was too high.
-  non_finite  an error is NaN or infinite: the arithmetic broke down on this input.
-  and those of `diagnostics.lookalikes`, which need no arithmetic, only the arrays.
+  rate        a score is 512 or more while row sums and δ are as good as exact. By convention that
+              means below a third of their thresholds. In the lab scores grew like this without any
+              rounding where the learning rate was too high.
+  non_finite  an error is NaN or infinite, so the arithmetic broke down on this input.
+  The kinds of `diagnostics.lookalikes` need only the arrays and no measurement.
 
-The last is a statement about a mechanism, not a warning:
+The last kind is a statement about a mechanism, not a warning:
 
-  coherence   the errors of δ (of Ō or O, where no dO is given) have a persistent sign: the
-              mechanism of arXiv 2510.04212. None of the runs that exploded under a rounding in the
-              lab met it; runs that were given an error of one sign did.
+  coherence   the errors of δ (of Ō or O, where no dO is given) have a persistent sign, which is the
+              mechanism of arXiv 2510.04212. None of the lab's runs that exploded under a rounding
+              met it; runs that were given an error of one sign did.
 
 Errors over n rows are coherent if all of these hold:
 
   coherence ≥ 5       With random signs it exceeds 5 with a probability of at most
-                      2 exp(−12.5) = 7e-6, whatever n (`signed_error`). Fewer than 25 rows can
-                      never be coherent.
-  coherence ≥ √n / 20 A convention: a mean below a twentieth of the RMS is not called persistent.
-                      One of 0.3 % may do harm (docs/failure.md); one step does not show it.
-  RMS ≥ 1e-5          of the RMS of the exact values. This leaves out the rounding of float32.
+                      2 exp(−12.5) = 7e-6, whatever n (`signed_error`). Errors of fewer than 25 rows
+                      are never coherent.
+  coherence ≥ √n / 20 By convention, a mean below a twentieth of the RMS is not called persistent.
+                      A mean of 0.3 % may do harm (docs/failure.md), but one step does not show it.
+  RMS ≥ 1e-5          relative to the RMS of the exact values. This excludes float32 rounding.
 """
 
 import math
@@ -60,7 +61,7 @@ Signals = Mapping[str, np.ndarray]
 COHERENCE = 5.0
 COHERENT_SHARE = 0.05
 ERROR_FLOOR = 1e-5
-SMALL = 1 / 3  # of a rule's threshold: its signal is then as good as exact
+SMALL = 1 / 3  # the share of a rule's threshold below which its signal is as good as exact
 _RATE = (
     "at a rate eight times too high, without any rounding, it led at 15 of 15 checkpoints of 3 "
     "runs, and in 0 of 18 other runs"
@@ -74,11 +75,11 @@ class Finding(NamedTuple):
     """One thing that a layer shows.
 
     Attributes:
-      kind: see the module.
-      sentence: for the user, without a full stop.
-      arithmetic: label of the arithmetic under which it was found, None where none plays a part.
-      heads: heads that meet it, worst first.
-      worth: what the rule was worth in runs of the lab; empty for what is no rule.
+      kind: its kind; the module lists them.
+      sentence: the sentence for the user, without a full stop.
+      arithmetic: label of the arithmetic under which it was found; None where none plays a part.
+      heads: the heads that meet it, worst first.
+      worth: what the rule was worth in runs of the lab; empty where none was counted.
       warns: whether it is a warning, for which `diagnose` ends with exit code 3.
     """
 
@@ -91,15 +92,15 @@ class Finding(NamedTuple):
 
 
 def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
-    """What the signals of one layer show, first what to look at first.
+    """Returns what the signals of one layer show, in the order in which to look at it.
 
     Args:
-      measured: results of `attention_signals` by a label of the arithmetic, all of them with δ or
-        all without.
+      measured: results of `attention_signals` by the label of their arithmetic, either all with δ
+        or all without.
       rows: n = B·T, the number of rows behind each signal.
 
     Returns:
-      At least one finding; a single one of kind `none` where nothing is met.
+      At least one finding; a single one of kind `none` where nothing was found.
     """
     found = [
         _worst("non_finite", measured, _non_finite, "{label} gives NaN or infinite values here"),
@@ -113,10 +114,10 @@ def judge(measured: Mapping[str, Signals], rows: int) -> tuple[Finding, ...]:
 
 
 def nothing(measured: Mapping[str, Signals], rows: int) -> str:
-    """What the largest signals are, where nothing is met; the sentence of the kind `none`.
+    """Returns the sentence of the kind `none`, which says how large the largest signals are.
 
     Args:
-      measured, rows: as of `judge`.
+      measured, rows: as in `judge`.
     """
     has_delta = _has_delta(measured)
     error = "delta_error" if has_delta else "unnormalized_error"
@@ -139,11 +140,11 @@ def nothing(measured: Mapping[str, Signals], rows: int) -> str:
 
 
 def nearness(signals: Signals) -> np.ndarray:
-    """How near each head is to a warning, 1 or more where it is met [N]; infinite for NaN.
+    """Returns how near each head is to a warning [N]: at 1 or more it has one; infinite for NaN.
 
-    The largest ratio of a rule's signal to its threshold. A rule that warns beside another one
-    alone is as near as the farther of the two. Row sums and errors of δ below `SMALL` of their
-    thresholds are as good as exact, and count nothing.
+    Nearness is the largest ratio of a rule's signal to its threshold. A rule that warns only
+    together with another one has the smaller ratio of the two. Row sums and errors of δ below
+    `SMALL` of their thresholds are as good as exact and are not counted.
     """
     ratios = {rule.name: rule.value(signals) / rule.threshold for rule in RULES}
     for rule in RULES:
@@ -158,7 +159,7 @@ def nearness(signals: Signals) -> np.ndarray:
 
 
 def coherence_of(signals: Signals, error: str, reference: str, rows: int) -> np.ndarray:
-    """Coherence [N] of an error where it is coherent in the sense of this module, else −inf."""
+    """Returns the coherence [N] of an error where this module calls it coherent, else −inf."""
     coherence = np.asarray(signals[f"{error}_coherence"])
     is_coherent = (
         (coherence >= COHERENCE)
@@ -175,14 +176,14 @@ def _worst(
     claim: str,
     worth: str = "",
 ) -> Finding | None:
-    """The finding under the arithmetic with the worst head; None where no head has any.
+    """Returns the finding under the arithmetic with the worst head; None where no head meets it.
 
     Args:
-      kind: of the finding.
-      measured: signals by label.
-      severity_of: severity per head [N], −inf where there is nothing.
-      claim: with {label} and {value}.
-      worth: of the finding.
+      kind: kind of the finding.
+      measured: signals by the label of their arithmetic.
+      severity_of: returns the severity of each head [N], −inf where a head does not meet it.
+      claim: the sentence, with {label} and {value}.
+      worth: what the rule was worth.
     """
     severities = {label: severity_of(signals) for label, signals in measured.items()}
     label = max(severities, key=lambda label: float(np.max(severities[label])))
@@ -219,7 +220,7 @@ def _coherence(measured: Mapping[str, Signals], rows: int) -> Finding | None:
 
 
 def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
-    """A rule that warns only beside another one, where that is not met, as information."""
+    """Turns a rule that warns only with another one into information where the other is not met."""
     kinds = {finding.kind for finding in findings}
     for rule in RULES:
         values = [rule.value(signals) for signals in measured.values()]
@@ -236,12 +237,12 @@ def _told_alone(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
 
 
 def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> list[Finding]:
-    """Large scores, by what stands beside them: a rate too high, or a rounding."""
+    """Turns `scores` into `rate` where the row sums and δ beside it are as good as exact."""
     kinds = {finding.kind for finding in findings}
     if not _has_delta(measured) or kinds & {"row_sums", "delta", "non_finite"}:
         return findings
     shares = {name: _largest(name, measured) for name in ("row_sums", "delta")}
-    # "not all <" rather than "any ≥": a NaN is not small.
+    # "not all <" rather than "any ≥", because a NaN is not small.
     if not all(shares[r.name] < SMALL * r.threshold for r in RULES if r.name in shares):
         return findings
     return [
@@ -260,18 +261,19 @@ def _told_apart(findings: list[Finding], measured: Mapping[str, Signals]) -> lis
 
 
 def _largest(name: Name, measured: Mapping[str, Signals]) -> float:
-    """The signal of a rule, in the worst head under the worst arithmetic; NaN if one is."""
+    """Returns a rule's signal in the worst head under the worst arithmetic; NaN if any is NaN."""
     (rule,) = (rule for rule in RULES if rule.name == name)
     return _maximum(rule.value(signals) for signals in measured.values())
 
 
 def _maximum(values: Iterable[np.ndarray]) -> float:
-    """The largest of all; NaN if one is, which `max` would tell only of the first."""
+    """Returns the largest of all numbers; NaN if any is NaN, which the built-in `max` may miss."""
     return float(np.max([np.max(value) for value in values]))
 
 
 def _non_finite(signals: Signals) -> np.ndarray:
-    # The squares of a finite Ō may overflow, in its RMS. Where Ō is infinite, O is not finite.
+    # Ō is left out, because the squares of a finite Ō may overflow in its RMS. Where Ō is infinite,
+    # O is not finite either.
     errors = [
         x
         for name, x in signals.items()

@@ -1,7 +1,7 @@
-"""A watch over a training run: every so many steps, what attention computed, and one warning.
+"""Watches a training run: measures attention at regular steps and warns where scores run away.
 
-The steps between cost nothing. At a watched step the arrays of one sequence are captured, and
-measured as `diagnose` measures them.
+The steps between cost nothing. At a watched step the arrays of one sequence are captured and
+measured in the same way as in `diagnose`.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ Write = Callable[[int, dict[str, float]], Any]
 
 
 class SummaryWriter(Protocol):
-    """That of TensorBoard, as PyTorch and tensorboardX have it."""
+    """A TensorBoard writer, as in PyTorch and tensorboardX."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Records one number."""
@@ -47,9 +47,9 @@ class Framework(NamedTuple):
     """What differs between JAX and PyTorch.
 
     Attributes:
-      captured: takes the arrays of one pass.
-      cure: what makes rows of dS sum to zero there.
-      on_cpu: whether to measure on the CPU, not on JAX's default device.
+      captured: opens a block that captures the arrays of one backward pass.
+      cure: the call that makes rows of dS sum to zero in this framework.
+      on_cpu: whether to measure on the CPU instead of JAX's default device.
     """
 
     captured: Callable[[], contextlib.AbstractContextManager[Capture]]
@@ -58,14 +58,14 @@ class Framework(NamedTuple):
 
 
 class WatchError(OneLineError, ValueError):
-    """A layer cannot be watched; the message says why in one line."""
+    """A layer cannot be watched; the message says why, in one line."""
 
 
 class Watch:
-    """Watches attention at some steps of a run. `watch` makes one for JAX or for PyTorch.
+    """Watches attention at some steps of a run; the `watch` of JAX or of PyTorch makes one.
 
     Attributes:
-      every: steps between two that are watched; the first is a multiple of it, such as 0.
+      every: a step is watched if its number is a multiple of this, 0 included.
     """
 
     def __init__(
@@ -82,19 +82,21 @@ class Watch:
         self._path = None if path is None else Path(path)
         self._write = write
         self._given = get_preset(numerics) if isinstance(numerics, str) else numerics
-        self._numerics = self._given or EXACT  # of the last watched step
+        self._numerics = self._given or EXACT  # the arithmetic of the last watched step
         self._framework = framework
-        self._ran_away: set[str] = set()  # layers, at the last watched step
+        self._ran_away: set[str] = set()  # layers that had run away at the last watched step
 
     def step(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """A block for the forward and backward pass of a step; empty where it is not watched.
+        """Returns a block for the forward and backward pass of a step.
+
+        The block does nothing at a step that is not watched.
 
         Args:
-          step: its number, from 0.
+          step: the number of the step, from 0.
 
         Raises:
           CaptureError: nothing was captured.
-          WatchError: what a layer computes is not measured, such as a bias.
+          WatchError: a layer has something that cannot be measured, for example a bias.
           DiskError: the file cannot be written.
         """
         return contextlib.nullcontext() if step % self.every else self._watched(step)
@@ -103,7 +105,7 @@ class Watch:
     def _watched(self, step: int) -> Iterator[None]:
         with self._framework.captured() as taken:
             yield
-        if not taken.layers:  # of several processes the first has them
+        if not taken.layers:  # with several processes only the first has the layers
             return
         layers = {name: _layers(name, values) for name, values in taken.layers.items()}
         self._numerics = self._given or _of_dtype([one for of in layers.values() for one in of])
@@ -113,7 +115,7 @@ class Watch:
         self._record(step, signals)
 
     def _measured(self, layers: list[Layer]) -> dict[str, list[float]]:
-        """The worst of sequences that are padded differently, head by head."""
+        """Returns a layer's signals, per head the worst over sequences of different padding."""
         arithmetic = Arithmetic("the run", self._numerics)
         if (refused := refusal(layers[0], arithmetic)) is not None:
             raise WatchError(f"{layers[0].name}: no attention has {refused}; watch with another")
@@ -147,24 +149,25 @@ def watch(
     write: Write | SummaryWriter | None = None,
     numerics: Numerics | str | None = None,
 ) -> Watch:
-    """Watches the attention of a run in JAX, in Flax with Optax or any other loop.
+    """Watches the attention of a run in JAX, in a loop of Flax with Optax or any other.
 
-    Per layer and head: the largest |score|, with a soft cap behind it and before it; the errors of
-    δ over W_Q's gradient (over dQ, where W_Q's input is not known); row sums of dS, and of P less
-    1. It warns by one line of the logger `lowprec_attn.watch` where two heads or more of a layer
-    have scores above 512, behind the cap.
+    It measures per layer and head the largest |score| (with a soft cap, both after and before the
+    cap), the errors of δ over W_Q's gradient (over dQ, where W_Q's input is not known), the row
+    sums of dS, and the row sums of P less 1. It warns in one line of the logger
+    `lowprec_attn.watch` where two or more heads of a layer have scores above 512, after the cap.
 
-    A step between costs nothing. At a watched step the first sequence of the batch is copied to the
-    host and measured, on JAX's default device; the first of them compiles the step once more.
+    The steps between cost nothing. At a watched step the first sequence of the batch is copied to
+    the host and measured on JAX's default device. The first watched step compiles the training step
+    once more.
 
     Args:
-      every: steps between two that are watched.
-      path: of a file to which a JSON line is added at each. Of several processes all watch, because
-        they run one program, and one has the path.
+      every: number of steps from one watched step to the next.
+      path: a file to which each watched step adds a JSON line. With several processes all of them
+        watch, because they run one program, and one of them is given the path.
       write: a SummaryWriter of TensorBoard, or a function of a step and a flat dict of numbers,
         such as `lambda step, metrics: wandb.log(metrics, step=step)`.
-      numerics: the arithmetic of the run's attention, in which its errors are emulated. None: that
-        of FlashAttention where q is bfloat16 or float16, `exact` where it is float32.
+      numerics: the arithmetic of the run's attention, in which its errors are emulated. None means
+        FlashAttention's arithmetic where q is bfloat16 or float16, and `exact` where q is float32.
 
     Example:
       >>> watched = watch(every=500, path="attention.jsonl")
@@ -179,13 +182,13 @@ _JAX = Framework(capture, 'attention.dot_product_attention(..., numerics="normal
 
 
 def _of_dtype(layers: Sequence[Layer]) -> Numerics:
-    """FlashAttention's arithmetic in the format of the arrays; in float32 none rounds."""
+    """Returns FlashAttention's arithmetic in the format of the arrays, or `EXACT` for float32."""
     formats = {layer.q.dtype.name for layer in layers} - {"float32"}
     return FLASH.with_format(min(formats)) if formats else EXACT
 
 
 def _layers(name: str, values: Mapping[str, Any]) -> list[Layer]:
-    """A captured layer, without what its masks hide."""
+    """Returns a captured layer without what its masks hide, as one layer per kind of padding."""
     for refused in masks.REFUSED.keys() & values.keys():
         raise WatchError(f"{name}: {refused} {masks.REFUSED[refused]}, which is not measured")
     if "ignored" in values:
@@ -242,7 +245,10 @@ def _warning(
     signals: Mapping[str, Signals],
     cure: str | None,
 ) -> str:
-    """What was found, and what to do, on one line; without a cure attention rounds nothing."""
+    """Says in one line what was found and what to do.
+
+    `cure` is None where the run's attention rounds nothing.
+    """
     places = []
     shares = []
     for name, heads in found.items():
@@ -254,7 +260,7 @@ def _warning(
         )
         known = [np.asarray(of_layer[share])[list(heads)] for share in _SHARES if share in of_layer]
         shares += [float(np.max(known[0]))] if known else []
-    share = float(np.max(shares)) if shares else np.nan  # NaN where one is
+    share = float(np.max(shares)) if shares else np.nan  # NaN if any share is NaN
     if cure is None:
         said = (
             "Attention is float32, so rounding is not the cause: lower the learning rate, or put "

@@ -1,6 +1,6 @@
 """The effect of errors on W_Q, and how far weights have grown or drifted.
 
-Weights of a projection are [d, N, H] as in Flax: model width, heads, head size.
+Weights of a projection are [D, N, H] as in Flax: model width, heads, head size.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from jaxtyping import Array, Float, Float32
 
 
 class Projection(NamedTuple):
-    """How q follows from X W_Q if it differs from it: by RoPE, QK-norm or a factor.
+    """How q follows from X W_Q where the two differ: by RoPE, QK-norm or a factor.
 
     Attributes:
       values: X W_Q, [B, T, N, H].
-      query_of: q of such values, head by head, float32 to float32. As a `jax.tree_util.Partial` of
-        a function and its arrays it passes `jit` with them.
+      query_of: returns q from such values, head by head, float32 to float32. It may be a
+        `jax.tree_util.Partial` of a function and its arrays, which can be passed through `jit`.
     """
 
     values: Float[Array, "B T N H"]
     query_of: Callable[[Float32[Array, "B T n H"]], Float32[Array, "B T n H"]]
 
     def pullback(self) -> Callable[[Array], Array]:
-        """What turns a gradient by q, or a part of it, into that by X W_Q; linear."""
+        """Returns the linear map from a gradient by q, or a part of one, to a gradient by X W_Q."""
         _, pulled = jax.vjp(self.query_of, self.values.astype(jnp.float32))
         return lambda dq: pulled(dq)[0]
 
@@ -33,22 +33,22 @@ class Projection(NamedTuple):
 def query_weight_gradient(
     dq: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
 ) -> Float32[Array, "D N H"]:
-    """dW_Q = Σ_T X[T] dQ[T]ᵀ for q = X W_Q. Cost: 2·B·T·N·H·d FLOP."""
+    """Returns dW_Q = Σ_T X[T] dQ[T]ᵀ for q = X W_Q. Cost: 2·B·T·N·H·D FLOP."""
     return _einsum("btd,btnh->dnh", x, dq)
 
 
 def outer_product_signals(
     pk: Float32[Array, "B T N H"], x: Float[Array, "B T D"]
 ) -> tuple[Float32[Array, "N"], Float32[Array, "N D H"]]:
-    """Mean cosine between the matrices R_T = (PK)[T]ᵀ X[T] of different tokens, and M, per head.
+    """Returns the mean cosine between different tokens' R_T = (PK)[T]ᵀ X[T], and M, per head.
 
     At 1 all tokens push W_Q along the same rank-one matrix, as arXiv 2510.04212 claims. At about 0
-    errors with a persistent sign do not add up. NaN where n < 2.
+    errors with a persistent sign do not add up. It is NaN where n < 2.
 
     Let R̂_T = R_T / ‖R_T‖ for the n tokens where neither factor is 0. M = Σ_T R̂_T / n is the common
-    direction, 0 for a head without such a token; ⟨M, M′⟩ of two steps is the mean cosine between
-    their tokens' R_T. No R̂_T is formed, because Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost:
-    2·B·T·N·H·d FLOP, O(B T N H + d N H) memory.
+    direction, which is 0 for a head without such a token. ⟨M, M′⟩ of two steps is the mean cosine
+    between R_T of one step and R_T of the other. No R̂_T is formed, because
+    Σ_{T≠U} ⟨R̂_T, R̂_U⟩ = ‖Σ R̂_T‖² − n. Cost: 2·B·T·N·H·D FLOP, O(B T N H + D N H) memory.
     """
     total, n = _unit_outer_products(pk, x)
     common = total / jnp.maximum(n, jnp.float32(1))[None, :, None]
@@ -59,18 +59,20 @@ def outer_product_signals(
 def across_steps(
     now: Float32[Array, "N D H"], before: Float32[Array, "N D H"]
 ) -> dict[str, Float32[Array, "N"]]:
-    """How alike (PK)[T]ᵀ X[T] is at two steps, per head; M of each as in `outer_product_signals`.
+    """Returns how similar (PK)[T]ᵀ X[T] is at two steps, per head.
 
-    arXiv 2510.04212 (section 3) holds that these matrices are nearly one matrix for all tokens T
+    `now` and `before` are M of the two steps, as `outer_product_signals` returns it. arXiv
+    2510.04212 (section 3) holds that these matrices are nearly one matrix for all tokens T
     *and all training steps*, so that Σ (δ_lp − δ_hp)[T] (PK)[T]ᵀ X[T] grows with every step where
     the errors of δ keep their sign.
 
       outer_product_similarity_across_steps  ⟨M, M′⟩ in [−1, 1]: the mean cosine between the matrix
-                                             of a token now and that of a token then, over all
-                                             pairs. At the value of `outer_product_signals`, two
-                                             steps are as alike as two tokens of one.
-      common_direction_across_steps          ⟨M, M′⟩ / (‖M‖ ‖M′‖) in [−1, 1]: whether what the
-                                             tokens have in common is the same. 0 where M or M′ is.
+                                             of a token at one step and the matrix of a token at the
+                                             other, over all pairs. Where it equals the similarity
+                                             from `outer_product_signals`, tokens are equally alike
+                                             across the two steps and within one.
+      common_direction_across_steps          ⟨M, M′⟩ / (‖M‖ ‖M′‖) in [−1, 1]: whether the tokens of
+                                             both steps share one direction. 0 where M or M′ is 0.
     """
     products = jnp.sum(now * before, axis=(1, 2))
     sizes = jnp.sqrt(jnp.sum(now * now, axis=(1, 2)) * jnp.sum(before * before, axis=(1, 2)))
@@ -81,7 +83,7 @@ def across_steps(
 
 
 def _unit_outer_products(pk: Array, x: Array) -> tuple[Array, Array]:
-    """Σ R̂_T [D, N, H], and how many tokens n [N] count."""
+    """Returns Σ R̂_T [D, N, H] and the number n [N] of tokens in the sum."""
     x = x.astype(jnp.float32)
     pk_size = jnp.sqrt(jnp.sum(pk * pk, axis=-1, keepdims=True))
     x_size = jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True))
@@ -95,14 +97,15 @@ _SQUARINGS = 20
 
 
 def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
-    """Largest singular value of every head's [d, H] slice: √ of the largest eigenvalue of G = WᵀW.
+    """Returns the largest singular value of every head's [D, H] slice W.
 
+    It is the square root of the largest eigenvalue of G = WᵀW, which is computed as
     λ = tr(Gᵖ G) / tr(Gᵖ) with p = 2²⁰, reached by squaring. λ is at most the largest eigenvalue.
-    It is below it by a share of at most (H − 1) / (e p), whatever the spectrum: 3·10⁻⁵ for
-    H = 256. Cost: 2·d·N·H² + 40·N·H³ FLOP.
+    Its relative error is at most (H − 1) / (e p), whatever the spectrum: 9·10⁻⁵ for H = 256. Cost:
+    2·D·N·H² + 40·N·H³ FLOP.
     """
-    # An eigenvalue solver would be a library call, which on a CPU has been seen to block inside a
-    # larger jitted program for ever.
+    # An eigenvalue solver would be a library call. On a CPU such a call was seen to block for ever
+    # inside a larger jitted program.
     gram = _einsum("dnh,dnj->nhj", w, w)
     trace = jnp.trace(gram, axis1=1, axis2=2)[:, None, None]
 
@@ -117,14 +120,14 @@ def spectral_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
 
 
 def first_share(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
-    """σ₁² / Σ σ² of every head's [d, H] slice: 1 for a matrix of rank one, 0 for zero."""
+    """Returns σ₁² / Σ σ² of every head's [D, H] slice: 1 for a matrix of rank one, 0 for zero."""
     total = frobenius_norm(w)
     share = spectral_norm(w) / jnp.where(total > 0, total, jnp.float32(1))
     return share * share
 
 
 def frobenius_norm(w: Float[Array, "D N H"]) -> Float32[Array, "N"]:
-    """√(Σ w²) of every head's [d, H] slice."""
+    """Returns √(Σ w²) of every head's [D, H] slice."""
     w = w.astype(jnp.float32)
     return jnp.sqrt(jnp.sum(w * w, axis=(0, 2)))
 

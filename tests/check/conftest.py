@@ -1,4 +1,4 @@
-"""What tests of `check` share."""
+"""Fixtures that the tests of `check` share."""
 
 import pickle
 
@@ -11,7 +11,7 @@ _FOUND = {}
 
 @pytest.fixture(autouse=True)
 def emulated_once(monkeypatch):
-    """Tests of one file check many kernels on the same problems: their emulations are the same."""
+    """Caches emulations, because many kernels are checked on the same problems."""
     run = candidates.Emulation.run
 
     def remembered(emulation, numerics, tile=None):
@@ -25,7 +25,7 @@ def emulated_once(monkeypatch):
 
 @pytest.fixture
 def few_candidates(monkeypatch):
-    """No tile, exponent or change of a preset is tried: these arithmetics are presets."""
+    """Tries four presets only, and no tile, exponent or change of a preset."""
     presets = candidates.Emulation.presets
     names = ("exact", "flash", "jax_nn", "eager")
     monkeypatch.setattr(

@@ -1,7 +1,8 @@
-"""`check`: planted bugs are named, planted arithmetics told, correct libraries left in peace.
+"""`check` names planted bugs, recognises planted arithmetics and finds no fault in good libraries.
 
-The kernels are `benchmarks.planted`: NumPy, in which nothing of the library computes. Problems are
-smaller than a user's: a check takes seconds; `benchmarks.check_confusion` has the full ones.
+The kernels come from `benchmarks.planted` and are pure NumPy, without code of the library. The
+problems are smaller than a user's, so that a check takes seconds; `benchmarks.check_confusion` runs
+the full ones.
 """
 
 import json
@@ -36,7 +37,7 @@ def checked(name="flash", *, tile=48, dtype="bfloat16", seed=3, bug=None, **fiel
 
 @pytest.fixture
 def few_candidates(monkeypatch):
-    """The planted arithmetic is among the presets: no tile, exponent or change of one is tried."""
+    """Tries three presets only, and no tile, exponent or change of a preset."""
     presets = candidates.Emulation.presets
 
     def few(emulation):
@@ -89,7 +90,7 @@ def test_a_kernel_of_nan_alone_is_a_bug_and_has_no_arithmetic():
     assert report.state == "bug" and report.arithmetic is None
     assert report.bugs[0].name == "NaN or infinity at moderate scores"
     assert "not finite" in "\n".join(check.lines(report))
-    # By this the search for a nearer arithmetic ends.
+    # An infinite distance ends the search for a nearer arithmetic.
     assert candidates.Match(None, {}, {}).distance == np.inf
 
 
@@ -135,7 +136,7 @@ def attention(q, k, v, *, is_causal=True):
 
 @jax.custom_vjp
 def without_last_keys(q, k, v):
-    """dV of the keys beyond the last full tile of 16 is not written."""
+    """Attention that does not write dV of the keys after the last full tile of 16."""
     return attention(q, k, v)
 
 
@@ -290,7 +291,7 @@ def test_the_row_sum_of_ds_is_inferred_from_dq():
     k = problem.k.astype(np.float64)
     pk = problem.scale * np.einsum("bnts,bsnh->btnh", exact.p, k)
     sizes = np.abs(exact.p * exact.dp).sum(-1)
-    leak = 1e-3 * np.sqrt((sizes**2).mean())  # of every row
+    leak = 1e-3 * np.sqrt((sizes**2).mean())  # the same row sum in every row
     effect = training.effect(problem, exact, exact.found["dq"] + leak * pk)
     assert effect.row_sum == pytest.approx(1e-3)
 

@@ -1,4 +1,4 @@
-"""`check` of windows, soft caps, sinks, biases and the gradient of lse, in JAX and PyTorch."""
+"""`check` of windows, soft caps, sinks, biases and the gradient of lse, in JAX."""
 
 import functools
 import subprocess
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("few_candidates")
 
 
 def plain(q, k, v, *, causal, scale, mask=None, window=None, soft_cap=None, sinks=None, bias=None):
-    """O and lse, operation by operation in float32."""
+    """Returns O and lse, operation by operation in float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
@@ -69,7 +69,7 @@ def longer(q, k, v, *, window=None, **rest):
 
 @jax.custom_vjp
 def capped(s, cap):
-    """The cap whose derivative someone forgot."""
+    """A soft cap whose derivative is forgotten."""
     return cap * jnp.tanh(s / cap)
 
 
@@ -79,7 +79,7 @@ capped.defvjp(lambda s, cap: (capped(s, cap), None), lambda _, ds: (ds, None))
 def without_derivative(q, k, v, *, soft_cap=None, **rest):
     if soft_cap is None:
         return plain(q, k, v, **rest)
-    # tanh and its derivative, which the cap of `plain` has, are those of this one.
+    # The capped scores are passed as a bias, so that `plain` applies no cap of its own.
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * rest["scale"]
     bias = capped(scores, soft_cap)
     return plain(q * 0, k, v, **rest | {"bias": bias})
@@ -87,7 +87,7 @@ def without_derivative(q, k, v, *, soft_cap=None, **rest):
 
 @jax.custom_vjp
 def negated(x):
-    """x, and its gradient with the wrong sign."""
+    """Returns x; its gradient has the wrong sign."""
     return x
 
 
@@ -151,7 +151,7 @@ def test_what_every_problem_has_is_asked_for_and_shown(capsys):
 
 
 def fixed(q, k, v, sinks):
-    """A window and a soft cap of its own; sinks by another name than `sinks` would be."""
+    """Attention with its own window and soft cap, which takes sinks by the default keyword."""
     return plain(q, k, v, causal=True, scale=q.shape[-1] ** -0.5, window=(12, 0), soft_cap=3.0,
                  sinks=sinks)  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_the_lse_of_jax_nn_is_rounded_and_has_no_gradient():
 
 
 def test_a_script_shows_what_an_lse_and_a_bias_do(tmp_path):
-    """Of results that are no gradient of q, k or v, in a layout with heads first."""
+    """The script covers results beside O, dQ, dK and dV, in a layout with heads first."""
 
     target = check.of_function(
         heads_first, check.Options(framework="jax", layout="BNTH", causal=True, bias=True, **SMALL)
@@ -247,7 +247,7 @@ def test_new_problems_are_what_their_names_say():
 
 
 def test_the_emulation_computes_the_problems_that_it_is_given():
-    """Several core problems side by side, and one of any kind, against float64."""
+    """Checks several core problems at once, and single problems of other kinds, against float64."""
     everything = Setting(window=(12, 3), soft_cap=5.0, sinks=True, bias=True)
     core = problems.core("float32", causal=False, **SMALL)[:2]
     features = {p.name: p for p in problems.features("float32", causal=True, head_size=16)}
@@ -260,7 +260,8 @@ def test_the_emulation_computes_the_problems_that_it_is_given():
             exact = measure.exact(problem)
             of = {n: x[i : i + 1] if len(group) > 1 else x for n, x in found.items()}
             assert set(of) == set(exact.found)
-            # Float32's sums over up to 150 keys; a missing mask or bias errs by about 1.
+            # The bound covers float32 sums over up to 150 keys. A missing mask or bias would err by
+            # about 1.
             for name, errors in measure.row_errors(of, exact).items():
                 assert errors.max() < 1e-4, (problem.name, name)
 
@@ -278,7 +279,11 @@ def test_the_emulation_computes_the_problems_that_it_is_given():
     ids=lambda options: " ".join(options) or "none",
 )
 def test_casts_explain_the_row_sums_of_a_cure_and_no_others(options):
-    """Derived from float64 alone, against rows that sum to zero before the cast, and `flash`."""
+    """The row sum that casts explain follows from float64 alone.
+
+    `normalized_delta`, whose rows of dS sum to zero before the cast, has that row sum; `flash` has
+    more than is allowed.
+    """
     made = problems.core("bfloat16", causal=True, tokens=64, head_size=32, seed=1)
     made = [Setting(**options).applied(p, 1) for p in made if p.name in training._NAMES[:2]]
     exact = [measure.exact(problem) for problem in made]
@@ -290,6 +295,6 @@ def test_casts_explain_the_row_sums_of_a_cure_and_no_others(options):
         return training.row_sum(training.effects(made, exact, of))
 
     casts = max(map(training.row_sum_of_casts, made, exact))
-    # Of some 128 rows, whose errors differ in size, a mean square is told to a third.
+    # From some 128 rows, whose errors differ in size, a mean square is known to about a third.
     assert 0.7 < row_sum("normalized_delta") / casts < 1.3
     assert row_sum("normalized_delta") < training.allowed(made, exact) < row_sum("flash")

@@ -1,4 +1,4 @@
-"""`check` of PyTorch's functions, and of eager ones as in transformers."""
+"""`check` of PyTorch's functions, and of eager attention functions as in transformers."""
 
 import functools
 import sys
@@ -37,7 +37,7 @@ def test_a_function_with_the_parameters_of_sdpa_is_called_as_that(few_candidates
     target = check.of_function(attention_fn(numerics="exact"), options)
     report = check.check(target)
     assert (report.state, report.bugs) == ("right", ())
-    assert "grouped heads" in report.errors  # it was asked for enable_gqa
+    assert "grouped heads" in report.errors  # so it was called with enable_gqa
     assert any("called as scaled_dot_product_attention" in note for note in report.notes)
     assert target.can >= {"causal", "full", "scale"}
 
@@ -59,7 +59,7 @@ def repeated(x, q):
 
 
 def gpt_oss(q, k, v, *, is_causal, scaling, attention_mask=None, s_aux=None):
-    """As eager_attention_forward of gpt-oss: sinks are one more column, softmax in the dtype."""
+    """Eager attention as in gpt-oss: sinks are one more column; softmax runs in the input dtype."""
     k, v = repeated(k, q), repeated(v, q)
     s = masked_scores(q, k, scaling, is_causal, attention_mask)
     if s_aux is not None:
@@ -71,7 +71,7 @@ def gpt_oss(q, k, v, *, is_causal, scaling, attention_mask=None, s_aux=None):
 
 
 def gemma_2(q, k, v, *, is_causal, scaling, attention_mask=None, softcap=None, sliding_window=None):
-    """As eager_attention_forward of Gemma 2: a soft cap, softmax in float32."""
+    """Eager attention as in Gemma 2, with a soft cap; softmax runs in float32."""
     k, v = repeated(k, q), repeated(v, q)
     s = masked_scores(q, k, scaling, is_causal, attention_mask, sliding_window, softcap)
     p = torch.softmax(s, dim=-1, dtype=torch.float32).to(q.dtype)
@@ -110,7 +110,7 @@ def test_sinks_without_a_gradient_are_refused_and_with_a_wrong_one_a_bug():
 @pytest.mark.usefixtures("few_candidates")
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile:UserWarning")
 def test_flex_attention_has_no_bug(monkeypatch):
-    """Its unfused form, whose backward pass PyTorch keeps from a CPU by this check alone."""
+    """Runs the unfused form, whose backward pass only `_validate_device` forbids on a CPU."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     report = check.check(check.find("torch.flex", check.Options(**SMALL)), "float32")
     assert report.bugs == () and report.refused == {}
@@ -119,16 +119,16 @@ def test_flex_attention_has_no_bug(monkeypatch):
 
 
 def test_flex_attention_is_compiled_for_every_problem(monkeypatch):
-    """PyTorch would warn where it goes on unfused, and here a warning is an error."""
+    """PyTorch warns where it falls back to the unfused form, and a warning is an error here."""
     is_available, found = torch.cuda.is_available, []
 
-    def on_a_gpu():  # for the function that is tested alone
+    def on_a_gpu():  # true only for calls from the tested function
         found.append(sys._getframe(1).f_code is libraries.flex_attention.__code__)
         return found[-1] or is_available()
 
     monkeypatch.setattr(torch.cuda, "is_available", on_a_gpu)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    for tokens in range(33, 43):  # more lengths than PyTorch compiles one function for
+    for tokens in range(33, 43):  # more lengths than PyTorch compiles for one function
         q = torch.randn(1, 2, tokens, 16)
         o, _ = libraries.flex_attention(q, q, q, is_causal=True, scale=0.25)
         assert o.shape == q.shape

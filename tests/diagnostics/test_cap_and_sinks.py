@@ -1,6 +1,6 @@
-"""Diagnostics of a soft cap, sinks and other value sizes, against float64 that is written out here.
+"""Diagnostics with a soft cap, sinks and another value size, against float64 written out here.
 
-By NumPy where a point rounds, by `jax.grad` of plain attention where none does.
+The reference is NumPy where a point rounds, and `jax.grad` of plain attention where none does.
 """
 
 import functools
@@ -20,7 +20,7 @@ ROWS, HEADS, HEAD_SIZE, VALUE_SIZE = 48, 2, 16, 8
 SCALE = HEAD_SIZE**-0.5
 HIDDEN = ~np.tri(ROWS, dtype=bool)
 PARTS = ("scores", "lse", "exponent", "dp", "delta", "ds")
-# Of a sink of 12 most rows have nearly all weight there; one of −inf is none.
+# (soft cap, sinks). A sink of 12 takes nearly all weight of most rows; a sink of −inf is no sink.
 VARIANTS = {
     "cap": (6.0, None),
     "cap nearly reached": (1.5, None),
@@ -43,13 +43,13 @@ def bf16(x):
 
 @functools.cache
 def arrays():
-    """q, k, v, dO [T, N, H] in float64 of bfloat16 values; two query heads share k and v."""
+    """q, k, v, dO [T, N, H]: float64 arrays of bfloat16 values; two query heads share k and v."""
     r = np.random.default_rng(0)
     directions = r.standard_normal((4, HEAD_SIZE))
 
     def near(heads):
         spread = 0.1 * r.standard_normal((ROWS, heads, HEAD_SIZE))
-        # On a grid, so that float32 has q kᵀ exactly.
+        # The values lie on a grid, so that q kᵀ is exact in float32.
         return np.round((directions[r.integers(4, size=(ROWS, heads))] + spread) * 32) / 32
 
     q, k = near(HEADS), near(1)
@@ -63,7 +63,7 @@ def of_head(head):
 
 
 def scores_of(head, cap):
-    """Before the cap and after it, and the slope, [T, S]; −inf where a key is hidden."""
+    """Scores before the cap, scores after it (−inf for hidden keys) and the slope, each [T, S]."""
     q, k, _, _ = of_head(head)
     x = q @ k.T * SCALE
     if cap is None:
@@ -76,7 +76,7 @@ def lse_of(s, sink):
 
 
 def returned_of(variant, num):
-    """O [T, N, V] in bfloat16, and lse [T, N] that is off by some 1e-3."""
+    """O [T, N, V] in bfloat16, and lse [T, N] with errors of some 1e-3."""
     cap, sinks = VARIANTS[variant]
     outs = []
     for head in range(HEADS):
@@ -166,7 +166,7 @@ def compared(q, k, v, do, sinks, returned, *, num, cap):
     return comparison.compare(q, k, v, do, Extras(sinks=sinks), spec, returned)
 
 
-# Every arithmetic with both, and every variant with an arithmetic that rounds elsewhere.
+# Every arithmetic with cap and sinks, and every other variant with an arithmetic of its own.
 PARTS_OF = [
     *(("cap and sinks", name) for name in ARITHMETIC),
     ("cap", "published"),
@@ -193,7 +193,7 @@ def test_parts_and_row_sums_are_those_of_float64(variant, name):
             found = np.zeros((ROWS, 1)) if found is None else SCALE * np.asarray(found)[0, :, head]
             bound = 2e-4 * norm(wanted[part]) + residue
             if part in ("scores", "ds", "dp", "total"):
-                # The largest of a slightly different number may be cast another way.
+                # Numbers that differ slightly may round differently; the largest one counts here.
                 bound += 0.02 * norm(wanted[part]) + wanted["flip"]
             assert norm(found - wanted[part]) <= bound, (head, part)
         for row_sum, is_cast in (
@@ -205,7 +205,7 @@ def test_parts_and_row_sums_are_those_of_float64(variant, name):
             bound = max(2e-4, is_cast) * norm(wanted[row_sum]) + 4 * np.sqrt(ROWS) * wanted["size"]
             assert norm(found - wanted[row_sum]) <= bound, (head, row_sum)
         found = np.asarray(rows.p_row_sum_error)[0, :, head, 0]
-        # A capped score is c tanh(x / c) in float32: some ulp of c.
+        # A capped score is c tanh(x / c) in float32, with an error of some ulp of c.
         atol = 3e-7 + 2.0**-22 * (cap or 0)
         np.testing.assert_allclose(found, wanted["p_row_sum"], atol=atol, err_msg=str(head))
         before, after = wanted["largest"]
@@ -244,7 +244,7 @@ def test_exact_arithmetic_has_the_gradient_of_plain_attention(variant):
     assert norm(SCALE * np.asarray(rows.dq.error)[0]) < 1e-5 * size
     for row_sum in (rows.ds_row_sum, rows.rounded_ds_row_sum, rows.p_row_sum_error):
         assert np.max(np.abs(row_sum)) < 1e-5
-    # Without either another gradient.
+    # Without a cap or sinks the gradient is another one.
     plain = compared(*of_float32, None, None, num=numerics.EXACT, cap=None).gradients
     assert norm(SCALE * np.asarray(plain.dq.exact)[0] - exact) > 0.02 * size
 
@@ -257,7 +257,7 @@ RUN = ARITHMETIC | {
 }
 
 
-# `after_cast` is refused beside a cap: its rows of dS would not sum to zero.
+# `after_cast` is refused with a cap, because its rows of dS would not sum to zero.
 TOTALS_OF = [
     *(("cap and sinks", name) for name in RUN if name != "corrected_after_cast"),
     ("sinks", "corrected_after_cast"),
@@ -270,7 +270,7 @@ TOTALS_OF = [
 
 @pytest.mark.parametrize(("variant", "name"), TOTALS_OF)
 def test_the_total_is_the_error_of_the_dq_of_the_implementation(variant, name):
-    """And O of the emulation is that of the implementation, bit for bit."""
+    """The emulated O must also equal the implementation's O, bit for bit."""
     cap, _ = VARIANTS[variant]
     num = RUN[name].replace(grads="float32", output="bfloat16", kv_block=16)
     if name == "published":
@@ -303,7 +303,7 @@ def test_the_total_is_the_error_of_the_dq_of_the_implementation(variant, name):
     total = np.asarray(signals["query_weight_gradient_error_from_total"])
     assert np.all((measured > 5e-4) & (measured < 0.1))
     np.testing.assert_allclose(total, measured, rtol=0.05)
-    if name == "flash_attention_3":  # whose S is not formed, and is here
+    if name == "flash_attention_3":  # its implementation forms no S, the emulation does
         return
     outputs = compared(q, k, v, do, sinks, None, num=num, cap=cap).outputs
     np.testing.assert_array_equal(outputs.output, returned.o)

@@ -1,4 +1,4 @@
-"""`diagnostics.capture` against dO from zeros that are added to O, through jit, scan and Flax."""
+"""Tests `diagnostics.capture` through jit, scan and Flax; dO comes from zeros added to O."""
 
 import functools
 
@@ -19,7 +19,7 @@ LAYERS = 2
 
 
 class Tap:
-    """Attention that keeps q, k and v, and adds `zero` to its output: its gradient is dO."""
+    """Attention that keeps q, k and v, and adds zeros to its output, whose gradient is dO."""
 
     def __init__(self, number):
         self.number, self.attend = (
@@ -147,7 +147,7 @@ def test_a_call_is_there_as_often_as_it_ran(loss, times, batch):
         jax.jit(jax.grad(loss))(1.0)
     assert list(taken.layers) == ["layer_00", "layer_00.1", "layer_00.2"][:times]
     assert all(layer["do"].shape == (batch, 8, 2, 8) for layer in taken.layers.values())
-    if loss is scanned:  # backwards: q of the last layer is x times 3
+    if loss is scanned:  # the last layer is first, and its q is x times 3
         last, *_, first = taken.layers.values()
         np.testing.assert_array_equal(first["q"], ROWS)
         np.testing.assert_array_equal(last["q"], last["k"] * 3)
@@ -224,7 +224,7 @@ def test_a_block_without_a_backward_pass_says_so(tmp_path):
         _ = 1 / 0
     with pytest.raises(ValueError, match="sequences must be at least 1, or None for all, got 0"):
         capture(sequences=0).__enter__()
-    with capture() as taken:  # none of these left a block open
+    with capture() as taken:  # none of the failed blocks above is still open
         jax.grad(lambda w: jnp.sum(attend(w, ROWS)))(1.0)
     with pytest.raises(CaptureError, match=r"is saved as .npz, got .*a.safetensors"):
         taken.save(tmp_path / "a.safetensors")

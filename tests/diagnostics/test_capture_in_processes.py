@@ -1,4 +1,4 @@
-"""A capture in a run of two processes, each with a device of its own."""
+"""Captures in a run of two processes, each with its own device."""
 
 import numpy as np
 from processes.ranks import free_port, in_two_ranks

@@ -1,4 +1,4 @@
-"""Diagnostics against numbers computed by hand, the float64 oracle and the implementations."""
+"""Diagnostics against numbers worked out by hand, the float64 oracle and the implementations."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ BFLOAT16 = get_rounding("bfloat16")
 
 
 def make_arrays(seed=0, *, length=40, keys=40, heads=4, kv_heads=2, head_size=16, batch=2):
-    """q, k, v, dO in bfloat16, with some repeated keys so that rows tie."""
+    """q, k, v, dO in bfloat16, with a repeated key so that rows tie."""
     r = np.random.default_rng(seed)
     q = r.standard_normal((batch, length, heads, head_size)) * 2
     k = r.standard_normal((batch, keys, kv_heads, head_size))
@@ -30,7 +30,7 @@ def make_arrays(seed=0, *, length=40, keys=40, heads=4, kv_heads=2, head_size=16
     return tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v, do))
 
 
-# One compilation per arithmetic instead of one per operation.
+# Jitted, so that it compiles once per arithmetic instead of once per operation.
 compare = jax.jit(comparison.compare, static_argnames="spec")
 
 
@@ -45,7 +45,7 @@ def make_spec(num, *, is_causal=True, row_max=StandardMax(), head_size=16):  # n
     return Spec(numerics=num, row_max=row_max, scale=head_size**-0.5, is_causal=is_causal)
 
 
-# Rows: a tie, a near tie, one visible key, none, one key with all weight.
+# The rows: a tie, a near tie, one visible key, no visible key, one key with all weight.
 SCORES = jnp.array(
     [[2, 2, 1, M], [2, 1.9995, -3, M], [0, M, M, M], [M, M, M, M], [9, 0, 0, 0]], jnp.float32
 )
@@ -81,7 +81,7 @@ def test_level_and_spread_are_those_of_the_keys_seen():
 
 
 def test_what_moves_all_scores_of_a_row_moves_their_level_and_not_their_spread():
-    """q moved along the mean key, as errors of δ move it, against q scaled by two."""
+    """q moves along the mean key, as errors of δ move it."""
     q, k, v, _ = (x.astype(jnp.float32) for x in make_arrays(kv_heads=4))
 
     def level_and_spread(q):
@@ -97,7 +97,7 @@ def test_what_moves_all_scores_of_a_row_moves_their_level_and_not_their_spread()
 
 
 def test_dominated_rows():
-    # Row 4: max P = 1 / (1 + 3 e⁻⁹) = 0.99963, beyond 1 − 2⁻⁹ = 0.99805.
+    # Row 4 has max P = 1 / (1 + 3 e⁻⁹) = 0.99963, above 1 − 2⁻⁹ = 0.99805.
     np.testing.assert_array_equal(
         rows.dominated_rows(SCORES), np.array([False, False, True, False, True])
     )
@@ -116,7 +116,7 @@ def test_signed_error_of_scalars_by_hand():
 
 
 def test_coherence_of_equal_orthogonal_and_absent_errors():
-    # Heads: the same vector in all 4 rows; unit vectors that are pairwise orthogonal; no error.
+    # The heads: the same vector in all 4 rows; pairwise orthogonal unit vectors; no error.
     same = jnp.tile(jnp.array([1.0, -2.0, 0.5, 0.0]), (4, 1))
     x = jnp.stack([same, jnp.eye(4), jnp.zeros((4, 4))], axis=1)[None]
     coherence = diagnostics.signed_error(x, jnp.zeros_like(x))["coherence"]
@@ -128,7 +128,7 @@ def test_the_worked_rounding_number_of_the_paper():
     exact, rounded = -4.703990459, -4.71875
     assert round_to(jnp.float32(exact), "bfloat16") == rounded
 
-    # One row with scores 0, 0, −4: two P̄ are exactly 1 and the third brings the residue.
+    # One row has the scores 0, 0, −4: two P̄ are exactly 1 and the third adds the residue.
     residue = exact - (-2.40625 - 2.296875)
     q = jnp.ones((1, 1, 1, 1), jnp.float32)
     k = jnp.array([0.0, 0.0, -4.0]).reshape(1, 3, 1, 1)
@@ -136,12 +136,12 @@ def test_the_worked_rounding_number_of_the_paper():
     signals = attention_signals(q, k, v, jnp.ones_like(q), numerics=numerics.PUBLISHED, scale=1.0)
     assert signals["repeated_maxima"][0] == signals["rounded_to_one"][0] == 1
     assert float(signals["unnormalized_error_mean"][0]) == pytest.approx(-0.01475954, abs=1e-6)
-    # l = 2 + e⁻⁴ rounds to 2.015625, and −4.71875 / 2.015625 = −2.3411 to −2.34375.
+    # l = 2 + e⁻⁴ rounds to 2.015625, and −4.71875 / 2.015625 = −2.3411 rounds to −2.34375.
     delta_error = -2.34375 - exact / (2 + math.exp(-4))
     assert float(signals["delta_error_mean"][0]) == pytest.approx(delta_error, abs=1e-6)
 
 
-# Arithmetic, causal or not, keys for 40 rows: blocks that need padding, more rows than keys.
+# (arithmetic, is_causal, keys) for 40 rows. Some blocks need padding; one has more rows than keys.
 CASES = {
     "published": (numerics.PUBLISHED.replace(kv_block=24), True, 30),
     "flash": (numerics.FLASH.replace(kv_block=24), False, 56),
@@ -161,7 +161,7 @@ def test_the_output_compared_is_that_of_the_implementation(case, monkeypatch):
     implementation = dense if num.normalize_probs else tiled
     out, _ = jax.jit(implementation.attention, static_argnames="spec")(q, k, v, extras, spec)
     result = compare(q, k, v, None, extras, spec)
-    # Float32 sums of another order may tip single values over a rounding boundary.
+    # Float32 sums in another order may push a few values across a rounding boundary.
     same = result.outputs.output == out.astype(jnp.float32)
     assert float(jnp.mean(same.astype(jnp.float32))) > 0.995
 
@@ -173,7 +173,7 @@ def test_rows_compared_in_sections_have_what_they_have_in_one(rule, keys, monkey
     spec = make_spec(numerics.EXACT.replace(kv_block=8, output="float32"), row_max=rule)
 
     def compared():
-        # Compiled anew, because a program does not know how it is divided.
+        # A new function, because jit would reuse the program with the old size of a chunk.
         return jax.jit(lambda *arrays: comparison.compare(*arrays, Extras(), spec))(q, k, v, do)
 
     whole = compared()
@@ -226,17 +226,17 @@ def test_unrounded_arithmetic_has_no_errors():
 
 @pytest.mark.parametrize("size", [1.0, 30.0])
 def test_rows_of_what_is_matched_sum_to_one_and_zero_over_several_steps(size):
-    """Its exponent is kept: P̄ would be rounded against another maximum in every step."""
+    """The emulation keeps `whole_max`, or P̄ would round against another maximum in every step."""
     q, k, v, do = (x.astype(jnp.bfloat16) for x in make_arrays())
     num = numerics.MATCHED_FLOAT32_OUTPUT.replace(kv_block=16)
     x = jnp.asarray(np.random.default_rng(5).standard_normal((2, 40, 24)), jnp.bfloat16)
     signals = attention_signals(size * q, k, v, do, x=x, numerics=num, is_causal=True)
     assert float(jnp.max(signals["p_row_sum_error_max"])) < 1e-6
-    # m and M count in other units. What is left is of the rounded P̄ that l adds.
+    # m and M have different units. What remains is due to l, which adds the rounded P̄.
     assert float(jnp.max(signals["query_weight_gradient_error_from_lse"])) < 5e-3
     assert float(jnp.max(signals["ds_row_sum_rms"])) < 2e-6
     error = signals["delta_error_rms"] / signals["delta_rms"]
-    assert float(jnp.max(error)) < 1e-6  # P̄ is rounded, and δ follows it
+    assert float(jnp.max(error)) < 1e-6  # P̄ is rounded, and the exact δ follows it
     of_flash = attention_signals(
         size * q, k, v, do, numerics=numerics.FLASH.replace(kv_block=16), is_causal=True
     )
@@ -253,7 +253,7 @@ def test_an_error_of_dp_that_delta_shares_is_none_of_delta():
 
     assert float(jnp.min(error_of_delta("do_o"))) > 1e-3
     assert float(jnp.max(error_of_delta("normalized"))) < 1e-5
-    # Σ P is 1 ± 2⁻⁸ where l is rounded, and here not divided by.
+    # Σ P is 1 ± 2⁻⁸, because l is rounded, and `dp_p` does not divide by Σ P.
     assert float(jnp.min(error_of_delta("dp_p"))) > 1e-4
 
 
@@ -267,9 +267,9 @@ def test_rows_of_ds_sum_to_minus_the_error_of_delta():
 
 @pytest.mark.parametrize("rule", [numerics.StandardMax(), numerics.DynamicMax()])
 def test_rounded_scores_are_an_error_of_the_output_and_not_of_delta(rule):
-    """Ō and δ are compared on the run's own S (and m); O with no rounding at all."""
+    """The exact Ō and δ use the run's own S (and m); the exact O has no rounding at all."""
     q, k, v, do = (x.astype(jnp.float32) for x in make_arrays())
-    num = numerics.EXACT.replace(scores="bfloat16")  # ties, and no other rounding
+    num = numerics.EXACT.replace(scores="bfloat16")  # makes ties; nothing else is rounded
     result = compare(q, k, v, do, Extras(), make_spec(num, row_max=rule))
     outputs, gradients = result.outputs, result.gradients
     ties = result.scores.repeated_maxima & result.scores.sees_several
@@ -280,7 +280,7 @@ def test_rounded_scores_are_an_error_of_the_output_and_not_of_delta(rule):
 
 
 def test_query_weight_gradient_error_is_what_changing_delta_changes():
-    """The paper's identity, against two backward passes that differ in δ alone."""
+    """Checks the paper's identity with two backward passes that differ in δ alone."""
     q, k, v, do = (x.astype(jnp.float32) for x in make_arrays(kv_heads=4))
     r = np.random.default_rng(5)
     x = jnp.asarray(r.standard_normal((2, 40, 24)), jnp.float32)
@@ -335,7 +335,7 @@ def test_a_matrix_of_rank_one_has_all_in_its_first_singular_value():
 
 
 def test_outer_product_similarity_by_hand():
-    # Heads over 2 tokens: pk alike (cosine 1), orthogonal (0), opposite (−1); x alike in all.
+    # Over 2 tokens the heads have pk alike (cosine 1), orthogonal (0), opposite (−1). x is alike.
     pk = jnp.array([[[1.0, 0], [1, 0], [2, 1]], [[3.0, 0], [0, 2], [-4, -2]]])[None]
     x = jnp.array([[[1.0, 2.0, 2.0], [2.0, 4.0, 4.0]]])
     similarity, _ = weights.outer_product_signals(pk, x)
@@ -345,7 +345,7 @@ def test_outer_product_similarity_by_hand():
 def test_outer_product_similarity_is_the_mean_over_pairs():
     r = np.random.default_rng(0)
     pk, x = r.standard_normal((2, 9, 3, 4)) + 0.5, r.standard_normal((2, 9, 5)) + 0.5
-    pk[0, 0, 1] = 0  # a token without direction is left out
+    pk[0, 0, 1] = 0  # a token without a direction is not counted
     similarity, _ = weights.outer_product_signals(
         jnp.asarray(pk, jnp.float32), jnp.asarray(x, jnp.float32)
     )
@@ -359,7 +359,7 @@ def test_outer_product_similarity_is_the_mean_over_pairs():
 
 
 def test_similarity_across_steps_is_the_mean_over_pairs_of_tokens():
-    """Through `attention_signals`, against the matrices of all tokens in NumPy."""
+    """Checks `attention_signals` against the matrices of all tokens in NumPy."""
     units, directions = [], []
     for seed in (0, 1):
         q, k, v, do = (x.astype(jnp.float32) for x in make_arrays(seed, length=9, keys=9))
@@ -370,7 +370,7 @@ def test_similarity_across_steps_is_the_mean_over_pairs_of_tokens():
         assert directions[-1].shape == (4, 5, 16)
         signals = functools.partial(diagnostics.attention_signals, **options)
         assert asked.keys() == jax.eval_shape(signals, q, k, v, do).keys()
-        # P k of exact softmax: no point of `flash` rounds what enters it.
+        # This is P k of the exact softmax, because no point of `flash` rounds what enters it.
         scores = np.einsum("btnh,bsnh->bnts", q, np.repeat(k, 2, axis=2)) / 4
         scores = np.where(np.tri(9, dtype=bool), scores, -np.inf)
         p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -416,8 +416,8 @@ def test_signals_per_head_are_those_of_calls_with_one_arithmetic():
 
 
 def test_shares_count_rows_that_see_two_keys_and_batches_are_reduced():
-    # 3 rows, causal: row 0 sees one key and does not count. Sequence 0 has equal keys, so its
-    # rows 1 and 2 tie; so does row 1 of sequence 1, whose row 2 has one key far ahead.
+    # With 3 causal rows, row 0 sees one key and does not count. Sequence 0 has equal keys, so its
+    # rows 1 and 2 tie. In sequence 1 row 1 ties, and row 2 has one key far ahead.
     q = jnp.ones((2, 3, 1, 2), jnp.bfloat16)
     k = q.at[1].set(0).at[1, 2].set(40)
     signals = attention_signals(q, k, k, numerics=numerics.FLASH, is_causal=True)
@@ -436,7 +436,7 @@ def test_layers_of_a_shape_share_a_program_outside_of_a_jit(caplog):
         call(*arrays[1:])
         assert "Compiling" not in caplog.text
         call(*arrays[1:], is_causal=True)
-    assert "Compiling jit(_part_signals)" in caplog.text  # what is looked for is seen
+    assert "Compiling jit(_part_signals)" in caplog.text  # a compilation would have been seen
 
 
 def test_memory_does_not_hold_all_scores():
@@ -474,7 +474,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_published_rule_that_underflows_shows_as_nan():
-    """β·r_m with r_m = 100 and no clamp: every exp is 0, the row is 0 / 0."""
+    """With r_m = 100 and no clamp, m is β·r_m, so every exp is 0 and the row is 0 / 0."""
     q = jnp.full((1, 2, 1, 1), 10.0)
     rule = numerics.PublishedMax(clamp=None)
     signals = attention_signals(q, q, q, numerics=numerics.FLASH, row_max=rule, scale=1.0)
@@ -485,7 +485,7 @@ def test_published_rule_that_underflows_shows_as_nan():
 
 
 def test_published_rule_that_underflows_shows_as_vanished_rows():
-    """Their dS vanishes as well: what is missing is the row, not the balance of it."""
+    """The dS of a vanished row is 0 too, so its row sum of dS does not show the fault."""
     q, v = jnp.full((1, 2, 1, 1), 10.0), jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)
     chosen = {"numerics": numerics.FLASH, "scale": 1.0}
     safe = attention_signals(q, q, v, v, **chosen)

@@ -1,4 +1,4 @@
-"""`diagnostics.capture` of attention of others: jax.nn, Flax, a user's function."""
+"""`diagnostics.capture` of foreign attention: jax.nn's, Flax's and a user's function."""
 
 import functools
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental.pallas.ops.tpu import splash_attention
-from jax.nn import dot_product_attention  # a name of a user's module
+from jax.nn import dot_product_attention  # as a user's module would import it
 
 from lowprec_attn import attention
 from lowprec_attn.diagnostics import CaptureError, capture, captured, watch
@@ -17,7 +17,7 @@ from lowprec_attn.diagnostics.examine import array_file
 
 B, T, HEADS, KV_HEADS, SIZE = 2, 12, 4, 2, 8
 WIDTH = HEADS * SIZE
-# Not by names, which a capture replaces.
+# Kept in a dict, because a capture replaces names in modules.
 ORIGINALS = {"jax": jax.nn.dot_product_attention, "linen": nn.dot_product_attention}
 Q = jax.random.normal(jax.random.key(0), (B, T, HEADS, SIZE))
 K, V = jax.random.normal(jax.random.key(1), (2, B, T, KV_HEADS, SIZE))
@@ -29,7 +29,7 @@ def restored():
 
 
 def loss(w, zero=0.0, attend=None):
-    """By any name of jax.nn's function; the gradient by `zero` is dO."""
+    """A loss through jax.nn's function under any name; the gradient by `zero` is dO."""
     attend = dot_product_attention if attend is None else attend
     return jnp.sum((attend(Q * w, K, V, is_causal=True) + zero) ** 3)
 
@@ -43,7 +43,7 @@ def test_the_function_of_jax(jit, by_name, tmp_path):
     step = jax.grad(functools.partial(loss) if by_name else
                     lambda w: loss(w, attend=jax.nn.dot_product_attention))  # fmt: skip
     step = jax.jit(step) if jit else step
-    expected = step(2.0)  # under jit compiled before the block
+    expected = step(2.0)  # under jit it is compiled before the block
     with capture(None) as taken:
         assert step(2.0) == expected
     assert step(2.0) == expected
@@ -169,9 +169,9 @@ def test_models_of_flax_with_their_own_attention(make, tmp_path):
         o = attention.dot_product_attention(
             *(layer.q, layer.k, layer.v), is_causal=True, numerics="exact", implementation="dense"
         )
-    if make is of_linen:  # whose last call is added as it is
+    if make is of_linen:  # its last attention is added to x directly
         found, expected = (layers[-1].q + o).reshape(X.shape), apply(params)
-        # The layers before are in bfloat16, and run here without jit.
+        # The layers before it are in bfloat16, and here they run without jit.
         np.testing.assert_allclose(found, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
 
 
@@ -186,7 +186,7 @@ def test_dropout_of_linen_is_named_and_that_of_nnx_refused():
 
 
 def heads_first(q, k, v, causal=False, sm_scale=None, softcap=None, tile=None):
-    """A user's kernel, which calls jax.nn and gives more than O."""
+    """A user's kernel that calls jax.nn and returns more than O."""
     rows = (x.swapaxes(-3, -2) for x in (q, k, v))
     out = jax.nn.dot_product_attention(*rows, is_causal=causal, scale=sm_scale)
     return out.swapaxes(-3, -2), None
@@ -206,17 +206,17 @@ def test_a_function_of_a_user_in_its_own_layout(batch, jit, tmp_path):
     do = jax.grad(cube, argnums=1)(2.0, jnp.zeros_like(q))
     with capture(None) as taken:
         jax.jit(jax.grad(cube))(2.0, 0.0)
-    (layer,) = taken.layers.values()  # and not once more for what it calls
+    (layer,) = taken.layers.values()  # the call of jax.nn inside is not captured again
     np.testing.assert_array_equal(layer["q"], Q * 2 if batch else Q[:1] * 2)
     do = do.swapaxes(-3, -2)
-    # dO = 3 O²; some O are near 0, where a sum in another order is more than 1e-5 of them.
+    # dO = 3 O². Where O is near 0, a sum in another order differs by more than 1e-5 of it.
     np.testing.assert_allclose(layer["do"], do if batch else do[None], rtol=1e-5, atol=1e-8)
     assert (layer["is_causal"], layer["scale"]) == (True, 0.5)
     assert layer["logits_soft_cap"] == 30 and "ignored" not in layer
 
 
 def with_sinks(q, k, v, softcap=0.0, s_aux=None):
-    """As flash_attn says that there is no cap, and FlashAttention-3 what its sinks are."""
+    """A function with the soft cap of flash_attn (0 is none) and the sinks of FlashAttention-3."""
     return jax.nn.dot_product_attention(q, k, v)
 
 
@@ -233,7 +233,7 @@ def test_sinks_of_a_function_are_kept_and_a_cap_of_0_is_none():
 
 
 def scaled_by_itself(q, k, v, is_causal=True, scale=0.25):
-    """A user's function with defaults of its own."""
+    """A user's function with its own defaults."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
 
 
@@ -246,7 +246,7 @@ def test_defaults_of_a_function_count():
 
 
 def test_splash_behind_a_function_that_says_what_it_computes():
-    """The kernel itself has no q; its causality and scale are its caller's."""
+    """The kernel has no argument q; the function around it says causality and scale."""
     tokens, heads, size = 128, 2, 128
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((tokens, tokens))] * heads)
     kernel = splash_attention.make_splash_mha_single_device(mask, interpret=True)
@@ -272,7 +272,7 @@ def test_splash_behind_a_function_that_says_what_it_computes():
 
 def test_tokamax(monkeypatch):
     tokamax = pytest.importorskip("tokamax", reason="needs tokamax")
-    monkeypatch.setattr("sys.argv", ["python"])  # it reads flags there
+    monkeypatch.setattr("sys.argv", ["python"])  # tokamax reads flags from it
 
     def cube(w, attend):
         o = attend(Q * w, K, V, is_causal=True, logits_soft_cap=30.0, implementation="xla")

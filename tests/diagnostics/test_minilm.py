@@ -1,4 +1,4 @@
-"""Capture and diagnosis of a model that others trained: MiniLM, whose weights are a package."""
+"""Captures and diagnoses a model that others trained: MiniLM, whose weights are a package."""
 
 import importlib.util
 from pathlib import Path
@@ -22,13 +22,13 @@ TOKENS, PADDING = 256, 40
 
 @pytest.fixture(scope="module")
 def taken():
-    """Of a text, and of one that is shorter by `PADDING` tokens."""
+    """A capture of one text twice, the second time with its last `PADDING` tokens masked."""
     folder = Path(_FOUND.origin).parent / "model"
     tokens = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(
         folder, attn_implementation="sdpa", dtype=torch.bfloat16
     )
-    text = LICENSE.read_text()  # which nobody edits
+    text = LICENSE.read_text()  # a text that never changes
     batch = tokens([text, text], return_tensors="pt", truncation=True, max_length=TOKENS)
     batch["attention_mask"][1, TOKENS - PADDING :] = 0
     with capture(None) as found:
@@ -37,7 +37,7 @@ def taken():
 
 
 def one_key(layer, head, rows=TOKENS):
-    """The share of rows whose largest P is 0.999 or more."""
+    """Returns the share of rows whose largest P is 0.999 or more."""
     q, k = (layer[n][0, :rows, head].astype(np.float64) for n in "qk")
     s = q @ k.T * layer["scale"]
     p = np.exp(s - s.max(-1, keepdims=True))

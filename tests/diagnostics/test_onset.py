@@ -18,7 +18,7 @@ def test_a_rule_is_reported_when_it_begins_and_after_it_was_quiet():
     measured = [
         (QUIET, QUIET, []),
         (QUIET, loud(1), [(1, "scores", 1)]),
-        (QUIET, loud(0), []),  # goes on, with another head
+        (QUIET, loud(0), []),  # the alarm lasts, with another worst head
         (loud(0), loud(0), [(0, "scores", 0)]),
         (loud(0), QUIET, []),
         (loud(0, float("nan")), loud(1), [(1, "scores", 1)]),

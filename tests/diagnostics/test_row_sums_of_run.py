@@ -1,4 +1,4 @@
-"""The row sums of P and dS are those of the O and lse that the implementation returned."""
+"""The row sums of P and dS follow from the O and lse that the implementation returned."""
 
 import functools
 
@@ -17,10 +17,10 @@ SCALE = HEAD_SIZE**-0.5
 
 
 def inputs(largest_score, seed=0):
-    """q, k, v, dO, float64 of 8 bits, with S exact in float32."""
+    """q, k, v, dO in float64, with values of 8 bits for which S is exact in float32."""
     r = np.random.default_rng(seed)
     k = r.integers(-8, 9, (1, KEYS, HEADS, HEAD_SIZE)) / 8
-    k[:, 1::2] = k[:, ::2]  # ties: m loses nothing, lse loses log l
+    k[:, 1::2] = k[:, ::2]  # keys tie, so that float32 holds m exactly, while lse loses log l
     q = r.integers(-8, 9, (1, ROWS, HEADS, HEAD_SIZE)) / 8
     s = np.einsum("btnh,bsnh->bnts", q, k) * SCALE
     q *= 2.0 ** np.round(np.log2(largest_score / np.abs(s).max()))
@@ -46,7 +46,7 @@ def found(arrays, o, lse, num: Numerics):
 
 
 def exact(arrays):
-    """S [B, N, T, S], P, lse and O of float64."""
+    """S and P [B, N, T, S], lse and O in float64."""
     q, k, v, _ = arrays
     s = np.einsum("btnh,bsnh->bnts", q, k) * SCALE
     m = s.max(-1, keepdims=True)
@@ -64,7 +64,7 @@ def test_what_lse_loses_as_one_number_is_seen(name, size):
     of_lse = np.exp(s - lse[..., None].astype(np.float64)).sum(-1) - 1
     of_one_number = numerics.PRESETS[name].replace(statistics="lse")
     values = found(arrays, o, lse.swapaxes(1, 2), of_one_number)
-    # Float32 exp and S − lse, of each term.
+    # The float32 error of exp and of S − lse in each term.
     bound = 4e-7
     assert np.all(np.abs(values["p_row_sum_error_mean"] - of_lse.mean((0, 2))) < bound)
     np.testing.assert_allclose(
@@ -92,7 +92,7 @@ def test_an_lse_that_is_off_is_seen_as_it_is():
 
 @pytest.mark.parametrize("size", [1, 30])
 def test_rows_of_ds_have_the_sum_that_the_returned_o_leaves(size):
-    """δ = rowsum(dO ∘ O) of an O of 8 bits, and of one with a planted error."""
+    """δ = rowsum(dO ∘ O) reads an O of 8 bits, without and with a planted error."""
     arrays = inputs(size)
     _, p, lse, o = exact(arrays)
     do, v = arrays[3], arrays[2]
@@ -124,7 +124,7 @@ def test_sums_of_pairs_have_48_bits(n):
     r = np.random.default_rng(n)
     x = (r.standard_normal((20, n)) * np.exp(4 * r.standard_normal((20, n)))).astype(np.float32)
     if n > 2:
-        x[:, n // 2] = -x.astype(np.float64).sum(1)  # hardly anything is left
+        x[:, n // 2] = -x.astype(np.float64).sum(1)  # the sum nearly cancels
     high, low = jax.jit(pairs.pair_sum)(x)
     found_sums = np.asarray(high, np.float64) + np.asarray(low, np.float64)
     off = np.abs(found_sums - x.astype(np.float64).sum(1, keepdims=True))

@@ -1,4 +1,4 @@
-"""The parts of the error of W_Q's gradient, against float64 NumPy that is written out here."""
+"""The parts of the error of W_Q's gradient, against float64 NumPy written out here."""
 
 import functools
 from typing import NamedTuple
@@ -26,13 +26,13 @@ def bf16(x):
 
 
 def on_grid(x, largest):
-    """x with 8 bits below its largest entry, so that float32 has q kᵀ exactly."""
+    """Rounds x to 8 bits below its largest entry, so that q kᵀ is exact in float32."""
     step = 2.0 ** np.ceil(np.log2(largest)) / 256
     return np.round(x / step) * step
 
 
 def clustered(largest_score, seed=0, *, rows=ROWS, head_size=HEAD_SIZE):
-    """q, k, v, dO [T, H]: keys near six directions, as those of trained models are."""
+    """q, k, v, dO [T, H] with keys near six directions, because keys of trained models cluster."""
     r = np.random.default_rng(seed)
     directions, spread = r.standard_normal((6, head_size)), 0.1
     k = directions[r.integers(6, size=rows)] + spread * r.standard_normal((rows, head_size))
@@ -45,14 +45,14 @@ def clustered(largest_score, seed=0, *, rows=ROWS, head_size=HEAD_SIZE):
 
 
 def saturated():
-    """Every row but the first two has nearly all its weight on the key before its own."""
+    """Inputs for which every row but the first two has nearly all weight on the key before it."""
     _, k, v, do = clustered(4.0)
     k = on_grid(np.random.default_rng(1).choice([-1.0, 1.0], k.shape), 1)
     return 8 * np.roll(k, 1, axis=0), k, v, do
 
 
 def one_key():
-    """Rows of which all keys but one vanish, exp(−1e3) = 0: the exact gradient is 0."""
+    """Inputs for which each row keeps one key (exp(−1e3) = 0), so the exact gradient is 0."""
     q, k, v, do = saturated()
     return bf16(64 * q), k, v, do
 
@@ -92,7 +92,7 @@ class Expected(NamedTuple):
     dp: np.ndarray
     delta: np.ndarray
     ds: np.ndarray
-    size: float  # of an error in every dS of 1e-7 of dP
+    size: float  # the size in dQ of an error in every dS of 1e-7 of the largest dP
 
 
 def softmax(s):
@@ -105,7 +105,7 @@ def rows_sum(x):
 
 
 def expected_parts(arrays, o, lse, num, gain=1.0):
-    """dQ and its parts, float64, from O and lse; P of the backward pass is multiplied by gain."""
+    """Returns dQ and its parts in float64 from O and lse; `gain` multiplies the backward P."""
     q, k, v, do = arrays
     if not num.value.is_identity:
         v = v.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -127,7 +127,7 @@ def expected_parts(arrays, o, lse, num, gain=1.0):
         "normalized": rows_sum(dp * p) / rows_sum(p),
         "after_cast": first + rows_sum(rounded) / rows_sum(bf16(p)),
     }[num.delta]
-    # What an exact δ is, after P is switched and after dP is.
+    # The exact δ after P is switched to the run's, and after dP is.
     after_p = after_dp = rows_sum(softmax(s) * dp_exact)
     if num.delta != "do_o":
         after_p, after_dp = rows_sum(p * dp_exact) / rows_sum(p), rows_sum(p * dp) / rows_sum(p)
@@ -154,7 +154,7 @@ def expected_parts(arrays, o, lse, num, gain=1.0):
 
 
 def returned_of(arrays, num):
-    """O in bfloat16, and an lse in float32 that is off by some 1e-3 besides."""
+    """O in bfloat16, and lse in float32 with added errors of some 1e-3."""
     q, k, v, _ = arrays
     s = q @ k.T * SCALE
     s = np.where(np.tri(len(q), dtype=bool), s if num.scores.is_identity else bf16(s), -np.inf)
@@ -189,17 +189,17 @@ def test_the_parts_are_those_of_float64(inputs, name):
     o, lse = returned_of(arrays, num)
     expected = expected_parts(arrays, o, lse, num)
     found = found_parts(arrays, o, lse, num)
-    residue = np.sqrt(ROWS) * expected.size  # of dP − δ
+    residue = np.sqrt(ROWS) * expected.size  # the float32 error of dP − δ
     for part in ("exact", *PARTS, "total"):
         wanted = getattr(expected, part)
-        # A cast of a slightly different number may go another way: at one of some thousand.
+        # Numbers that differ slightly may round differently: about one of some thousand does.
         is_cast = part in ("ds", "dp", "total")
         # Float32 sums depend on the processor: 0.52 of the residue with AVX2, 0.4 with AVX-512.
         bound = (0.02 if is_cast else 1e-4) * norm(wanted) + (1.0 if is_cast else 0.6) * residue
         assert norm(found[part] - wanted) <= bound, part
-    if inputs != "one key":  # whose gradient is 0, as are some errors of it
+    if inputs != "one key":  # its gradient is 0, and so are some errors of it
         for part in ("lse", "ds", *(["delta"] if num.delta == "do_o" else [])):
-            assert norm(getattr(expected, part)) > 0.7 * residue, part  # so a lack of it is seen
+            assert norm(getattr(expected, part)) > 0.7 * residue, part  # a missing part would show
 
 
 @pytest.mark.parametrize("name", ["flash", "normalized_delta"])
@@ -234,7 +234,7 @@ def signals_of(q, k, v, do, x, returned=None, *, num, head_size=HEAD_SIZE):
 
 
 def shares(arrays, num, x=None, returned=None):
-    """The signals of the sources. Without x it is the unit matrix: dW_Q is dQ then."""
+    """Returns the signals of the sources; x defaults to the unit matrix, for which dW_Q is dQ."""
     rows, head_size = arrays[0].shape
     x = jnp.eye(rows)[None] if x is None else x
     q, k, v, do = (one_head(a) for a in arrays)
@@ -269,7 +269,7 @@ def test_the_signals_are_norms_of_the_parts_of_dw_q():
 def test_exact_arithmetic_has_no_errors(size):
     found = shares(clustered(size), numerics.EXACT)
     assert found["exact"] > 0
-    # lse as one float32 number: 2⁻²⁴ of its size.
+    # The bound includes the error of lse as one float32 number, 2⁻²⁴ of its size.
     assert max(found[f"error_from_{name}"] for name in PARTS) < 1e-5 + 2**-23 * size
 
 
@@ -295,9 +295,9 @@ def run_tiled(q, k, v, do, *, num):
 
 
 def one_flip(arrays):
-    """The share of exact dQ by which the cast of the largest dS may go another way.
+    """Returns the share of exact dQ by which another cast of the largest dS may change it.
 
-    The emulation sums δ in another order than the implementation, so casts of the two may differ.
+    The emulation sums δ in another order than the implementation, so their casts may differ.
     """
     q, k, v, do = arrays
     p = softmax(np.where(np.tri(len(q), dtype=bool), q @ k.T * SCALE, -np.inf))

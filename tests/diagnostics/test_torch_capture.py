@@ -1,4 +1,4 @@
-"""`lowprec_attn.torch.capture` on modules of every kind, against what they keep themselves."""
+"""`lowprec_attn.torch.capture` on modules of every kind, against the arrays that they keep."""
 
 import sys
 import types
@@ -21,13 +21,14 @@ from lowprec_attn.torch import capture  # noqa: E402
 
 B, T, WIDTH, HEADS, KV_HEADS = 2, 12, 32, 4, 2
 SIZE = WIDTH // HEADS
-USUAL = [functional.scaled_dot_product_attention]  # not by a name, which a capture replaces
+USUAL = [functional.scaled_dot_product_attention]  # in a list, because a capture replaces names
 
 
 class Layer(torch.nn.Module):
-    """One product for q, k, v as in nanoGPT, or grouped heads behind a rotation of q and k.
+    """A layer with one product for q, k and v as in nanoGPT.
 
-    It keeps what attention was given, and O, whose gradient autograd keeps.
+    With `grouped` it has grouped heads and rotates q and k after the product. It keeps the
+    arguments of attention, and O, whose gradient autograd keeps.
     """
 
     def __init__(self, grouped=False, **options):
@@ -99,7 +100,7 @@ def test_every_layer_is_captured_and_no_value_changes(sequences, half, tmp_path)
         assert one["k"].shape[2] == layer.kv_heads
         np.testing.assert_array_equal(of_file.do, one["do"])
         assert (of_file.is_causal, of_file.scale) == (True, layer.options.get("scale", SIZE**-0.5))
-        # X only where q is X W: not behind the rotation.
+        # X is captured only where q is X W, not where q is rotated after the product.
         assert ("x" in one) is not layer.grouped
         if not layer.grouped:
             shown = seen["x"].to(torch.bfloat16) if half else seen["x"]
@@ -110,7 +111,7 @@ def test_every_layer_is_captured_and_no_value_changes(sequences, half, tmp_path)
 
 @pytest.mark.parametrize("rows_before_batch", [False, True])
 def test_the_input_of_wq_is_told_in_the_order_of_q(rows_before_batch):
-    """Also where B and T are alike, so that a shape would not show the order."""
+    """B and T are equal here, so that the shape does not show the order."""
     x = inputs(length=B)
     w = torch.randn(WIDTH, WIDTH, requires_grad=True)
     given = x.transpose(0, 1) if rows_before_batch else x
@@ -147,7 +148,7 @@ def test_checkpointed_layers_are_there_once(reentrant):
 
 
 def test_a_checkpoint_that_repeats_something_else_is_refused():
-    """Without the state of the random numbers: dropout before attention, say."""
+    """The random state is not restored, so noise before attention differs when it is repeated."""
     w = torch.randn(SIZE, SIZE, requires_grad=True)
     x = torch.randn(1, HEADS, T, SIZE, requires_grad=True)
 
@@ -264,7 +265,7 @@ def test_modules_of_torch_itself():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_with_its_masks(tmp_path):
-    """Of PyTorch on a CPU it has no backward pass."""
+    """On a CPU flex_attention has no backward pass in PyTorch, so only the forward pass runs."""
     q, k, v = torch.randn(3, B, HEADS, T, SIZE)
     mask = flex.create_block_mask(lambda b, h, t, s: s <= t, None, None, T, T, device="cpu")
     run = torch.compile(flex.flex_attention, backend="eager")
@@ -290,7 +291,7 @@ def test_flex_attention_with_its_masks(tmp_path):
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """A stand-in with the interface of that package: rows first, causal from the end."""
+    """A stand-in with the interface of flash_attn: rows first, causal from the last row and key."""
 
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False,
                         window_size=(-1, -1), softcap=0.0, alibi_slopes=None):  # fmt: skip
@@ -395,7 +396,7 @@ MODELS = {
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_hugging_face(name, half, padding, tmp_path):
-    """O and dO by another way: the input of the projection behind attention, and its gradient."""
+    """O and dO are checked against the input of the output projection and its gradient."""
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
     model_class, config, options = MODELS[name]
@@ -436,7 +437,7 @@ def test_models_of_hugging_face(name, half, padding, tmp_path):
         expected = {w: seen[f"{w}_{i}"].float().numpy().reshape(2, LENGTH, 4, -1)[:, padding:]
                     for w in ("o", "do")}  # fmt: skip
         size = expected["o"].shape[-1]
-        # One rounding of O to bfloat16, another of P̄ to it: two units of 2^-8.
+        # O is rounded to bfloat16 and P̄ is too, which makes two errors of 2^-8.
         tolerance = {"rtol": 0, "atol": (2**-7 if half else 1e-5) * np.abs(expected["o"]).max()}
         np.testing.assert_allclose(np.float32(o)[..., :size], expected["o"], **tolerance)
         np.testing.assert_array_equal(np.float32(layer.do)[..., :size], expected["do"])

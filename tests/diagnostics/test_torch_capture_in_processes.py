@@ -1,11 +1,12 @@
-"""Capture of a PyTorch model that two processes share out: FSDP of both kinds, DDP."""
+"""Captures of a PyTorch model that runs in two processes: both kinds of FSDP, and DDP."""
 
 import pytest
 from processes.ranks import free_port, in_two_ranks
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-# Half of each parameter is elsewhere until a block runs; the model in one piece is the reference.
+# With FSDP each process holds half of every parameter until a block runs. The reference is the
+# whole model in one process.
 PROGRAM = """
 import sys
 import numpy as np

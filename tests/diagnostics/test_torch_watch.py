@@ -20,7 +20,7 @@ from torch.nn import functional  # noqa: E402 (only where there is torch)
 from lowprec_attn import torch as ours  # noqa: E402
 
 B, T, WIDTH, HEADS, LAYERS, WORDS = 2, 16, 32, 2, 2, 11
-USUAL = [functional.scaled_dot_product_attention]  # not by a name, which a capture replaces
+USUAL = [functional.scaled_dot_product_attention]  # in a list, because a capture replaces names
 
 
 class Block(torch.nn.Module):
@@ -40,7 +40,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """The next of words that count up."""
+    """Predicts the next word, where words count up."""
 
     def __init__(self, gain=1.0):
         super().__init__()
@@ -100,7 +100,7 @@ def test_a_healthy_training_is_recorded_and_trains_as_without(tmp_path, caplog):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_scores_that_run_away_are_warned_of_once_with_the_action(half, tmp_path, caplog):
-    """At a rate too high: without any rounding it is named, in bfloat16 the errors are as well."""
+    """At a rate too high, the warning blames the rate in float32 and δ's errors in bfloat16."""
     path = tmp_path / "attention.jsonl"
     train(Model(gain=20.0), ours.watch(every=5, path=path), steps=60, rate=5e-2, half=half)
     lines = lines_of(path)
@@ -142,14 +142,14 @@ def test_the_action_follows_from_the_errors_of_delta(share, action, caplog):
         watched._record(step, {"layer_00": layer, "layer_01": {"score_maximum": [1.0, 2.0, 3.0]}})
         return [r.getMessage() for r in caplog.records]
 
-    assert record(0, 513.0, 512.0, 3.0) == []  # one head is none
+    assert record(0, 513.0, 512.0, 3.0) == []  # one head is no runaway
     (line,) = record(1, 513.0, 2592.0, 3.0)
     start = "step 1: scores run away in layer_00: heads 1, 0 above 512, the largest 2,592. "
     assert line.startswith(start + action)
     assert line.endswith("resume from a checkpoint at which the largest score was below 100")
-    assert len(record(2, 600.0, 2592.0, 3.0)) == 1  # goes on
+    assert len(record(2, 600.0, 2592.0, 3.0)) == 1  # the runaway lasts
     assert len(record(3, 1.0, 2592.0, 3.0)) == 1
-    assert len(record(4, math.nan, 2592.0, 3.0)) == 2  # again
+    assert len(record(4, math.nan, 2592.0, 3.0)) == 2  # a new runaway
 
 
 def test_what_is_recorded_is_what_diagnose_measures(tmp_path):

@@ -1,4 +1,4 @@
-"""A layer against its past and the other layers, by hand. What that was worth: tests/lab."""
+"""A layer against its past and the other layers, by hand; tests/lab tests what that was worth."""
 
 import math
 
@@ -16,7 +16,7 @@ SCORES = trend.QUANTITIES[0]
 def test_ratios_are_to_the_median_before_and_to_that_of_the_other_layers():
     values = np.array([[1.0, 10, 4], [3, 10, 4], [2, 20, 4], [8, 10, 5], [6, 40, 0.5]])
     own, others = diagnostics.trend_ratios(values)
-    assert np.isnan(own[:3]).all()  # three measurements before are the least
+    assert np.isnan(own[:3]).all()  # a past takes three measurements
     np.testing.assert_allclose(own[3], [8 / 2, 10 / 10, 5 / 4])
     np.testing.assert_allclose(own[4], [6 / 2.5, 40 / 10, 0.5 / 4])
     np.testing.assert_allclose(others[0], [1 / 7, 10 / 2.5, 4 / 5.5])
@@ -35,7 +35,7 @@ def test_what_is_not_known_or_not_finite_is_compared_with_nothing():
     values = np.array([[NAN, 2, 0], [1, 2, 0], [1, NAN, 0], [1, 2, 0], [1, math.inf, 5]])
     own, others = trend.trend_ratios(values)
     assert own[4].tolist()[:1] == [1.0] and own[4, 1] == math.inf
-    assert math.isnan(own[3, 0])  # two measurements of it
+    assert math.isnan(own[3, 0])  # only two measurements of its past are known
     assert math.isnan(own[4, 2])  # its median is 0
     assert math.isnan(others[0, 0])
     assert others[4, 1] == math.inf
@@ -46,7 +46,8 @@ def test_what_is_not_known_or_not_finite_is_compared_with_nothing():
     ("changes", "found"),
     [
         ({}, []),
-        # 120 is 6 times the others (20) at once, and 4 times its past (30) once there is enough.
+        # 120 is 6 times the others (20) at once. It is 4 times its past (30) too, which counts from
+        # the fourth measurement on.
         ({(2, 1): 120, (3, 1): 120, (4, 1): 120}, [Departure(1, 3, 2)]),
         ({(4, 1): 120}, [Departure(1, 4, 4)]),
         ({(4, 1): 119}, []),

@@ -16,13 +16,13 @@ from lowprec_attn.diagnostics import watch
 from lowprec_attn.diagnostics.watch import SIGNALS
 
 B, T, WIDTH, HEADS, LAYERS, WORDS = 2, 16, 32, 2, 2, 11
-MEASURED = {*SIGNALS} - {"query_weight_gradient_error_relative"}  # W_Q's input is not known
+MEASURED = {*SIGNALS} - {"query_weight_gradient_error_relative"}  # JAX captures no input of W_Q
 
 
 def attend(gain):
     fn = attention.attention_fn(is_causal=True, implementation="dense")
 
-    # Linen drops keyword arguments that are not named.
+    # The parameters are named, because Linen drops keyword arguments that are not.
     def enlarged(query, key, value, bias=None, mask=None, dtype=None, precision=None):
         return fn(query * jnp.asarray(gain, query.dtype), key, value, bias, mask, dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""The door of `diagnostics`: opens a user's files, runs and models, examines them, words it.
+"""The front end of `diagnostics`: opens files, runs and models, examines them and words the result.
 
-It may import `training`; nothing else of `diagnostics` imports it.
+It may import `training`; no other part of `diagnostics` imports it.
 """

@@ -15,7 +15,7 @@ from lowprec_attn.diagnostics.examine import axes
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.errors import OneLineError, printable
 
-# Upper and lower case alike.
+# Names of arrays in a file, in any case.
 _NAMES = {
     "q": ("q", "query"),
     "k": ("k", "key"),
@@ -31,41 +31,45 @@ _VARIANTS = {
     "sinks": ("sinks", "sink", "s_aux"),
 }
 _FACTS = ("is_causal", "scale", "window", "ignored", "layout")
-# Beside q, k and v; or above all layers, for all of them.
+# These stand beside q, k and v of a layer, or outside of all layers for all of them.
 _HIDING = (*masks.SERVED, *masks.REFUSED)
 _OF_ALL = (*_HIDING, *_VARIANTS)
 _SPELLINGS = _NAMES | _VARIANTS | {name: (name,) for name in (*_FACTS, *_HIDING)}
-_SHOWN = 8  # names
+_SHOWN = 8  # names that a message lists at most
 _NEEDED = ("q", "k", "v")
 _SAFETENSORS_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
 class DiagnoseError(OneLineError, ValueError):
-    """Something about the request or the file is wrong; the message is one line for the user."""
+    """The request or the file is wrong; the message is one line for the user."""
 
 
 def load(path: Path, layout: str | None = None) -> list[Layer]:
-    """The layers of a file, in the order of their names.
+    """Returns the layers of a file, in the order of their names.
 
-    A name is `layer_00/q`, or `q` alone where the file holds one layer. Of each layer it reads q
-    (or query), k (key), v (value) and, where they are there, do (dout), x, the input of W_Q
-    [B, T, D], w_q (query_weight) itself [D, N, H] or [D, N·H], o (out) and lse (logsumexp), case
-    aside; also what `diagnostics.capture` adds: is_causal, scale, window (left, right),
-    logits_soft_cap (softcap, soft_cap, attn_logits_soft_cap; 0 is none), sinks (sink, s_aux) [N],
-    and ignored, names of arguments that `diagnose` leaves out; and layout, the order of the axes as
-    below. A mask, an additive one (attn_bias) or lengths are read where they are padding, causality
-    or a window, see `masks`; where sequences of a batch are padded differently, each is a layer.
-    Such an array, a cap or sinks outside of all layers hold for each of them.
+    An array is named `layer_00/q`, or `q` alone where the file holds one layer; case is ignored.
+    A layer must have q (or query), k (key) and v (value). It may also have
+
+      do (dout), o (out) and lse (logsumexp);
+      x, the input of W_Q [B, T, D], and w_q (query_weight), which is W_Q, [D, N, H] or [D, N·H];
+      is_causal, scale, window (left, right), logits_soft_cap (softcap, soft_cap,
+        attn_logits_soft_cap; 0 is none) and sinks (sink, s_aux) [N];
+      ignored, the names of arguments that `diagnostics.capture` did not record;
+      layout, the order of the axes, as below.
+
+    A mask, an additive mask (attn_bias) or lengths are read where they amount to padding, causality
+    or a window; see `masks`. Sequences of a batch that are padded differently become layers of
+    their own. A mask, lengths, a cap or sinks outside of all layers apply to every layer.
 
     Args:
-      path: .npz, read without pickle, or .safetensors.
-      layout: order of the axes of q, k, v and do in the file, BTNH or BNTH, of all or of each
-        (`q=BNTH,k=BNTH,v=BNTH,do=BTNH`); None for what the file says, else BTNH. The batch axis
-        may be left out of all arrays of a layer. dO may be [B, T, N·H].
+      path: an .npz file, which is read without pickle, or a .safetensors file.
+      layout: order of the axes of q, k, v and do in the file, BTNH or BNTH, for all of them or for
+        each (`q=BNTH,k=BNTH,v=BNTH,do=BTNH`); None for what the file says, else BTNH. All arrays of
+        a layer may lack the batch axis. dO may be [B, T, N·H].
 
     Returns:
-      Layers with arrays [B, T, N, H], v and do maybe of another H, which may hold NaN and infinity,
-      and what was assumed or converted, as one-line notes.
+      Layers with arrays [B, T, N, H] (v and do may have another H), which may hold NaN and
+      infinity. Their one-line notes say what was assumed or converted.
 
     Raises:
       DiagnoseError: the file cannot be read, an array is missing, ambiguous or of another dtype,
@@ -76,14 +80,14 @@ def load(path: Path, layout: str | None = None) -> list[Layer]:
 
 
 class _Found(NamedTuple):
-    """The arrays of a layer by the names of this module, and the names of those not read."""
+    """The arrays of a layer by the names of this module, and the names of arrays not read."""
 
     arrays: dict[str, np.ndarray]
     unread: list[str]
 
 
 def _layers(path: Path, name: str, of_file: _Found, layout: str | None) -> list[Layer]:
-    """The layer of a name; several where its sequences are padded differently."""
+    """Returns the layer of one name; several layers where its sequences are padded differently."""
     where, found = f"{path}: {name}" if name else str(path), of_file.arrays
     hiding = {n: found.pop(n) for n in _HIDING if n in found}
     for refused in masks.REFUSED.keys() & hiding.keys():
@@ -115,7 +119,7 @@ def _layer(
     except ValueError as error:
         raise DiagnoseError(f"{where}: {error}") from error
     _check_shapes(where, arrays, orders)
-    # What a file says of itself is in no doubt.
+    # A file that declares its own layout needs no note of doubt.
     doubts = [] if layout is None and "layout" in facts else axes.doubts(arrays, orders)
     notes = [*_conversions(found), *split, *doubts, *_not_kept(facts)]
     heads, head_size = arrays["q"].shape[2:]
@@ -165,9 +169,9 @@ def _check_facts(where: str, facts: dict[str, np.ndarray]) -> None:
 
 
 def check_scale(scale: float) -> None:
-    """Raises ValueError unless scores can be judged that are multiplied by this."""
+    """Raises ValueError unless the scale is finite and not 0 in float32."""
     with np.errstate(over="ignore"):
-        rounded = np.float32(scale)  # as scores are computed
+        rounded = np.float32(scale)  # scores are computed in float32
     if not np.isfinite(rounded):
         of_float32 = " in float32" if math.isfinite(scale) else ""
         raise ValueError(f"must be a finite number{of_float32}, got {scale}")
@@ -180,7 +184,7 @@ def _declared(facts: dict[str, np.ndarray]) -> str:
 
 
 def _soft_cap(where: str, facts: dict[str, np.ndarray], scale: float) -> float | None:
-    """What the file says; None where that is 0, as flash_attn has it."""
+    """Returns the file's soft cap; None for 0, which means no cap in flash_attn."""
     value = float(facts["soft_cap"].item()) if "soft_cap" in facts else 0.0
     try:
         return validation.soft_cap(value, scale) if value else None
@@ -197,7 +201,7 @@ def _sinks(where: str, sinks: np.ndarray | None, heads: int) -> np.ndarray | Non
 
 
 def _not_kept(facts: dict[str, np.ndarray]) -> list[str]:
-    """A note on what the call had and the file has not."""
+    """Returns a note on the arguments that the call had and the file does not hold."""
     ignored = facts.get("ignored", np.array([]))
     said = (
         f"{', '.join(map(str, ignored.ravel()))} of the call was not kept: rows are judged as if "
@@ -224,7 +228,7 @@ def _read(path: Path) -> dict[str, _Found]:
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a safetensors file, by its name.
+    """Returns every tensor of a safetensors file by its name.
 
     Raises:
       DiagnoseError: the file cannot be read, or the package safetensors is not installed.
@@ -242,10 +246,10 @@ def _read_npz(path: Path) -> dict[str, _Found]:
                 return _pick(path, file.files, file.__getitem__)
     except DiagnoseError:
         raise
-    except PermissionError as error:  # saving it again does not help
+    except PermissionError as error:  # saving the file again does not help
         raise DiagnoseError(f"{path}: {error.strerror}; make it readable") from error
-    # ValueError: pickled content, which stays unread. Damaged, encrypted and absurd files: whatever
-    # zipfile, its decompressors and NumPy raise.
+    # NumPy raises ValueError for pickled content, which stays unread. For damaged, encrypted and
+    # absurd files zipfile, its decompressors and NumPy raise exceptions of many types.
     except Exception as error:
         if "pickle" in str(error):
             raise DiagnoseError(
@@ -264,7 +268,7 @@ def _read_safetensors(path: Path) -> dict[str, _Found]:
 def _open_safetensors(
     path: Path, use: Callable[[Iterable[str], Callable[[str], Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `use` makes of the names in a file and of the function that reads one."""
+    """Opens a file and returns `use(names, read)`, where `read` returns the array of a name."""
     try:
         import safetensors
     except ImportError as error:
@@ -288,7 +292,7 @@ def _open_safetensors(
         raise
     except PermissionError as error:
         raise DiagnoseError(f"{path}: Permission denied; make it readable") from error
-    # TypeError, AttributeError: a format that NumPy has no name for.
+    # TypeError and AttributeError come from a format that NumPy has no name for.
     except (safetensors.SafetensorError, OSError, TypeError, AttributeError) as error:
         raise DiagnoseError(
             f"{path}: not a readable safetensors file ({_one_line(error)}); save it again"
@@ -296,7 +300,7 @@ def _open_safetensors(
 
 
 def _pick(path: Path, names: Iterable[str], read: Callable[[str], Any]) -> dict[str, _Found]:
-    """The arrays of each layer, by its name, '' for the only one."""
+    """Returns the arrays of each layer by its name, which is '' for an unnamed layer."""
     by_layer: dict[str, dict[str, list[str]]] = {}
     names = sorted(names)
     for name in names:
@@ -304,14 +308,14 @@ def _pick(path: Path, names: Iterable[str], read: Callable[[str], Any]) -> dict[
         spelled = (w for w, spellings in _SPELLINGS.items() if own.lower() in spellings)
         for which in spelled:
             by_layer.setdefault(layer, {}).setdefault(which, []).append(name)
-    # An x or a scale alone is another array of the user's.
+    # A group with none of q, k and v, for example an x or a scale alone, is not a layer.
     layers = {n: found for n, found in by_layer.items() if not found.keys().isdisjoint(_NEEDED)}
     if not layers:
         layers = {"": {}}
     of_all = {n: found for n, found in by_layer.get("", {}).items() if n in _OF_ALL}
     layers = {name: of_all | found for name, found in layers.items()}
     used = {spelled for found in by_layer.values() for known in found.values() for spelled in known}
-    # What stands beside the arrays of a layer, or above all layers.
+    # Names beside the arrays of a layer, and names outside of all layers (under '').
     unread = {n: [name for name in names if name.rpartition("/")[0] == n] for n in {"", *layers}}
     return {
         layer: _Found(
@@ -336,7 +340,7 @@ def _pick_layer(
             raise DiagnoseError(f"{path}: {' and '.join(matches)} both mean {which}; keep one")
         if matches:
             array = _read_one(path, matches[0], read)
-            if not isinstance(array, np.ndarray):  # of a zip archive that is no npz
+            if not isinstance(array, np.ndarray):  # the zip archive is no npz
                 raise DiagnoseError(f"{path}: {matches[0]} is no array; save with numpy.savez")
             result[which] = array.astype(array.dtype.newbyteorder("="), copy=False)
         elif which in _NEEDED:
@@ -355,7 +359,7 @@ def _read_one(path: Path, name: str, read: Callable[[str], Any]) -> Any:
     except (
         MemoryError,
         OverflowError,
-    ) as error:  # of a header, which a damaged or a made-up file has as it likes
+    ) as error:  # the header of a damaged or made-up file may claim any shape
         raise DiagnoseError(
             f"{path}: {name} does not fit into memory ({_one_line(error)}); if its shape is right, "
             "save fewer layers or a part of the batch; if not, save the file again"
@@ -410,7 +414,7 @@ def _window(where: str, fact: np.ndarray, arrays: dict[str, np.ndarray]) -> tupl
 
 
 def _heads_apart(where: str, w_q: np.ndarray, heads: int, head_size: int) -> np.ndarray:
-    """W_Q as [D, N, H]."""
+    """Returns W_Q as [D, N, H]."""
     if w_q.ndim == 2 and w_q.shape[1] == heads * head_size:
         w_q = w_q.reshape(-1, heads, head_size)
     if w_q.ndim != 3 or w_q.shape[1:] != (heads, head_size) or w_q.size == 0:

@@ -1,4 +1,4 @@
-"""The order of the axes of q, k, v and dO in a file: as declared, as read, and what looks wrong."""
+"""The axis order of q, k, v and dO in a file: parses it, applies it and says what looks wrong."""
 
 from collections.abc import Iterable, Mapping
 
@@ -14,12 +14,13 @@ Orders = Mapping[str, str]
 
 
 def parse(text: str) -> Orders:
-    """The order of each array: `BNTH` is that of all, `BNTH,do=BTNH` that of all but one.
+    """Returns the axis order of each array.
 
-    What is not named is BTNH.
+    `BNTH` holds for all arrays; `BNTH,do=BTNH` makes an exception of one. An array that the text
+    does not cover is BTNH.
 
     Raises:
-      ValueError: another order or name.
+      ValueError: the text has another order or name.
     """
     orders = dict.fromkeys(WITH_HEADS, _ROWS_FIRST)
     for word in sorted(text.split(","), key=lambda word: "=" in word):
@@ -35,11 +36,13 @@ def parse(text: str) -> Orders:
 
 
 def rows_first(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
-    """The arrays with a batch axis, those with heads as [B, T, N, H]; and what to know about it.
+    """Brings arrays into the order [B, T, N, H], with a batch axis, and returns notes for the user.
+
+    Arrays without a head axis only get the batch axis.
 
     Raises:
-      ValueError: some have a batch axis and others have none, or dO has its heads side by side in
-        an order that is not that of q.
+      ValueError: some arrays have a batch axis and others have none, or dO has its heads side by
+        side in an order that contradicts the order of q.
     """
     arrays, notes = _with_heads_apart(arrays, orders)
     if notes:
@@ -59,7 +62,7 @@ def rows_first(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
 
 
 def doubts(arrays: Arrays, orders: Orders) -> list[str]:
-    """Notes where arrays, rows first by now, may have been of another order than declared."""
+    """Returns notes where arrays, rows first by now, may not have had the declared order."""
     _, length, heads, _ = arrays["q"].shape
     notes = []
     if heads > length:
@@ -78,10 +81,13 @@ def doubts(arrays: Arrays, orders: Orders) -> list[str]:
 
 
 def why_do_differs(of_o: tuple[int, ...], do: np.ndarray, orders: Orders) -> str:
-    """What to do about a dO that has not O's shape, both [B, T, N, V] as read; may be empty."""
+    """Says what to do about a dO whose shape differs from O's; may be empty.
+
+    Both are [B, T, N, V] in the order in which they were read.
+    """
     if do.ndim != 4 or do.swapaxes(1, 2).shape != of_o:
         return ""
-    # Heads are seldom more than rows: that tells which of the two was declared wrongly.
+    # There are seldom more heads than rows, which tells whether dO or q was declared wrongly.
     fewer, more = sorted(of_o[1:3])
     wrong = ("do",) if of_o[1] == more else ("q", "k", "v")
     return (
@@ -91,7 +97,7 @@ def why_do_differs(of_o: tuple[int, ...], do: np.ndarray, orders: Orders) -> str
 
 
 def _with_heads_apart(arrays: Arrays, orders: Orders) -> tuple[Arrays, list[str]]:
-    """[..., T, N·H] for dO, as the projection behind attention has it, as [..., T, N, H]."""
+    """Splits the last axis of a dO [..., T, N·H], the input order of the output projection."""
     q, do, v = arrays["q"], arrays.get("do"), arrays["v"]
     if do is None or q.ndim not in (3, 4) or do.ndim != q.ndim - 1 or v.ndim != q.ndim:
         return arrays, []
@@ -115,7 +121,7 @@ def _turned(orders: Orders, names: Iterable[str]) -> Orders:
 
 
 def _option(orders: Orders) -> str:
-    """What to give on the command line for these orders."""
+    """Returns the command-line option for these orders."""
     of_q = orders["q"]
     others = [f"{which}={order}" for which, order in orders.items() if order != of_q]
     return "--layout " + ",".join([of_q, *others])

@@ -1,4 +1,4 @@
-"""Examines layers: measures each under every arithmetic asked for, and judges what it shows."""
+"""Examines layers: measures each under every requested arithmetic and judges what it shows."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -21,9 +21,10 @@ class Examination(NamedTuple):
 
     Attributes:
       layer: the layer.
-      measured: signals by the label of the arithmetic; empty where q, k or v are not finite, and
-        without those of the backward pass where dO is not.
-      findings: at least one, first what to look at first; of kind `none` where nothing is met.
+      measured: signals by the label of the arithmetic. It is empty where q, k or v is not finite,
+        and lacks the signals of the backward pass where dO is not finite.
+      findings: at least one, in the order in which to look at them; of kind `none` where nothing
+        was found.
       not_finite: names of the arrays that hold NaN or infinity.
     """
 
@@ -34,20 +35,20 @@ class Examination(NamedTuple):
 
     @property
     def found(self) -> bool:
-        """Whether there is anything that warns."""
+        """Whether any finding is a warning."""
         return any(finding.warns for finding in self.findings)
 
 
 class Head(NamedTuple):
-    """One head under one arithmetic, a row of a table.
+    """One head under one arithmetic, a row of the table.
 
     Attributes:
-      layer: its layer.
-      head: its number.
-      label: of the arithmetic.
+      layer: the layer of the head.
+      head: the number of the head.
+      label: label of the arithmetic.
       values: every signal by name.
-      met: names of the rules that it meets, and `coherence`.
-      severity: how near it is to a warning, see `verdict.nearness`.
+      met: names of the rules that the head meets, and `coherence` where its errors are coherent.
+      severity: how near the head is to a warning; see `verdict.nearness`.
     """
 
     layer: Layer
@@ -59,13 +60,13 @@ class Head(NamedTuple):
 
 
 def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
-    """Measures and judges one layer, as far as its arrays are finite.
+    """Measures and judges one layer, leaving out arrays that are not finite.
 
-    A layer that knows its own arithmetic is measured under that one, before those of the call.
+    A layer that knows its own arithmetic is measured under that first, then under `arithmetics`.
 
     Args:
-      layer: with `is_causal` given.
-      arithmetics: to measure under; at least one, unless the layer has its own.
+      layer: the layer, with `is_causal` given.
+      arithmetics: what to measure under; at least one, unless the layer has its own.
     """
     own = [] if layer.own is None else [Arithmetic("own numerics", layer.own)]
     chosen = [*own, *arithmetics]
@@ -85,10 +86,10 @@ def examine(layer: Layer, arithmetics: Sequence[Arithmetic]) -> Examination:
 
 
 def _without(layer: Layer, bad: Iterable[str]) -> Layer:
-    """The layer without what is not finite, and without what is of no use then."""
+    """Returns the layer without the arrays that are not finite, and without x where dO goes."""
     left_out = {*bad} & {"do", "x", "w_q"}
     if "do" in left_out:
-        left_out.add("x")  # which serves the gradient of W_Q alone
+        left_out.add("x")  # x serves only the gradient of W_Q
     return layer._replace(
         do=None if "do" in left_out else layer.do,
         x=None if "x" in left_out else layer.x,
@@ -97,7 +98,7 @@ def _without(layer: Layer, bad: Iterable[str]) -> Layer:
 
 
 def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Examination:
-    """Adds to the findings about δ what each cure leaves of the error, measured."""
+    """Adds to findings about δ the measured share of the error that each cure leaves."""
     findings = []
     for finding in examined.findings:
         found = next((a for a in arithmetics if a.label == finding.arithmetic), None)
@@ -114,7 +115,7 @@ def with_advice(examined: Examination, arithmetics: Sequence[Arithmetic]) -> Exa
 
 
 def worst_first(examined: Iterable[Examination]) -> list[Examination]:
-    """Those that warn, then by the kind of the first finding and how far a rule is exceeded."""
+    """Sorts layers: those that warn first, then by the kind of the first finding and severity."""
 
     def key(one: Examination) -> tuple[bool, int, float]:
         severity = max((head.severity for head in heads([one])), default=np.inf)
@@ -124,7 +125,7 @@ def worst_first(examined: Iterable[Examination]) -> list[Examination]:
 
 
 def heads(examined: Iterable[Examination]) -> list[Head]:
-    """Every head of every layer under every arithmetic, worst first."""
+    """Returns every head of every layer under every arithmetic, worst first."""
     rows = [
         _head(one.layer, head, label, signals)
         for one in examined
@@ -145,8 +146,8 @@ def _head(layer: Layer, head: int, label: str, signals: verdict.Signals) -> Head
 
 
 def _largest_product(layer: Layer, measured: Iterable[verdict.Signals]) -> float:
-    """The largest |q·k|, infinite where a score is NaN."""
+    """Returns the largest |q·k|; infinite where a score is NaN."""
     name = "score_maximum" if layer.soft_cap is None else "score_maximum_before_cap"
     scores = np.array([s[name] for s in measured], np.float32)
-    # Of finite q and k, NaN comes of products that overflow.
+    # q and k are finite, so a NaN comes from products that overflow.
     return float(np.max(np.where(np.isnan(scores), np.inf, scores))) / abs(layer.factor)

@@ -1,4 +1,4 @@
-"""Reads the layers of a Hugging Face GPT-2, Llama or Qwen3: one step of its weights on a text."""
+"""Gets the layers of a Hugging Face GPT-2, Llama or Qwen3 by running its weights on a text."""
 
 from pathlib import Path
 from types import ModuleType
@@ -22,29 +22,31 @@ from lowprec_attn.training.signals import make_layers
 from lowprec_attn.training.step import make_loss
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# What autocast trains such a model in, whatever format its weights are stored in.
+# Autocast trains these models in bfloat16, whatever format their weights are stored in.
 _ACTIVATIONS = "bfloat16"
 _READERS = {"gpt2": gpt2, **dict.fromkeys(llama.MODEL_TYPES, llama)}
 
 
 def is_one(path: Path) -> bool:
-    """Whether a folder holds weights, and is no run directory."""
+    """Whether a folder holds the weights of a Hugging Face model and is no run directory."""
     patterns = ("*.safetensors", _INDEX, "pytorch_model*.bin*")
     return any(file.is_file() for pattern in patterns for file in path.glob(pattern))
 
 
 def load(path: Path, text: Path | None) -> list[Layer]:
-    """Every layer of the model, with X and dO, after one step without dropout.
+    """Returns every layer of the model, with X and dO.
 
-    The model runs forward and backward once, in bfloat16 with float32 weights and the arithmetic
-    `flash`, on one sequence.
+    The model runs forward and backward once on one sequence, without dropout, in bfloat16 with
+    float32 weights and the arithmetic `flash`.
 
     Args:
-      path: folder with `config.json` and `model.safetensors`, or its parts and their index.
-      text: a text, for which the folder needs `tokenizer.json`, or token ids; see `sequence.load`.
+      path: folder with `config.json` and `model.safetensors`, or with the parts of the latter and
+        their index.
+      text: a file of text, for which the folder needs `tokenizer.json`, or of token ids; see
+        `sequence.load`.
 
     Raises:
-      UserError: a file is missing or cannot serve, or it is another model.
+      UserError: a file is missing or unusable, or the model is of another type.
     """
     if text is None:
         raise DiagnoseError(
@@ -69,7 +71,7 @@ def load(path: Path, text: Path | None) -> list[Layer]:
 
 
 def _reader(config: dict[str, Any]) -> ModuleType:
-    """The module that reads such a model."""
+    """Returns the module that reads models of this type."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise DiagnoseError(
@@ -80,7 +82,7 @@ def _reader(config: dict[str, Any]) -> ModuleType:
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
-    """Of one file, or of the parts that an index names."""
+    """Returns the tensors of the one weights file, or of all parts that an index names."""
     if (path / _INDEX).is_file():
         names = _parts(path / _INDEX)
     elif (path / _WEIGHTS).is_file():
@@ -97,7 +99,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def _parts(index: Path) -> list[str]:
-    """The files that an index names, all in its own folder."""
+    """Returns the files that an index names, which must lie in its own folder."""
     parts = _json(index).get("weight_map")
     if not isinstance(parts, dict):
         raise DiagnoseError(f"{index}: weight_map must name the file of each array; copy it again")

@@ -1,4 +1,4 @@
-"""What `diagnose` found as one HTML page, which needs no other file."""
+"""Writes what `diagnose` found as one self-contained HTML page."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,17 +21,17 @@ def write(
     series: Sequence[Series] = (),
     not_finite: Sequence[str] = (),
 ) -> None:
-    """Writes the same as the command prints, with every row of the table.
+    """Writes what the command prints, with every row of the table.
 
     Args:
-      path: where to.
-      examined: layers, worst first.
-      arithmetics: that were asked for.
-      series: that the trend is of.
-      not_finite: where NaN and infinity stand first, in sentences.
+      path: the file to write.
+      examined: the examined layers, worst first.
+      arithmetics: the arithmetics that were asked for.
+      series: the series to show trends of.
+      not_finite: sentences that say where NaN and infinity stand first.
 
     Raises:
-      DiskError: the disk refuses.
+      DiskError: the page cannot be written.
     """
     layers = [one.layer for one in examined]
     content = [

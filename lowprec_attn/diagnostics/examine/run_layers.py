@@ -1,4 +1,4 @@
-"""Reads the layers of a run directory: a checkpoint on one sequence."""
+"""Gets the layers of a run directory by running a checkpoint on one sequence."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,20 +28,20 @@ from lowprec_attn.training.step import make_loss, root_key, step_key
 
 
 def load(path: Path, text: Path | None = None, last_step: int | None = None) -> list[Layer]:
-    """Every layer of a run, with X and the arithmetic that it was trained in.
+    """Returns every layer of a run, with X and the arithmetic that it was trained in.
 
-    The parameters are those of the newest intact checkpoint. In a run that has exploded to a loss
-    that is not finite, that is the last good state. The model runs forward and backward once, on
-    one device, on the first sequence of the run's held-out text, or of `text`.
+    The parameters come from the newest intact checkpoint. In a run whose loss has become infinite
+    or NaN, this is the last good state. The model runs forward and backward once, on one device, on
+    the first sequence of the run's held-out text or of `text`.
 
     Args:
       path: the run directory.
-      text: another text, or token ids; see `sequence.load`.
-      last_step: later checkpoints, and what was recorded later, are left alone; None for the end.
+      text: a file of another text, or of token ids; see `sequence.load`.
+      last_step: checkpoints and records of later steps are ignored; None keeps all.
 
     Raises:
-      UserError: it is no run directory, holds no checkpoint up to then, its text is not there, or
-        an implementation that it names does not run here.
+      UserError: the path is no run directory, the run has no checkpoint up to `last_step`, its text
+        is missing, or the implementation that it names does not run here.
     """
     run_dir = RunDir(path)
     parts = {"config.json": run_dir.config.is_file(), "checkpoints": run_dir.checkpoints.is_dir()}
@@ -63,14 +63,14 @@ def load(path: Path, text: Path | None = None, last_step: int | None = None) -> 
 
 
 def series(path: Path, last_step: int | None = None) -> Series | None:
-    """What a run has recorded at its diagnostics; None where it has fewer than two.
+    """Returns the signals that a run has recorded; None where it has fewer than two records.
 
     Args:
       path: the run directory.
-      last_step: as of `load`.
+      last_step: as in `load`.
 
     Raises:
-      MetricsError: its metrics are damaged.
+      MetricsError: the metrics of the run are damaged.
     """
     run_dir = RunDir(path)
     if not run_dir.metrics.exists():
@@ -98,10 +98,10 @@ def _is_known(step: int, last_step: int | None) -> bool:
 
 
 def _bad_data(run_dir: RunDir, last_step: int | None) -> list[str]:
-    """The last spike of the run that points at its batch: arrays alone cannot show that."""
+    """Returns a note on the run's last spike that points at its batch, which no array can show."""
     try:
         happened = History.read(run_dir).incidents
-    except (RunError, OSError):  # of records that a diagnosis does without
+    except (RunError, OSError):  # a diagnosis can do without these records
         return []
     spikes = [one for one in happened if one.at_batch and _is_known(one.step, last_step)]
     return [f"of the run's training: {spike}" for spike in spikes[-1:]]
@@ -110,7 +110,7 @@ def _bad_data(run_dir: RunDir, last_step: int | None) -> list[str]:
 def _sequence(
     settings: TrainSettings, val_sha256: str | None, text: Path | None
 ) -> tuple[Int32[np.ndarray, "1 ids"], list[str]]:
-    """The ids to run the model on, and what to say of them."""
+    """Returns the token ids to run the model on, and notes about them."""
     model = settings.model
     if text is not None:
 
@@ -133,7 +133,7 @@ def _layers(
     ids: Int32[np.ndarray, "1 ids"],
     last_step: int | None,
 ) -> tuple[int, list[Layer]]:
-    """The step of the checkpoint, and its layers on one sequence."""
+    """Returns the step of the checkpoint and its layers on one sequence."""
     saved = restore(settings, run_dir, last_step)
     if saved is None:
         with Checkpoints(run_dir.checkpoints) as checkpoints:
@@ -158,7 +158,7 @@ def _layers(
 
 
 def as_layers(source: str, model: Model, arrays: Sequence[LayerArrays]) -> list[Layer]:
-    """The layers of a model, by their numbers, on the host."""
+    """Returns the layers of a model, named by their numbers, with arrays on the host."""
     scale, _ = score_scale(model)
     return [
         Layer(

@@ -13,31 +13,31 @@ from lowprec_attn.data.tokenizer import ByteTokenizer, gpt2
 from lowprec_attn.data.tokens import Meta, require_bare_ids
 from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 
-# Ids of one text.
+# A function that returns the token ids of a text.
 Encode = Callable[[str], np.ndarray]
 
 _ID_SUFFIXES = (".npy", ".bin")
-# Beyond a model's context nothing is read; hardly a text has longer tokens on average.
+# A bound on the bytes to read for one context: hardly any text has longer tokens on average.
 _BYTES_PER_TOKEN = 32
 
 
 def load(
     path: Path, context: int, vocab_size: int, encode: Callable[[], Encode]
 ) -> Int32[np.ndarray, "1 ids"]:
-    """The first context + 1 ids of a file, or all of them where it holds fewer.
+    """Returns the first context + 1 token ids of a file, or all of them where it holds fewer.
 
     Args:
-      path: `.npy` (whole numbers [n] or [1, n]); `.bin`, as `lowprec-attn prepare` and nanoGPT
-        write them; anything else is text in UTF-8.
+      path: a `.npy` file of whole numbers [n] or [1, n], a `.bin` file as `lowprec-attn prepare`
+        and nanoGPT write it, or else a file of UTF-8 text.
       context: tokens per sequence T of the model.
-      vocab_size: rows of its embedding table.
-      encode: makes the function of text that gives its ids; called for text alone.
+      vocab_size: rows of the model's embedding table.
+      encode: returns the function that encodes text; called only where the file is text.
 
     Raises:
-      UserError: the file or the tokenizer cannot serve, there are fewer than 2 ids, or one is
-        beyond the vocabulary.
+      UserError: the file or the tokenizer is unusable, there are fewer than 2 ids, or an id is
+        outside the vocabulary.
     """
-    if path.exists() and not path.is_file():  # of a pipe, opening alone may wait for ever
+    if path.exists() and not path.is_file():  # merely opening a pipe may wait for ever
         raise DiagnoseError(f"--text {path}: is not a file; give a file")
     try:
         if path.suffix in _ID_SUFFIXES:
@@ -45,7 +45,7 @@ def load(
         else:
             with path.open("rb") as file:
                 raw = file.read(min(_BYTES_PER_TOKEN * (context + 1), path.stat().st_size))
-            # Incremental, because the cut may fall within a letter.
+            # The decoder is incremental, because the cut may fall within a character.
             text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw)
             ids = encode()(text)
     except OSError as error:
@@ -68,10 +68,10 @@ def load(
 
 
 def of_run(tokenizer: str) -> Encode:
-    """The tokenizer of a run's text.
+    """Returns the tokenizer of a run's text.
 
     Raises:
-      UserError: it is none of this trainer's, or cannot be had.
+      UserError: the trainer does not know the tokenizer, or it cannot be loaded.
     """
     if tokenizer == "bytes":
         return lambda text: ByteTokenizer().encode([text])[0]
@@ -85,10 +85,11 @@ def of_run(tokenizer: str) -> Encode:
 
 
 def of_folder(folder: Path) -> Encode:
-    """The tokenizer of a Hugging Face folder.
+    """Returns the tokenizer of a Hugging Face folder.
 
     Raises:
-      DiagnoseError: there is no `tokenizer.json`, it is damaged, or its package is not installed.
+      DiagnoseError: the folder has no `tokenizer.json`, the file is damaged, or the package
+        tokenizers is not installed.
     """
     path = folder / "tokenizer.json"
     instead = "give --text a .npy or .bin of token ids"
@@ -105,7 +106,7 @@ def of_folder(folder: Path) -> Encode:
         ) from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises Exception itself
+    except Exception as error:  # the package raises plain Exception
         raise DiagnoseError(f"{path} is no tokenizer ({error}); copy it again") from error
     return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
@@ -114,7 +115,7 @@ def _ids(path: Path, count: int) -> np.ndarray:
     if path.suffix == ".npy":
         try:
             ids = np.load(path, allow_pickle=False)
-        # MemoryError: of a header, which a damaged or a made-up file has as it likes.
+        # MemoryError: the header of a damaged or made-up file may claim any shape.
         except (ValueError, EOFError, MemoryError, OverflowError) as error:
             raise DiagnoseError(f"--text {path}: not a readable npy file ({error})") from error
         if ids.dtype.kind not in "iu" or ids.shape[-1:] != (ids.size,):

@@ -1,4 +1,4 @@
-"""A series of measurements of the same layers: which of them leaves its past, or the others."""
+"""A series of measurements of the same layers: which layer leaves its past or the other layers."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,18 @@ from lowprec_attn.diagnostics.examine.array_file import DiagnoseError
 from lowprec_attn.diagnostics.examine.examination import Examination
 from lowprec_attn.diagnostics.trend import LEAST_BEFORE, QUANTITIES, Departure, Quantity
 
-_SHOWN = 3  # layers that left, of each quantity
+_SHOWN = 3  # layers that a sentence is written about, for each quantity
 
 
 class Series(NamedTuple):
-    """What `trend` looks at.
+    """The series of measurements that `trend` compares.
 
     Attributes:
-      source: what was measured.
-      places: what each measurement is called.
-      layers: their names.
-      values: by signal of `QUANTITIES`, that of every measurement and layer; NaN for none.
+      source: name of the run that was measured; empty for a series of files.
+      places: name of each measurement, for example its step or file.
+      layers: names of the layers.
+      values: by the name of a signal of `QUANTITIES`, its value at every measurement and layer; NaN
+        where it is not known.
     """
 
     source: str
@@ -33,15 +34,16 @@ class Series(NamedTuple):
 
 
 def of_files(files: Sequence[tuple[str, Sequence[Examination]]]) -> Series:
-    """The largest |score| of every layer in captures of one model, matched by name.
+    """Returns the series of the layers in several captures of one model, matched by name.
 
-    Where a file holds W_Q, the largest spectral norm of its heads as well.
+    It has the largest |score| of every layer and, where a file holds W_Q, the largest spectral norm
+    of its heads.
 
     Args:
-      files: their names, and the layers of each, in the order of the steps.
+      files: the name and the examined layers of each file, in the order of the steps.
 
     Raises:
-      DiagnoseError: no layer is in two of them.
+      DiagnoseError: no layer is in two of the files.
     """
     by_name = [{one.layer.name: one for one in examined} for _, examined in files]
     names = tuple(dict.fromkeys(name for layers in by_name for name in layers))
@@ -58,13 +60,16 @@ def of_files(files: Sequence[tuple[str, Sequence[Examination]]]) -> Series:
 
 
 def _score(one: Examination | None) -> float:
-    """Under the first arithmetic; NaN where the arrays are not finite, or there is no layer."""
+    """Returns the largest |score| under the first arithmetic.
+
+    It is NaN where the layer is missing or its arrays are not finite.
+    """
     measured = None if one is None else next(iter(one.measured.values()), None)
     return math.nan if measured is None else float(np.max(measured["score_maximum"]))
 
 
 def _norm(one: Examination | None) -> float:
-    """Largest spectral norm of a head's W_Q; NaN where there is none, or it is not finite."""
+    """Returns the largest spectral norm of a head's W_Q; NaN where W_Q is missing or not finite."""
     if one is None or one.layer.w_q is None:
         return math.nan
     w_q = one.layer.w_q.astype(np.float64)
@@ -74,7 +79,7 @@ def _norm(one: Examination | None) -> float:
 
 
 def sentences(series: Series) -> list[str]:
-    """What is said of a series, a heading first."""
+    """Returns the sentences about a series, a heading first."""
     of = f" of {series.source}" if series.source else ""
     lines = [
         f"Trend over {len(series.places)} measurements{of}, {series.places[0]} to "
@@ -114,7 +119,7 @@ def _departure(series: Series, quantity: Quantity, one: Departure) -> str:
 
 
 def worths(series: Series) -> list[tuple[str, str]]:
-    """What the ratios of each quantity by which a layer left were worth in the lab, by its name."""
+    """Returns what the ratios were worth in the lab, for each quantity by which some layer left."""
     return [
         (quantity.label, f"{quantity.worth}.")
         for quantity in _known(series)
@@ -123,7 +128,7 @@ def worths(series: Series) -> list[tuple[str, str]]:
 
 
 def rows(series: Series) -> list[list[str]]:
-    """A table of the last measurement, its heading first."""
+    """Returns a table of the last measurement, its heading first."""
     table = [["layer"]]
     table += [[name] for name in series.layers]
     for quantity in _known(series):
@@ -137,7 +142,7 @@ def rows(series: Series) -> list[list[str]]:
 
 
 def as_json(series: Series) -> dict[str, Any]:
-    """All of it, for `--json`; null where there is no number."""
+    """Returns the whole series for `--json`; null where there is no number."""
     return {
         "source": series.source,
         "measurements": series.places,

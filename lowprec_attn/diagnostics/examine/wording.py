@@ -1,4 +1,4 @@
-"""What `diagnose` says: the words and rows that its text and its page share."""
+"""Words what `diagnose` says: the sentences and table rows that its text and its page share."""
 
 import collections
 import itertools
@@ -11,7 +11,7 @@ from lowprec_attn.diagnostics.examine.examination import Examination, Head
 from lowprec_attn.diagnostics.layer import Layer
 from lowprec_attn.diagnostics.measurement import Arithmetic, keys_per_step
 
-_SHOWN = 4  # names of layers
+_SHOWN = 4  # names of layers that a sentence lists at most
 LEGEND = (
     "ΣP−1: how far rows of the backward pass's P miss a sum of 1 (RMS). δ share: the errors of δ",
     "as a part of the gradient that reaches W_Q. repeat: rows whose largest score repeats; ones:",
@@ -22,7 +22,7 @@ LEGEND = (
 
 
 def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> list[str]:
-    """What was read, in which steps it is computed, and what to know about it."""
+    """Returns lines on what was read, the keys per softmax step, and the notes of the layers."""
     lines = []
     for source, of_source in itertools.groupby(layers, key=lambda layer: layer.source):
         alike = collections.Counter(_shape(layer) for layer in of_source)
@@ -42,14 +42,14 @@ def preface(layers: Sequence[Layer], arithmetics: Sequence[Arithmetic]) -> list[
 
 
 def title(layer: Layer, layers: Sequence[Layer]) -> str:
-    """What to call a layer; empty where it is the only one and has no name."""
+    """Returns the title of a layer; empty where all layers have one source and it has no name."""
     if len({other.source for other in layers}) == 1:
         return layer.name
     return f"{layer.source}:{layer.name}" if layer.name else layer.source
 
 
 def headline(examined: Sequence[Examination]) -> str:
-    """The answer, in one sentence: how many heads show nothing, or what stands where."""
+    """Returns the answer in one line: how many heads show nothing, or what was found where."""
     layers = [one.layer for one in examined]
     count = sum(layer.q.shape[2] for layer in layers)
     of_layers = f" of {len(layers)} layers" if len(layers) > 1 else ""
@@ -69,7 +69,7 @@ def headline(examined: Sequence[Examination]) -> str:
 
 
 def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
-    """By the title of each layer that shows something, its findings as sentences."""
+    """Returns the title of each layer that shows something, with its findings as sentences."""
     layers = [one.layer for one in examined]
     return [
         (title(one.layer, layers), [f"{finding.sentence}." for finding in one.findings])
@@ -79,7 +79,7 @@ def verdicts(examined: Sequence[Examination]) -> list[tuple[str, list[str]]]:
 
 
 def others(examined: Sequence[Examination]) -> list[str]:
-    """One sentence of the layers that show nothing; none where there is no such layer."""
+    """Returns one sentence on the layers that show nothing; an empty list without such layers."""
     count = sum(one.findings[0].kind == "none" for one in examined)
     if not count:
         return []
@@ -89,9 +89,9 @@ def others(examined: Sequence[Examination]) -> list[str]:
 
 
 def actions(examined: Iterable[Examination]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """By each kind that warns, what to do: lines of a label and a text."""
+    """Returns each kind that warns, with what to do about it as pairs of a label and a text."""
     kinds = dict.fromkeys(f.kind for one in examined for f in one.findings if f.warns)
-    if kinds.keys() & {"row_sums", "delta"}:  # which are why scores grow
+    if kinds.keys() & {"row_sums", "delta"}:  # these are why scores grow
         kinds.pop("scores", None)
     return [(kind, ACTIONS[kind].lines()) for kind in kinds]
 
@@ -106,7 +106,7 @@ def _listed(places: Mapping[str, Sequence[str]]) -> str:
 
 
 def _largest(examined: Sequence[Examination]) -> str:
-    """How large the largest signals of all layers are."""
+    """Says how large the largest signals of all layers are."""
     measured = [
         (one.layer, signals) for one in examined for signals in one.measured.values() if signals
     ]
@@ -122,7 +122,9 @@ def _largest(examined: Sequence[Examination]) -> str:
 
 
 def first_not_finite(examined: Iterable[Examination]) -> list[str]:
-    """Where in a model NaN and infinity stand first; nothing of a single layer, whose verdict says.
+    """Says in which layer of a model NaN and infinity stand first.
+
+    A single layer gets no sentence, because its verdict already says it.
 
     Args:
       examined: layers in their order in the model.
@@ -150,13 +152,13 @@ def first_not_finite(examined: Iterable[Examination]) -> list[str]:
 
 
 def worths(examined: Iterable[Examination]) -> list[tuple[str, str]]:
-    """What each rule that was met was worth in the lab, by its name."""
+    """Returns what each rule that was met was worth in the lab, paired with its name."""
     findings = (finding for one in examined for finding in one.findings)
     return list(dict.fromkeys((f.kind, f"{f.worth}.") for f in findings if f.worth))
 
 
 def rows(heads: Sequence[Head], layers: Sequence[Layer]) -> tuple[list[list[str]], str]:
-    """The table, its heading first, and the alignment of its columns; bars stand between groups."""
+    """Returns the table, heading first, and the alignment of its columns; bars separate groups."""
     has_delta = any("delta_error_rms" in head.values for head in heads)
     named = any(title(layer, layers) for layer in layers)
     heading = [
@@ -187,7 +189,7 @@ def rows(heads: Sequence[Head], layers: Sequence[Layer]) -> tuple[list[list[str]
 
 
 def _backward(value: dict[str, float]) -> list[str]:
-    """Σ P − 1 and the share of δ's errors."""
+    """Returns the cells of Σ P − 1 and of the share of δ's errors."""
     if "delta_error_rms" not in value:
         return ["–", "–"]
     weight = "query_weight_gradient_error_relative"
@@ -200,7 +202,7 @@ def _mean(value: dict[str, float]) -> str:
 
 
 def _error(value: dict[str, float], name: str) -> list[str]:
-    """RMS and coherence."""
+    """Returns the cells of an error's RMS and coherence."""
     if f"{name}_error_rms" not in value:
         return ["–", "–"]
     return [f"{value[f'{name}_error_rms']:.1e}", f"{value[f'{name}_error_coherence']:.1f}"]
@@ -221,7 +223,7 @@ def _shape(layer: Layer) -> str:
 
 
 def _steps(arithmetics: Sequence[Arithmetic]) -> str:
-    """`softmax in steps of 256 keys`, or `… of 256 (flash), 512 (published) keys`."""
+    """Returns `softmax in steps of 256 keys`, or `… of 256 (flash), 512 (published) keys`."""
     labels = {a.label: str(keys_per_step(a)) for a in arithmetics}
     if len(set(labels.values())) > 1:
         each = ", ".join(f"{step} ({label})" for label, step in labels.items())
