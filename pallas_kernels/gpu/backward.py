@@ -154,7 +154,7 @@ def _probs_and_dp(
     *,
     masked: bool,
 ) -> "_Tile":
-    """P and dP, with the rows of `left` as rows and the rows of `right` as columns."""
+    """P and dP of a tile; `left` gives their rows, `right` their columns."""
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores

@@ -2,9 +2,9 @@
 
 A program owns a tile of query rows and loops over the key tiles that they may see. An
 online-softmax step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several.
-Tiles above the causal diagonal are neither computed nor loaded. A tile is masked only if the
-diagonal, a length or the end of the keys cuts it. The arithmetic is that of
-`lowprec_attn.arithmetic.softmax`, point by point.
+Tiles above the causal diagonal are neither computed nor loaded. Without a window, segments or a
+dense mask, a tile is masked only if the diagonal, a length or the end of the keys cuts it. The
+arithmetic is that of `lowprec_attn.arithmetic.softmax`, point by point.
 """
 
 from functools import partial
