@@ -214,10 +214,9 @@ class Problem:
     def counts_in_scale(self, *points: Point) -> bool:
         """Whether q·k may stand for S = scale · q·k, which saves one multiplication per score.
 
-        With a soft cap c, tanh(S / c) then stands for c · tanh(S / c).
-
-        This is possible where none of `points` rounds: the points of S and of everything that S is
-        compared with.
+        With a soft cap c, tanh(S / c) stands for c · tanh(S / c) instead. Either is possible where
+        none of `points` rounds. These are the points of S and of everything that S is compared
+        with.
         """
         n = self.spec.numerics
         # In this range MASKED stays far below every score in the unit too.

@@ -58,7 +58,7 @@ from pallas_kernels.scalars import Scalars
 # float16, and every format with float32's exponents: bfloat16 and the shortened significands.
 _SERVED = ("float16", *(name for name, fmt in FORMATS.items() if fmt.has_float32_exponents))
 KV_TILE = 16  # a step has a multiple of this many keys, or all
-_ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
+_ONE_TILE = (16, 32, 64, 128)  # sizes of blocks that one tile may hold whole
 
 
 def unsupported(request: Request) -> str | None:
@@ -269,7 +269,7 @@ def _sink_probabilities(
 def _sink_gradient(sink: Array, found: Found, problem: Problem) -> Array:
     """The gradient of the sinks, Σ P_sink (dlse − δ) [N].
 
-    dlse − δ is what dQ's kernel adds to dP. It comes in the units of dS in that kernel.
+    `found` holds dlse − δ, which dQ's kernel adds to dP, in the units of dS in that kernel.
     """
     added = found.dp_offset if found.after is None else found.dp_offset - found.after
     total = jnp.sum(sink * added, axis=(0, 2))

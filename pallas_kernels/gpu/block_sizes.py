@@ -83,7 +83,7 @@ class _Table(NamedTuple):
 
 
 # Tuned on one NVIDIA H200 at head sizes 64 and 128. Up to length 2048, more and smaller programs
-# are faster. At greater lengths, two tiles of 64 rows that share their keys pay.
+# are faster. At greater lengths, two tiles of 64 rows that share their keys pay off.
 _HOPPER = _Table(
     plain=(
         _Row(64, 2048, (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
@@ -159,7 +159,7 @@ def default_block_sizes(
 def _with_second_sum(tile: Tile, head_size: int, length: int) -> Tile:
     """A tile of dQ's kernel that leaves registers for a second sum of dQ's size.
 
-    Tuned on one NVIDIA H200: 64 rows and four warps. At head size 64 a third stage pays in long
+    Tuned on one NVIDIA H200: 64 rows and four warps. At head size 64 a third stage pays off in long
     loops.
     """
     query, kv = min(tile.query, 64), min(tile.kv, 64)

@@ -5,14 +5,15 @@ online log-sum-exp. Then it goes back over them to write softmax − onehot. It 
 columns that it read last, because they are most likely still in the L2 cache. bfloat16 logits and
 their gradient are read and written as words of two columns.
 
-For 16,384 rows of 50,304 logits with a bfloat16 gradient, on one H200 at 4.3 TB/s:
+The floor for 16,384 rows of 50,304 logits with a bfloat16 gradient on one H200 at 4.3 TB/s, and the
+measured times (results/training_speed/step_variants_h200.jsonl):
 
   float32 logits   move 4.9 GB: 1.15 ms    the kernel takes 1.76 ms
   bfloat16 logits  move 3.3 GB: 0.77 ms    the kernel takes 1.10 ms
 
-The times are in results/training_speed/step_variants_h200.jsonl. They exceed the floor because the
-cache moves every column but the kept ones once more. With bfloat16 logits and z_loss, only one
-program instead of two fits on a multiprocessor; that has not been timed.
+The kernel exceeds the floor because the cache moves every column but the kept ones once more. With
+bfloat16 logits and z_loss, only one program instead of two fits on a multiprocessor; that has not
+been timed.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The forward kernel: O, lse and the O that δ sees.
+"""The forward kernel: O, lse and the O that δ reads.
 
 A program owns a tile of query rows and loops over the key tiles that they may see. An
 online-softmax step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several.

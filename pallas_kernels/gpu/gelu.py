@@ -1,7 +1,8 @@
 """GELU in its tanh form, and its gradient: elementwise kernels with loads of 16 bytes.
 
 XLA's own loops read 8 bytes per thread of a 16-bit array. That leaves too few bytes in flight to
-saturate the memory bandwidth. For 65,536 × 3,072 bfloat16 numbers on one H200, at 4.3 TB/s:
+saturate the memory bandwidth. The floor for 65,536 × 3,072 bfloat16 numbers on one H200 at
+4.3 TB/s, and the measured times:
 
   value     moves 0.81 GB: 0.19 ms    XLA takes 0.27 ms, this kernel 0.19 ms
   gradient  moves 1.21 GB: 0.28 ms    XLA takes 0.35 ms, this kernel 0.27 ms

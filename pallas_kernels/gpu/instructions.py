@@ -166,7 +166,7 @@ def _distance(below: Array, tolerance: float) -> Array:
 
 
 def _by_thread(x: Array) -> Array:
-    """Reorders columns 8j + 2t + e to j, e, t, so that each thread t owns one of every four."""
+    """Sorts columns 8j + 2t + e by j, e, t: of every four neighbours, each thread t owns one."""
     rows, columns = x.shape
     return x.reshape(rows, columns // 8, 4, 2).transpose(0, 1, 3, 2).reshape(rows, columns)
 

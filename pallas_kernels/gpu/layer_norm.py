@@ -4,7 +4,8 @@ The formulas, `normalize` and `residual_gradient`, are plain JAX on rows and ser
 as well. The backward pass recomputes the statistics from the float32 residual. That costs
 arithmetic, which is plentiful, and no memory traffic.
 
-For 65,536 rows of 768 columns, bfloat16 beside the float32 residual, on one H200 at 4.3 TB/s:
+The floor for 65,536 rows of 768 columns, bfloat16 beside the float32 residual, on one H200 at
+4.3 TB/s, and the measured times:
 
   forward   moves 0.60 GB: 0.14 ms    the kernel takes 0.15 ms
   backward  moves 0.81 GB: 0.19 ms    the kernel takes 0.22 ms
@@ -118,7 +119,8 @@ def add_norm_gradients(
     Args:
       residual: the sum, as `add_norm` returned it.
       scale: the scale, as given to `add_norm`.
-      d_residual, d_x: gradients of what `add_norm` returned; d_residual may be None.
+      d_residual, d_x: gradients of what `add_norm` returned; d_residual is None if the residual has
+        no gradient.
       adds: whether there was a y. Its gradient is the residual's gradient in d_x's dtype.
       interpret: run in the interpreter.
     """

@@ -170,7 +170,7 @@ class Problem(common.Problem):
 
     @property
     def scales_last(self) -> bool:
-        """Whether the scale multiplies the sums dQ and dK, because it commutes with rounding."""
+        """Whether dQ and dK are scaled instead of dS, because scaling commutes with rounding."""
         points = (self.spec.numerics.ds, self.spec.numerics.tile_grads)
         rounded = [x.format.name for x in points if not x.is_identity]
         return self.spec.scale_is_power_of_two and set(rounded) == {"bfloat16"} if rounded else True
@@ -202,7 +202,7 @@ class Problem(common.Problem):
         features = self.padded_value if values else self.padded_head
         return pl.BlockSpec((None, size, *(None for _ in planes), heads, features), place)
 
-    # The following describes kernels with one program per query tile, query head and batch element.
+    # The layout of kernels with one program per query tile, query head and batch element:
 
     @property
     def query_grid(self) -> tuple[int, int, int]:
@@ -445,7 +445,7 @@ class Problem(common.Problem):
     def store(
         self, ref: Any, x: Array, start: Array | int, limit: int, *, values: bool = False
     ) -> None:
-        """Stores a tile [size, H], or [size, V] of values, at rows start ... below `limit`."""
+        """Stores the rows start ... of a tile [size, H], or [size, V] of values, below `limit`."""
         mask = self._inside(start, x.shape[0], limit, (0, x.shape[1]), values=values)
         plt.store(ref, x.astype(ref.dtype), mask=mask)
 

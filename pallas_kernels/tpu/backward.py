@@ -116,7 +116,7 @@ def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
 
 
 def scales_last(problem: Problem) -> bool:
-    """Whether the scale multiplies dQ and dK, because it commutes with every earlier rounding."""
+    """Whether dQ and dK are scaled instead of dS, because scaling commutes with the roundings."""
     n = problem.spec.numerics
     return problem.scales_queries or (n.ds.is_identity and n.tile_grads.is_identity)
 

@@ -12,19 +12,19 @@ LANES = 128
 # Bytes of VMEM that a kernel may take: the default limit of the compiler on v4 to v5p.
 VMEM_LIMIT = 16 * 2**20
 
-# Blocks of query rows, and blocks of keys, that each kernel of `BlockSizes` reads and writes.
-# Forward: q, O and the O for δ, which count twice because they may be float32 where q is not; k, v.
-# Keys: q, dO; k, v, dK, dV. Queries: q, dO, dQ; k, v.
+# How many blocks of query rows, and how many of keys, each kernel of `BlockSizes` reads and writes.
+# forward: q, O and the O for δ; k, v. Each O counts twice, since it may be float32 where q is not.
+# key_gradients: q, dO; k, v, dK, dV. query_gradients: q, dO, dQ; k, v.
 _WINDOWS = {"forward": (5, 2), "key_gradients": (2, 4), "query_gradients": (3, 2)}
 
-# The blocks that are operands of products. Float32 blocks are also kept as two or three bfloat16
-# terms.
+# How many of these blocks are operands of products. Float32 operands are also kept as two or three
+# bfloat16 terms.
 _OPERANDS = {"forward": (1, 2), "key_gradients": (2, 2), "query_gradients": (2, 2)}
 
-# Scratch arrays: sums for the rows or keys that a kernel owns, and row statistics.
-# Forward: Ō, Ō′ and what a long step adds to them; m, l, m and l of the step, its two largest
-# scores. Keys: dK, dV and a part of each. Queries: dQ, a part of it, Σ P k; lse, δ, Σ P (dP − δ),
-# Σ P.
+# How many scratch arrays hold sums for the rows or keys that a kernel owns, and row statistics.
+# forward: Ō, Ō′ and what a long step adds to them; m, l, m and l of the step, its two largest
+# scores. key_gradients: dK, dV and a part of each. query_gradients: dQ, a part of it, Σ P k; lse,
+# δ, Σ P (dP − δ), Σ P.
 _SUMS = {"forward": (4, 6), "key_gradients": (4, 0), "query_gradients": (3, 4)}
 
 # The most float32 arrays [query, kv] that a schedule keeps at once; tests measure it.

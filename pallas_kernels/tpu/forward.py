@@ -1,4 +1,4 @@
-"""The forward kernel: O, lse and the O that δ sees.
+"""The forward kernel: O, lse and the O that δ reads.
 
 A program owns a tile of query rows. Its key tiles follow in order on the last axis of the grid,
 with the running state in scratch memory (FlashAttention-2, arXiv 2307.08691, Algorithm 1). A key

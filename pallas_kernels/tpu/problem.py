@@ -200,7 +200,7 @@ class Grid(NamedTuple):
 
 
 def call(body: Callable[..., None], problem: Problem, grid: Grid, out: Any) -> Callable[..., Any]:
-    """`pl.pallas_call` of (scalars, inputs).
+    """`pl.pallas_call` of the body, as a function of (scalars, inputs).
 
     Args:
       body: the kernel, a function of references to scalars, inputs, outputs and scratch, and of

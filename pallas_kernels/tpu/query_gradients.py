@@ -247,7 +247,7 @@ def _query_gradients(
             found_ref[...] = to_row(after)
         dq = dq * scale if scales_last(problem) else dq
         if sums.pk is not None and not after_cast:
-            # δ = δ₀ + Σ P(dP − δ₀) / Σ P, so that Σ dS = 0 (dlse apart); dQ −= scale (δ − δ₀) P K.
+            # δ = δ₀ + Σ P(dP − δ₀) / Σ P, so that Σ dS = 0 without dlse; dQ −= scale (δ − δ₀) P K.
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
             dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(sums.delta[...] + correction)
