@@ -1,4 +1,4 @@
-"""Pallas kernels: attention on GPUs and TPUs, and on GPUs three operations of the trainer.
+"""Pallas kernels: attention for GPUs and TPUs, and three operations of the trainer for GPUs.
 
-Here is what both devices share; `gpu` and `tpu` add memory, instructions and schedules.
+This package holds what both devices share. `gpu` and `tpu` add memory, instructions and schedules.
 """

@@ -1,4 +1,4 @@
-"""What hides keys from rows beside their positions: segment ids and a dense mask."""
+"""Segment ids and a dense mask: they hide keys from rows whatever the positions are."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from lowprec_attn.arithmetic.request import Extras
 
 
 class Pairs(NamedTuple):
-    """Arrays, or references to them or to parts of them; None where absent.
+    """Segment ids and a dense mask: arrays, or references to (parts of) them; None where absent.
 
     Attributes:
       query_segments, key_segments: segment ids [B, T] and [B, S].
@@ -22,11 +22,12 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, extras: Extras, rows: int, keys: int) -> "Pairs | None":
-        """Those of a call; None where positions alone decide."""
+        """The segment ids and mask of a call, or None where positions alone hide keys."""
         if extras.query_segments is None and extras.mask is None:
             return None
         mask: Array | None = extras.mask
         if mask is not None:
-            # Bytes: kernels load no bits. All rows and keys, so that every tile is there.
+            # int8, because kernels cannot load single bits. Broadcast to all rows and keys, so that
+            # every tile exists in memory.
             mask = jnp.broadcast_to(mask, (*mask.shape[:2], rows, keys)).astype(jnp.int8)
         return cls(extras.query_segments, extras.key_segments, mask)

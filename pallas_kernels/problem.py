@@ -1,4 +1,4 @@
-"""One attention call as all kernels see it: sizes, tile, which keys they visit, masks."""
+"""One attention call as all kernels see it: sizes, tile, visited keys and masks."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ class Side(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Blocks begin ... end − 1 are visited; `full` tells those that take no mask.
+    """The visited blocks, begin ... end − 1; `full` separates masked blocks from unmasked ones.
 
-    With `Problem.masks_every_tile` there are none that take no mask.
+    With `Problem.masks_every_tile` every visited block takes a mask.
     """
 
     begin: Array
@@ -33,21 +33,21 @@ class Range(NamedTuple):
     end: Array
 
     def clamp(self, index: Array) -> Array:
-        """The nearest visited block: what lies outside is then not fetched."""
+        """The visited block nearest to `index`, so that no block outside the range is fetched."""
         return jnp.clip(index, self.begin, jnp.maximum(self.end - 1, self.begin))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and tile; a device adds what its kernels are compiled with.
+    """Sizes and tile of a call. Each device's subclass adds what its kernels are compiled with.
 
     Attributes:
       spec: the call's static part.
       batch, rows, keys, heads, kv_heads, head_size: B, T, S, N, K, H.
-      dtype: of q, k, v.
+      dtype: the dtype of q, k and v.
       tile: the device's tile record, with `query` rows and `kv` keys.
-      has_query_lengths, has_key_lengths: whether the call has them.
-      has_pairs: whether something beside positions hides keys from rows, see `Pairs`.
+      has_query_lengths, has_key_lengths: whether the call gives these lengths.
+      has_pairs: whether segments or a dense mask hide keys from rows, see `Pairs`.
     """
 
     spec: Spec
@@ -70,22 +70,22 @@ class Problem:
 
     @property
     def q_tiles(self) -> int:
-        """Number of query tiles, the last one maybe partial."""
+        """Number of query tiles; the last one may be partial."""
         return -(-self.rows // self.tile.query)
 
     @property
     def kv_tiles(self) -> int:
-        """Number of key tiles, the last one maybe partial."""
+        """Number of key tiles; the last one may be partial."""
         return -(-self.keys // self.tile.kv)
 
     @property
     def visits_above_diagonal(self) -> bool:
-        """Whether rows take, fully masked, the steps that lie above the diagonal."""
+        """Whether rows take the steps above the diagonal, in which every key is masked."""
         return self.spec.is_causal and self.spec.row_max.visits_above_diagonal
 
     @property
     def masked_step_changes_nothing(self) -> bool:
-        """Whether a fully masked step leaves the state as it is: no rule moves m, no point Ō."""
+        """Whether a fully masked step leaves m (by the rule) and Ō (by the roundings) unchanged."""
         n = self.spec.numerics
         keeps_accumulator = n.rescale.is_identity or n.rescale.format == n.accumulator.format
         return keeps_accumulator and isinstance(
@@ -100,18 +100,19 @@ class Problem:
 
     @property
     def keeps_partial_sums(self) -> bool:
-        """Whether l may be kept in parts until the end: nothing looks at it in between."""
+        """Whether l may stay in partial sums until the end, because no step reads it whole."""
         return self.spec.numerics.stats.is_identity and self.spec.row_max.clamp is None
 
     @property
     def masks_every_tile(self) -> bool:
-        """Whether any visited tile may be cut anywhere: all of them take a mask."""
+        """Whether every visited tile takes a mask, because any of them may be cut anywhere."""
         return self.spec.window is not None or self.has_pairs
 
     def without_padding(self, s: Array, place: Place) -> Array:
-        """Masked scores with −inf for keys that pad the last tile, where that matters.
+        """Masked scores, with −inf for the keys that pad the last tile where that matters.
 
-        A row whose keys of a visited step are all hidden must not find them repeated in padding.
+        If all keys of a visited step are hidden from a row, the padding must not count as further
+        copies of the row maximum.
         """
         if not self.has_pairs or self.keys % self.tile.kv == 0:
             return s
@@ -119,7 +120,7 @@ class Problem:
 
     @property
     def has_masked_tiles(self) -> bool:
-        """Whether some visited tile may not be seen in full."""
+        """Whether rows may see only a part of some visited tile, which then takes a mask."""
         cut = self.spec.is_causal or self.keys % self.tile.kv != 0 or self.has_key_lengths
         return cut or self.masks_every_tile
 
@@ -132,16 +133,16 @@ class Problem:
         size: int | None = None,
         causal: bool | None = None,
     ) -> Range:
-        """The key tiles that query tile i visits, those before `full` without a mask.
+        """The key tiles that query tile i visits; tiles before `full` take no mask.
 
-        A tile that no row sees may be among them, so that there always is one to name.
+        The range may include a tile that no row sees, so that `begin` always names a tile.
 
         Args:
           i: query tile.
           batch: batch element.
-          scalars: for the lengths.
-          size: of blocks of keys that are counted instead of tiles.
-          causal: whether the diagonal ends the visit, None for as the call is.
+          scalars: holds the lengths.
+          size: keys of a block; blocks of this size are counted instead of tiles.
+          causal: whether the diagonal ends the visit; None means as in the call.
         """
         rows, size = self.tile.query, size or self.tile.kv
         begin = jnp.int32(0)
@@ -172,7 +173,7 @@ class Problem:
     ) -> Array:
         """True where a row may see a column.
 
-        causal: whether the diagonal counts, None for as the call is.
+        causal: whether the diagonal counts; None means as in the call.
         last: see `by_position`.
         """
         causal = self.spec.is_causal if causal is None else causal
@@ -182,11 +183,11 @@ class Problem:
         return seen
 
     def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
-        """Arguments of `by_position`: where keys, and perhaps rows, of a batch element end."""
+        """Arguments of `by_position`: where a batch element's keys, and perhaps its rows, end."""
         raise NotImplementedError
 
     def rows_of_window(self, j: Array) -> tuple[Array, Array]:
-        """The first query tile that sees key tile j, and the end of those that do, in a window."""
+        """Begin and end of the query tiles whose windows reach key tile j."""
         assert self.spec.window is not None
         rows, size, (left, right) = self.tile.query, self.tile.kv, self.spec.window
         end = jnp.int32(self.q_tiles)
@@ -196,9 +197,10 @@ class Problem:
 
     @property
     def score_unit(self) -> float:
-        """What the forward kernel's scores and, but with `whole_max`, m count in: `unit`, or 1.
+        """The unit of the forward kernel's scores and of m: `unit` or 1.
 
-        See `counts_in_scale`; a row-max rule is told the unit.
+        With `exponent='whole_max'` only the scores have this unit. Row-max rules are told the unit.
+        See `counts_in_scale`.
         """
         m_is_a_score = self.spec.numerics.exponent != "whole_max"
         points = ("scores", "shift", "stats") if m_is_a_score else ("scores",)
@@ -206,18 +208,17 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """What may be multiplied last: the scale of products q·k, or the cap of tanh(S / c)."""
+        """The factor that may be multiplied last: the scale of q·k, or the cap c of tanh(S / c)."""
         return self.spec.scale if self.spec.soft_cap is None else self.spec.soft_cap
 
     def counts_in_scale(self, *points: Point) -> bool:
-        """Whether products q·k may stand for S = scale · q·k, one multiplication per score fewer.
+        """Whether q·k may stand for S = scale · q·k, which saves one multiplication per score.
 
-        Or tanh(S / c) for c · tanh(S / c).
-
-        They may where none of the points rounds. The points are those of S and of what it is
-        compared with.
+        With a soft cap c, tanh(S / c) stands for c · tanh(S / c) instead. Either is possible where
+        none of `points` rounds. These are the points of S and of everything that S is compared
+        with.
         """
         n = self.spec.numerics
-        # MASKED stays far below every score in that unit too.
+        # In this range MASKED stays far below every score in the unit too.
         in_range = 2.0**-64 < self.unit < 2.0**64
         return in_range and all(getattr(n, point).is_identity for point in points)

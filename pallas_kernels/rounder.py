@@ -1,9 +1,9 @@
-"""Rounding and split products inside a kernel, as far as they are the same on every device.
+"""Rounding and split products inside a kernel: the part that all devices share.
 
-In the interpreter XLA:CPU would drop a pair of casts, so there `round_in_kernel` rounds on bits;
-compiled, a device's own conversions do. Both give the same bits for every float32 but NaN, which
-stays NaN. A shortened significand (bf16_m*, f32_m*) and modes other than `nearest` are
-`round_in_kernel` everywhere.
+In the interpreter, XLA:CPU would drop a pair of casts, so `round_in_kernel` rounds the bits there.
+A compiled kernel uses the device's own conversions. Both give the same bits for every float32
+except NaN, which stays NaN. Shortened significands (bf16_m*, f32_m*) and modes other than `nearest`
+use `round_in_kernel` everywhere.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from lowprec_attn.numerics import (
 
 BFLOAT16 = get_rounding("bfloat16")
 
-# Terms of 8 significant bits that hold 8, 11 and 24 bits exactly.
+# How many bfloat16 terms, of 8 significant bits each, hold 8, 11 and 24 significant bits exactly.
 _TERMS = {"bfloat16": 1, "float16": 2, "float32": 3}
 
 
 def unsupported_rounding(
     numerics: Numerics, formats: Collection[str], modes: Collection[str]
 ) -> str | None:
-    """The first point whose rounding kernels with these formats and modes cannot do, or None."""
+    """Names the first point that kernels with these formats and modes cannot round, or None."""
     for point in POINTS:
         rounding = getattr(numerics, point)
         if rounding is None:
@@ -53,7 +53,7 @@ def unsupported_rounding(
 
 
 class Stream(NamedTuple):
-    """Scalars that random bits of this program depend on: seed words, batch, head indices."""
+    """The scalars that determine a program's random bits: seed words, batch and head index."""
 
     seed: tuple[Array, Array]
     batch: Array
@@ -62,12 +62,12 @@ class Stream(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rounder:
-    """Rounds tiles [rows, columns] of one program. A device adds its product, `dot`.
+    """Rounds tiles [rows, columns] of one program. Each device's subclass adds a product, `dot`.
 
     Attributes:
       numerics: what is rounded to which format.
-      dtype: of q, k and v.
-      stream: random bits; None where no point draws any.
+      dtype: the dtype of q, k and v.
+      stream: the source of random bits, or None where no point draws any.
       interpret: whether the kernel runs in the interpreter.
     """
 
@@ -85,7 +85,7 @@ class Rounder:
             return self.nearest_at(x, point, rounding)
         if not rounding.needs_bits:
             return round_in_kernel(x, rounding.format, rounding.mode)
-        assert self.stream is not None  # `attention` asks for it
+        assert self.stream is not None  # `attention` requires it
         bits = counter_bits(
             self.stream.seed,  # type: ignore[arg-type]  # two scalars index as an array of two
             SALTS[point],
@@ -98,13 +98,13 @@ class Rounder:
         return round_in_kernel(x, rounding.format, rounding.mode, jnp.broadcast_to(bits, x.shape))
 
     def shift(self, x: Array, place: Place) -> Array:
-        """An exponent S − m or m_old − m as rounded at `shift`."""
+        """The exponent S − m or m_old − m, rounded at `shift`."""
         if self.numerics.shift.is_identity:
             return x
         return self(jnp.maximum(x, jnp.float32(LEAST_SHIFT)), "shift", place)
 
     def nearest_at(self, x: Array, point: Point, rounding: Rounding) -> Array:
-        """`nearest`, by the instructions that suit a point."""
+        """x rounded to nearest, with the instructions that suit the point."""
         return self.nearest(x, rounding)
 
     def nearest(self, x: Array, rounding: Rounding) -> Array:
@@ -114,14 +114,14 @@ class Rounder:
         return x.astype(rounding.format.dtype).astype(jnp.float32)
 
     def as_bfloat16(self, x: Array) -> Array:
-        """x as bfloat16, to nearest."""
+        """x rounded to the nearest bfloat16."""
         if self.interpret:
-            # Rounded on its bits first: XLA:CPU may leave out a cast that is taken back.
+            # The bits are rounded first, because XLA:CPU may drop a cast that is undone later.
             return self.nearest(x, BFLOAT16).astype(jnp.bfloat16)
         return x.astype(jnp.bfloat16)
 
     def split(self, x: Array, fmt: Format) -> list[Array]:
-        """bfloat16 terms, largest first, whose sum is x (of values of `fmt`)."""
+        """bfloat16 terms, largest first, that sum exactly to x, which holds values of `fmt`."""
         terms = []
         rest = x.astype(jnp.float32)
         for _ in range(_TERMS[fmt.storage]):
@@ -138,9 +138,10 @@ class Rounder:
         b_format: Format,
         multiply: Callable[[Array, Array], Array],
     ) -> Array:
-        """The product of a and b, split exactly, from products of their terms.
+        """The product of a and b, summed from the products of their bfloat16 terms.
 
-        Smallest products come first; those below 2⁻²⁴ of the largest are left out.
+        The split is exact. The smallest products are added first. Products below 2⁻²⁴ of the
+        largest are left out.
         """
         a_terms, b_terms = self.split(a, a_format), self.split(b, b_format)
         pairs = [(i, j) for i in range(len(a_terms)) for j in range(len(b_terms)) if i + j <= 2]

@@ -1,4 +1,4 @@
-"""The arrays of a call that are handed to every program whole: lengths, sources of random bits."""
+"""The arrays of a call that every program gets whole: lengths and sources of random bits."""
 
 from typing import Any, NamedTuple
 
@@ -11,9 +11,10 @@ from pallas_kernels.rounder import Stream
 
 
 class Scalars(NamedTuple):
-    """Such arrays, or references to them; None where absent. `pairs` are here on GPUs alone.
+    """Lengths and sources of random bits, or references to them; None where absent.
 
-    `start`, of the GPU's forward kernel: m and l [N] of a head's rows before the first key.
+    Only GPU kernels get `pairs`. Only the GPU's forward kernel gets `start`: m and l [N], which the
+    rows of a head have before the first key.
     """
 
     query_lengths: Any = None
@@ -26,14 +27,14 @@ class Scalars(NamedTuple):
 
     @classmethod
     def of(cls, extras: Extras, spec: Spec) -> "Scalars":
-        """What the kernels of this call read."""
+        """The lengths and sources of random bits that the kernels of this call read."""
         stream = extras.stream if spec.numerics.needs_bits else None
         return cls(extras.query_lengths, extras.key_lengths, *(stream or ()))
 
     def stream(self, batch: Array, head: Array) -> Stream | None:
-        """Random bits of one batch element and query head."""
+        """The random stream of one batch element and query head, or None without random bits."""
         if self.seed is None:
             return None
-        # The bits of two words, which a device may keep as int32.
+        # A device may keep the two words as int32. Only their bits matter.
         seed = (self.seed[0].astype(jnp.uint32), self.seed[1].astype(jnp.uint32))
         return Stream(seed, self.batch[batch], self.head[head])

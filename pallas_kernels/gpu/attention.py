@@ -1,17 +1,17 @@
 """Attention on NVIDIA GPUs: forward and backward kernels under one `custom_vjp`.
 
-Serves float32, bfloat16 and float16 at every numerics point, to nearest or stochastically, and
-every row-max rule. Attention may be causal or not, in a local window, with grouped heads, with
-lengths, segments and dense masks, of any sequence length. `unsupported` names what it declines;
-`tiled` serves that.
+Serves float32, bfloat16, float16 and shortened significands at every numerics point, in every
+rounding mode, and every row-max rule. Attention may be causal or not, in a local window, with
+grouped heads, with sinks, lengths, segments and dense masks, of any sequence length. `unsupported`
+names what it declines; `tiled` serves that.
 
-The floor on one H200 at 16 × 1024 × 12 × 64 in bfloat16, causal, an array being 25 MB, at 4.3 TB/s
-and 790 TFLOP/s:
+The floor of causal attention at 16 × 1024 × 12 × 64 in bfloat16 (25 MB per array) on one H200, at
+4.3 TB/s and 790 TFLOP/s:
 
   forward       moves 101 MB (q, k, v, O): 23 µs    multiplies  26 GFLOP:  33 µs
   both passes   move  302 MB:              70 µs    multiply   116 GFLOP: 147 µs
 
-The backward pass takes seven products instead of five: both of its kernels form S and dP.
+The backward pass takes seven products instead of five, because both of its kernels form S and dP.
 """
 
 import dataclasses
@@ -55,14 +55,14 @@ from pallas_kernels.pairs import Pairs
 from pallas_kernels.rounder import unsupported_rounding
 from pallas_kernels.scalars import Scalars
 
-# Beside float16, what has float32's exponents: bfloat16 and every shortened significand.
+# float16, and every format with float32's exponents: bfloat16 and the shortened significands.
 _SERVED = ("float16", *(name for name, fmt in FORMATS.items() if fmt.has_float32_exponents))
 KV_TILE = 16  # a step has a multiple of this many keys, or all
-_ONE_TILE = (16, 32, 64, 128)  # blocks that a tile may hold whole
+_ONE_TILE = (16, 32, 64, 128)  # sizes of blocks that one tile may hold whole
 
 
 def unsupported(request: Request) -> str | None:
-    """What of the request the kernels cannot serve, or None."""
+    """What the kernels cannot serve of the request, or None."""
     if reason := unsupported_in_tiles(request, BlockSizes):
         return reason
     sizes = request.spec.block_sizes
@@ -109,7 +109,7 @@ def _unsupported_numerics(request: Request) -> str | None:
 
 
 def keys_per_step(request: Request) -> int:
-    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    """Keys of one online-softmax step: `kv_block`, or the keys of the forward kernel's tile."""
     q = jax.ShapeDtypeStruct(request.q_shape, request.dtype)
     numerics, keys = request.spec.numerics, request.kv_shape[1]
     sizes = block_sizes(q, request.spec, request.value_size)
@@ -117,7 +117,7 @@ def keys_per_step(request: Request) -> int:
 
 
 def exponent_of(request: Request) -> str:
-    """How exponents are formed; the backward kernels have one instruction where noise is hidden."""
+    """How exponents are formed. The backward kernels differ where roundings hide their error."""
     numerics = request.spec.numerics
     own = "shift_first, backward scale_first" if hides_exponent_noise(numerics) else "shift_first"
     return numerics.exponent or own
@@ -132,7 +132,8 @@ def attention(
 ) -> tuple[Array, ...]:
     """O = softmax(q kᵀ · scale) v [B, T, N, V] and lse [B, T, N], float32.
 
-    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    `spec.numerics` says what is rounded. With `spec.max_logit` there is a third array, the largest
+    score of each row [B, T, N].
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -143,7 +144,9 @@ def attention(
 def packed_attention(
     qkv: Float[Array, "B T 3 N H"], extras: Extras, spec: Spec
 ) -> tuple[Array, ...]:
-    """The same of q, k and v in one array; the kernels read it, and write its gradient, in place.
+    """`attention` of q, k and v in one array, which the kernels read without copying its planes.
+
+    The kernels also write its gradient into one array.
 
     Raises:
       ValueError: as `attention`.
@@ -164,7 +167,7 @@ class _Residuals(NamedTuple):
 
 
 def _separate(arrays: _Arrays) -> _Arrays:
-    """q, k and v, each of them the packed array if there is one."""
+    """q, k and v; each of them is the packed array if there is one."""
     return arrays * 3 if len(arrays) == 1 else arrays
 
 
@@ -207,7 +210,8 @@ def _backward(spec: Spec, res: _Residuals, cotangents: tuple[Array, ...]) -> tup
     scalars = _scalars(extras, spec, q.shape[1], k.shape[1])
     of_queries, of_keys = sizes.query_gradients, sizes.key_gradients
     if not spec.numerics.tile_grads.is_identity:
-        # dQ's kernel rounds after every so many keys, that of dK and dV after as many queries.
+        # The kernel of dQ rounds after every kv_block keys, the kernel of dK and dV after every
+        # kv_block queries.
         kv_block = spec.numerics.kv_block or sizes.forward.kv
         spec = dataclasses.replace(spec, numerics=spec.numerics.replace(kv_block=kv_block))
         of_queries = _dividing(of_queries, "kv", kv_block, k.shape[1])
@@ -253,7 +257,7 @@ _attend.defvjp(_forward, _backward)
 def _sink_probabilities(
     given: Array, statistics: RowStatistics, extras: Extras, problem: Problem
 ) -> Array:
-    """P of the sinks [N], [B, N, T]; 0 in rows beyond the lengths."""
+    """P_sink [B, N, T] of the given sinks [N]; 0 in rows beyond the lengths."""
     of_rows = given[None, :, None]
     p = sinks.probabilities(of_rows, statistics, problem.score_unit, problem.spec)
     if extras.query_lengths is None:
@@ -263,7 +267,10 @@ def _sink_probabilities(
 
 
 def _sink_gradient(sink: Array, found: Found, problem: Problem) -> Array:
-    """Σ P_sink (dlse − δ) [N], of what dQ's kernel adds to dP, in the units of dS there."""
+    """The gradient of the sinks, Σ P_sink (dlse − δ) [N].
+
+    `found` holds dlse − δ, which dQ's kernel adds to dP, in the units of dS in that kernel.
+    """
     added = found.dp_offset if found.after is None else found.dp_offset - found.after
     total = jnp.sum(sink * added, axis=(0, 2))
     return total if problem.scales_last else total / jnp.float32(problem.spec.scale)
@@ -274,7 +281,7 @@ def _scalars(extras: Extras, spec: Spec, rows: int, keys: int) -> Scalars:
 
 
 def _dividing(tile: Tile, side: str, block: KvBlock | None, length: int) -> Tile:
-    """The tile with a `side` that divides blocks of so many rows; one block of all takes any."""
+    """The tile with its `side` changed to divide `block`; one block of all rows takes any size."""
     size = getattr(tile, side)
     if block is None:
         return tile
@@ -307,7 +314,7 @@ def _problem(qkv: _Arrays, extras: Extras, spec: Spec, tile: Tile) -> Problem:
 def block_sizes(
     q: Array | jax.ShapeDtypeStruct, spec: Spec, value_size: int | None = None
 ) -> BlockSizes:
-    """The tiles of a call: those that it names, or those of the table for the larger head size."""
+    """The tiles that a call names, or the tiles of the table for the larger head size."""
     if spec.block_sizes is None:
         return default_block_sizes(
             max(q.shape[-1], value_size or 0),
@@ -321,7 +328,7 @@ def block_sizes(
 
 
 def _splits(numerics: Numerics, dtype: np.dtype) -> bool:
-    """Whether an operand of some product has another format than the inputs, or is float32."""
+    """Whether some product has an operand in float32 or in another format than the inputs."""
     name = jnp.dtype(dtype).name
     operands = [numerics.probs, numerics.probs_bwd, numerics.ds]
     if not numerics.value.is_identity:

@@ -1,8 +1,8 @@
 """The backward kernels: dK and dV of a key tile, dQ of a query tile, δ where it needs a pass.
 
-Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
-every sum is taken by one program in a fixed order: no atomics, the same bits on every run. The
-arithmetic is that of `lowprec_attn.arithmetic.backward`, point by point.
+Each kernel recomputes P = exp(S − lse) from q, k and lse. Keys and queries have separate kernels,
+so that one program takes each sum in a fixed order. This needs no atomics and gives the same bits
+on every run. The arithmetic is that of `lowprec_attn.arithmetic.backward`, point by point.
 """
 
 import dataclasses
@@ -36,37 +36,36 @@ from pallas_kernels.gpu.products import Rounder
 from pallas_kernels.problem import Range, Side
 from pallas_kernels.scalars import Scalars
 
-# δ is summed over this many columns at a time: whole rows of a float32 O cost the registers of a
-# fourth program per multiprocessor.
+# δ is summed over this many columns at a time, because whole rows of a float32 O cost the registers
+# of a fourth program per multiprocessor.
 _DELTA_COLUMNS = 32
 
 
 class Operands(NamedTuple):
     """q [B, T, N, H], dO [B, T, N, V], k [B, S, K, H], v [B, S, K, V], two offsets [B, N, T].
 
-    Or references to their parts.
+    The fields are arrays or references to their parts. Where q, k and v are packed, each of them is
+    the whole array.
 
-    Where q, k and v are packed each of them is the whole array.
+    `offset` is what the exponent of P adds to a row's scores, and `dp_offset` is what dS adds to
+    the row's dP. Both are computed once per row. A kernel that loops over rows would compute them
+    again for every tile, and for every thread that holds a row.
 
-    `offset` is what the exponent of P adds to a row's scores, and `dp_offset` what dS adds to its
-    dP. They are computed once per row: a kernel that loops over rows would do it again for every
-    tile, and for every thread that holds a row.
+    `dp_offset` may be absent. The kernel of dQ, which owns its rows and has their dO at hand, then
+    forms it from `o`, `o_low` and `dlse`. `o` [B, T, N, V] is the O that δ reads, or the upper half
+    of that O, with the lower half in `o_low`. `dlse` [B, N, T] is the gradient of lse. Because
+    d lse / dS = P, it enters dS = P ∘ (dP − δ + dlse) beside δ.
 
-    In place of `dp_offset` there may be what dQ's kernel, which owns its rows and has their dO at
-    hand, forms it from: `o` [B, T, N, H], the O that δ sees, or its upper half, with the lower in
-    `o_low`; and `dlse` [B, N, T], the gradient of lse. d lse / dS = P, so that it enters dS =
-    P ∘ (dP − δ + dlse) beside δ.
+    `after` [B, N, T] is λ in the units of dS. The kernel of dQ finds it with `delta='after_cast'`.
 
-    `after` [B, N, T] is what dQ's kernel finds with `delta='after_cast'`: λ in the units of dS.
+    `inverse_l` [B, N, T] is 1 / l, a factor of P with `statistics='m_and_l'`.
 
-    `inverse_l` [B, N, T] is 1 / l, a factor of P, with `statistics='m_and_l'`.
+    The next three come with `mean_key='subtracted'`: `k_of_q` [B, S, K, H] is the k of dQ, `mean`
+    [B, 1, K, H] is the mean that was subtracted from it, and `given` [B, N, T] is dlse.
 
-    `k_of_q` [B, S, K, H], `mean` [B, 1, K, H] and `given` [B, N, T] are the k of dQ, what was taken
-    from it, and dlse, with `mean_key='subtracted'`.
+    `sink` [B, N, T] is the P of the sinks. It is given where rows of dS are summed.
 
-    `sink` [B, N, T] is P of the sinks, where rows of dS are summed.
-
-    `gradients` is the packed array that dK and dV are written into, with dQ in it.
+    `gradients` is the packed array that holds dQ and receives dK and dV.
     """
 
     q: Any
@@ -88,16 +87,17 @@ class Operands(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """What the exponent of P adds to the scores of a row, and a factor of P where there is one."""
+    """What the exponent of P adds to the scores of a row, and 1 / l where it is a factor of P."""
 
     offset: Array
     inverse_l: Array | None = None
 
 
 class _Tile(NamedTuple):
-    """P, unrounded but for P̄, dP as rounded at its point, and that P̄ where P is divided by l.
+    """P, dP as rounded at `dp`, and P before it is multiplied by 1 / l (`undivided`).
 
-    `slope` is the derivative of the soft cap, None without one.
+    P is not rounded, except that the P̄ in it may be rounded at `probs`. `undivided` is this P̄, or
+    P where there is no factor 1 / l. `slope` is the derivative of the soft cap, None without one.
     """
 
     probs: Array
@@ -106,7 +106,7 @@ class _Tile(NamedTuple):
     slope: Array | None = None
 
     def behind_cap(self, x: Array) -> Array:
-        """P or dS, the gradient of S, times dS / d(scale · q·k), which is 1 without a soft cap."""
+        """x, which is P or dS, times dS / d(scale · q·k); this factor is 1 without a soft cap."""
         return x if self.slope is None else x * self.slope
 
 
@@ -120,14 +120,15 @@ class Program(NamedTuple):
     round_point: Rounder
 
     def tile(self, i: Array, j: Array) -> TileIndex:
-        """Its tile (i, j)."""
+        """The index of the program's tile (i, j)."""
         return TileIndex(self.batch, self.head, i, j)
 
 
 def exponent_offset(subtracted: Array, problem: Problem) -> Array:
-    """−lse, or −m; in units of log 2 where P is 2^(S·log2 e + offset); 0 for rows without keys.
+    """What the exponent of P adds to the scores of a row: −lse or −m; 0 for rows without keys.
 
-    What is added to S log2 e where P̄ is formed against a whole number.
+    It is in units of log 2 where P is 2^(S·log2 e + offset). Where P̄ is formed against a whole
+    number, it is the number that is added to S log2 e.
     """
     if problem.whole_max:
         return offset_of(subtracted)
@@ -139,7 +140,7 @@ def exponent_offset(subtracted: Array, problem: Problem) -> Array:
 
 
 def dp_offset(delta: Array, problem: Problem) -> Array:
-    """−δ, times scale where dS is P ∘ (dP·scale + offset)."""
+    """What dS adds to dP: −δ, times scale where dS is P ∘ (dP·scale + offset)."""
     return -delta if problem.scales_last else delta * jnp.float32(-problem.spec.scale)
 
 
@@ -153,7 +154,7 @@ def _probs_and_dp(
     *,
     masked: bool,
 ) -> "_Tile":
-    """P and dP of left rows by right rows."""
+    """P and dP of a tile; `left` gives their rows, `right` their columns."""
     problem, round_point = program.problem, program.round_point
     n = problem.spec.numerics
     a, b = left.for_scores, right.for_scores
@@ -168,8 +169,8 @@ def _probs_and_dp(
     offset, inverse_l = exponents
     # m is in the units of the forward kernel's scores.
     in_units, to_log2 = factor / np.float32(problem.score_unit), problem.score_unit * LOG2E
-    # The ways of `Numerics.exponent`. The first, of one instruction, where P̄, P and dS are rounded
-    # by more than it errs.
+    # The choices of `Numerics.exponent`. The first takes one instruction. It is taken where the
+    # roundings of P̄, P and dS exceed its error.
     if problem.hides_exponent_noise:
         log2_p = multiply_add(s, factor * log2e, offset, interpret=problem.interpret)
     elif problem.whole_max:
@@ -202,14 +203,14 @@ def _probs_and_dp(
 
 
 def _rounded_ds(program: Program, tile: _Tile, offset: Array, place: Place) -> Array:
-    """dS · scale behind the cap, rounded at `ds`; without the factor where the sums are scaled."""
+    """dS · scale behind the cap, rounded at `ds`; without the scale where the sums are scaled."""
     ds = tile.behind_cap(_unrounded_ds(program.problem, tile, offset))
     return program.round_point(ds, "ds", place)
 
 
 def _unrounded_ds(problem: Problem, tile: _Tile, offset: Array) -> Array:
     probs, dp = tile.probs, tile.dp
-    # dS = P ∘ (dP − δ) · scale, with scale in the sums where that commutes with rounding.
+    # dS = P ∘ (dP − δ) · scale. The sums are scaled instead where that commutes with rounding.
     if problem.scales_last:
         return probs * (dp + offset)
     return probs * multiply_add(
@@ -222,7 +223,7 @@ def _scaled_sum(ds_sum: Array, problem: Problem) -> Array:
 
 
 def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Array, ...]:
-    """dK and dV, summed over the query heads of each group; packed, one array with dQ too."""
+    """dK and dV, summed over the query heads of each group; or one packed array with dQ as well."""
 
     def all_rows(j: Array, h: Array, b: Array) -> tuple[Array, int, Array]:
         return b, 0, h
@@ -274,7 +275,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
     per_product, _ = problem.tiles_per_rounded_product
 
     def of_keys(which: int, step: int = 0) -> Place:
-        """The place of dK and dV (1, 2)."""
+        """The place of dK (1) or dV (2)."""
         return problem.features(first_key, problem.tile.kv, step, values=which == 2)
 
     def add_head(g: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -290,7 +291,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             return program.round_point(do, "probs_bwd", place)
 
         def corrected(dk: Array, p_rounded: Array, q: Array, start: Array) -> Array:
-            """What `after_cast` takes from a sum of dK: round(P)ᵀ round(λ q)."""
+            """dK less round(P)ᵀ round(λ q), the correction of `delta='after_cast'`."""
             after = problem.load_statistics(ref.after, start, g, valid=valid_rows)[:, None]
             rows = span(start, problem.tile.query)[:, None]
             place = scaled_rows(rows, problem.padded_head)
@@ -315,7 +316,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
             )
             place = problem.place(
                 i, j, keys_first=True
-            )  # P and dS are then left operands as they are
+            )  # so that P and dS are left operands without a transpose
             inverse_l = None
             if ref.inverse_l is not None:
                 inverse_l = problem.load_statistics(ref.inverse_l, start, g, valid=valid_rows)
@@ -364,14 +365,14 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
         first = lax.div(begin, per_product)
         return lax.fori_loop(first, lax.div(end + per_product - 1, per_product), add_product, sums)
 
-    # Products that are rounded one by one leave what is taken from dK out.
+    # Products that are rounded one by one exclude the correction of dK, which has its own sum.
     apart = ref.after is not None and per_product is not None
     dk, dv, *rest = lax.fori_loop(
         0, problem.group, add_head, (zeros, zeros_of_v, *(zeros,) * apart)
     )
     dk = sum(rest, start=dk)
     sums = (_scaled_sum(dk, problem), dv)
-    # A gradient summed over a group is told apart by the group's first head.
+    # A gradient summed over a group takes the random bits of the group's first head.
     round_point = problem.rounder(scalars, batch, kv_head * problem.group)
     for which, (x, out) in enumerate(zip(sums, (dk_ref, dv_ref), strict=True), start=1):
         rounded = round_point(x, "grads", of_keys(which, which))
@@ -379,7 +380,7 @@ def _key_gradients(ref: Operands, scalars: Scalars, *out: Any, problem: Problem)
 
 
 def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: int) -> Array:
-    """Product c of those that add up to dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
+    """Product c of the sum dQ, dK or dV (0, 1, 2), as rounded at `tile_grads`."""
     problem = program.problem
     queries, keys = problem.tiles_per_rounded_product
     tiles, size = (keys, problem.tile.kv) if which == 0 else (queries, problem.tile.query)
@@ -390,7 +391,7 @@ def _rounded_product(program: Program, x: Array, place: Place, c: Array, which: 
 
 
 class Found(NamedTuple):
-    """What dQ's kernel leaves to that of dK: `dp_offset` and `after`, see `Operands`."""
+    """What the kernel of dQ finds for the kernel of dK: `dp_offset` and `after`, see `Operands`."""
 
     dp_offset: Any
     after: Any = None
@@ -399,7 +400,7 @@ class Found(NamedTuple):
 def query_gradients(
     x: Operands, scalars: Scalars, problem: Problem, *, row_sums: bool = False
 ) -> tuple[Array, Found, tuple[Array, ...]]:
-    """dQ, of rows what is found on the way, and the two of `BackwardSums` if asked for."""
+    """dQ, the row statistics found on the way, and with `row_sums` both of `BackwardSums`."""
     outputs = [(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), problem.tile_rows(0))]
     if x.dp_offset is None:
         rows = 2 if problem.spec.numerics.delta == "after_cast" else 1
@@ -415,7 +416,7 @@ def query_gradients(
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
-    """δ = rowsum(dP ∘ P), [B, N, T], in a pass of its own over the keys."""
+    """δ = rowsum(dP ∘ P) [B, N, T], found in a separate pass over the keys."""
     return _over_queries(_delta, x, scalars, problem, [problem.tile_statistics])[0]
 
 
@@ -447,7 +448,7 @@ def _over_queries(
 
 
 class _BackwardRows(NamedTuple):
-    """The query rows of a program of dQ, over the key tiles that they see."""
+    """The query rows of a program of dQ or δ, which sums over the key tiles that they see."""
 
     program: Program
     ref: Operands
@@ -481,11 +482,11 @@ class _BackwardRows(NamedTuple):
         return problem.load_statistics(ref, self.start, valid=valid)[:, None]
 
     def sum(self, contribution: Callable[..., Any], zero: Any) -> Any:
-        """The sum of contribution(P and dP, k, place) over the key tiles: an array or several."""
+        """The sum of contribution(tile, k, place) over the key tiles: one array or several."""
         return self._sum(contribution, zero, self._range())
 
     def sum_of_rounded(self, contribution: Callable[..., Any], zero: Any) -> Any:
-        """The same, the first of several sums rounded at `tile_grads` product by product."""
+        """`sum`, with the first of several sums rounded at `tile_grads` product by product."""
         _, per_product = self.program.problem.tiles_per_rounded_product
         if per_product is None:
             return self.sum(contribution, zero)
@@ -510,7 +511,7 @@ class _BackwardRows(NamedTuple):
         return problem.key_range(self.i, batch, scalars)
 
     def _sum(self, contribution: Callable[..., Any], zero: Any, visited: Range) -> Any:
-        """Over the visited tiles, those before `full` without a mask."""
+        """`sum` over the visited tiles; tiles before `full` take no mask."""
         problem = self.program.problem
         valid = problem.valid_keys(self.program.batch, self.program.scalars)
 
@@ -531,8 +532,8 @@ class _BackwardRows(NamedTuple):
 
         begin, full, end = visited
         total = zero
-        # First, because ptxas serialises all tensor-core instructions of the other order: there,
-        # a program without unmasked tiles sets the accumulator of a pending one to zero.
+        # Masked tiles come first, because ptxas serialises all tensor-core instructions in the
+        # other order: a program without unmasked tiles would zero the accumulator of a pending one.
         if problem.has_masked_tiles:
             total = lax.fori_loop(full, end, partial(add_tile, masked=True), total)
         if problem.masks_every_tile:
@@ -567,13 +568,13 @@ def _query_gradients(
     else:
         of_dp = queries.statistic(ref.dp_offset)
 
-    # dQ = Σ dS K over the key tiles, with P K where rows of dS lack something.
+    # dQ = Σ dS K over the key tiles. Where the row sums of dS are corrected, P K is summed as well.
     def product(tile: _Tile, k: Array, place: Place) -> Array:
         ds = _rounded_ds(queries.program, tile, of_dp, place)
         return round_point.dot(ds, k, n.ds.result_format, format_of(k))
 
     def with_row_sums(tile: _Tile, k: Array, place: Place) -> tuple[Array, ...]:
-        # Rows of dS sum to zero before the slope of a soft cap, see `arithmetic.backward.row_sums`.
+        # Rows of dS sum to zero only before a soft cap's slope, see `arithmetic.backward.row_sums`.
         p_rounded = round_point(tile.behind_cap(tile.probs), "probs_bwd", place)
         pk = round_point.dot(p_rounded, k, n.probs_bwd.result_format, format_of(k))
         ds = _unrounded_ds(problem, tile, of_dp)
@@ -589,7 +590,7 @@ def _query_gradients(
         return dq, pk, by_lane(jnp.sum, ds), by_lane(jnp.sum, p_rounded)
 
     def reported(tile: _Tile, place: Place) -> tuple[Array, ...]:
-        """Of `arithmetic.backward.QuerySums`, in the units of dS; the last where it is needed."""
+        """The `arithmetic.backward.QuerySums` in the units of dS; the last only where needed."""
         if row_sums is None:
             return ()
         summed = [tile.probs, _rounded_ds(queries.program, tile, of_dp, place)]
@@ -610,11 +611,11 @@ def _query_gradients(
             (zero, zero, lanes, lanes, *none),
         )
         r, s, *of_rows = (jnp.sum(x, axis=-1, keepdims=True) for x in sums)
-        if ref.sink is not None:  # a column with dP = 0, whose dS none rounds
+        if ref.sink is not None:  # a column with dP = 0, whose dS is not rounded
             p_sink = queries.statistic(ref.sink)
             r, s = r + p_sink * of_dp, s + p_sink
-        # What δ₀ lacks, r / s − dlse, or λ; in the units of dS.
-        # Of a row that sees nothing, dlse may be anything.
+        # The correction of δ₀, r / s − dlse, or λ; in the units of dS. The dlse of a row that sees
+        # no key may be anything.
         dlse = jnp.where(s == 0, jnp.float32(0), queries.statistic(ref.dlse))
         lacks = row_shift(r, s) + dp_offset(dlse, problem)
         if after_cast:
@@ -637,7 +638,8 @@ def _query_gradients(
         for out_ref, x in zip(row_sums, (p, ds), strict=True):
             problem.store_statistics(out_ref, x[:, 0], queries.start)
     if ref.mean is not None:
-        # d lse / dS = P, so what dlse adds to dQ by way of the mean is their product.
+        # `k_of_q` lacks the mean. Rows of P = d lse / dS sum to one, so the mean times dlse is
+        # added to dQ.
         dq = dq - dp_offset(queries.statistic(ref.given), problem) * problem.load_one(ref.mean)
     dq = _scaled_sum(dq, problem)
     dq = round_point(dq, "grads", problem.features(queries.start, problem.tile.query, 0))

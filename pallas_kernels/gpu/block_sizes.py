@@ -1,4 +1,4 @@
-"""Tile sizes of the GPU kernels: speed only, never what is rounded where.
+"""Tile sizes of the GPU kernels. They change speed only, never what is rounded where.
 
 The table of a device kind is filled from `python -m benchmarks.tune` on such a device.
 """
@@ -16,8 +16,9 @@ class Tile:
 
     Attributes:
       query: query rows of a tile, a power of two in 16..256.
-      kv: keys of a tile, likewise. The forward kernel takes `Numerics.kv_block` instead, where
-        that is given, because there the number of keys per step is arithmetic.
+      kv: keys of a tile, also a power of two in 16..256. Where `Numerics.kv_block` is given, the
+        forward kernel takes a tile that divides it instead, because the number of keys per step
+        then belongs to the arithmetic.
       warps: warps of 32 threads per program.
       stages: depth of the software pipeline that loads tiles ahead of their use.
 
@@ -51,7 +52,7 @@ class BlockSizes:
       key_gradients: dK and dV; a program owns `kv` keys and loops over the queries.
       query_gradients: dQ (and δ for `delta='dp_p'`); a program owns `query` rows and loops over
         the keys.
-      interpret: run the kernels in Pallas' interpreter, on any platform: for tests.
+      interpret: run the kernels in Pallas' interpreter, on any platform (for tests).
     """
 
     forward: Tile
@@ -61,7 +62,7 @@ class BlockSizes:
 
 
 class _Row(NamedTuple):
-    """Tiles up to a head size and a length; each query, kv, warps, stages."""
+    """The tiles up to a head size and a length, each as (query, kv, warps, stages)."""
 
     head_size: int
     length: float
@@ -71,17 +72,18 @@ class _Row(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Rows of a device kind; the first that reaches a head size and a length serves it.
+    """The rows of a device kind. The first row that reaches a head size and a length serves it.
 
-    `splits`: where some product splits an operand into several terms, which need room.
+    `splits` serves calls in which some product splits an operand into several terms, which need
+    room.
     """
 
     plain: tuple[_Row, ...]
     splits: tuple[_Row, ...]
 
 
-# Tuned on one NVIDIA H200 at head sizes 64 and 128. A mainloop over 2048 keys and fewer keeps more,
-# smaller programs busy; two tiles of 64 rows that share their keys pay beyond.
+# Tuned on one NVIDIA H200 at head sizes 64 and 128. Up to length 2048, more and smaller programs
+# are faster. At greater lengths, two tiles of 64 rows that share their keys pay off.
 _HOPPER = _Table(
     plain=(
         _Row(64, 2048, (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
@@ -96,8 +98,8 @@ _HOPPER = _Table(
     ),
 )
 
-# Not tuned: what compiles for compute capabilities 8.0 and 8.9 almost without spilled registers,
-# in the 99 KiB of shared memory that a program has on the smallest of them.
+# Not tuned. These tiles compile for compute capabilities 8.0 and 8.9 almost without register
+# spills, within the 99 KiB of shared memory that a program has on the smallest of these GPUs.
 _OTHER = _Table(
     plain=(
         _Row(64, math.inf, (64, 64, 4, 2), (32, 64, 4, 2), (64, 64, 4, 2)),
@@ -111,12 +113,12 @@ _OTHER = _Table(
     ),
 )
 
-# Kinds begin with these; the three share one design of multiprocessor.
+# Tables by prefix of the device kind. The three GPUs share one multiprocessor design.
 _TABLES = {"NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 
 
 def is_hopper(device_kind: str | None) -> bool:
-    """Whether a GPU, as JAX names it, is of NVIDIA's Hopper generation."""
+    """Whether JAX's name of a GPU belongs to an NVIDIA Hopper GPU."""
     return _table(device_kind) is _HOPPER
 
 
@@ -133,14 +135,14 @@ def default_block_sizes(
     sums_keys: bool = False,
     device_kind: str | None = None,
 ) -> BlockSizes:
-    """The tiles of the table.
+    """The tiles that the table of a device kind has for a call.
 
     Args:
       head_size: H of q, k, v, up to 256.
       length: T, the number of queries.
       splits: whether some product splits an operand into several terms (a float32 operand does).
-      sums_keys: whether dQ's kernel adds up P k beside dQ (`delta='normalized'`).
-      device_kind: of the GPU that the call is compiled for, as JAX names it; None: not known.
+      sums_keys: whether dQ's kernel sums P k beside dQ (`delta='normalized'` or 'after_cast').
+      device_kind: JAX's name of the GPU that the call is compiled for, or None if unknown.
     """
     table = _table(device_kind)
     rows = table.splits if splits else table.plain
@@ -157,7 +159,7 @@ def default_block_sizes(
 def _with_second_sum(tile: Tile, head_size: int, length: int) -> Tile:
     """A tile of dQ's kernel that leaves registers for a second sum of dQ's size.
 
-    Tuned on one NVIDIA H200: 64 rows by four warps; at head size 64 a third stage pays on long
+    Tuned on one NVIDIA H200: 64 rows and four warps. At head size 64 a third stage pays off in long
     loops.
     """
     query, kv = min(tile.query, 64), min(tile.kv, 64)

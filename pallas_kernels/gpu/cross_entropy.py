@@ -1,15 +1,19 @@
 """Cross-entropy of rows of logits, and its gradient, in one kernel.
 
-A program owns a row. It keeps the first columns in registers, loops over the others with an online
-log-sum-exp, and goes back over them to write softmax − onehot: what it read last comes first,
-because that is most likely still in the L2 cache. bfloat16 logits, and their gradient, are read and
-written as words of two columns.
+A program owns a row. It keeps the first columns in registers and loops over the others with an
+online log-sum-exp. Then it goes back over them to write softmax − onehot. It starts with the
+columns that it read last, because they are most likely still in the L2 cache. bfloat16 logits and
+their gradient are read and written as words of two columns.
 
-The floors on one H200, for 16,384 rows of 50,304 logits with their gradient in bfloat16, at
-4.3 TB/s: float32 logits 4.9 GB, 1.15 ms; bfloat16 logits 3.3 GB, 0.77 ms. The kernel takes 1.76 and
-1.10 ms (results/training_speed/step_variants_h200.jsonl), because it is the cache that moves every
-column but the kept ones once more. With bfloat16 logits and z_loss one program instead of two fits
-a multiprocessor; that has not been timed.
+The floor for 16,384 rows of 50,304 logits with a bfloat16 gradient on one H200 at 4.3 TB/s, and the
+measured times (results/training_speed/step_variants_h200.jsonl):
+
+  float32 logits   move 4.9 GB: 1.15 ms    the kernel takes 1.76 ms
+  bfloat16 logits  move 3.3 GB: 0.77 ms    the kernel takes 1.10 ms
+
+The kernel exceeds the floor because the cache moves every column but the kept ones once more. With
+bfloat16 logits and z_loss, only one program instead of two fits on a multiprocessor; that has not
+been timed.
 """
 
 import dataclasses
@@ -31,13 +35,13 @@ from pallas_kernels.gpu.triton import plt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns:
-    """How a program loops over its row: speed alone, up to the order of float32 sums.
+    """How a program loops over its row. It changes only speed and the order of float32 sums.
 
     Attributes:
-      held: words that stay in registers between the passes, 0 or a power of two; none of a
-        shorter row. A word is one float32 logit, or two of bfloat16.
-      tile: words of a step over the others, a power of two.
-      warps: of a program.
+      held: words that stay in registers between the passes, 0 or a power of two. A row with fewer
+        words keeps none. A word is one float32 logit or two bfloat16 logits.
+      tile: words that one step of the loop over the others takes, a power of two.
+      warps: warps per program.
     """
 
     held: int
@@ -45,7 +49,7 @@ class Columns:
     warps: int
 
 
-# The fastest of those timed on one H200.
+# The fastest schedules that were timed on one H200.
 _FLOAT32 = Columns(held=16384, tile=8192, warps=8)
 _BFLOAT16 = Columns(held=4096, tile=8192, warps=8)
 
@@ -62,21 +66,22 @@ def cross_entropy_rows(
     columns: Columns | None = None,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "n"], Float[Array, "n V"]]:
-    """lse − logit of the target, and softmax − onehot rounded once, to `dtype`.
+    """The losses, lse − logit of the target, and softmax − onehot, rounded once to `dtype`.
 
-    With z_loss = c > 0, softmax · (1 + 2 c lse) − onehot: the gradient of that loss + c · lse².
-    A row with a NaN or +inf has a loss that is not finite.
+    With z_loss = c > 0 the gradient is that of loss + c · lse², softmax · (1 + 2 c lse) − onehot.
+    The returned losses do not contain c · lse². A row with a NaN or +inf has a loss that is not
+    finite.
 
     Args:
-      logits: any number of rows and columns, float32; or bfloat16, an even number of columns.
-      targets: columns, below V.
-      dtype: of the gradient; bfloat16 if the logits are.
+      logits: float32, or bfloat16 with an even number of columns.
+      targets: the column of each row's target, below V.
+      dtype: dtype of the gradient; it must be bfloat16 if the logits are.
       z_loss: c ≥ 0.
       columns: the schedule, None for the tuned one.
       interpret: run in the interpreter.
 
     Raises:
-      ValueError: bfloat16 logits of an odd number of columns or with another gradient.
+      ValueError: bfloat16 logits with an odd number of columns, or a gradient of another dtype.
     """
     n, width = logits.shape
     words, out_dtype = logits, jnp.dtype(dtype)
@@ -92,7 +97,7 @@ def cross_entropy_rows(
     columns = columns or (_BFLOAT16 if packed else _FLOAT32)
     if width < columns.held:
         columns = dataclasses.replace(columns, held=0)
-    # Blocks may reach beyond the array; what lies there is masked.
+    # Blocks may reach beyond the array; columns beyond it are masked.
     row = pl.BlockSpec((None, width + columns.tile), lambda i: (i, 0))
     losses, gradient = pl.pallas_call(
         partial(_row, width=width, z_loss=z_loss, columns=columns, interpret=interpret),
@@ -132,18 +137,19 @@ def _row(
         return exp2(x * jnp.float32(LOG2E), interpret=interpret)
 
     def values(words: Array, after: Array | None = None) -> tuple[Array, ...]:
-        """The logits of some words, one array for each column of a word."""
+        """The logits in some words, as one array for each column of a word."""
         return from_bfloat16_pairs(words, after, interpret=interpret) if packed else (words,)
 
     def load(start: Array | int, policy: str) -> Array:
         return plt.load(logits_ref.at[pl.ds(start, tile)], eviction_policy=policy)
 
     def add(words: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        """The running maximum m [1] and l = Σ exp(x − m) [1] with more columns."""
+        """Adds columns to the running maximum m [1] and to l = Σ exp(x − m) [1]."""
         m, l = state
         largest = reduce(jnp.maximum, values(words))
         new = jnp.maximum(m, jnp.max(largest, axis=0, keepdims=True))
-        l = l * power(m - new)  # after the sum, it costs the registers of a second program
+        # Scaling l after the sum would cost the registers of a second program per multiprocessor.
+        l = l * power(m - new)
         terms = reduce(operator.add, (power(x - new) for x in values(words, new)))
         return new, l + jnp.sum(terms, axis=0, keepdims=True)
 
@@ -166,9 +172,11 @@ def _row(
     if held:
         kept = plt.load(logits_ref.at[pl.ds(0, held)], eviction_policy="evict_first")
         state = add(kept, state)
-    # The cache is to keep what is read here until the second pass.
+    # The cache should keep what this loop reads until the second pass.
     m, l = lax.fori_loop(0, tiles, lambda j, s: add(load(held + j * tile, "evict_last"), s), state)
-    if rest:  # read last: loaded before the loop, it costs the registers of a second program
+    # The remainder is read last. Loaded before the loop, it would cost the registers of a second
+    # program per multiprocessor.
+    if rest:
         last = width - rest
         inside = span(last, 1 << (rest - 1).bit_length()) < width
         window = logits_ref.at[pl.ds(last, inside.size)]

@@ -1,4 +1,4 @@
-"""Which GPU it is, and which run the kernels: JAX with Triton, compute capability 8.0 and newer."""
+"""The GPU in use, and whether it runs the kernels, which need Triton and capability 8.0 or more."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ def without_triton() -> str | None:
 def too_old() -> str | None:
     """The compute capability of this process's GPU if it is below 8.0, else None.
 
-    Without a GPU, as when compiling ahead of time, nothing is known and nothing is too old.
+    Without a GPU, as in ahead-of-time compilation, the capability is unknown: the result is None.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -27,7 +27,10 @@ def too_old() -> str | None:
 
 
 def device_kind() -> str | None:
-    """Of the GPU that is compiled for: the mesh's, ahead of time, or the first one here."""
+    """JAX's name of the GPU that is compiled for, or None if there is none.
+
+    In ahead-of-time compilation this is the mesh's GPU, otherwise the first GPU of this process.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None and jax.default_backend() == "gpu":
         device = jax.devices()[0]
@@ -35,6 +38,6 @@ def device_kind() -> str | None:
 
 
 def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays: `kernel` where it is lowered for a GPU that runs it, else `plain`."""
+    """A function that calls `kernel` where it is lowered for a GPU that runs it, else `plain`."""
     declines = without_triton() or too_old()
     return partial(lax.platform_dependent, cuda=plain if declines else kernel, default=plain)

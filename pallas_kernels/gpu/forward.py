@@ -1,10 +1,10 @@
-"""The forward kernel: O, lse and the O that δ sees.
+"""The forward kernel: O, lse and the O that δ reads.
 
-A program owns a tile of query rows and loops over the key tiles that it may see. An online-softmax
-step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several. Tiles above the
-causal diagonal are neither computed nor loaded. Only those tiles are masked that the diagonal, a
-length or the end of the keys cuts. The arithmetic is that of `lowprec_attn.arithmetic.softmax`,
-point by point.
+A program owns a tile of query rows and loops over the key tiles that they may see. An
+online-softmax step (FlashAttention-2, arXiv 2307.08691, Algorithm 1) takes one tile or several.
+Tiles above the causal diagonal are neither computed nor loaded. Without a window, segments or a
+dense mask, a tile is masked only if the diagonal, a length or the end of the keys cuts it. The
+arithmetic is that of `lowprec_attn.arithmetic.softmax`, point by point.
 """
 
 from functools import partial
@@ -43,10 +43,11 @@ _BFLOAT16 = get_rounding("bfloat16")
 
 
 class Outputs(NamedTuple):
-    """O [B, T, N, V], lse [B, N, T], O for δ where it is another, or the lower half of O.
+    """O [B, T, N, V] and lse [B, N, T]; the other outputs are None unless they are needed.
 
-    `apart`, [B, N, T], is what P is formed from where that is not lse. `max_logit`, [B, N, T], is
-    the largest score, where it was asked for.
+    `saved` [B, T, N, V] is the O for δ where it differs from O, or the lower half of O. `apart` is
+    m and 1 / l, each [B, N, T], where P is formed from them instead of lse. `max_logit` [B, N, T]
+    is the largest score of each row.
     """
 
     o: Any
@@ -57,7 +58,7 @@ class Outputs(NamedTuple):
 
 
 def forward(q: Array, k: Array, v: Array, scalars: Scalars, problem: Problem) -> Outputs:
-    """Runs the kernel."""
+    """Runs the forward kernel. If q, k and v are packed, each of them is the whole array."""
     n = problem.spec.numerics
     lse, statistics = problem.tile_statistics
     saved = problem.spec.numerics.saved_dtype
@@ -103,18 +104,19 @@ def _forward(
     state = initial_state(problem, sink)
     several = problem.tiles_per_step > 1
     if several and problem.has_masked_tiles and problem.masked_step_changes_nothing:
-        # Such a step tells by itself which of its tiles to mask: one loop takes them all.
+        # A step of several tiles decides by itself which of them to mask, so one loop takes all
+        # steps.
         full = begin
     elif not problem.masks_every_tile:
         state = lax.fori_loop(0, full, partial(step, masked=False), state)
-    # A step that the end of the keys cuts need not have a tile that it cuts.
+    # The end of the keys may cut a step without cutting any of its tiles.
     if problem.has_masked_tiles or problem.keys % problem.step != 0:
         state = lax.fori_loop(full, end, partial(step, masked=True), state)
     if problem.visits_above_diagonal:
         every = problem.key_range(i, batch, scalars, size=problem.step, causal=False)
         state = lax.fori_loop(end, every.end, partial(step_above_diagonal, queries=queries), state)
     if several:
-        # Otherwise q's addresses, which are O's too, would stay in registers during the mainloop.
+        # Otherwise the addresses of q, which O shares, would stay in registers in the mainloop.
         start = anew(start, interpret=problem.interpret)
     exists = problem.exists(start, batch, scalars) if scalars.start is not None else None
     _epilogue(state, problem, round_point, start, Outputs(*out), exists)
@@ -128,12 +130,12 @@ def _epilogue(
     out: Outputs,
     exists: Array | None,
 ) -> None:
-    """Divides by l and stores. A row that saw no key has O = 0 and lse = −inf, or its sink.
+    """Divides by l and stores. A row that saw no key has O = 0, and lse = −inf or its sink.
 
-    exists: of rows with sinks: which are not beyond the lengths; None: all.
+    exists: with sinks, which rows lie within the lengths; None if all do.
     """
     place = problem.features(start, problem.tile.query, values=True)
-    one = partial(jnp.max, axis=-1, keepdims=True)  # of equal copies
+    one = partial(jnp.max, axis=-1, keepdims=True)  # takes one of equal copies
     m = one(state.m)
     l = jnp.sum(state.l, axis=-1, keepdims=True) if problem.keeps_partial_sums else one(state.l)
     empty = m <= MASKED
@@ -156,7 +158,7 @@ def _epilogue(
         largest = m if state.max_logit is None else one(state.max_logit)
         largest = jnp.where(largest <= MASKED, -jnp.inf, largest * np.float32(problem.score_unit))
         problem.store_statistics(out.max_logit, largest[:, 0], start)
-    # lse = m + log l, with m in scores
+    # lse = m + log l, with m in units of S
     m = m * np.float32(LN2 if problem.whole_max else problem.score_unit)
     lse = log_sum_exp(m, l, empty, round_point, place)
     if exists is not None:

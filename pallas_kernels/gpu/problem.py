@@ -1,4 +1,4 @@
-"""One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
+"""One attention call as the GPU kernels see it: sizes, tiles, visited keys and rows, masks."""
 
 import dataclasses
 import functools
@@ -26,8 +26,8 @@ from pallas_kernels.scalars import Scalars
 
 LOG2E = math.log2(math.e)
 
-# A tensor-core tile spreads the columns of a row over four threads, in a pattern of eight columns:
-# the first thread holds columns 0 and 1 of it, the second 2 and 3 ...
+# A tensor-core tile spreads the columns of a row over four threads, in a pattern that repeats every
+# eight columns: the first thread holds columns 0 and 1, the second 2 and 3, and so on.
 THREADS, LANES = 4, 8
 
 
@@ -45,11 +45,11 @@ class Problem(common.Problem):
     """Sizes, tile and machine of one kernel.
 
     Attributes:
-      value_size: V, of v and O; H, `head_size`, is of q and k.
-      packed: q, k and v are the planes of one array [B, T, 3, N, H], as their gradients are.
+      value_size: V, the head size of v and O; `head_size` is H, the head size of q and k.
+      packed: whether q, k and v are planes of one array [B, T, 3, N, H]; their gradients are too.
       tile: query rows and keys of a tile, warps, stages.
-      interpret: run in the interpreter.
-      hopper: compiled for a GPU of that generation.
+      interpret: whether to run in the interpreter.
+      hopper: whether the kernel is compiled for a Hopper GPU.
     """
 
     value_size: int
@@ -71,9 +71,9 @@ class Problem(common.Problem):
         hopper: bool,
         value_size: int | None = None,
     ) -> "Problem":
-        """The problem of a call with these arrays; q and k may be the packed one.
+        """The problem of a call with these arrays; q and k may both be the packed array.
 
-        value_size: None for that of q.
+        value_size: V; None if it equals H.
         """
         return cls(
             spec=spec,
@@ -96,21 +96,21 @@ class Problem(common.Problem):
 
     @property
     def padded_head(self) -> int:
-        """H rounded up to a power of two: the compiler's tiles have no other sizes."""
+        """H rounded up to a power of two, as the compiler requires of tiles."""
         return _padded(self.head_size)
 
     @property
     def padded_value(self) -> int:
-        """The same of V."""
+        """V rounded up to a power of two, as the compiler requires of tiles."""
         return _padded(self.value_size)
 
     def query_tile(self, program: Array) -> Array:
-        """The query tile of a program. Under causality the longest mainloops start first."""
+        """The query tile of a program. With a causal mask the longest mainloops start first."""
         return self.q_tiles - 1 - program if self.spec.is_causal else program
 
     @property
     def step(self) -> int:
-        """Keys of an online-softmax step, in whole tiles where one step has all of them."""
+        """Keys of an online-softmax step; S in whole tiles where one step takes all keys."""
         step = self.spec.numerics.step_of(self.keys, self.tile.kv)
         return step if step < self.keys else self.kv_tiles * self.tile.kv
 
@@ -121,7 +121,7 @@ class Problem(common.Problem):
 
     @property
     def tiles_per_rounded_product(self) -> tuple[int | None, int | None]:
-        """Tiles of queries, and of keys, whose products `tile_grads` rounds as one; None: none."""
+        """How many query tiles, and key tiles, make a product that `tile_grads` rounds; or None."""
         n = self.spec.numerics
         if n.tile_grads.is_identity:
             return None, None
@@ -130,10 +130,11 @@ class Problem(common.Problem):
 
     @property
     def hides_exponent_noise(self) -> bool:
-        """Whether P̄, P and dS are all rounded, by more than the backward kernels' shortcut costs.
+        """Whether the roundings of P̄, P and dS hide the error of the backward kernels' shortcut.
 
-        The shortcut takes x·log2(e) of a score and of lse apart. So the exponent errs by about an
-        ulp of the score, not of the difference. Whoever saves m and l apart wants the difference.
+        The shortcut multiplies a score and lse by log2(e) separately. The exponent then errs by
+        about an ulp of the score, not of the difference. Numerics that save m and l instead of lse
+        are meant to keep the accuracy of the difference, so they take no shortcut.
         """
         return hides_exponent_noise(self.spec.numerics)
 
@@ -144,22 +145,23 @@ class Problem(common.Problem):
 
     @property
     def whole_max(self) -> bool:
-        """Whether P̄ is formed against a whole number in base 2: `arithmetic.powers`."""
+        """Whether P̄ is formed against a whole number in base 2, see `arithmetic.powers`."""
         return self.spec.numerics.exponent == "whole_max"
 
     def capped(self, products: Array) -> Array:
-        """Products q·k as the soft cap leaves them: tanh(scale · q·k / c), or as they are."""
+        """tanh(scale · q·k / c) of products q·k, or the products themselves without a soft cap."""
         if self.spec.soft_cap is None:
             return products
         return jnp.tanh(products * np.float32(self.spec.scale / self.spec.soft_cap))
 
     @property
     def counts_ties_by_warp(self) -> bool:
-        """Whether the row-max rule counts ties, and a warp holds rows of S whole.
+        """Whether the row-max rule counts ties and each warp holds whole rows of S.
 
-        A warp does where the products are Hopper's own, of 64 rows by four warps: threads
-        4i … 4i + 3 hold rows i and i + 8 of sixteen. Elsewhere the compiler also divides columns
-        among warps. A rule that may do more with S − r_m than count ties is asked row by row.
+        A warp holds whole rows where Hopper's own instructions multiply, 64 rows by four warps:
+        threads 4i … 4i + 3 hold rows i and i + 8 of sixteen. Elsewhere the compiler also divides
+        the columns among warps. A rule that may do more with S − r_m than count ties gets one
+        answer per row, not per thread.
         """
         counts = isinstance(self.spec.row_max, DynamicMax | PublishedMax)
         rows, warps = self.tile.query, self.tile.warps
@@ -168,7 +170,7 @@ class Problem(common.Problem):
 
     @property
     def scales_last(self) -> bool:
-        """Whether dQ and dK are scaled as sums, because that commutes with rounding dS · scale."""
+        """Whether dQ and dK are scaled instead of dS, because scaling commutes with rounding."""
         points = (self.spec.numerics.ds, self.spec.numerics.tile_grads)
         rounded = [x.format.name for x in points if not x.is_identity]
         return self.spec.scale_is_power_of_two and set(rounded) == {"bfloat16"} if rounded else True
@@ -182,14 +184,14 @@ class Problem(common.Problem):
         heads: int | None = None,
         values: bool = False,
     ) -> pl.BlockSpec:
-        """`size` rows of one head, or of `heads` of them, of an array [B, T, N, H].
+        """The block of `size` rows of one head, or of `heads` heads, of an array [B, T, N, H].
 
         Args:
           size: rows of a block.
-          index: of a program: batch element, block of rows, head or block of heads.
-          plane: of q, k, v (0, 1, 2) or their gradients, which may be packed.
-          heads: None for one head, without an axis.
-          values: the array is v, O or dO.
+          index: maps a program to batch element, block of rows, and head or block of heads.
+          plane: 0, 1 or 2 for q, k or v, or for its gradient; these arrays may be packed.
+          heads: number of heads; None for one head, which then has no axis.
+          values: whether the array is v, O or dO.
         """
         planes = (plane,) if self.packed and plane is not None else ()
 
@@ -200,11 +202,11 @@ class Problem(common.Problem):
         features = self.padded_value if values else self.padded_head
         return pl.BlockSpec((None, size, *(None for _ in planes), heads, features), place)
 
-    # Of kernels with one program per query tile, query head and batch element:
+    # The layout of kernels with one program per query tile, query head and batch element:
 
     @property
     def query_grid(self) -> tuple[int, int, int]:
-        """The number of programs."""
+        """The number of programs on each axis."""
         return self.q_tiles, self.heads, self.batch
 
     def head_rows(self, plane: int | None = None, *, values: bool = False) -> pl.BlockSpec:
@@ -213,7 +215,7 @@ class Problem(common.Problem):
 
     @property
     def head_keys(self) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        """All rows of k, and of v, that its head sees."""
+        """All rows of k, and all rows of v, for the program's query head."""
 
         def index(i: Array, n: Array, b: Array) -> tuple[Any, Any, Any]:
             return b, 0, n // self.group
@@ -222,28 +224,28 @@ class Problem(common.Problem):
         return k, self.block(self.keys, index, plane=2, values=True)
 
     def of_key_head(self, size: int) -> pl.BlockSpec:
-        """`size` rows, all there are, of what its head sees in an array [B, size, K, H]."""
+        """All rows of an array [B, size, K, H] for the program's query head."""
         return self.block(size, lambda i, n, b: (b, 0, n // self.group))
 
     def tile_rows(self, plane: int | None = None) -> pl.BlockSpec:
-        """The rows of its tile; plane: see `block`."""
+        """The rows of the program's query tile; plane: see `block`."""
         return self.block(self.tile.query, lambda i, n, b: (b, self.query_tile(i), n), plane=plane)
 
     @property
     def tile_statistics(self) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """A float32 array [B, N, T], and the part of it that belongs to the rows of its tile."""
+        """A float32 array [B, N, T], and its block for the rows of the program's query tile."""
         return (
             jax.ShapeDtypeStruct((self.batch, self.heads, self.rows), jnp.float32),
             pl.BlockSpec((None, None, self.tile.query), lambda i, n, b: (b, n, self.query_tile(i))),
         )
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
-        """Rounding in the program of one batch element and query head."""
+        """The rounder of a program with this batch element and query head."""
         stream = scalars.stream(batch, head)
         return Rounder(self.spec.numerics, self.dtype, stream, self.interpret)
 
     def place(self, i: Array, j: Array, *, keys_first: bool = False) -> Place:
-        """Global rows and columns of tile (i, j), [query, 1] and [1, kv]; or of its transpose."""
+        """Global rows [query, 1] and columns [1, kv] of tile (i, j), or of its transpose."""
         rows = span(i * self.tile.query, self.tile.query)
         cols = span(j * self.tile.kv, self.tile.kv)
         if keys_first:
@@ -253,9 +255,9 @@ class Problem(common.Problem):
     def features(
         self, start: Array, size: int, step: Array | int = 0, *, values: bool = False
     ) -> Place:
-        """The place of rows start ... of a gradient, [size, 1] by features [1, H].
+        """The place of rows start ... start + size − 1 of a gradient and its features [1, H].
 
-        values: of O, v or its gradient.
+        values: whether the features are those of O, v or dV, [1, V].
         """
         rows = span(start, size)[:, None]
         return Place(rows, self.value_columns if values else span(0, self.padded_head)[None], step)
@@ -274,7 +276,7 @@ class Problem(common.Problem):
         size: int | None = None,
         causal: bool | None = None,
     ) -> common.Range:
-        """As in `common.Problem`; where rows lie beyond the lengths, all tiles take a mask."""
+        """As in `common.Problem`; if rows lie beyond the lengths, all key tiles take a mask."""
         seen = super().key_range(i, batch, scalars, size=size, causal=causal)
         if scalars.query_lengths is None or self.masks_every_tile:
             return seen
@@ -282,7 +284,7 @@ class Problem(common.Problem):
         return seen._replace(full=jnp.where(all_rows, seen.full, 0))
 
     def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
-        """The query tiles that see key tile j, those from `full` on without a mask."""
+        """The query tiles that see key tile j; tiles from `full` on take no mask."""
         begin, full, end = (jnp.int32(x) for x in (0, 0, self.q_tiles))
         if self.spec.is_causal:
             first, last = j * self.tile.kv, (j + 1) * self.tile.kv - 1
@@ -293,7 +295,7 @@ class Problem(common.Problem):
         if scalars.query_lengths is not None:
             length = scalars.query_lengths[batch]
             end = jnp.minimum(lax.div(length + self.tile.query - 1, self.tile.query), end)
-            full = end  # a length may cut any tile: mask them all
+            full = end  # a length may cut any tile, so mask them all
         if scalars.key_lengths is not None:
             length = scalars.key_lengths[batch]
             full = jnp.where((j + 1) * self.tile.kv <= length, full, end)
@@ -308,7 +310,7 @@ class Problem(common.Problem):
         return super().has_masked_tiles or self.has_query_lengths
 
     def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
-        """As in `common.Problem`; rows beyond T may see a column, for they are never stored."""
+        """As in `common.Problem`; rows beyond T may see columns, as they are never stored."""
         of_element = (
             None if lengths is None else lengths[batch]
             for lengths in (scalars.key_lengths, scalars.query_lengths)
@@ -316,7 +318,7 @@ class Problem(common.Problem):
         return {"limit": self.keys, **dict(zip(("keys", "queries"), of_element, strict=True))}
 
     def unhidden(self, tile: TileIndex, pairs: Pairs, *, keys_first: bool = False) -> Array:
-        """True in a tile, or its transpose, where only its position may hide a column."""
+        """True in a tile, or its transpose, where neither segments nor the mask hide a column."""
         batch, _, i, j = tile
         query, kv = self.tile.query, self.tile.kv
         parts = []
@@ -331,7 +333,7 @@ class Problem(common.Problem):
         return functools.reduce(jnp.logical_and, parts)
 
     def _load_mask(self, ref: Any, tile: TileIndex) -> Array:
-        """int8 [query, kv]; zeros outside."""
+        """A tile of the dense mask, int8 [query, kv]; zeros outside the array."""
         batch, head, i, j = tile
         query, kv = self.tile.query, self.tile.kv
         batches, heads = ref.shape[:2]
@@ -355,7 +357,7 @@ class Problem(common.Problem):
         return self.rows if scalars.query_lengths is None else scalars.query_lengths[batch]
 
     def exists(self, start: Array, batch: Array, scalars: Scalars) -> Array | None:
-        """Which rows of a query tile are not beyond the lengths, [query, 1]; None: all."""
+        """True for rows of a query tile that lie within the lengths, [query, 1]; None if all do."""
         if scalars.query_lengths is None:
             return None
         return span(start, self.tile.query)[:, None] < scalars.query_lengths[batch]
@@ -363,7 +365,7 @@ class Problem(common.Problem):
     def valid_keys(self, batch: Array, scalars: Scalars) -> Array | int:
         """How many keys of a batch element some row may see by position.
 
-        Beyond the lengths a product must not find what its array holds: 0 · NaN is NaN.
+        Whatever an array holds beyond the lengths must not enter a product: 0 · NaN is NaN.
         """
         if not (self.has_query_lengths or self.has_key_lengths):
             return self.keys
@@ -381,13 +383,16 @@ class Problem(common.Problem):
         valid: Array | int,
         values: bool = False,
     ) -> Array:
-        """Rows start ... of a [rows, H] reference (index: of its head axis); zeros outside."""
+        """Rows start ... start + size − 1 of a [rows, H] reference; zeros outside.
+
+        index: the head, if the reference has an axis of heads.
+        """
         return self._load(ref, start, size, valid, *index, values=values)
 
     def load_row_parts(
         self, ref: Any, start: Array | int, columns: int, *, valid: Array | int
     ) -> Iterator[Array]:
-        """The rows of a query tile of O or dO, `columns` (a power of two) or fewer at a time."""
+        """Yields a query tile of O or dO in parts of at most `columns` (a power of two) columns."""
         columns = min(columns, self.padded_value)
         for first in range(0, self.padded_value, columns):
             part = (first, columns)
@@ -398,7 +403,7 @@ class Problem(common.Problem):
         return self._load(ref, j * self.tile.kv, self.tile.kv, valid)
 
     def load_one(self, ref: Any) -> Array:
-        """The row [1, H] of a reference to one; zeros outside."""
+        """The row [1, H] of a reference to one row; zeros outside."""
         return self._load(ref, 0, 1, 1)
 
     def load_values(
@@ -416,7 +421,7 @@ class Problem(common.Problem):
         v = self._load(ref, j * kv, kv, valid, values=True)
         if self.spec.numerics.value.is_identity:
             return v
-        # Random bits are those of the group's first head.
+        # The random bits are those of the group's first head.
         round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
         place = self.features(j * kv, kv, values=True)
         v = round_point(v.astype(jnp.float32), "value", place)
@@ -440,7 +445,7 @@ class Problem(common.Problem):
     def store(
         self, ref: Any, x: Array, start: Array | int, limit: int, *, values: bool = False
     ) -> None:
-        """Stores a tile [size, H], or [size, V] of values, at rows start ... of `limit`."""
+        """Stores the rows start ... of a tile [size, H], or [size, V] of values, below `limit`."""
         mask = self._inside(start, x.shape[0], limit, (0, x.shape[1]), values=values)
         plt.store(ref, x.astype(ref.dtype), mask=mask)
 
@@ -458,7 +463,7 @@ class Problem(common.Problem):
         *,
         values: bool,
     ) -> Array | None:
-        """Where rows start ... and columns (first, count) lie inside; None: everywhere."""
+        """True where rows start ... and columns (first, count) lie inside; None if all do."""
         mask = None
         if not isinstance(limit, int) or limit % size != 0:
             mask = span(start, size)[:, None] < limit
@@ -479,7 +484,7 @@ class Problem(common.Problem):
         return plt.load(window, mask=span(start, size) < valid, other=0)
 
     def store_statistics(self, ref: Any, x: Array, start: Array | int) -> None:
-        """Stores a row statistic [query] that lies at row `start`."""
+        """Stores a row statistic [query] of the rows from `start` on."""
         mask = None
         if self.rows % self.tile.query != 0:
             mask = span(start, self.tile.query) < self.rows
@@ -487,7 +492,7 @@ class Problem(common.Problem):
 
 
 def hides_exponent_noise(n: Numerics) -> bool:
-    """See `Problem`."""
+    """See `Problem.hides_exponent_noise`."""
     rounds_all = not (n.probs.is_identity or n.probs_bwd.is_identity or n.ds.is_identity)
     return n.exponent is None and n.statistics == "lse" and rounds_all
 
@@ -497,12 +502,12 @@ def _padded(head_size: int) -> int:
 
 
 def whole(x: Array) -> pl.BlockSpec:
-    """A small array, handed to every program as it is."""
+    """The block of a small array that every program gets whole."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def by_lane(reduce: Callable[..., Array], x: Array) -> Array:
-    """Rows reduced over columns that are equal modulo 8: each thread does what it holds itself."""
+    """Reduces rows over columns equal modulo 8, so that threads reduce only what they hold."""
     return reduce(x.reshape(x.shape[0], -1, LANES), axis=1)
 
 
@@ -517,12 +522,13 @@ def call(
     """`pl.pallas_call` with the problem's schedule.
 
     Args:
-      body: the kernel, of references to the inputs and outputs, and of `problem`; names it.
-      problem: names warps, stages, interpreter.
-      grid: number of programs.
+      body: the kernel, a function of references to inputs and outputs and of `problem`; the call
+        is named after it.
+      problem: gives warps, stages and whether to interpret.
+      grid: number of programs on each axis.
       specs: block specifications of (inputs, outputs).
       out: shapes and dtypes of the outputs.
-      aliases: leaves of the inputs that an output is written into, by number.
+      aliases: maps an input leaf, by number, to the output that is written into it.
     """
     in_specs, out_specs = specs
     return pl.pallas_call(

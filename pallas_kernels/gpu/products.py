@@ -1,7 +1,7 @@
 """Rounding and matrix products inside a GPU kernel.
 
 A compiled kernel rounds to nearest with a pair of casts, which the Triton compiler keeps
-(`cvt.rn.bf16x2.f32`, `cvt.rn.f16.f32`), or with the instruction itself.
+(`cvt.rn.bf16x2.f32`, `cvt.rn.f16.f32`), or with that instruction as inline PTX.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from lowprec_attn.numerics import Format, Point, Rounding
 from pallas_kernels import rounder as common
 from pallas_kernels.gpu.instructions import as_bfloat16, round_to_bfloat16
 
-# Points whose values are only multiplied or stored, in 16 bits: the compiler drops the second cast
-# of a pair. Elsewhere the values are needed in float32, and pairs of them are rounded at once.
+# Points whose values are only multiplied or stored, in 16 bits. There the compiler drops the second
+# cast of a pair. At other points the values are needed in float32, and PTX rounds two at once.
 _OPERANDS = ("probs", "probs_bwd", "ds", "output", "grads")
 
 
@@ -28,7 +28,8 @@ class Rounder(common.Rounder):
         if rounding.format.name != "bfloat16" or self.interpret:
             return self.nearest(x, rounding)
         if point == "probs" and self._adds_rounded_probs:
-            # An operand and a float32: the compiler would round each number by itself.
+            # The values are needed both as an operand and in float32. From a pair of casts the
+            # compiler would round them one by one.
             return as_bfloat16(x).astype(jnp.float32)
         return self.nearest(x, rounding) if point in _OPERANDS else round_to_bfloat16(x)
 
@@ -44,9 +45,9 @@ class Rounder(common.Rounder):
     def dot(self, a: Array, b: Array, a_format: Format, b_format: Format) -> Array:
         """A B with float32 accumulation, on the tensor cores.
 
-        Operands of one 16-bit format go in as such. Any others are split into bfloat16 terms (a
-        float32 into three, a float16 into two, exactly). Float32 operands are never rounded to TF32
-        or bfloat16.
+        Two operands of the same 16-bit format are multiplied as they are. Other operands are split
+        exactly into bfloat16 terms: a float32 into three, a float16 into two. Float32 operands are
+        never rounded to TF32 or bfloat16.
         """
         if a_format.storage == b_format.storage != "float32":
             return _dot(a.astype(a_format.dtype), b.astype(b_format.dtype))

@@ -31,7 +31,7 @@ class QueryRows(NamedTuple):
 
     def keys(self, j: Array) -> Array:
         """k of key tile j."""
-        # Scores of keys beyond the lengths are masked, whatever they are.
+        # Scores of keys beyond the lengths are masked, so these keys may hold anything.
         return self.problem.load_keys(self.k_ref, j, valid=self.problem.keys)
 
     def values(self, j: Array) -> Array:
@@ -41,9 +41,9 @@ class QueryRows(NamedTuple):
         return self.problem.load_values(self.v_ref, j, *where, valid=valid)
 
     def scores(self, k: Array, j: Array, *, masked: bool | Array) -> tuple[Array, Place]:
-        """S of key tile j, which holds k, in units of `score_unit`; and where it lies.
+        """S of key tile j, whose keys are `k`, in units of `score_unit`, and the tile's place.
 
-        masked: known when compiled, or found out by every program.
+        masked: whether to mask; a bool is known at compile time, an array only at run time.
         """
         problem, q = self.problem, self.q
         place = problem.place(self.i, j)
@@ -72,9 +72,10 @@ class QueryRows(NamedTuple):
         masked: bool,
         backwards: bool = False,
     ) -> Any:
-        """body(j, carry, masked=) over the key tiles of step t, all seen in full unless masked.
+        """Runs body(j, carry, masked=) over the key tiles of step t.
 
-        One loop, where masked with a branch: of two each would wait for its first tiles.
+        Unless `masked`, the rows see all of these tiles in full. A masked step takes one loop with
+        a branch, because each of two loops would wait for its own first tiles.
         """
         problem = self.problem
         first, last = t * problem.tiles_per_step, (t + 1) * problem.tiles_per_step
@@ -91,7 +92,10 @@ class QueryRows(NamedTuple):
         return lax.fori_loop(first, last, visit, carry)
 
     def visits(self, t: Array) -> Array:
-        """Rows for which step t exists: those it does not lie wholly beyond, by position."""
+        """True for rows for which step t exists: by position they may see one of its keys.
+
+        The diagonal does not count if the row-max rule visits the steps above it.
+        """
         problem = self.problem
         rows = problem.place(self.i, t).rows
         first = Place(rows, jnp.full((1, 1), t * problem.step))

@@ -1,7 +1,7 @@
 """The arithmetic of one online-softmax step of a query tile: `arithmetic.softmax.softmax_step`.
 
-A step has one tile of keys, or several: then the row maximum comes first, over all of them, and the
-products after it.
+A step takes one tile of keys or several. With several tiles, it first finds the row maximum over
+all of them and then forms the products.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _FLOAT32 = get_format("float32")
 
 
 def initial_state(problem: Problem, start: tuple[Array, Array] | None = None) -> SoftmaxState:
-    """No key seen yet; start: m and l of a sink."""
+    """The state before the first key; start: m and l of a sink."""
     row = jnp.zeros((problem.tile.query, _copies(problem)), jnp.float32)
     acc = jnp.zeros((problem.tile.query, problem.padded_value), jnp.float32)
     aux = acc if problem.keeps_auxiliary else None
@@ -65,7 +65,7 @@ def step_of_one_tile(
     problem, n = queries.problem, queries.problem.spec.numerics
     k, v = queries.keys(t), queries.values(t)
     s, place = queries.scores(k, t, masked=masked)
-    # At least MASKED: −inf − (−inf) would be NaN.
+    # r_m is at least MASKED, because −inf − (−inf) would be NaN.
     r_m = jnp.maximum(_over_row(jnp.max, s, problem), jnp.float32(MASKED))
     below = s - _per_column(r_m, problem.tile.kv)
     count = is_repeated_by_warp if problem.counts_ties_by_warp else is_repeated
@@ -83,8 +83,9 @@ def step_of_tiles(
 ) -> SoftmaxState:
     """One step over the keys of several tiles: first the row maximum, then the products.
 
-    S is formed twice. Entry by entry, the two largest of all tiles are kept: they are enough to
-    find the maximum, and whether it repeats.
+    S is formed twice. For each entry of a tile, the first pass keeps the two largest scores over
+    all tiles. They are enough to find the row maximum and whether it repeats. If the rule does not
+    count ties, the largest is enough.
     """
     problem, n = queries.problem, queries.problem.spec.numerics
     over_tiles = partial(queries.over_tiles, t, masked=masked)
@@ -101,8 +102,8 @@ def step_of_tiles(
         second = [jnp.maximum(x, jnp.minimum(largest, s)) for x in second]
         return jnp.maximum(largest, s), *second
 
-    # From the last tile to the first: the products start with the first, and its addresses would
-    # otherwise stay in registers meanwhile.
+    # This pass goes from the last tile to the first, because the products start with the first. The
+    # addresses of the first tile would otherwise stay in registers meanwhile.
     largest, *second = over_tiles(look, (lowest,) * (1 + counts_ties), backwards=True)
     r_m = jnp.maximum(_over_row(jnp.max, largest, problem), jnp.float32(MASKED))
 
@@ -111,7 +112,7 @@ def step_of_tiles(
         return sum(near[1:], start=near[0]) > 1
 
     step = _Step.of(state, r_m, largest - r_m, repeats, t, queries)
-    # Where no point rounds between them, P̄V is added to the rescaled Ō tile by tile.
+    # Where no point rounds in between, P̄V is added to the rescaled Ō tile by tile.
     alpha = step.alpha
     adds_up = n.pv.is_identity and n.rescale.is_identity and n.accumulator.is_identity
     zero = jnp.zeros_like(state.acc)
@@ -138,7 +139,7 @@ def step_of_tiles(
 
 
 def step_above_diagonal(t: Array, state: SoftmaxState, *, queries: QueryRows) -> SoftmaxState:
-    """A step whose keys are all masked: m, l and Ō as the rule and the roundings leave them."""
+    """A step whose keys are all masked: only the rule and the roundings act on m, l and Ō."""
     problem = queries.problem
     masked = jnp.full_like(state.m, MASKED)
 
@@ -160,14 +161,14 @@ def _count_near(below: Array, tolerance: float) -> Array:
 
 
 def _auxiliary_product(probs: Array, v: Array, queries: QueryRows) -> Array | None:
-    """P̄ v with unrounded P̄, where Ō′ is kept."""
+    """P̄ v with the unrounded P̄, or None where Ō′ is not kept."""
     if not queries.problem.keeps_auxiliary:
         return None
     return queries.round_point.dot(probs, v, _FLOAT32, format_of(v))
 
 
 class _Step(NamedTuple):
-    """One online-softmax step of a tile once its m is known: `softmax_step` on one head."""
+    """One online-softmax step (`softmax_step`) on one head, once its m is known."""
 
     state: SoftmaxState
     r_m: Array
@@ -186,14 +187,15 @@ class _Step(NamedTuple):
         t: Array,
         queries: QueryRows,
     ) -> "_Step":
-        """Of step t with the maximum r_m; `is_repeated` is asked of `below`, its S − r_m."""
+        """Step t, whose row maximum is r_m. The rule asks `is_repeated` about `below`, S − r_m."""
         problem, round_point = queries.problem, queries.round_point
         rule = problem.spec.row_max
         out = Place(problem.place(queries.i, t).rows, problem.value_columns, t * problem.step)
         m_old = jnp.full_like(state.m, MASKED) if problem.whole_max else state.m
         m = rule.running_max(r_m, below, m_old, unit=problem.score_unit, is_repeated=is_repeated)
         if problem.whole_max:
-            # M, in units of log 2, is a whole number: α is a power of two, and rounds nothing.
+            # M, in units of log 2, is a whole number, so multiplying by α, a power of two, is
+            # exact.
             whole = jnp.ceil(m * np.float32(problem.score_unit * LOG2E))
             m = jnp.maximum(state.m, jnp.where(m <= MASKED, m, whole))
         m = round_point(m, "stats", statistic(out, "m"))
@@ -210,7 +212,7 @@ class _Step(NamedTuple):
         return exp2(shift * np.float32(problem.score_unit * LOG2E), interpret=problem.interpret)
 
     def probs(self, s: Array, below: Array, place: Place) -> Array:
-        """P̄ = exp(S − m) of a tile's scores s, which are r_m + below."""
+        """P̄ = exp(S − m) of a tile's scores s = r_m + below."""
         problem, columns = self.queries.problem, s.shape[1]
         to_log2 = np.float32(problem.score_unit * LOG2E)
         if not problem.spec.numerics.shift.is_identity:
@@ -243,7 +245,7 @@ class _Step(NamedTuple):
         *,
         rescaled: bool = False,
     ) -> SoftmaxState:
-        """The state after the step; rescaled: pv holds α Ō already."""
+        """The state after the step; rescaled: whether pv already includes α Ō."""
         problem, round_point, state = self.queries.problem, self.queries.round_point, self.state
         alpha_of_l = _per_column(alpha, LANES) if problem.keeps_partial_sums else alpha
         rule = problem.spec.row_max
@@ -261,12 +263,12 @@ class _Step(NamedTuple):
 
 
 def _copies(problem: Problem) -> int:
-    """Copies of m: one per thread of a row where each learns by itself whether a tie shifts it."""
+    """Copies of m per row: one per thread where each thread finds by itself if a tie shifts m."""
     return THREADS if problem.counts_ties_by_warp else 1
 
 
 def _over_row(reduce: Callable[..., Array], x: Array, problem: Problem) -> Array:
-    """A tile reduced over its columns, [query, copies]."""
+    """Reduces a tile over its columns, to [query, copies]."""
     if _copies(problem) == 1:
         return reduce(x, axis=-1, keepdims=True)
     x = x.reshape(x.shape[0], -1, THREADS, LANES // THREADS)
@@ -275,7 +277,7 @@ def _over_row(reduce: Callable[..., Array], x: Array, problem: Problem) -> Array
 
 
 def _per_column(x: Array, columns: int) -> Array:
-    """[query, copies] for the columns of a tile, [query, columns] or [query, 1]."""
+    """Expands [query, copies] to a tile's [query, columns]; one copy stays [query, 1]."""
     rows, copies = x.shape
     if copies == 1:
         return x
@@ -284,8 +286,8 @@ def _per_column(x: Array, columns: int) -> Array:
 
 
 def _row_sum(p: Array, problem: Problem) -> Array:
-    """What l adds up: sums of the columns that are equal modulo 8, or of all, [query, copies]."""
+    """The sums that l adds: over columns equal modulo 8, [query, 8], or all, [query, copies]."""
     if not problem.keeps_partial_sums:
         return _over_row(jnp.sum, p, problem)
-    # A thread adds the scores that it holds itself, and no step waits for an exchange.
+    # Each thread adds the entries that it holds, so that no step waits for an exchange.
     return by_lane(jnp.sum, p)

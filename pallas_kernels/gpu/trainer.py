@@ -1,6 +1,7 @@
-"""Which kernels serve the trainer: where it is a Hopper GPU, those written for it.
+"""Chooses the trainer's kernels: on a Hopper GPU, those written for Hopper.
 
-Importing Mosaic GPU takes a quarter of a second: only who calls its kernels waits for it.
+Importing Mosaic GPU takes a quarter of a second, so only the functions that need its kernels import
+it.
 """
 
 import math
@@ -23,7 +24,7 @@ def _is_hopper() -> bool:
 def cross_entropy_rows(
     logits: Float[Array, "n V"], targets: Int[Array, "n"], dtype: Any, *, z_loss: float = 0.0
 ) -> tuple[Float32[Array, "n"], Float[Array, "n V"]]:
-    """`pallas_kernels.gpu.cross_entropy.cross_entropy_rows`, by the fastest kernel."""
+    """`pallas_kernels.gpu.cross_entropy.cross_entropy_rows`, computed by the fastest kernel."""
     if _is_hopper() and logits.dtype == jnp.dtype(dtype) == jnp.bfloat16:
         from pallas_kernels.gpu.hopper import cross_entropy as hopper
 
@@ -35,7 +36,7 @@ def cross_entropy_rows(
 def multiplies_with_gelu(
     x: Float[Array, "*n d"], w_in: Float[Array, "d f"], w_out: Float[Array, "f e"]
 ) -> bool:
-    """Whether `product_and_gelu` serves x w_in, and `gelu_gradient_of_product` dy w_outᵀ."""
+    """Whether `product_and_gelu` serves x w_in and `gelu_gradient_of_product` serves dy w_outᵀ."""
     if not (_is_hopper() and x.dtype == w_in.dtype == w_out.dtype == jnp.bfloat16):
         return False
     from pallas_kernels.gpu.hopper import gelu_products

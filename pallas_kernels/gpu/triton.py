@@ -1,7 +1,7 @@
-"""Pallas' Triton backend, `plt`, through which the kernels here are lowered; None without it.
+"""`plt`, Pallas' Triton backend, which lowers the kernels here; None if this JAX has dropped it.
 
-JAX has deprecated it since 0.11. A JAX that has dropped it still imports everything here:
-`device.without_triton` says so, and nothing that needs it is called.
+JAX has deprecated the backend since 0.11. Without it every module here still imports, because
+`device.without_triton` reports the case and no code that needs the backend is called.
 """
 
 try:

@@ -1,9 +1,9 @@
 """Attention on TPUs: forward and backward kernels under one `custom_vjp`.
 
-Serves float32 and bfloat16 at every numerics point, to nearest or stochastically, and every
-row-max rule. Attention may be causal or not, in a local window, with grouped heads, with lengths,
-segments and dense masks, of any sequence length. `unsupported` names what it declines; `tiled`
-serves that.
+Serves float32 and bfloat16 at every numerics point, rounded to nearest or stochastically, and
+every row-max rule. Attention may be causal or not, in a local window, with grouped heads, with
+lengths, segments and dense masks, of any sequence length. `unsupported` names what it declines;
+`tiled` serves that.
 """
 
 from functools import partial
@@ -50,7 +50,7 @@ MODES = ("nearest", "stochastic")
 
 
 def unsupported(request: Request) -> str | None:
-    """What of the request the kernels cannot serve, or None."""
+    """What the kernels cannot serve of the request, or None."""
     if reason := unsupported_in_tiles(request, BlockSizes):
         return reason
     sizes = request.spec.block_sizes
@@ -72,12 +72,12 @@ def unsupported(request: Request) -> str | None:
 
 
 def keys_per_step(request: Request) -> int:
-    """Keys of one online-softmax step: `kv_block`, or those of the forward kernel's tile."""
+    """Keys of one online-softmax step: `kv_block`, or the keys of the forward kernel's tile."""
     return request.spec.numerics.step_of(request.kv_shape[1], _sizes_for(request).forward.kv)
 
 
 def exponent_of(request: Request) -> str:
-    """How both passes form exponents: `Numerics.exponent`."""
+    """How both passes form exponents, see `Numerics.exponent`."""
     return "shift_first"
 
 
@@ -118,7 +118,8 @@ def attention(
 ) -> tuple[Array, ...]:
     """O = softmax(q kᵀ · scale) v [B, T, N, H] and lse [B, T, N], float32.
 
-    Roundings are those of `spec.numerics`. With `spec.max_logit` the largest scores [B, T, N] too.
+    `spec.numerics` says what is rounded. With `spec.max_logit` there is a third array, the largest
+    score of each row [B, T, N].
 
     Raises:
       ValueError: a stochastic point without random bits.
@@ -170,7 +171,7 @@ def _backward(
 
     def operands(problem: Problem, **rows: Array) -> Operands:
         q, k, v = _padded_inputs(inputs, problem)
-        unit = 1.0 if inverse_l is not None else lse_unit(problem)  # m counts in it already
+        unit = 1.0 if inverse_l is not None else lse_unit(problem)  # m has this unit already
         scores_lse = _statistics(lse / jnp.float32(unit), problem, jnp.inf)
         if inverse_l is not None:
             rows = {**rows, "inverse_l": inverse_l}
@@ -191,7 +192,7 @@ def _backward(
         delta = delta_from_saved_output(do, o, rows, spec, inputs.extras, dtype)[..., 0]
     # d lse / dS = P, so a gradient of lse enters dS = P ∘ (dP − δ + dlse) beside δ.
     of_rows = {"delta": delta}
-    if n.delta in SUMS_ROWS:  # dQ comes first: it finds the δ of dK, or λ
+    if n.delta in SUMS_ROWS:  # dQ comes first, because its kernel finds the δ of dK, or λ
         of_queries = operands(by_query, delta=delta, dlse=dlse)
         dq, found = query_gradients(of_queries, scalars, by_query)
         of_rows["after" if n.delta == "after_cast" else "delta"] = _by_row(found, by_query)
@@ -246,7 +247,7 @@ def _scalars(extras: Extras, spec: Spec) -> Scalars:
 
 
 def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Array]:
-    """q (times the scale where that is exact), k, v as the kernels take them."""
+    """q (times the scale where that is exact), k and v, padded to whole tiles."""
     q = (
         inputs.q * jnp.asarray(problem.spec.scale, inputs.q.dtype)
         if problem.scales_queries
@@ -260,7 +261,7 @@ def _padded_inputs(inputs: Grouped, problem: Problem) -> tuple[Array, Array, Arr
 
 
 def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:
-    """Segments as [B, 1, T] and [B, 1, S], and the mask, in whole tiles."""
+    """Segments as [B, 1, T] and [B, 1, S], and the mask, padded to whole tiles."""
     mask = extras.mask
     if mask is not None:  # [B|1, K|1, G|1, T, S]
         extras = extras._replace(mask=mask.reshape(len(mask), -1, *mask.shape[3:]))
@@ -281,7 +282,7 @@ def _padded_pairs(extras: Extras, problem: Problem) -> Pairs | None:
 
 
 def _padded_rows(x: Array, problem: Problem) -> Array:
-    """[B, K, G, T, H] as [B, N, T, H], T in whole tiles."""
+    """Reshapes [B, K, G, T, H] to [B, N, T, H] and pads T to whole tiles."""
     return _pad(x.reshape(problem.batch, problem.heads, *x.shape[3:]), problem.padded_rows)
 
 
@@ -290,17 +291,17 @@ def _pad(x: Array, size: int) -> Array:
 
 
 def _statistics(x: Array, problem: Problem, fill: float) -> Array:
-    """[B, K, G, T] as [B, N, 1, T], T in whole tiles."""
+    """Reshapes [B, K, G, T] to [B, N, 1, T] and pads T to whole tiles with `fill`."""
     x = x.reshape(problem.batch, problem.heads, 1, problem.rows)
     padding = ((0, 0), (0, 0), (0, 0), (0, problem.padded_rows - problem.rows))
     return jnp.pad(x, padding, constant_values=fill)
 
 
 def _by_group(x: Array, problem: Problem) -> Array:
-    """[B, N, ...] as [B, K, G, ...]."""
+    """Reshapes [B, N, ...] to [B, K, G, ...]."""
     return x.reshape(problem.batch, problem.kv_heads, problem.group, *x.shape[2:])
 
 
 def _by_row(statistics: Array, problem: Problem) -> Array:
-    """[B, N, 1, T], T in whole tiles, as [B, K, G, T]."""
+    """Reshapes [B, N, 1, T], with T padded to whole tiles, to [B, K, G, T] without padding."""
     return _by_group(statistics, problem)[..., 0, : problem.rows]

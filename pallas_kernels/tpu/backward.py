@@ -1,9 +1,9 @@
 """What the backward kernels share: P and dP of a tile, dS, sums of rounded products.
 
-Each recomputes P = exp(S − lse) from q, k and lse. Keys and queries have a kernel each, so that
-every sum is taken by one program in a fixed order: the same bits on every run. The arithmetic is
-that of `lowprec_attn.arithmetic.backward`, point by point. A row without keys comes with
-lse = +inf, so P = 0.
+Each kernel recomputes P = exp(S − lse) from q, k and lse. Keys and queries have separate kernels,
+so that one program takes each sum in a fixed order. This gives the same bits on every run. The
+arithmetic is that of `lowprec_attn.arithmetic.backward`, point by point. The kernels get
+lse = +inf for a row without keys, so that its P is 0.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ from pallas_kernels.tpu.products import COLUMNS, Rounder
 class Operands(NamedTuple):
     """q, dO [B, N, T, H], k, v [B, K, S, H], lse, δ, dlse [B, N, 1, T]; or references to tiles.
 
-    lse counts in `lse_unit`, as the scores do that it is subtracted from. dlse comes with
-    `SUMS_ROWS` alone; otherwise δ has it already. `after` is λ of 'after_cast', [B, N, 1, T], in
-    the units of dS as rounded. With `statistics='m_and_l'` lse is m, and `inverse_l`, [B, N, 1, T],
-    is a factor of P.
+    lse is in units of `lse_unit`, like the scores from which it is subtracted. dlse is given only
+    if `delta` is one of `SUMS_ROWS`; otherwise δ includes it. `after` [B, N, 1, T] is the λ of
+    `delta='after_cast'` in the units of the rounded dS. With `statistics='m_and_l'`, `lse` holds m,
+    and `inverse_l` [B, N, 1, T] is 1 / l, a factor of P.
     """
 
     q: Any
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 
 
 class Exponents(NamedTuple):
-    """lse or m of rows, and a factor of P where there is one."""
+    """lse or m of the rows, and 1 / l where it is a factor of P."""
 
     lse: Array
     inverse_l: Array | None = None
@@ -75,7 +75,7 @@ class Program(NamedTuple):
 
 
 def lse_unit(problem: Problem) -> float:
-    """What lse, or m, counts in: lse = lse_unit · `Operands.lse`."""
+    """The unit of lse, or of m, in the kernels: lse = lse_unit · `Operands.lse`."""
     if problem.spec.numerics.statistics == "m_and_l":
         return problem.score_unit
     return problem.spec.scale if problem.counts_in_scale("scores") else 1.0
@@ -84,7 +84,7 @@ def lse_unit(problem: Problem) -> float:
 def probs_and_dp(
     program: Program, left: Side, right: Side, exponents: Exponents, place: Place, *, masked: bool
 ) -> tuple[Array, Array]:
-    """P, unrounded, and dP as rounded at its point; left rows by right rows."""
+    """Unrounded P, and dP as rounded at `dp`; `left` gives their rows, `right` their columns."""
     problem, round_point = program.problem, program.round_point
     a, b = left.for_scores, right.for_scores
     # S = q kᵀ · scale, or its transpose; P = exp(S − lse), or exp(S − m) / l
@@ -108,7 +108,7 @@ def probs_and_dp(
 
 
 def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
-    """dS · scale as rounded at `ds`; without the factor where the sums are scaled."""
+    """dS · scale as rounded at `ds`; without the scale where the sums are scaled."""
     problem = program.problem
     if not scales_last(problem):
         ds = ds * jnp.float32(problem.spec.scale)
@@ -116,7 +116,7 @@ def rounded_ds(program: Program, ds: Array, place: Place) -> Array:
 
 
 def scales_last(problem: Problem) -> bool:
-    """Whether dQ and dK are scaled as sums, because that commutes with every rounding before."""
+    """Whether dQ and dK are scaled instead of dS, because scaling commutes with the roundings."""
     n = problem.spec.numerics
     return problem.scales_queries or (n.ds.is_identity and n.tile_grads.is_identity)
 
@@ -127,9 +127,9 @@ class GradientSum(NamedTuple):
     Attributes:
       program: what the tiles of the program share.
       total: reference to the sum.
-      part: reference to the product of a step of which a tile is a part; None: there is none.
-      size, step: rows of a product that a tile has and that are rounded at once; one divides the
-        other.
+      part: reference to the product of a step that spans several tiles; None if no step does.
+      size, step: keys (of dQ) or queries (of dK and dV) in a tile, and in a product that is rounded
+        at once; one divides the other.
       which: 0, 1, 2 for dQ, dK, dV.
     """
 
@@ -141,17 +141,17 @@ class GradientSum(NamedTuple):
     which: int
 
     def begin(self) -> None:
-        """Nothing is summed yet."""
+        """Sets the sums to zero."""
         for ref in (self.total, self.part):
             if ref is not None:
                 ref[...] = jnp.zeros_like(ref)
 
     def add(self, tile: Array, product: Callable[[slice], Array], rows: Array) -> None:
-        """Adds the products of a tile, given for a slice of its rows.
+        """Adds the products of a tile.
 
         Args:
-          tile: its number along the sum.
-          product: of the rows of a slice.
+          tile: the tile's number along the sum.
+          product: forms the product over a slice of the tile's keys or queries.
           rows: global rows of the sum, [..., 1].
         """
         if self.program.problem.spec.numerics.tile_grads.is_identity:
@@ -164,7 +164,7 @@ class GradientSum(NamedTuple):
                 self._add_rounded(x, rows, tile * self.size + start)
 
     def end_of_tile(self, tile: Array, seen: Range, tiles: int, rows: Array) -> None:
-        """Adds the product of a step with its last tile, of `tiles` along the sum."""
+        """Adds the product of a step after the step's last tile; the sum has `tiles` tiles."""
         if self.part is None:
             return
         per_step = self.step // self.size
@@ -189,7 +189,7 @@ def sums_parts(problem: Problem, size: int, step: int) -> bool:
 def visit_tile(
     index: Array, seen: Range, full: Array, problem: Problem, body: Callable[..., None]
 ) -> None:
-    """Runs the body on a visited tile, masked where it is not seen in full."""
+    """Runs the body on tile `index` if it is visited, with a mask unless it is seen in `full`."""
     visited = (index >= seen.begin) & (index < seen.end)
     if not problem.has_masked_tiles:
         pl.when(visited)(partial(body, masked=False))

@@ -1,4 +1,4 @@
-"""Tile sizes of the TPU kernels and what they need of VMEM: speed only, never what is rounded."""
+"""Tile sizes of the TPU kernels and their VMEM. They change speed only, never what is rounded."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,22 +9,25 @@ from lowprec_attn.numerics import Numerics
 
 LANES = 128
 
-# What a kernel may take of VMEM, bytes: what the compiler grants by itself on v4 to v5p.
+# Bytes of VMEM that a kernel may take: the default limit of the compiler on v4 to v5p.
 VMEM_LIMIT = 16 * 2**20
 
-# Blocks of query rows and of keys that a kernel reads and writes, by its field in `BlockSizes`: q,
-# O and O for δ (maybe float32 where q is not); q, dO, k, v, dK and dV; q, dO, dQ, k and v.
+# How many blocks of query rows, and how many of keys, each kernel of `BlockSizes` reads and writes.
+# forward: q, O and the O for δ; k, v. Each O counts twice, since it may be float32 where q is not.
+# key_gradients: q, dO; k, v, dK, dV. query_gradients: q, dO, dQ; k, v.
 _WINDOWS = {"forward": (5, 2), "key_gradients": (2, 4), "query_gradients": (3, 2)}
 
-# Of these, operands of products: those in float32 are kept as two or three bfloat16 terms as well.
+# How many of these blocks are operands of products. Float32 operands are also kept as two or three
+# bfloat16 terms.
 _OPERANDS = {"forward": (1, 2), "key_gradients": (2, 2), "query_gradients": (2, 2)}
 
-# Scratch: sums over the rows or keys that a kernel owns, and row statistics.
-# Forward: Ō, Ō′ and what a long step adds to them; m, l, those of the step, its two largest scores.
-# Keys: dK, dV and a part of each. Queries: dQ, a part of it, Σ P k; lse, δ, Σ P (dP − δ), Σ P.
+# How many scratch arrays hold sums for the rows or keys that a kernel owns, and row statistics.
+# forward: Ō, Ō′ and what a long step adds to them; m, l, m and l of the step, its two largest
+# scores. key_gradients: dK, dV and a part of each. query_gradients: dQ, a part of it, Σ P k; lse,
+# δ, Σ P (dP − δ), Σ P.
 _SUMS = {"forward": (4, 6), "key_gradients": (4, 0), "query_gradients": (3, 4)}
 
-# Arrays [query, kv] of float32 that a schedule keeps at most; tests measure it.
+# The most float32 arrays [query, kv] that a schedule keeps at once; tests measure it.
 _SCORE_ARRAYS = 4
 
 
@@ -34,13 +37,13 @@ class Tile:
 
     Attributes:
       query: query rows of a tile, a multiple of 128.
-      kv: keys of a tile, likewise. In the forward kernel a tile is one online-softmax step. Where
-        `Numerics.kv_block` sets the size of a step, a tile holds as many whole ones as fit, or
-        the largest part that divides one. The same holds in the backward kernels where
-        `tile_grads` rounds.
+      kv: keys of a tile, also a multiple of 128. In the forward kernel a tile is one online-softmax
+        step, unless `Numerics.kv_block` sets the size of a step. A tile then holds as many whole
+        steps as fit, or the largest part that divides a step. The same holds in the backward
+        kernels where `tile_grads` rounds.
 
     Raises:
-      ValueError: a size that the lanes of a register do not divide.
+      ValueError: a size that is not a positive multiple of 128, the lanes of a register.
     """
 
     query: int
@@ -73,12 +76,12 @@ class BlockSizes:
 
 
 class Steps(NamedTuple):
-    """What the arithmetic takes at a time, whatever the tiles.
+    """How many keys and rows the arithmetic takes at a time, whatever the tiles.
 
     Attributes:
-      keys: of an online-softmax step, at most S. Products of so many keys are rounded at
-        `tile_grads` before they are added to dQ.
-      rows: queries whose products are rounded there before they are added to dK and dV.
+      keys: keys of an online-softmax step, at most S. `tile_grads` rounds products over this many
+        keys before they are added to dQ.
+      rows: `tile_grads` rounds products over this many queries before they are added to dK and dV.
     """
 
     keys: int
@@ -86,7 +89,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, numerics: Numerics, forward: Tile, rows: int, keys: int) -> "Steps":
-        """The steps over T rows and S keys; `forward` is that kernel's tile, cut to the call."""
+        """The steps over T rows and S keys; `forward` is the forward tile, cut to the call."""
         by_choice = rows if numerics.kv_block == "all" else numerics.kv_block
         return cls(numerics.step_of(keys, forward.kv), by_choice or forward.kv)
 
@@ -101,11 +104,11 @@ def block_sizes_of(
     *,
     has_mask: bool = False,
 ) -> BlockSizes:
-    """The tiles of a call: those given or the default, cut to its size, in line with its steps.
+    """The tiles of a call: the given or default tiles, cut to its size and fitted to its steps.
 
     Args:
-      given: the caller's choice.
-      numerics: for the steps.
+      given: the caller's choice, or None for the default.
+      numerics: determines the steps.
       rows, keys: T and S.
       head_size: H.
       itemsize: bytes of an element of q, k, v.
@@ -119,7 +122,8 @@ def block_sizes_of(
     step = Steps.of(numerics, forward, rows, keys)
     whole = None
     if given is None and forward.kv < step.keys:
-        # In one tile S is formed once, but for few rows at a time; in several, twice.
+        # A step in one tile forms S once, but for few rows at a time. A step in several tiles forms
+        # S twice.
         whole = dataclasses.replace(forward, kv=_multiple(step.keys, LANES))
         whole = _fitting("forward", whole, head_size, itemsize, has_mask=has_mask)
     forward = whole or dataclasses.replace(forward, kv=_in_line(forward.kv, step.keys, keys))
@@ -135,8 +139,8 @@ def block_sizes_of(
 
 
 def _in_line(size: int, step: int, total: int) -> int:
-    """The largest tile up to `size` of whole steps, or else of which a step has a whole number."""
-    if step >= total:  # all tiles are of one step
+    """The largest tile size up to `size` that is a multiple of `step`, or else that divides it."""
+    if step >= total:  # one step takes all tiles
         return size
     if step <= size:
         return size // step * step
@@ -146,7 +150,8 @@ def _in_line(size: int, step: int, total: int) -> int:
 def _default_block_sizes(keys: int, head_size: int, itemsize: int) -> BlockSizes:
     """Tiles of low cost in the compiler's schedules for v5e and v6e (`benchmarks.tpu.cost`).
 
-    Longer steps have less overhead; over few keys more of theirs lie above the diagonal.
+    Longer steps have less overhead. With few keys, however, more of a long step lies above the
+    diagonal.
     """
     if head_size > 128:
         tile = Tile(query=256, kv=512)
@@ -162,7 +167,7 @@ def _multiple(size: int, unit: int) -> int:
 def too_large(
     sizes: BlockSizes, head_size: int, itemsize: int, *, has_mask: bool = False
 ) -> str | None:
-    """Which tile does not fit VMEM, and one that does; None where all fit.
+    """Names the first tile that does not fit in VMEM, and one that does; None if all tiles fit.
 
     Args:
       sizes: as `block_sizes_of` gives them.
@@ -186,7 +191,7 @@ def too_large(
 def _fitting(
     kernel: str, tile: Tile, head_size: int, itemsize: int, *, has_mask: bool
 ) -> Tile | None:
-    """The largest tile of as many keys and at most as many rows that fits, or None."""
+    """The largest tile that fits, with the same keys and at most the same rows; or None."""
     for query in range(tile.query, 0, -LANES):
         smaller = dataclasses.replace(tile, query=query)
         if vmem_bytes(kernel, smaller, head_size, itemsize, has_mask=has_mask) <= VMEM_LIMIT:
@@ -197,7 +202,7 @@ def _fitting(
 def vmem_bytes(
     kernel: str, tile: Tile, head_size: int, itemsize: int, *, has_mask: bool = False
 ) -> int:
-    """Bytes of VMEM that a kernel with this tile needs at most, whatever the numerics.
+    """The most bytes of VMEM that a kernel with this tile needs, whatever the numerics.
 
     Args:
       kernel: a field of `BlockSizes`.
@@ -212,12 +217,13 @@ def vmem_bytes(
         rows, keys = blocks
         return (rows * tile.query + keys * tile.kv) * columns
 
-    # Blocks of rows and of keys are there twice: the next one is fetched meanwhile.
+    # Blocks of rows and of keys are double-buffered, because the next one is fetched meanwhile.
     windows = 2 * itemsize * numbers(_WINDOWS[kernel])
     terms = 4 * numbers(_OPERANDS[kernel]) if itemsize == 4 else 0
     owned = tile.kv if kernel == "key_gradients" else tile.query
     sums, statistics = _SUMS[kernel]
     scratch = sums * owned * columns + statistics * tile.query * LANES
-    # Scores, and what is formed from them, may spill; so may a mask, read as bytes and widened.
+    # Scores and the arrays formed from them may spill. So may a mask, which is read as bytes and
+    # widened.
     scores = (4 * _SCORE_ARRAYS + (2 + 4) * has_mask) * tile.query * tile.kv
     return windows + terms + 4 * scratch + scores

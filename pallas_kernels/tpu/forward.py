@@ -1,10 +1,11 @@
-"""The forward kernel: O, lse and the O that δ sees.
+"""The forward kernel: O, lse and the O that δ reads.
 
 A program owns a tile of query rows. Its key tiles follow in order on the last axis of the grid,
 with the running state in scratch memory (FlashAttention-2, arXiv 2307.08691, Algorithm 1). A key
-tile holds one or more online-softmax steps. A step longer than a tile takes two passes: for its row
-maximum, then for its products. Tiles above the causal diagonal are neither computed nor fetched.
-Only those tiles are masked that the diagonal or the end of the keys cuts.
+tile holds one or more online-softmax steps. A step longer than a tile takes two passes, first for
+its row maximum and then for its products. Tiles above the causal diagonal are neither computed nor
+fetched. Without a window, segments or a dense mask, a tile is masked only if the diagonal, a length
+or the end of the keys cuts it.
 """
 
 from typing import Any, NamedTuple
@@ -51,10 +52,11 @@ from pallas_kernels.tpu.products import Rounder
 
 
 class Outputs(NamedTuple):
-    """O [B, N, T, H], lse [B, N, 1, T], O for δ where it is another, or the lower half of O.
+    """O [B, N, T, H] and lse [B, N, 1, T]; the other outputs are None unless they are needed.
 
-    `apart`, [B, N, 1, T], is what P is formed from where that is not lse. `max_logit`,
-    [B, N, 1, T], is the largest score, where it was asked for.
+    `saved` [B, N, T, H] is the O for δ where it differs from O, or the lower half of O. `apart` is
+    m and 1 / l, each [B, N, 1, T], where P is formed from them instead of lse. `max_logit`
+    [B, N, 1, T] is the largest score of each row.
     """
 
     o: Any
@@ -70,7 +72,7 @@ def forward(x: Inputs, scalars: Scalars, problem: Problem) -> Outputs:
     order = KeyTiles.of(problem)
 
     def key_tile(b: Array, h: Array, i: Array, tile: Array, scalars: Scalars) -> tuple[Any, ...]:
-        # A hidden tile is called by the nearest visible one: a block that stays is not fetched.
+        # A hidden tile maps to the nearest visited one. A block that stays is not fetched again.
         visited = problem.key_range(i, b, scalars)
         return b, lax.div(h, problem.group), visited.clamp(tile), 0
 
@@ -196,6 +198,6 @@ def _epilogue(
         none = empty | (largest <= MASKED)
         largest = jnp.where(none, -jnp.inf, largest * jnp.float32(problem.score_unit))
         out.max_logit[...] = to_row(largest)
-    # lse = m + log l, with m in scores
+    # lse = m + log l, with m in units of S
     m = state.m * jnp.float32(problem.score_unit)
     out.lse[...] = to_row(log_sum_exp(m, l, empty, round_point, place))

@@ -39,8 +39,8 @@ def key_gradients(x: Operands, scalars: Scalars, problem: Problem) -> tuple[Arra
     """dK and dV [B, K, S, H], summed over the query heads of each group."""
     size = problem.tile
 
-    # A key tile may lie beyond what the last row sees: no query tile sees it, and there is none to
-    # name.
+    # A key tile may lie beyond everything that the last row sees. No query tile sees it then, and
+    # the index must still name a tile that exists.
     cut = problem.spec.is_causal or problem.spec.window is not None
     may_be_unseen = cut and problem.padded_keys - size.kv >= problem.padded_rows
 
@@ -114,7 +114,7 @@ def _key_gradients(
         dv_total.begin()
 
     def add_tile(*, masked: bool) -> None:
-        # P and dS are formed transposed: they are then left operands as they are.
+        # P and dS are formed transposed, so that they are left operands as they are.
         cols = indices(j * problem.tile.kv, problem.tile.kv, 0)
         place = Place(indices(i * problem.tile.query, problem.tile.query, 1), cols)
         q, do = ref.q[...], ref.do[...]
@@ -126,12 +126,12 @@ def _key_gradients(
         dot, p_format = program.round_point.dot, n.probs_bwd.result_format
         # dV += Pᵀ dO
         dv_total.add(i, lambda x: dot(rounded[:, x], do[x], p_format, format_of(do), ROWS), cols)
-        # dS = P ∘ (dP − δ), dK += dSᵀ q; P is the unrounded one
+        # dS = P ∘ (dP − δ) with the unrounded P, dK += dSᵀ q
         ds = rounded_ds(program, probs * (dp - ref.delta[...]), place)
         ds_format = n.ds.result_format
         dk_total.add(i, lambda x: dot(ds[:, x], q[x], ds_format, format_of(q), ROWS), cols)
         if ref.after is not None:
-            # dK −= Pᵀ (λ q), with λ as dQ's kernel found it
+            # dK −= Pᵀ (λ q), with the λ that dQ's kernel found
             place = scaled_rows(indices(i * problem.tile.query, problem.tile.query, 0), q.shape[1])
             after = lanes(to_columns(ref.after[...]), q.shape[1])
             scaled = program.round_point(after * q.astype(jnp.float32), "ds", place)
@@ -146,9 +146,9 @@ def _key_gradients(
 
     @pl.when((g == problem.group - 1) & (i == problem.q_tiles - 1))
     def epilogue() -> None:
-        # A gradient summed over a group is told apart by the group's first head.
+        # A gradient summed over a group takes the random bits of the group's first head.
         round_point = problem.rounder(scalars, batch, kv_head * problem.group)
-        # q comes with the scale where that is exact, and dK = dSᵀ q has it from there.
+        # Where scaling q is exact, q comes with the scale, and dK = dSᵀ q gets it from q.
         scaled = scales_last(problem) and not problem.scales_queries
         dk = dk_sum[...] * jnp.float32(problem.spec.scale) if scaled else dk_sum[...]
         start = indices(j * problem.tile.kv, problem.tile.kv, 0)

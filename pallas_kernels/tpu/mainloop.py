@@ -28,8 +28,8 @@ class KeyTiles(NamedTuple):
     """The order in which a query tile takes its key tiles, on the last axis of the grid.
 
     Attributes:
-      tiles: how many there are.
-      per_step: how many a long step takes, each twice; 1: a tile holds whole steps.
+      tiles: how many key tiles there are.
+      per_step: how many tiles a long step takes, each of them twice; 1 if a tile holds whole steps.
     """
 
     tiles: int
@@ -37,7 +37,7 @@ class KeyTiles(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem) -> "KeyTiles":
-        """That of the forward kernel."""
+        """The order in the forward kernel of this problem."""
         return cls(problem.kv_tiles, max(problem.step // problem.tile.kv, 1))
 
     @property
@@ -47,13 +47,13 @@ class KeyTiles(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """Of a query tile; with those for the tiles that the last long step lacks."""
+        """Programs of a query tile, including those for tiles that the last long step lacks."""
         if not self.is_long:
             return self.tiles
         return -(-self.tiles // self.per_step) * 2 * self.per_step
 
     def step(self, j: Array) -> Array:
-        """The long step that program j works at."""
+        """The long step that program j works on."""
         return lax.div(j, 2 * self.per_step)
 
     def tile(self, j: Array) -> Array:
@@ -63,18 +63,18 @@ class KeyTiles(NamedTuple):
         return self.step(j) * self.per_step + lax.rem(j, self.per_step)
 
     def sums(self, j: Array) -> Array:
-        """Whether program j is of the second pass over its step."""
+        """Whether program j belongs to the second pass over its step, which forms the sums."""
         return lax.rem(j, 2 * self.per_step) >= self.per_step
 
     def tile_of_v(self, j: Array) -> Array:
-        """The tile of v: the first pass over a step needs none and waits at the first."""
+        """The tile of v. The first pass over a step needs none and stays at the step's first."""
         if not self.is_long:
             return j
         return jnp.where(self.sums(j), self.tile(j), self.step(j) * self.per_step)
 
 
 class Inputs(NamedTuple):
-    """q, k, v and what hides pairs of theirs, or references to tiles of them."""
+    """q, k, v, and the segments and mask that hide pairs of them; or references to tiles."""
 
     q: Any
     k: Any
@@ -101,7 +101,7 @@ class Program(NamedTuple):
     head: Array
 
     def rows(self) -> Array:
-        """Of the tile; formed within each branch, where most have no use for them."""
+        """Global rows of the tile. Branches that need them form them, because most do not."""
         size = self.problem.tile.query
         return indices(self.i * size, size, 0)
 
@@ -112,7 +112,7 @@ class Program(NamedTuple):
     def step(
         self, number: Array, *, start: Array | None = None, keys: int = 1, masked: bool
     ) -> softmax.Step:
-        """The arithmetic of a step at so many keys from `start` on, or from its first."""
+        """The arithmetic of step `number` on `keys` keys from `start` on, or from its first key."""
         rows, first = self.rows(), number * self.problem.step
         place = Place(rows, indices(first if start is None else start, keys, 1))
         return softmax.Step(self.problem, self.round_point, place, first, masked)
@@ -120,10 +120,10 @@ class Program(NamedTuple):
     def scores(
         self, inputs: Inputs, k: Array, place: Place, *, keys: Any = slice(None), masked: bool
     ) -> Array:
-        """S of k as rounded at its point, in `score_unit`; keys: which of the tile they are."""
+        """S of k as rounded at `scores`, in units of `score_unit`; keys: where k is in the tile."""
         problem, q = self.problem, inputs.q[...]
-        # S = q kᵀ · scale. The factor is in q already where it is a power of two; or it joins
-        # log₂ e in the exponent (`score_unit`), where no rounding of S comes between.
+        # S = q kᵀ · scale. A scale that is a power of two is in q already. Any other joins log₂ e
+        # in the exponent (`score_unit`), if S is not rounded in between.
         s = self.round_point.dot(q, k, format_of(q), format_of(k), COLUMNS)
         if not problem.scales_queries and problem.score_unit == 1:
             s = s * jnp.float32(problem.spec.scale)
@@ -138,7 +138,7 @@ class Program(NamedTuple):
     def keep_unvisited(
         self, new: SoftmaxState, old: SoftmaxState, step: softmax.Step
     ) -> SoftmaxState:
-        """The old state where a step lies wholly beyond what a row may see by position."""
+        """The new state, or the old one in rows that by position see no key of the step."""
         problem = self.problem
         causal = problem.spec.is_causal and not problem.visits_above_diagonal
         rows_differ = step.masked and (causal or problem.spec.window is not None)
@@ -162,7 +162,7 @@ def _write(refs: Any, values: Any) -> None:
 
 
 def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Array) -> None:
-    """The steps of key tile j."""
+    """Takes the steps of key tile j."""
     problem, scalars, batch, _, i, _ = program
     size = problem.step
     per_tile = problem.tile.kv // size
@@ -185,8 +185,8 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
         new = softmax.step_without_keys(old, step)
         _write(state_ref, program.keep_unvisited(new, old, step))
 
-    # Three bodies, of which one runs: without masks; with them, where the diagonal, a window or the
-    # end cuts the step; and for a rule that looks above the diagonal, one without scores.
+    # One of three bodies runs: one without masks; one with masks, where the diagonal, a window or
+    # the end cuts the step; or one without scores, for a rule that visits steps above the diagonal.
     for within in range(per_tile):
         step = j * per_tile + within
         if not problem.masks_every_tile:
@@ -203,7 +203,7 @@ def take_steps(program: Program, inputs: Inputs, state_ref: SoftmaxState, j: Arr
 def take_part(
     program: Program, inputs: Inputs, state_ref: SoftmaxState, ref: LongStep, j: Array
 ) -> None:
-    """One of the two passes over the tiles of a long step, at program j."""
+    """Takes the tile of program j in one of the two passes over a long step."""
     problem, scalars, batch, _, i, _ = program
     order, size = KeyTiles.of(problem), problem.tile.kv
     tile, number = order.tile(j), order.step(j)
@@ -229,14 +229,15 @@ def take_part(
             r_m = jnp.max(largest.first, axis=-1, keepdims=True)
             state_ref.max_logit[...] = jnp.maximum(state_ref.max_logit[...], r_m)
         ref.m[...] = softmax.round_m(m, program.step(number, masked=False))
-        # Float32 sums over the tiles, rounded once with the last: as one step over all its keys.
+        # The sums over the tiles are float32 and rounded once, after the last tile, as in a step
+        # that takes all keys at once.
         _write(ref.sums, (None if x is None else jnp.zeros_like(x) for x in ref.sums))
 
     def visit(*, masked: bool) -> None:
         step = program.step(number, start=tile * size, keys=size, masked=masked)
         s = program.scores(inputs, inputs.k[...], step.place, masked=masked)
 
-        # Pass 1 finds m. Pass 2 forms S again: its P̄ are against the m of the whole step.
+        # Pass 1 finds m. Pass 2 forms S again, because P̄ needs the m of the whole step.
         @pl.when(~order.sums(j))
         def compare() -> None:
             _write(ref.largest, read(ref.largest).merge(softmax.Largest.of(s)))

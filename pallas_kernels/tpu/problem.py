@@ -1,4 +1,4 @@
-"""One attention call as the kernels see it: sizes, tiles, which keys and rows they visit, masks."""
+"""One attention call as the TPU kernels see it: sizes, tiles, visited keys and rows, masks."""
 
 import dataclasses
 import functools
@@ -24,12 +24,12 @@ from pallas_kernels.tpu.products import Rounder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem(common.Problem):
-    """Sizes, tile and steps of one kernel. Sizes are without padding; arrays come in whole tiles.
+    """Sizes, tile and steps of one kernel. Sizes exclude the padding of arrays to whole tiles.
 
     Attributes:
       tile: query rows and keys of a tile.
       steps: keys of an online-softmax step; keys and rows whose products `tile_grads` rounds.
-      interpret: parameters of the interpreter, None to compile.
+      interpret: parameters of the interpreter, or None to compile.
     """
 
     tile: Tile
@@ -38,59 +38,60 @@ class Problem(common.Problem):
 
     @property
     def padded_rows(self) -> int:
-        """T in whole tiles."""
+        """T rounded up to whole tiles."""
         return self.q_tiles * self.tile.query
 
     @property
     def padded_keys(self) -> int:
-        """S in whole tiles."""
+        """S rounded up to whole tiles."""
         return self.kv_tiles * self.tile.kv
 
     @property
     def step(self) -> int:
-        """Keys of a step, in whole tiles where one step has all of them."""
+        """Keys of an online-softmax step; S in whole tiles where one step takes all keys."""
         return self.padded_keys if self.steps.keys >= self.keys else self.steps.keys
 
     @property
     def row_step(self) -> int:
-        """Rows whose products `tile_grads` rounds, likewise."""
+        """Rows whose products `tile_grads` rounds; T in whole tiles where it rounds all as one."""
         return self.padded_rows if self.steps.rows >= self.rows else self.steps.rows
 
     @property
     def scales_queries(self) -> bool:
-        """Whether the kernels are given q · scale instead of q: exact for a power of two.
+        """Whether the kernels get q · scale instead of q, which is exact for a power of two.
 
-        Then S needs no factor, nor does dS: rounding commutes with it, and dK = dSᵀ (q · scale).
+        S then needs no factor. Neither does dS, because rounding commutes with the scale and
+        dK = dSᵀ (q · scale).
         """
         return self.spec.scale_is_power_of_two
 
     def counts_in_scale(self, *points: Point) -> bool:
-        """As in `common.Problem`, but not where S needs no factor: it is in q then."""
+        """As in `common.Problem`, but False where q already contains the scale."""
         return not self.scales_queries and super().counts_in_scale(*points)
 
     def position_limits(self, batch: Array, scalars: Scalars) -> dict[str, Any]:
-        """As in `common.Problem`; rows beyond the lengths see columns, for nothing keeps theirs."""
+        """As in `common.Problem`; rows beyond the lengths see columns, as no result is kept."""
         lengths = scalars.key_lengths
         return {"limit": self.keys if lengths is None else jnp.minimum(lengths[batch], self.keys)}
 
     def rounder(self, scalars: Scalars, batch: Array, head: Array) -> Rounder:
-        """Rounding in the program of one batch element and query head."""
+        """The rounder of a program with this batch element and query head."""
         stream = scalars.stream(batch, head)
         return Rounder(self.spec.numerics, self.dtype, stream, self.interpret is not None)
 
     def values(self, v: Array, start: Array, scalars: Scalars, batch: Array, head: Array) -> Array:
-        """V of the keys from `start` on that a query head reads, rounded at `value`."""
+        """The V that a query head reads, of keys from `start` on, rounded at `value`."""
         if self.spec.numerics.value.is_identity:
             return v
-        # Random bits are those of the group's first head.
+        # The random bits are those of the group's first head.
         round_point = self.rounder(scalars, batch, lax.div(head, self.group) * self.group)
         place = Place(indices(start, v.shape[0], 0), indices(0, v.shape[1], 1))
         v = round_point(v.astype(jnp.float32), "value", place)
-        # In the dtype of the format: a product takes it as one term.
+        # Cast to the dtype of the format, so that a product takes it as one term.
         return v.astype(self.spec.numerics.value.result_format.dtype)
 
     def query_range(self, j: Array, batch: Array, scalars: Scalars) -> common.Range:
-        """Of the query tiles: the first that sees key tile j, and the end of those that do."""
+        """The query tiles that see key tile j. `full` is not known here and equals `begin`."""
         rows, size = self.tile.query, self.tile.kv
         begin, end = jnp.int32(0), jnp.int32(self.q_tiles)
         if self.spec.is_causal:
@@ -108,7 +109,7 @@ class Problem(common.Problem):
 def pair_specs(pairs: Pairs | None, problem: Problem, index: Callable[..., Any]) -> Pairs | None:
     """Block specifications of `Pairs` whose segments are rows [B, 1, T] and [B, 1, S].
 
-    index: of a program and the scalars: batch element, query head, query tile, key tile.
+    index: maps a program and the scalars to batch element, query head, query tile and key tile.
     """
     if pairs is None:
         return None
@@ -137,9 +138,9 @@ def pair_specs(pairs: Pairs | None, problem: Problem, index: Callable[..., Any])
 
 
 def unhidden(pairs: Pairs, *, keys: Any = slice(None), keys_first: bool = False) -> Array:
-    """True where only its position may hide a column from a row of the tile; or its transpose.
+    """True in a tile, or its transpose, where neither segments nor the mask hide a column.
 
-    keys: a part of the tile.
+    keys: the part of the tile's keys to take.
     """
     parts = []
     if pairs.query_segments is not None:
@@ -160,12 +161,12 @@ def indices(start: Array | int, size: int, axis: int) -> Array:
 
 def exponential(x: Array, unit: float) -> Array:
     """exp(unit · x)."""
-    # The unit transcendental is 2^x (`vpow2`): a factor beside log₂ e costs nothing.
+    # The hardware computes 2^x (`vpow2`), so a factor beside log₂ e costs nothing.
     return jnp.exp(x) if unit == 1 else jnp.exp2(x * np.float32(unit * math.log2(math.e)))
 
 
 def lanes(x: Array, size: int) -> Array:
-    """A row statistic [rows, 128], equal in all lanes, with `size` columns instead."""
+    """Resizes a row statistic [rows, 128], equal in all lanes, to [rows, size]."""
     if size > LANES:
         x = jnp.tile(x, (1, -(-size // LANES)))
     return x[:, :size]
@@ -199,12 +200,12 @@ class Grid(NamedTuple):
 
 
 def call(body: Callable[..., None], problem: Problem, grid: Grid, out: Any) -> Callable[..., Any]:
-    """`pl.pallas_call` of (scalars, inputs).
+    """`pl.pallas_call` of the body, as a function of (scalars, inputs).
 
     Args:
-      body: the kernel, of references to scalars, inputs, outputs and scratch, and of `problem`;
-        names it.
-      problem: whether to interpret.
+      body: the kernel, a function of references to scalars, inputs, outputs and scratch, and of
+        `problem`; the call is named after it.
+      problem: tells whether to interpret.
       grid: the layout.
       out: shapes and dtypes of the outputs.
     """

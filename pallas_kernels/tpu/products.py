@@ -1,7 +1,7 @@
 """Matrix products inside a TPU kernel.
 
-Mosaic keeps the pair of casts that rounds and turns it into `vpack` and `vunpack`, register by
-register.
+Mosaic keeps the pair of casts that rounds a value and lowers it to `vpack` and `vunpack`, register
+by register.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class Rounder(common.Rounder):
     def dot(self, a: Array, b: Array, a_format: Format, b_format: Format, axes: Axes) -> Array:
         """A B or A Bᵀ (`axes`) with float32 accumulation, on the MXU.
 
-        A bfloat16 operand goes in as such. A float32 operand is split into three bfloat16 terms,
-        exactly. That is three passes where the other operand is bfloat16 and six where it is not;
-        `Precision.HIGHEST` would widen both operands and always take six.
+        A bfloat16 operand is multiplied as it is. A float32 operand is split exactly into three
+        bfloat16 terms. This takes three passes if the other operand is bfloat16 and six if it is
+        not. `Precision.HIGHEST` would widen both operands and always take six.
         """
         multiply = partial(
             lax.dot_general,

@@ -1,4 +1,4 @@
-"""The kernels of dQ, and of δ where it needs a pass: a program owns a query tile."""
+"""The kernels of dQ, and of δ where it needs a pass of its own: a program owns a query tile."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,9 +41,9 @@ from pallas_kernels.tpu.softmax import sum_slices
 
 
 class QueryGradients(NamedTuple):
-    """dQ [B, N, T, H], and what rows of dS lack, [B, N, 1, T].
+    """dQ [B, N, T, H], and the correction of dS that its kernel finds for dK, [B, N, 1, T].
 
-    That is, with `delta='normalized'`, the δ of dK, less dlse; with 'after_cast' λ.
+    With `delta='normalized'`, `found` is δ − dlse. With 'after_cast' it is λ.
     """
 
     dq: Any
@@ -51,7 +51,7 @@ class QueryGradients(NamedTuple):
 
 
 class _QuerySums(NamedTuple):
-    """Scratch of dQ: sums, lse, δ and 1 / l by row; `p_dp`, `p`, `pk` as in `backward.RowSums`."""
+    """Scratch: dQ and its part, lse, δ and 1 / l; `p_dp`, `p`, `pk` as in `backward.RowSums`."""
 
     dq: Any
     lse: Any
@@ -64,7 +64,7 @@ class _QuerySums(NamedTuple):
 
     @classmethod
     def shapes(cls, problem: Problem) -> "_QuerySums":
-        """What of it a problem needs."""
+        """The shapes of the scratch that a problem needs; None for the rest."""
         tile = problem.tile
         row, sums = (tile.query, LANES), (tile.query, problem.head_size)
         result = cls(sums, row, row)
@@ -76,7 +76,7 @@ class _QuerySums(NamedTuple):
 
 
 def query_gradients(x: Operands, scalars: Scalars, problem: Problem) -> QueryGradients:
-    """dQ, and what it finds of δ on the way."""
+    """dQ, and what its kernel finds about δ on the way."""
     block = (None, None, problem.tile.query, problem.head_size)
     out_spec = QueryGradients(pl.BlockSpec(block, lambda b, h, i, j, _: (b, h, i, 0)))
     out = QueryGradients(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype))
@@ -95,7 +95,7 @@ def _row_statistics(problem: Problem) -> pl.BlockSpec:
 
 
 def delta_from_probs(x: Operands, scalars: Scalars, problem: Problem) -> Array:
-    """δ = rowsum(dP ∘ P), [B, N, 1, T], in a pass of its own over the keys."""
+    """δ = rowsum(dP ∘ P) [B, N, 1, T], found in a separate pass over the keys."""
     statistic = (problem.tile.query, LANES)
     out = jax.ShapeDtypeStruct(x.lse.shape, jnp.float32)
     scratch = (statistic,) * (2 if x.inverse_l is None else 3)
@@ -136,7 +136,7 @@ def _over_queries(
 
 
 class _BackwardRows(NamedTuple):
-    """The query rows of a program of dQ, at its key tile j."""
+    """The query rows of a program of dQ or δ, at key tile j."""
 
     program: Program
     ref: Operands
@@ -166,7 +166,7 @@ class _BackwardRows(NamedTuple):
         return problem.key_range(self.i, batch, scalars)
 
     def visit(self, contribution: Callable[[Array, Array, Place], None]) -> None:
-        """contribution(P, dP, place) of the key tile, where it is seen at all."""
+        """Calls contribution(P, dP, place) for the key tile, if the rows see any of it."""
         problem = self.program.problem
 
         def add_tile(*, masked: bool) -> None:
@@ -225,7 +225,7 @@ def _query_gradients(
             rows,
         )
         if sums.pk is not None:
-            # P K, rowsum(dS) and rowsum(P), for what the rows of dS lack: see `epilogue`.
+            # `epilogue` corrects the row sums of dS with P K, rowsum(dS) and rowsum(P).
             rounded = round_point(probs, "probs_bwd", place)
             p_format = n.probs_bwd.result_format
             sums.pk[...] += round_point.dot(rounded, k, p_format, format_of(k), ROWS)
@@ -240,14 +240,14 @@ def _query_gradients(
         scale = jnp.float32(problem.spec.scale)
         dq = sums.dq[...]
         if after_cast:
-            # λ = Σ dS / Σ P of the rounded dS and P; dQ −= λ P K, and dK takes λ from here.
+            # λ = Σ dS / Σ P of the rounded dS and P; dQ −= λ P K, and dK's kernel gets this λ.
             dlse = to_columns(ref.dlse[...])
             after = _row_shift(sums) - (dlse if scales_last(problem) else scale * dlse)
             dq = dq - lanes(after, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(after)
         dq = dq * scale if scales_last(problem) else dq
         if sums.pk is not None and not after_cast:
-            # δ = δ₀ + Σ P(dP − δ₀) / Σ P, so that Σ dS = 0 (dlse apart); dQ −= scale (δ − δ₀) P K.
+            # δ = δ₀ + Σ P(dP − δ₀) / Σ P, so that Σ dS = 0 without dlse; dQ −= scale (δ − δ₀) P K.
             correction = _row_shift(sums) - to_columns(ref.dlse[...])
             dq = dq - scale * lanes(correction, problem.head_size) * sums.pk[...]
             found_ref[...] = to_row(sums.delta[...] + correction)
@@ -256,7 +256,7 @@ def _query_gradients(
 
 
 def _row_shift(sums: _QuerySums) -> Array:
-    """`row_shift` in all lanes."""
+    """`row_shift` of the sums, equal in all lanes."""
     shift = row_shift(*(jnp.sum(x[...], axis=-1, keepdims=True) for x in (sums.p_dp, sums.p)))
     return jnp.broadcast_to(shift, (shift.shape[0], LANES))
 

@@ -1,9 +1,9 @@
 """The arithmetic of one online-softmax step on one head, in parts.
 
-`softmax_step` is a step whose scores are at hand at once. The tiles of a longer one take two
-passes: `Largest` finds m, then `contribution` is summed, and `close` ends the step; that also ends
-one that sees no key. Everything is that of `arithmetic.softmax.softmax_step`, point by point; row
-statistics are kept equal in all 128 lanes.
+`softmax_step` takes a step whose scores are all at hand. The tiles of a longer step take two
+passes: `Largest` finds m, then the `contribution` of each tile is summed, and `close` ends the
+step. `close` also ends a step that sees no key. The arithmetic is that of
+`arithmetic.softmax.softmax_step`, point by point. Row statistics are kept equal in all 128 lanes.
 """
 
 import functools
@@ -34,10 +34,10 @@ class Step(NamedTuple):
     """What the arithmetic of a step, or of a tile of it, needs beside its arrays.
 
     Attributes:
-      problem, round_point: of the kernel.
-      place: of the scores.
+      problem, round_point: the kernel's problem and rounder.
+      place: the place of the scores.
       first: the first key of the step.
-      masked: whether a row may see no key up to here.
+      masked: whether some row may have seen no key up to and including this step.
     """
 
     problem: Problem
@@ -80,7 +80,7 @@ def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> Softmax
     acc = next_accumulator(state.acc, factor, pv, step.round_point, step.out)
     aux = state.aux
     if aux is not None:
-        # Ō′: the same of the unrounded P̄, as three bfloat16 terms.
+        # Ō′ is Ō of the unrounded P̄, which is split into three bfloat16 terms.
         aux = factor * aux + step.round_point.dot(probs, v, _FLOAT32, format_of(v), ROWS)
     max_logit = state.max_logit
     if max_logit is not None:
@@ -89,7 +89,7 @@ def softmax_step(state: SoftmaxState, s: Array, v: Array, step: Step) -> Softmax
 
 
 def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -> Sums:
-    """What a tile with scores s adds to the sums of its step, of maximum m."""
+    """What a tile with scores s adds to the sums of its step, whose maximum is m."""
     probs = _probs(s, _subtracted(m, step), step)
     rounded = _round_probs(probs, step)
     row_sum = sum_slices(summed_probs(probs, rounded, step.problem.spec.numerics))
@@ -100,7 +100,7 @@ def contribution(s: Array, v: Array, m: Array, step: Step, *, auxiliary: bool) -
 def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState:
     """The state after a step with maximum m; `sums.l` has one partial sum per lane.
 
-    The largest score is that of the state already.
+    `state.max_logit` already includes the scores of the step.
     """
     alpha = _alpha(state.m, _subtracted(m, step), step)
     row_sum = sums.l
@@ -116,7 +116,7 @@ def close(state: SoftmaxState, m: Array, sums: Sums, step: Step) -> SoftmaxState
 
 
 def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
-    """The state after a step whose keys are all masked: the rule acts, and the roundings."""
+    """The state after a step whose keys are all masked: only the rule and the roundings act."""
     problem = step.problem
     m = Largest.none(state.m.shape).running_max(problem.spec.row_max, state.m, problem.score_unit)
     nothing = jnp.zeros_like(state.acc)
@@ -125,18 +125,18 @@ def step_without_keys(state: SoftmaxState, step: Step) -> SoftmaxState:
 
 
 def round_m(m: Array, step: Step) -> Array:
-    """The running maximum as it is kept."""
+    """The running maximum, rounded at `stats`."""
     return step.round_point(m, "stats", statistic(step.anew, "m"))
 
 
 def _subtracted(m: Array, step: Step) -> Array:
-    # Where a row has seen no key, m is MASKED: S − m would be 0 and P̄ 1.
+    # Where a row has seen no key, m is MASKED. S − m would be 0 and P̄ would be 1.
     return subtracted_max(m) if step.masked else m
 
 
 def _probs(s: Array, subtracted: Array, step: Step) -> Array:
     below = step.round_point.shift(s - lanes(subtracted, s.shape[1]), step.place)
-    # The unit stands outside the difference: shift, then scale, with one rounding each.
+    # The unit multiplies the difference: shift, then scale, with one rounding each.
     return exponential(below, step.problem.score_unit)
 
 
@@ -152,7 +152,7 @@ def _round_probs(probs: Array, step: Step) -> Array:
 def _row_sum(probs: Array, rounded: Array, step: Step) -> Array:
     summed = summed_probs(probs, rounded, step.problem.spec.numerics)
     if step.problem.keeps_partial_sums:
-        # One sum across lanes at the end, in place of one a step.
+        # One sum across lanes at the end replaces one sum per step.
         return sum_slices(summed)
     return jnp.sum(summed, axis=-1, keepdims=True)
 
@@ -167,21 +167,21 @@ def _product(rounded: Array, v: Array, step: Step) -> Array:
 
 
 class Largest(NamedTuple):
-    """The largest and the second of the columns that share a lane, [rows, 128] each."""
+    """The largest and second largest score of the columns that share a lane, [rows, 128] each."""
 
     first: Array
     second: Array
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> "Largest":
-        """Of no key: as of masked ones, for a rule treats a step without keys as masked."""
+        """The value for no key: MASKED, because a rule treats a step without keys as masked."""
         masked = jnp.full(shape, MASKED, jnp.float32)
         return cls(masked, masked)
 
     @classmethod
     def of(cls, s: Array) -> "Largest":
-        """Of the scores of a tile."""
-        # Lane by lane, so that only the last comparison crosses lanes.
+        """The value for the scores of a tile."""
+        # The scores are compared lane by lane, so that only the last comparison crosses lanes.
         first, *rest = (s[:, start : start + LANES] for start in range(0, s.shape[1], LANES))
         second = jnp.full_like(first, -jnp.inf)
         for x in rest:
@@ -190,16 +190,16 @@ class Largest(NamedTuple):
         return cls(first, second)
 
     def merge(self, other: "Largest") -> "Largest":
-        """Of the columns of both."""
+        """The value for the columns of both."""
         smaller = jnp.minimum(self.first, other.first)
         second = jnp.maximum(jnp.maximum(self.second, other.second), smaller)
         return Largest(jnp.maximum(self.first, other.first), second)
 
     def running_max(self, rule: RowMax, m_prev: Array, unit: float) -> Array:
-        """m by the rule: repeated maxima are told by the runner-up of the row."""
+        """m by the rule, which learns from the row's runner-up whether the maximum repeats."""
         r_m = jnp.max(self.first, axis=-1, keepdims=True)
-        # The runner-up of the row is the second of the lane that has its maximum, or the first of
-        # another lane. An equal one, in another column, is a repeated maximum.
+        # The runner-up of the row is the second of the lane that holds the maximum, or the first of
+        # another lane. It lies in another column, so if it equals the maximum, the maximum repeats.
         lane = lax.broadcasted_iota(jnp.int32, self.first.shape, 1)
         at_maximum = lane == jnp.argmax(self.first, axis=-1, keepdims=True)
         others = jnp.where(at_maximum, self.second, self.first)
@@ -214,7 +214,7 @@ class Largest(NamedTuple):
 
 
 def running_max(rule: RowMax, s: Array, m_prev: Array, unit: float) -> Array:
-    """`rule(s, m_prev)`, in fewer instructions where the rule asks for repeated maxima."""
+    """`rule(s, m_prev)`, in fewer instructions where the rule looks for repeated maxima."""
     if isinstance(rule, StandardMax):
         return rule(s, m_prev)
     return Largest.of(s).running_max(rule, m_prev, unit)
