@@ -1,4 +1,4 @@
-"""A Llama-style model in bfloat16 with the arithmetic of FlashAttention.
+"""A Llama-style model in bfloat16, with FlashAttention's arithmetic and the usual recipe.
 
 Command:   python train.py --config=configs/llama_bf16.py
            python train.py --config=configs/llama_bf16.py:full --config.data.path=DIR

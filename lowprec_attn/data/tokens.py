@@ -49,7 +49,7 @@ class Meta:
 
     Attributes:
       tokenizer: `gpt2` or `bytes`.
-      vocabulary: number of different ids; every id is smaller.
+      vocabulary: number of different ids; every id is below this number.
       dtype: `uint16` or `uint32`, little-endian on disk.
       splits: the files, by the names `train` and `val`.
     """
@@ -127,8 +127,8 @@ class Tokens:
       ids: the token ids, one document after the other, each followed by the end-of-text id;
         memory-mapped and read-only when they come from a file.
       sha256: SHA-256 of the bytes of `ids`, in hex; it identifies the data.
-      vocabulary: number of different ids the tokenizer knows.
-      tokenizer: `gpt2` or `bytes`.
+      vocabulary: number of different ids that the tokenizer knows.
+      tokenizer: `gpt2` or `bytes`, or `lookup` for the built-in text of that name.
       source: where the ids come from, for messages and the record of a run.
     """
 
@@ -151,7 +151,8 @@ class Tokens:
           vocab_size: rows of the model's embedding table.
 
         Raises:
-          DataError: fewer than T + 1 tokens, or an id beyond the model's or its own vocabulary.
+          DataError: there are fewer than T + 1 tokens, or an id is beyond the vocabulary of the
+            model or of the tokenizer.
         """
         if self.count < context + 1:
             raise DataError(

@@ -196,9 +196,9 @@ class Loop:
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
 
     def _exploded_before(self, step: int) -> bool:
-        """Whether the loss was in excess for as long as the config allows, two steps ago."""
-        # The next step runs already when the loss of a step is fetched. A resumed run knows that
-        # loss earlier. It takes the next step all the same, so that both runs have the same
+        """Whether the loss had been in excess for too long two steps before `step`."""
+        # When the loss of a step is fetched, the next step is already running. A resumed run knows
+        # that loss earlier. It takes the next step all the same, so that both have the same
         # records.
         return self.watch.enough is not None and step >= self.watch.enough + 2
 

@@ -1,10 +1,10 @@
 """QK-clip: shrinks W_Q and W_K of a head whose scores are too large.
 
-The rule is algorithm 1 of Kimi K2 (arXiv 2507.20534) with α = 1/2. It looks at the largest score of
-each head after the update of a step. If this score exceeds τ, the head's columns of W_Q and W_K,
-and its biases if it has any, are multiplied by √(τ / score). Without the update, the head's scores
-on the same inputs would then be at most τ. As in Kimi K2, the score is signed: a large positive
-score, which attracts the weight of its row, is clipped, and a large negative score is not.
+The rule is algorithm 1 of Kimi K2 (arXiv 2507.20534) with α = 1/2. After the update of a step, each
+head whose largest score exceeds τ has its columns of W_Q and W_K, and its biases if it has any,
+multiplied by √(τ / score). Without the update, the head's scores on the same inputs would then be
+at most τ. As in Kimi K2, the score is signed: a large positive score, which attracts the weight of
+its row, is clipped, and a large negative score is not.
 
 The largest score comes from the forward pass of the same step, over all its sequences and with the
 weights before the update. The update of a step can therefore lift scores above τ until the next

@@ -47,7 +47,10 @@ class Rescue:
 
     @property
     def excess_limit(self) -> int | None:
-        """Steps of excess loss after which the run goes back or, with no try left, stops."""
+        """Steps of excess loss after which the run goes back or, with no try left, stops; or None.
+
+        None means that an excess has no consequence.
+        """
         return self._stop_exploded_after if self._settings is None else self._settings.after
 
     def keep_from(self, step: int, onset: int | None) -> int | None:
