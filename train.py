@@ -1,4 +1,4 @@
-"""Trains GPT-2 with a named choice of attention arithmetic: `lowprec-attn train`.
+"""Trains a model with a named choice of attention arithmetic, as `lowprec-attn train` does.
 
 python train.py --config=configs/gpt2_bf16.py
 """

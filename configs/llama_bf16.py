@@ -1,14 +1,15 @@
-"""A Llama-style model in bfloat16 with FlashAttention's arithmetic: the recipe of such runs.
+"""A Llama-style model in bfloat16, with FlashAttention's arithmetic and the usual recipe.
 
 Command:   python train.py --config=configs/llama_bf16.py
            python train.py --config=configs/llama_bf16.py:full --config.data.path=DIR
-Variants:  `tiny` on a CPU, `short` on an accelerator, unless named. `full`, `350m` and `1b` have
-           124.8, 354.7 and 1,179.2 M parameters with GPT-2's vocabulary and are for a text of
-           billions of tokens. `full` has the layers and heads of GPT-2 124M, and ties its output
-           layer, which would be a third of it; `1b` has the blocks of Llama 3.2 1B.
-Cost:      tiny 1.4 minutes on 2 CPU cores. The others were not run. They compute no activations
-           again unless `model.remat` says so.
-Result:    tiny ends 1.0 below the unigram loss of the built-in text (one run).
+Variants:  Without a name, a CPU runs `tiny` and an accelerator runs `short`. `full`, `350m` and
+           `1b` have 124.8, 354.7 and 1,179.2 M parameters with GPT-2's vocabulary and need a text
+           of billions of tokens. `full` has the layers and heads of GPT-2 124M. Its output layer
+           is tied, because a separate one would be a third of the model. `1b` has the blocks of
+           Llama 3.2 1B.
+Cost:      `tiny` takes 1.4 minutes on 2 CPU cores. The other variants were not run. They recompute
+           activations only if `model.remat` says so.
+Result:    `tiny` ends 1.0 below the unigram loss of the built-in text (one run).
 """
 
 import runpy
@@ -37,11 +38,11 @@ _SHAPES = {
         "hidden": 8192, "tied": False, "context": 1024, "vocab_size": 50304,
     },
 }  # fmt: skip
-_PEAK_LR = {"tiny": 2e-3, "350m": 3e-4, "1b": 2e-4}  # as gpt2_bf16.py has them
+_PEAK_LR = {"tiny": 2e-3, "350m": 3e-4, "1b": 2e-4}  # the rates of gpt2_bf16.py for these sizes
 
 
 def get_config(variant: str = "") -> ConfigDict:
-    """The config of a variant, or with '' of `tiny` or `short`, whichever suits the device."""
+    """Returns the config of a variant; '' picks `tiny` or `short`, whichever suits the device."""
     known = ("tiny", "short", "full", "350m", "1b")
     if variant not in ("", *known):
         raise ValueError(f"unknown variant {variant!r}; variants are {', '.join(known)}")
@@ -55,12 +56,12 @@ def get_config(variant: str = "") -> ConfigDict:
     config.model.norm_eps = 1e-5
     config.model.init = "gpt2"  # or small_init, lecun_uniform
     config.model.activation_dtype = "bfloat16"
-    config.model.logits_dtype = "float32"  # bfloat16 is faster, and what PyTorch's autocast does
-    config.model.z_loss = 0.0  # times log²Z of the output softmax; PaLM has 1e-4
-    config.model.remat = placeholder(str)  # nothing_saveable: blocks are computed again
-    config.model.qk_norm = False  # q and k over their RMS, times a learned scale
-    config.model.soft_cap = placeholder(float)  # c · tanh(score / c); Gemma 2 has 50
-    config.model.sinks = False  # a learned score without a key, as in gpt-oss
+    config.model.logits_dtype = "float32"  # bfloat16 is faster and matches PyTorch's autocast
+    config.model.z_loss = 0.0  # factor of log²Z of the output softmax; PaLM uses 1e-4
+    config.model.remat = placeholder(str)  # nothing_saveable: recompute every block
+    config.model.qk_norm = False  # True: divide q and k by their RMS, times a learned scale
+    config.model.soft_cap = placeholder(float)  # c of c · tanh(score / c); Gemma 2 uses 50
+    config.model.sinks = False  # True: every head has a learned score without a key, as in gpt-oss
 
     config.attention.numerics = "flash"
     config.optimizer.peak_lr = _PEAK_LR.get(variant, 6e-4)

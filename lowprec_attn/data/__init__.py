@@ -1,4 +1,4 @@
-"""Text to batches: documents, tokenizers, token files, the built-in text, the order of a run.
+"""Makes batches from text: documents, tokenizers, token files, built-in texts, the order of a run.
 
-Imports `hosts`, `files` and `errors`; nothing of JAX's models.
+Imports small helpers (`hosts`, `files`, `errors` and others), and none of the models.
 """

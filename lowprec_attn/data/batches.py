@@ -12,7 +12,7 @@ from jaxtyping import Int32, Int64
 from lowprec_attn.data.order import Order
 from lowprec_attn.data.tokens import DataError, Tokens
 
-# Batches read ahead in a background thread. Reading ahead changes neither batches nor state.
+# A background thread reads batches ahead, which changes neither the batches nor the state.
 _READ_AHEAD = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
 _ALL_ROWS = NoSharding()
 _FEW_WINDOWS = 2**16
@@ -37,9 +37,9 @@ class Batches:
     Args:
       tokens: the text.
       context: tokens per sequence T.
-      order: start indices of each step.
-      shard: which rows of every micro-batch this process reads, shards in row order.
-      parts: micro-batches A of a batch.
+      order: function that returns the start indices of a step.
+      shard: which rows of every micro-batch this process reads; shards are in row order.
+      parts: number A of micro-batches of a batch.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Batches:
         self._parts = parts
 
     def __len__(self) -> int:
-        """Without end."""
+        """The largest possible length, because batches never end."""
         return sys.maxsize
 
     def __getitem__(self, step: int) -> Batch:
@@ -94,10 +94,11 @@ def train_iterator(
     shard: ShardOptions = _ALL_ROWS,
     parts: int = 1,
 ) -> grain.DatasetIterator[Batch]:
-    """Batches of steps start_step, start_step + 1, … without end.
+    """Returns an endless iterator over the batches of steps start_step, start_step + 1, …
 
-    `get_state()` is the small JSON-serialisable record of the next step, whatever has been read
-    ahead; `set_state` continues from it exactly. Orbax stores the iterator as it is.
+    Its `get_state()` returns a small JSON-serialisable record of the next step, which does not
+    depend on what has been read ahead. `set_state` continues from it exactly. Orbax can store the
+    iterator as it is.
 
     Args:
       tokens: the training text.
@@ -113,10 +114,10 @@ def train_iterator(
 
 
 def require_windows(tokens: Tokens, context: int, batch_size: int, count: int) -> None:
-    """Sees that `validation_batches` of this size are of use.
+    """Refuses `validation_batches` that would repeat the windows of the text many times.
 
     Raises:
-      DataError: they repeat the text's windows, and many times.
+      DataError: the batches take more windows than the text has, and more than 65,536.
     """
     windows, different = count * batch_size, tokens.count - context
     most = max(different, _FEW_WINDOWS)
@@ -137,9 +138,9 @@ def validation_batches(
     shard: ShardOptions = _ALL_ROWS,
     parts: int = 1,
 ) -> Iterator[Batch]:
-    """`count` batches of windows spread evenly over the whole text, the same ones every time.
+    """Returns `count` batches of windows spread evenly over the text, the same ones every time.
 
-    Windows overlap where the text is shorter than count · batch_size · T tokens.
+    Windows overlap if the text is shorter than count · batch_size · T tokens.
     """
     windows = count * batch_size
     last_start = tokens.count - context - 1

@@ -1,8 +1,8 @@
-"""The default text: the documentation that comes with the running Python, no download needed.
+"""The default text: the documentation that comes with the running Python, without a download.
 
-The language reference (`pydoc_data.topics`) and the docstrings of the standard library: about
-2 MB of English prose with examples, as bytes. Python versions differ a little, so a run records
-the SHA-256 and the description of its text.
+It consists of the language reference (`pydoc_data.topics`) and the docstrings of the standard
+library: about 2 MB of English prose with examples, as bytes. Python versions differ a little, so a
+run records the SHA-256 and the description of its text.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ import numpy as np
 from lowprec_attn.data.tokenizer import ByteTokenizer
 from lowprec_attn.data.tokens import Corpus, DataError, Tokens
 
-# Not the library itself, or (pydoc_data) read through `topics`.
+# Folders that are not the library itself. `pydoc_data` is skipped because it is read as `topics`.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"})
 _VAL_ONE_IN = 20
 _BLANK_LINES = re.compile(r"\n\s*\n")
 # All triple-quoted strings are consumed in order, so that a closing quote is never taken for an
-# opening one; those that begin a line (group 1) are docstrings. Parsing with `ast` finds the same
-# text in five times the time.
+# opening one. Strings that begin a line (group 1) are docstrings. Parsing with `ast` finds the same
+# text and takes five times longer.
 _TRIPLE_QUOTED = re.compile(r'(^[ \t]*)?[rRbBuUfF]*"""(.*?)"""', re.DOTALL | re.MULTILINE)
 
 
@@ -47,10 +47,10 @@ def load() -> Corpus:
 
 
 def build(documents: Mapping[str, str]) -> Corpus:
-    """Byte tokens of documents, split by a hash of each document's name.
+    """Returns byte tokens of documents, split by a hash of each document's name.
 
-    A paragraph is kept where it occurs first and dropped everywhere else, so nothing held out is
-    also trained on.
+    A paragraph is kept where it occurs first and dropped everywhere else, so that no held-out
+    paragraph is also trained on.
 
     Args:
       documents: text by name; about one in 20 is held out, the same ones for the same names.

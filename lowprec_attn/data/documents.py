@@ -12,11 +12,11 @@ from typing import IO, Any, NamedTuple
 from lowprec_attn import installation
 from lowprec_attn.data.tokens import DataError
 
-_PIECE = 1 << 16  # characters of a text file read and tokenized at a time, at most
-_FINER = 8  # more pieces than asked for, since files and lines are of any length
-_HEAD = 1 << 16  # bytes of a file that its kind is told by
+_PIECE = 1 << 16  # approximate number of characters that are tokenized at a time
+_FINER = 8  # times more pieces than requested, because the lengths of files and lines vary
+_HEAD = 1 << 16  # bytes at the start of a file that tell its kind
 _GZIP = b"\x1f\x8b"
-# What users have tried, by how its files begin.
+# Formats that users have tried, by the first bytes of their files.
 _REFUSED = {
     b"PAR1": "Parquet: give it by --dataset parquet --data-files FILE",
     b"\x28\xb5\x2f\xfd": "zstd: unpack it",
@@ -41,8 +41,9 @@ class Documents(NamedTuple):
 
     Attributes:
       pieces: the stream.
-      size: of the whole source in bytes, None where it is not known.
-      done: bytes of the source read so far; None: to be counted as UTF-8 of the pieces.
+      size: size of the whole source in bytes, None if it is not known.
+      done: returns the bytes of the source read so far. None if the reader has to count the UTF-8
+        bytes of the pieces instead.
     """
 
     pieces: Iterable[Piece]
@@ -51,19 +52,19 @@ class Documents(NamedTuple):
 
 
 def text_files(paths: Sequence[Path], least_pieces: float = 1) -> Documents:
-    """Streams text files, each of them a document.
+    """Returns a stream of text files, each of which is a document.
 
     A file is cut at line ends into pieces of about 65,536 characters, so that a file of any size
     fits in memory.
 
     Args:
-      paths: UTF-8 text, with a byte-order mark or without, as it is or within gzip.
-      least_pieces: fewer files than these are cut into shorter pieces, so that there are as many,
-        if lines are short enough.
+      paths: files of UTF-8 text, with or without a byte-order mark, plain or gzipped.
+      least_pieces: number of pieces wanted. Fewer files are cut into shorter pieces to reach this
+        number, which works if lines are short enough.
 
     Raises:
-      DataError: a file is missing or holds something else (at once), or is not UTF-8, damaged or
-        unreadable (when its turn comes).
+      DataError: a file is missing or does not hold text (raised at once), or is not UTF-8, damaged
+        or unreadable (raised when its turn comes).
     """
     files = [_TextFile(path) for path in paths]
     size, length = sum(file.size for file in files), _PIECE
@@ -77,10 +78,10 @@ def text_files(paths: Sequence[Path], least_pieces: float = 1) -> Documents:
 
 
 class _TextFile:
-    """A file, and how many of its bytes have been read so far.
+    """A text file, and the number of its bytes that have been read so far.
 
     Raises:
-      DataError: the file is missing or unreadable, or holds something else than text.
+      DataError: the file is missing or unreadable, or does not hold text.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,10 +93,10 @@ class _TextFile:
             _require_text(path, file.read(_HEAD))
 
     def pieces(self, length: int) -> Iterator[Piece]:
-        """The text in pieces of about `length` characters, at line ends.
+        """Yields the text in pieces of about `length` characters, cut at line ends.
 
         Raises:
-          DataError: the file is damaged or no UTF-8.
+          DataError: the file is damaged or not UTF-8.
         """
         with self._opened() as (raw, file):
             lines = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -109,7 +110,7 @@ class _TextFile:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[IO[bytes], Any]]:
-        """The file, and what it holds, unpacked; what reading raises becomes a `DataError`."""
+        """Opens the raw file and its unpacked content; errors of reading become a `DataError`."""
         try:
             with self.path.open("rb") as raw:
                 is_gzip = raw.read(len(_GZIP)) == _GZIP
@@ -130,7 +131,7 @@ class _TextFile:
 
 
 def _require_text(path: Path, head: bytes) -> None:
-    """Raises DataError where a file that begins so is no plain text."""
+    """Raises DataError if a file that begins with `head` is not plain text."""
     what = next((what for magic, what in _REFUSED.items() if head.startswith(magic)), None)
     if what is None and b"\0" in head:
         what = "binary (it holds zero bytes): give text"
@@ -141,7 +142,7 @@ def _require_text(path: Path, head: bytes) -> None:
 
 
 def _is_json(head: bytes) -> bool:
-    """Whether content that begins so has JSON objects, one a line, or an array of them."""
+    """Whether content that begins with `head` is JSON objects, one a line, or an array of them."""
     if head.startswith(b"["):
         return head[1:].lstrip()[:2] == b'{"'
     line, ended, _ = head.partition(b"\n")
@@ -158,17 +159,19 @@ def _is_json(head: bytes) -> bool:
 def dataset(
     name: str, data_files: Sequence[str] | None = None, revision: str | None = None
 ) -> Documents:
-    """The column `text` of the split `train` of a Hugging Face data set, a document per row.
+    """The column `text` of the split `train` of a Hugging Face data set, one document a row.
 
-    It is streamed: nothing but the rows in flight is held in memory or stored on disk.
+    The data set is streamed: memory and disk hold only the rows in flight.
 
     Args:
-      name: of the data set on the Hub, or a loader for local files such as `text` or `json`.
-      data_files: what the loader reads.
+      name: name of the data set on the Hub, or of a loader for local files: `text` or `json`, for
+        example.
+      data_files: files that the loader reads.
       revision: branch, tag or commit on the Hub.
 
     Raises:
-      DataError: `datasets` is not installed, cannot load the data set, or it has no `text`.
+      DataError: `datasets` is not installed or cannot load the data set, or the data set has no
+        column `text`.
     """
     try:
         import datasets
@@ -206,15 +209,15 @@ def _texts(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[Piece]:
             yield from _document(row["text"], f"data set {name!r}")
     except DataError:
         raise
-    except Exception as err:  # likewise
+    except Exception as err:  # a loader may raise anything
         raise DataError(f"reading the data set {name!r} failed ({err}): start again") from err
 
 
 def _document(text: object, where: str) -> Iterator[Piece]:
-    """A row's text as a document; nothing where it is empty or None.
+    """Yields a row's text as a document, or nothing if the text is empty or None.
 
     Raises:
-      DataError: it is no text.
+      DataError: `text` is not a string, or not valid Unicode.
     """
     if not isinstance(text, str | None):
         raise DataError(f"{where} has {type(text).__name__} as its 'text', not text: mend it")

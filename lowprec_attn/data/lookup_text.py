@@ -1,9 +1,9 @@
-"""A text without a language: every second token, on average, repeats the one two places before it.
+"""A synthetic text in which half of the tokens, on average, repeat the token two places before.
 
-A model predicts it only by an attention head that looks up one key, the token before the current
-one. The other half of the tokens is random, so that the loss, and with it the gradient dO of the
-attention output, stays large however much is learned. No download is needed, and the text is the
-same on every machine.
+A model can predict a repeated token only with an attention head that looks up one key, the token
+before the current one. The other half of the tokens is random. The loss, and with it the gradient
+dO of the attention output, therefore stays large, however much the model learns. No download is
+needed, and the text is the same on every machine.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ def build(count: int, seed: int) -> np.ndarray:
     fresh = rng.integers(SYMBOLS, size=count, dtype=np.uint16)
     is_fresh = rng.random(count) >= REPEATED
     is_fresh[:2] = True
-    # A repeated token is the last fresh one at an even distance before it: each parity by itself.
+    # A repeated token equals the last fresh token at an even distance before it, so even and odd
+    # positions are filled separately.
     for parity in (0, 1):
         own, ids = is_fresh[parity::2], fresh[parity::2]
         last = np.maximum.accumulate(np.where(own, np.arange(len(own)), 0))

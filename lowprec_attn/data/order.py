@@ -1,8 +1,8 @@
-"""The order in which windows of the training text are read: drawn and recorded.
+"""Draws and records the order in which a run reads windows of the training text.
 
-An `Order` is a function of the step alone, so a resumed run continues it without its past steps.
-The record is a text file with one line per optimizer step: the comma-separated start indices of
-the step's windows, line 1 for step 0.
+An `Order` is a function of the step alone, so a resumed run continues it without knowing past
+steps. The record is a text file with one line per optimizer step, line 1 for step 0. A line holds
+the comma-separated start indices of the step's windows.
 """
 
 import dataclasses
@@ -27,13 +27,14 @@ def skipping(order: Order, count: int) -> Order:
 
 @dataclasses.dataclass(frozen=True)
 class SeededOrder:
-    """The order drawn from a seed, uniform over the windows 0 … token_count − context − 1.
+    """An order drawn from a seed, uniform over the windows 0 … token_count − context − 1.
 
-    A pure function of step and fields: NumPy keeps the raw 64-bit words of Philox stable between
-    versions (NEP 19), unlike `Generator.integers`. The remainder's bias is below token_count / 2⁶⁴.
+    It is a pure function of the step and the fields. NumPy keeps the raw 64-bit words of Philox
+    stable between versions (NEP 19), unlike `Generator.integers`. A window is the remainder of a
+    word, whose bias is below token_count / 2⁶⁴.
 
     Attributes:
-      seed: of the run, ≥ 0.
+      seed: seed of the run, ≥ 0.
       batch_size: windows per step.
       token_count: tokens of the text, at least context + 1.
       context: tokens per sequence T; a window is T + 1 tokens.
@@ -59,7 +60,7 @@ class OrderRecord:
     processes the first one writes; on the others these methods do nothing.
 
     Args:
-      path: the record; continued if it exists.
+      path: file of the record; an existing file is continued.
 
     Attributes:
       steps: number of complete lines.
@@ -71,7 +72,7 @@ class OrderRecord:
         complete = data[: data.rfind(b"\n") + 1]
         self._count(complete)
         self._cut_off = len(complete) < len(data)
-        self._to_keep: int | None = None  # bytes, where the file is to be shortened first
+        self._to_keep: int | None = None  # bytes to keep, if the file must be shortened
 
     def _count(self, lines: bytes) -> None:
         self.steps, self._written = lines.count(b"\n"), Fingerprinter(lines)
@@ -97,7 +98,7 @@ class OrderRecord:
         self.steps += 1
 
     def written_before(self, step: int) -> Fingerprint:
-        """Of the lines before that of `step`, which is the next one or the last of all."""
+        """Fingerprint of the lines before `step`, whose line is the next one or the last one."""
         return self._written.fingerprint if step == self.steps else self._before
 
     @hosts.first_only
@@ -109,7 +110,7 @@ class OrderRecord:
         """
         self._shorten()
         with writing(self._path):
-            self._path.touch()  # before the first step there may be none
+            self._path.touch()  # before the first step there may be no file
             sync(self._path)
             sync(self._path.parent)
 
@@ -117,8 +118,8 @@ class OrderRecord:
     def truncate(self, steps: int) -> None:
         """Keeps the first `steps` lines.
 
-        The file stays as it is until a line is to follow, or `flush`: a start that fails before
-        costs no record. Shortening a file is one operation of the file system.
+        The file itself is shortened later, by the next `append` or `flush`, so that a start that
+        fails before then loses no record. Shortening a file is one operation of the file system.
 
         Raises:
           DataError: there are fewer complete lines, or the file cannot be read.
@@ -136,7 +137,7 @@ class OrderRecord:
         self._cut_off = False
 
     def _shorten(self) -> None:
-        """What `truncate` has put off."""
+        """Shortens the file if `truncate` has put this off."""
         if self._to_keep is not None:
             with writing(self._path), open(self._path, "r+b", opener=open_own) as file:
                 file.truncate(self._to_keep)

@@ -1,4 +1,4 @@
-"""Documents to token files: meta.json, train.bin and val.bin."""
+"""Writes documents as token files: meta.json, train.bin and val.bin."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ from lowprec_attn.files import require_output, sync, writing
 
 _T = TypeVar("_T")
 
-_BATCH = 256  # pieces handed to the tokenizer, which spreads them over all cores, at once
-# Moved into place in this order. Killed between two of them it leaves a meta.json that names tokens
-# which are not there. Token files without a meta.json would be taken for nanoGPT's.
+_BATCH = 256  # pieces handed at once to the tokenizer, which spreads them over all cores
+# The files are moved into place in this order. A kill between two moves leaves a meta.json that
+# names tokens which are not there. Token files without a meta.json would be taken for nanoGPT's.
 OUTPUTS = ("meta.json", "train.bin", "val.bin")
 _PREFIX = ".prepare-"
 
@@ -36,14 +36,14 @@ def prepare(
     """Writes the files of a corpus.
 
     They are written into a hidden folder in `out`, and replace the old ones when all of them are
-    complete. A failure leaves nothing behind; what a kill has left, the next call removes.
+    complete. A failure leaves nothing behind. The next call removes what a kill has left.
 
     Args:
-      out: the directory, made if it is not there.
+      out: the directory, made if it does not exist.
       source: the text.
-      tokenizer: of the ids.
+      tokenizer: the tokenizer that makes the ids.
       val_fraction: share of documents, or of the pieces of long ones, that is held out, in (0, 1).
-      seed: of the choice of what is held out.
+      seed: seed for the choice of the held-out pieces.
 
     Raises:
       DataError: the text cannot be read or is too short to hold a part out, or another process is
@@ -81,7 +81,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Removes what processes that were killed have left; none is at work, for the lock is ours."""
+    """Removes what killed processes have left; with the lock held, no other process is at work."""
     for path in directory.glob(f"{_PREFIX}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -89,13 +89,13 @@ def _remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _made(directory: Path) -> Iterator[None]:
-    """Makes a directory and its parents; an error removes those that were not there, if empty."""
+    """Makes a directory and its parents; an error in the block removes the new ones, if empty."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something else has come to lie in one
+        with contextlib.suppress(OSError):  # one of them now holds something else
             for path in missing:
                 path.rmdir()
         raise
@@ -167,10 +167,11 @@ class _Split:
 
 
 def _held_out(items: Iterable[_T], fraction: float, seed: int) -> Iterator[tuple[_T, bool]]:
-    """Every piece, and whether it is held out: evenly spaced ones, from a seeded first one.
+    """Yields every piece, and whether it is held out: evenly spaced ones, from a seeded first one.
 
-    Even spacing, unlike a coin for each, holds something out of any text of 1/fraction pieces. Of
-    fewer, two at least, the last one goes where none has gone.
+    Even spacing, unlike a random draw for each piece, holds something out of any text of 1/fraction
+    pieces. Of fewer pieces, if there are at least two, the last one goes to the split that would be
+    empty.
     """
     phase = random.Random(seed).random()
     chosen = set()
@@ -183,7 +184,7 @@ def _held_out(items: Iterable[_T], fraction: float, seed: int) -> Iterator[tuple
 
 
 def _with_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
-    """Each item, and whether it is the last."""
+    """Yields each item, and whether it is the last."""
     iterator = iter(items)
     for item in iterator:
         for following in iterator:
@@ -193,7 +194,7 @@ def _with_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
 
 
 def _encoded(source: Documents, tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Every piece with its ids; shows progress."""
+    """Yields every piece with its ids, and shows progress."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError as err:

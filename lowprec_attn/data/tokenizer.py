@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids. GPT-2's byte-pair encoding, or plain bytes."""
+"""Tokenizers, which turn text into token ids: GPT-2's byte-pair encoding, or plain bytes."""
 
 import os
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class ByteTokenizer:
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken, on all cores."""
+    """GPT-2's byte-pair encoding, computed by tiktoken on all cores."""
 
     name = "gpt2"
 

@@ -17,7 +17,7 @@ from lowprec_attn.files import NotJsonError, cached_sha256, read_json, sha256, w
 
 GPT2_VOCABULARY = 50257
 _SHA256 = re.compile("[0-9a-f]{64}")
-_LOOKED_AT = 1 << 20  # bytes by which a file is told from one of another kind
+_LOOKED_AT = 1 << 20  # bytes at the start of a file that tell its kind
 _FEW_IDS = 64
 _FOREIGN = {
     b"\x93NUMPY": "a NumPy file (.npy)",
@@ -28,7 +28,7 @@ _FOREIGN = {
     (20240520).to_bytes(4, "little"): "a file of llm.c, with a header of 1,024 bytes",
     (20240801).to_bytes(4, "little"): "a file of llm.c of uint32 ids, with a header",
 }
-_CHUNK = 1 << 24  # ids looked at in one go: bounds the memory of a pass over billions of tokens
+_CHUNK = 1 << 24  # ids read at a time, to bound the memory of a pass over billions of tokens
 
 
 class DataError(OneLineError, ValueError):
@@ -37,7 +37,7 @@ class DataError(OneLineError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SplitMeta:
-    """Length and SHA-256 (hex, of the file's bytes) of one split."""
+    """Number of tokens of one split, and SHA-256 of its file's bytes in hex."""
 
     tokens: int
     sha256: str
@@ -49,7 +49,7 @@ class Meta:
 
     Attributes:
       tokenizer: `gpt2` or `bytes`.
-      vocabulary: number of different ids; every id is smaller.
+      vocabulary: number of different ids; every id is below this number.
       dtype: `uint16` or `uint32`, little-endian on disk.
       splits: the files, by the names `train` and `val`.
     """
@@ -121,14 +121,14 @@ def _explained(path: Path) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """One split.
+    """The tokens of one split.
 
     Attributes:
       ids: the token ids, one document after the other, each followed by the end-of-text id;
         memory-mapped and read-only when they come from a file.
-      sha256: of the bytes of `ids`, in hex: the identity of the data.
-      vocabulary: number of different ids the tokenizer knows.
-      tokenizer: `gpt2` or `bytes`.
+      sha256: SHA-256 of the bytes of `ids`, in hex; it identifies the data.
+      vocabulary: number of different ids that the tokenizer knows.
+      tokenizer: `gpt2` or `bytes`, or `lookup` for the built-in text of that name.
       source: where the ids come from, for messages and the record of a run.
     """
 
@@ -151,7 +151,8 @@ class Tokens:
           vocab_size: rows of the model's embedding table.
 
         Raises:
-          DataError: fewer than T + 1 tokens, or an id beyond the model's or its own vocabulary.
+          DataError: there are fewer than T + 1 tokens, or an id is beyond the vocabulary of the
+            model or of the tokenizer.
         """
         if self.count < context + 1:
             raise DataError(
@@ -186,27 +187,27 @@ class Corpus:
     description: str
 
     def require(self, *, context: int, vocab_size: int) -> None:
-        """`Tokens.require` for both splits."""
+        """Calls `Tokens.require` for both splits."""
         self.train.require(context=context, vocab_size=vocab_size)
         self.val.require(context=context, vocab_size=vocab_size)
 
 
 def token_dtype(vocabulary: int) -> str:
-    """Name of the smallest dtype of token files that holds every id below `vocabulary`."""
+    """The name of the smallest dtype of token files that holds every id below `vocabulary`."""
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 def load(directory: str | Path, *, verify: bool = False) -> Corpus:
     """Opens `train.bin` and `val.bin` of a directory.
 
-    With a `meta.json` beside them the files are as `lowprec-attn prepare` writes them. Without one
-    they are nanoGPT's: uint16 ids of the GPT-2 tokenizer. Their SHA-256 is computed, which takes
-    seconds per 10 GB, and kept beside them in `.train.bin.sha256` and `.val.bin.sha256` until
-    their size or time of change is another.
+    With a `meta.json` beside them, the files are read as `lowprec-attn prepare` writes them.
+    Without it they are read as nanoGPT's: uint16 ids of the GPT-2 tokenizer. The SHA-256 of each
+    file is computed, which takes seconds per 10 GB. It is kept beside the file, in
+    `.train.bin.sha256` and `.val.bin.sha256`, until the file's size or time of change differs.
 
     Args:
       directory: where the files are.
-      verify: compute the SHA-256 even where it is kept.
+      verify: whether to compute the SHA-256 even if it is kept.
 
     Raises:
       DataError: a file is missing, unreadable, truncated, of a length that is not whole ids, or
@@ -227,10 +228,10 @@ def load(directory: str | Path, *, verify: bool = False) -> Corpus:
 
 
 def require_bare_ids(path: Path) -> None:
-    """Sees that a file without a `meta.json` may hold what nanoGPT writes: uint16 ids alone.
+    """Checks that a file without a `meta.json` can hold what nanoGPT writes: bare uint16 ids.
 
     Raises:
-      DataError: it begins as a file of another kind, or its ids look wider than 16 bits.
+      DataError: the file begins like a file of another kind, or its ids look wider than 16 bits.
     """
     with _explained(path), path.open("rb") as file:
         head = file.read(_LOOKED_AT)
@@ -247,10 +248,13 @@ def require_bare_ids(path: Path) -> None:
 
 
 def _width_of(head: bytes) -> int:
-    """Bytes of an id in a file of ids that begins so: 2, unless all that is above them is empty."""
+    """Returns the bytes per id, 2, 4 or 8, that a file of ids appears to have by its first bytes.
+
+    The width is above 2 only if the bits above the lowest 16 are nearly empty in all ids.
+    """
     ids = np.frombuffer(head[: len(head) // 8 * 8], "<u2")
-    # Ids up to 2²⁰, of any known vocabulary, have less than 16 in their upper half. Text of GPT-2
-    # does not have one of its first 16 ids, which are punctuation, at every other place.
+    # Ids below 2²⁰, which every known vocabulary has, are below 16 in their upper half. A text of
+    # GPT-2 does not have one of the first 16 ids, which are punctuation, at every other place.
     if len(ids) < _FEW_IDS or ids[::2].max() < 16 or ids[1::2].max() >= 16:
         return 2
     return 8 if ids[2::4].max() == 0 and ids[3::4].max() == 0 else 4
@@ -279,7 +283,7 @@ def _open_split(path: Path, meta: Meta | None, verify: bool) -> Tokens:
     with _explained(path):
         digest = sha256(path) if verify else cached_sha256(path)
         if split and digest != split.sha256:
-            digest = sha256(path)  # the kept one may be what is damaged
+            digest = sha256(path)  # the kept digest may be the damaged one
         ids = np.memmap(path, dtype, mode="r")
     if split and digest != split.sha256:
         raise DataError(
@@ -305,7 +309,7 @@ def unigram_loss(train: Tokens, val: Tokens) -> float:
     Returns:
       The loss in nats per token.
     """
-    # Ids beyond those that occur add nothing, and a vocabulary may have billions of them.
+    # Ids above the largest held-out one add nothing, and a vocabulary may have billions of them.
     held_out = _occurrences(val)
     seen = _occurrences(train, at_least=len(held_out))[: len(held_out)]
     log_p = np.log(seen + 1) - math.log(train.count + train.vocabulary)
@@ -313,7 +317,7 @@ def unigram_loss(train: Tokens, val: Tokens) -> float:
 
 
 def _occurrences(tokens: Tokens, at_least: int = 0) -> np.ndarray:
-    """How often each id occurs, for `at_least` so many ids."""
+    """Returns how often each id occurs, in an array of at least `at_least` entries."""
     total = np.zeros(at_least, np.int64)
     for start in range(0, tokens.count, _CHUNK):
         found = np.bincount(tokens.ids[start : start + _CHUNK], minlength=len(total))

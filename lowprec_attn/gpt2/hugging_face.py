@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face GPT-2 as those of this model: `config.json` and named tensors."""
+"""Converts `config.json` and tensors of a Hugging Face GPT-2 to settings and weights of `GPT2`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,8 @@ from lowprec_attn.gpt2.model import GPT2, Decoder
 from lowprec_attn.gpt2.settings import LARGEST, MOST_HEADS, AttentionSettings, ModelSettings
 from lowprec_attn.numerics import FLASH, StandardMax
 
-# What this model computes; GPT2Config of transformers has these as defaults.
+# The values that this model computes. The first value of a field is its default in the GPT2Config
+# of transformers.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -42,18 +43,19 @@ _NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
 
 
 class WeightsError(UserError, ValueError):
-    """Weights that are not those of a model that is computed here."""
+    """Weights or a config that do not fit a model of this library."""
 
 
 def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSettings:
-    """The shape of the model that a `config.json` describes, with biases and float32 logits.
+    """Returns the settings of the model in a `config.json`, with biases and float32 logits.
 
     Args:
-      config: of a `GPT2Config`.
+      config: the fields of a `GPT2Config`.
       activation_dtype: see `ModelSettings`.
 
     Raises:
-      WeightsError: it is another model, or a variant of GPT-2 that this one does not compute.
+      WeightsError: the config describes another model, or a variant of GPT-2 that is not computed
+        here.
     """
     require_values(config, _REQUIRED)
     shape = shape_of(config, _SHAPE)
@@ -78,7 +80,9 @@ def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> ModelSet
 
 
 def require_values(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses a variant of a model; a field that `config.json` leaves out has its first value.
+    """Refuses a variant of a model that is not computed here.
+
+    A field that `config.json` leaves out has the first value in `served`.
 
     Raises:
       WeightsError: a field has a value that is not served.
@@ -93,14 +97,14 @@ def require_values(config: Mapping[str, Any], served: Mapping[str, tuple[Any, ..
 
 
 def shape_of(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The sizes of a model, checked.
+    """Returns the checked sizes of a model.
 
     Args:
-      config: of the model.
-      names: by our name of a size, theirs.
+      config: config of the model.
+      names: the name of a size in transformers, by our name.
 
     Raises:
-      WeightsError: one is missing or out of range.
+      WeightsError: a size is missing or out of range.
     """
     shape: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in names.items()}
     for ours, value in shape.items():
@@ -118,15 +122,16 @@ def shape_of(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 
 def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> Any:
-    """The parameters of `GPT2(settings, …)`, float32, with the values of these tensors.
+    """Returns the float32 parameters of `GPT2(settings, …)` with the values of these tensors.
 
     Args:
-      tensors: by the names of transformers, with or without the prefix `transformer.`; matrices
-        are [in, out], as its Conv1D has them. Buffers of masks are ignored.
-      settings: of `model_settings`.
+      tensors: tensors by their names in transformers, with or without the prefix `transformer.`.
+        Matrices are [in, out], as in Conv1D of transformers. Buffers of masks are ignored.
+      settings: the result of `model_settings`.
 
     Raises:
-      WeightsError: a tensor is missing, of another shape or dtype, or the output layer is not tied.
+      WeightsError: a tensor is missing, has another shape or dtype, or the output layer is not
+        tied.
     """
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if _HEAD in named and not np.array_equal(named[_HEAD], named.get("wte.weight", np.zeros(0))):
@@ -146,11 +151,12 @@ def parameters(tensors: Mapping[str, np.ndarray], settings: ModelSettings) -> An
 
 
 def placed(decoder: Callable[[], Decoder], ours: Mapping[str, tuple[str, np.ndarray]]) -> Any:
-    """The parameters of a decoder, float32, from tensors that are all there.
+    """Returns the float32 parameters of a decoder from a complete set of tensors.
 
     Args:
-      decoder: makes it. It is asked for its shapes alone, which takes minutes for many layers.
-      ours: by the path of a parameter, their name of the tensor and the tensor.
+      decoder: makes the decoder. Only its shapes are evaluated, which takes minutes for many
+        layers.
+      ours: the name of a tensor in transformers and the tensor, by the path of the parameter.
 
     Raises:
       WeightsError: a tensor has another shape or dtype.
@@ -171,13 +177,13 @@ def placed(decoder: Callable[[], Decoder], ours: Mapping[str, tuple[str, np.ndar
 
 
 def all_heads(settings: Any) -> AttentionSettings:
-    """`flash` in every head: the arithmetic of a fused kernel, which such a model is run with."""
+    """Returns `flash` for every head: the arithmetic of the fused kernels that run such models."""
     heads = group_heads([(FLASH, StandardMax())] * settings.heads)
     return AttentionSettings(layers=(heads,) * settings.layers)
 
 
 def _sources(layers: int) -> list[tuple[str, str, int | None]]:
-    """Our path of a parameter, their tensor, and which third of it."""
+    """Returns for every parameter its path, its tensor in transformers, and which third of it."""
     found: list[tuple[str, str, int | None]] = [
         ("tokens/embedding", "wte.weight", None),
         ("positions/embedding", "wpe.weight", None),

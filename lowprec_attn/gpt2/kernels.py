@@ -1,4 +1,4 @@
-"""The model's door to the GPU kernels: a norm, an activation, a loss, and who runs them."""
+"""Imports the GPU kernels for the models: norm, activation, loss, products, and their dispatch."""
 
 from pallas_kernels.gpu.device import kernel_or as kernel_or
 from pallas_kernels.gpu.gelu import gelu as gelu

@@ -1,7 +1,7 @@
-"""The layers of GPT-2 that have a backward pass of their own: embedding, LayerNorm, GELU, MLP.
+"""The layers of GPT-2 with a custom backward pass: embedding, LayerNorm, GELU, MLP.
 
-Each is the plain formula, or the kernel behind `kernels` where one serves, and has the same bits on
-every run.
+Each is computed by a kernel from `kernels` where one serves, and by the plain formula elsewhere.
+The results have the same bits on every run.
 """
 
 import functools
@@ -17,16 +17,17 @@ from jaxtyping import Array, Float, Float32, Int
 
 from lowprec_attn.gpt2 import kernels
 
-# The gradient of a lookup adds the rows of equal tokens. On a GPU the order of a plain scatter-add
-# is that in which its atomic operations arrive. XLA's deterministic form of it took a sixth of a
-# training step. Here tokens are sorted, and small matrix products sum equal neighbours: first
-# within blocks, then over blocks. Each sum is written once.
+# The gradient of a lookup adds the rows of equal tokens. On a GPU, a plain scatter-add adds them in
+# the order in which its atomic operations arrive, which changes from run to run. XLA's
+# deterministic scatter-add took a sixth of a training step. Here tokens are sorted, and small
+# matrix products sum equal neighbours: first within blocks, then over blocks. Each sum is written
+# once.
 
-# Rows of a block. The products cost 2·n·d·(block + n/block²) operations in float32, which tensor
-# cores do not take.
+# Rows of a block. The products cost 2·n·d·(block + n/block²) float32 operations, which do not run
+# on tensor cores.
 _BLOCK = 64
-# Turns of the loop over the batch that are written out, which makes it one kernel. For a plain sum
-# XLA's GPU compiler would lay the residual stream out with the batch last.
+# Unrolled iterations of the loop over the batch. Unrolling makes the loop one kernel. For a plain
+# sum, XLA's GPU compiler would choose a layout of the residual stream with the batch last.
 _UNROLLED = 64
 
 
@@ -34,9 +35,9 @@ _UNROLLED = 64
 def embed(
     table: Float[Array, "V d"], positions: Float[Array, "C d"] | None, ids: Int[Array, "B T"]
 ) -> Float[Array, "B T d"]:
-    """table[ids] + positions[:T], or table[ids], for ids below V and T <= C.
+    """Returns table[ids] + positions[:T], or table[ids] alone, for ids below V and T <= C.
 
-    Gradients are float32 sums in an order of their own, the same on every run.
+    Gradients are float32 sums in a fixed order, so they have the same bits on every run.
     """
     rows = table[ids]
     return rows if positions is None else rows + positions[None, : ids.shape[1]]
@@ -80,7 +81,8 @@ def sum_by_id(
 
     same = blocks[:, :, None] == blocks[:, None, :]
     sums = _exact_product("bij,bjd->bid", same, values.reshape(*blocks.shape, -1))
-    # An id may run on into later blocks. They begin with it, so their first row is their sum of it.
+    # An id may run on into later blocks. Such a block begins with the id, so its first row holds
+    # its sum for the id.
     first, last = blocks[:, 0], blocks[:, -1]
     index = jnp.arange(len(blocks), dtype=jnp.int32)
     runs_on = (last[:, None] == first[None]) & (index[:, None] < index[None])
@@ -97,21 +99,21 @@ def sum_by_id(
 
 
 def _exact_product(subscripts: str, ones: Array, values: Array) -> Array:
-    """A product with zeros and ones that keeps float32."""
+    """Returns the product of a 0/1 array and float32 values in full float32 precision."""
     return jnp.einsum(subscripts, ones.astype(jnp.float32), values, precision=lax.Precision.HIGHEST)
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm of a residual stream, after adding a block's output to it.
+    """Adds a block's output to the residual stream, and normalises the sum by LayerNorm.
 
-    It normalises the float32 residual and rounds its output alone, as PyTorch's autocast does.
+    It normalises the float32 residual and rounds only its output, as PyTorch's autocast does.
     `nnx.LayerNorm` in bfloat16 rounds its input first.
 
     Args:
       width: d.
-      dtype: of the normalised output, and of what is added.
-      rngs: as every layer takes it; the scale starts at 1.
-      biased: whether it has a bias, which starts at 0.
+      dtype: dtype of the normalised output, and of the block's output.
+      rngs: random streams, which every layer takes; the scale starts at 1.
+      biased: whether there is a bias, which starts at 0.
     """
 
     def __init__(self, width: int, dtype: Any, rngs: nnx.Rngs, biased: bool = False) -> None:
@@ -124,7 +126,7 @@ class LayerNorm(nnx.Module):
     def __call__(
         self, residual: Float32[Array, "*B d"], y: Float[Array, "*B d"] | None = None
     ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
-        """residual + y (or residual), and that normalised; see `add_norm`."""
+        """Returns r = residual + y (or residual), and the normalised r; see `add_norm`."""
         if not self.biased:
             return add_norm(residual, y, self.scale[...], self.dtype)
         # The kernels of `add_norm` have no bias. It is added in float32, so that x is rounded once.
@@ -141,16 +143,17 @@ def add_norm(
     scale: Float32[Array, "d"],
     dtype: Any,
 ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
-    """r = residual + y, and x = (r − mean r) / √(var r + 1e-5) · scale over the last axis.
+    """Returns r = residual + y, and x = (r − mean r) / √(var r + 1e-5) · scale over the last axis.
 
-    All is float32 except y and x. Where the computation is lowered for CUDA, the kernels of
-    `pallas_kernels.gpu.layer_norm` compute it; elsewhere the same formulas in plain JAX do.
+    Everything is float32 except y and x. When lowered for CUDA, the kernels of
+    `pallas_kernels.gpu.layer_norm` compute it. On other platforms, plain JAX computes the same
+    formulas.
 
     Args:
-      residual: the stream, float32.
-      y: what is added to it, in `dtype`; None: nothing.
-      scale: float32.
-      dtype: of x.
+      residual: the residual stream, float32.
+      y: array to add to the stream, in `dtype`; None to add nothing.
+      scale: float32 scale.
+      dtype: dtype of x.
 
     Raises:
       ValueError: y has another dtype.
@@ -164,7 +167,7 @@ def add_norm(
 
 
 class _Saved(NamedTuple):
-    """Residuals of the backward pass; `added` is () where there was a y, else None."""
+    """Residuals of the backward pass; `added` is () if there was a y, else None."""
 
     residual: Array
     scale: Array
@@ -231,31 +234,31 @@ def _plain_norm_gradients(
 def gelu(x: Float[Array, "*n f"], of_product: bool = True) -> Float[Array, "*n f"]:
     """h · (1 + tanh(√(2/π) (h + 0.044715 h³))) / 2 with h = x in float32, rounded to x's dtype.
 
-    The backward pass keeps x alone. Where the computation is lowered for CUDA, the kernels of
-    `pallas_kernels.gpu.gelu` compute it, or the product itself does (`_of_product`). Elsewhere the
-    same formulas do, with (1 + tanh(u)) / 2 = sigmoid(2u), which takes one exponential.
+    The backward pass keeps only x. When lowered for CUDA, the kernels of `pallas_kernels.gpu.gelu`
+    compute it, or the matrix product before it does (`_of_product`). Other platforms compute the
+    same formulas, with (1 + tanh(u)) / 2 = sigmoid(2u), which takes one exponential.
 
     Args:
       x: activations.
-      of_product: whether x is the result of a matrix product, with nothing in between.
+      of_product: whether x is directly the result of a matrix product.
     """
     left = of_product and _left_to_product(x)
     return kernels.kernel_or(_of_product if left else kernels.gelu, _plain_gelu)(x)
 
 
 def _left_to_product(x: Array) -> bool:
-    """Whether cuBLAS forms x; XLA has a kernel of its own for the product of a single row."""
+    """Whether cuBLAS computes x; for a product of a single row XLA has its own kernel."""
     return x.dtype == jnp.bfloat16 and math.prod(x.shape[:-1]) > 1
 
 
 def _of_product(x: Array) -> Array:
-    """Steps that XLA's GPU compiler recognises behind a product and leaves to cuBLAS.
+    """Computes GELU in steps that XLA's GPU compiler recognises after a product.
 
-    None of them is carried out in bfloat16: cuBLAS applies GELU to the float32 sums that x is
-    rounded from, and writes both. On one H200 the product of 65,536 × 768 by 768 × 3,072 and GELU
-    then take 0.63 ms instead of 0.72. XLA of JAX 0.10, 0.11 and 0.12 does so:
-    `tests/kernels/test_ptx.py` checks its program, `tests/kernels/test_gpu_trainer_kernels.py` the
-    result.
+    XLA leaves these steps to cuBLAS, which applies GELU to the float32 sums before x is rounded,
+    and writes both x and GELU. No step runs in bfloat16. On one H200, the product of 65,536 × 768
+    by 768 × 3,072 with GELU then takes 0.63 ms instead of 0.72. XLA of JAX 0.10, 0.11 and 0.12 does
+    so: `tests/kernels/test_ptx.py` checks the compiled program, and
+    `tests/kernels/test_gpu_trainer_kernels.py` the result.
     """
     return jax.nn.gelu(x, approximate=True)
 
@@ -278,11 +281,11 @@ def _plain_gelu_gradient(x: Array, d_y: Array) -> Array:
 def mlp(
     x: Float[Array, "*n d"], layer_in: nnx.Linear, layer_out: nnx.Linear
 ) -> Float[Array, "*n d"]:
-    """GELU(x W_in + b_in) W_out + b_out.
+    """Returns GELU(x W_in + b_in) W_out + b_out.
 
-    Without biases, in bfloat16 and where a Hopper GPU is compiled for, GELU is part of the kernel
-    of the product before it, and its gradient part of that of the product before that. GELU is then
-    of x W_in as it is rounded, as on other platforms.
+    Without biases, in bfloat16 and on an NVIDIA Hopper GPU, the kernel of the product x W_in also
+    computes GELU. In the backward pass, the kernel of the product with W_outᵀ also computes the
+    gradient of GELU. GELU then takes x W_in after it is rounded, as on other platforms.
     """
     layers = layer_in, layer_out
     if all(layer.bias is None and layer.dtype == x.dtype for layer in layers):
@@ -300,7 +303,7 @@ def _products(
     return _mlp_forward(x, w_in, w_out)[0]
 
 
-# Each under `jit`: layers share one trace and one lowering of their kernels.
+# Both passes are under `jit`, so that layers share one trace and one lowering of their kernels.
 @jax.jit
 def _mlp_forward(x: Array, w_in: Array, w_out: Array) -> tuple[Array, tuple[Array, ...]]:
     h, y = kernels.kernel_or(kernels.product_and_gelu, _plain_product)(x, w_in)
@@ -321,7 +324,7 @@ _products.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _product_gradients(x: Array, w: Array, d_product: Array) -> tuple[Array, Array]:
-    """Of x and w from that of x w, as JAX forms them; what nobody reads is not computed."""
+    """Returns JAX's gradients of x and w from the gradient of x w; unused ones cost nothing."""
     return jax.vjp(jnp.matmul, x, w)[1](d_product)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of the tied output layer, never holding the logits of the whole batch."""
+"""Cross-entropy of the output layer, without holding the logits of the whole batch."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from lowprec_attn.gpt2.kernels import cross_entropy_rows, kernel_or
 
-# Bytes of logits per chunk. Its gradient needs as many again (bfloat16 logits) or half as
-# many (float32).
+# Bytes of logits per chunk. The gradient of the logits takes the same number of bytes for bfloat16
+# logits, and half of it for float32 logits.
 _BYTES_PER_CHUNK = 2**31
-# Chunks without a loop around them: a GPU then has no gaps between their kernels.
+# Number of unrolled chunks. Unrolling leaves a GPU no gaps between their kernels.
 _UNROLLED = 8
 
 
@@ -31,16 +31,16 @@ def cross_entropy(
     `logits_dtype`; log-sum-exp and the sum over rows are float32.
 
     Gradients are formed together with the loss, chunk by chunk, so that no logits are kept or
-    formed twice. Their products take softmax − onehot in hidden's dtype. Where the computation is
+    formed twice. The products of the gradients take softmax − onehot in hidden's dtype. When
     lowered for CUDA, one kernel turns logits into losses and softmax − onehot.
 
-    With z_loss = c > 0 the gradients are those of cross-entropy + c · mean log²Z, log Z the
-    log-sum-exp of a row's logits (PaLM, arXiv 2204.02311, section 5: c = 1e-4). The value stays the
-    cross-entropy alone, so that losses of runs with and without it compare.
+    With z_loss = c > 0, the gradients are taken of cross-entropy + c · mean log²Z, where log Z is
+    the log-sum-exp of a row's logits (PaLM, arXiv 2204.02311, section 5: c = 1e-4). The returned
+    value is still the cross-entropy, so that losses with and without z_loss can be compared.
 
     Args:
       hidden: last hidden state.
-      embedding: the table.
+      embedding: table of the output layer.
       targets: ids below V.
       logits_dtype: `float32`; or `bfloat16`, if hidden is bfloat16 and V even.
       z_loss: c ≥ 0.
@@ -67,10 +67,12 @@ def _forward(
         logits = _logits(chunk, sums.table, logits_dtype)
         losses, d_logits = of_rows(logits, chunk.targets)
         d_hidden = jnp.einsum("nv,vd->nd", d_logits, sums.table, **_IN_FLOAT32)
-        # The product first: XLA's GPU compiler then lets every one of them add to the sum in place.
+        # The product is the left operand of the sum, because XLA's GPU compiler then lets every
+        # product add to the sum in place.
         d_table = jnp.einsum("nv,nd->vd", d_logits, chunk.hidden, **_IN_FLOAT32) + sums.d_table
         sums = _Sums(sums.loss + jnp.sum(losses), d_table, sums.table)
-        # Chunk by chunk: XLA would put off products with d_logits, and so keep that of many chunks.
+        # The barrier completes each chunk before the next. Otherwise XLA delays the products with
+        # d_logits, and keeps the d_logits of many chunks.
         return lax.optimization_barrier(sums), d_hidden.astype(table.dtype)
 
     sums = _Sums(jnp.float32(0), jnp.zeros(table.shape, jnp.float32), table)
@@ -84,7 +86,8 @@ def _backward(
     logits_dtype: str, z_loss: float, residuals: tuple[Array, Array], d_loss: Array
 ) -> tuple[Array, Array, None]:
     d_hidden, d_table = residuals
-    # The mean's 1/n comes last, in float32: softmax − onehot keeps its range in any format.
+    # The factor 1/n of the mean comes last, in float32, so that softmax − onehot keeps its range in
+    # any format.
     factor = d_loss / jnp.float32(d_hidden.shape[0] * d_hidden.shape[1])
     return (d_hidden.astype(jnp.float32) * factor).astype(d_hidden.dtype), d_table * factor, None
 
@@ -95,7 +98,7 @@ _IN_FLOAT32 = {"preferred_element_type": jnp.float32, "precision": lax.Precision
 
 
 class _Sums(NamedTuple):
-    """Over the chunks so far: the loss and the gradient of the table [V, d], float32; the table."""
+    """Float32 sums of the loss and the table's gradient [V, d] over chunks so far; the table."""
 
     loss: Array
     d_table: Array
@@ -103,7 +106,7 @@ class _Sums(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Some rows: hidden [n, d], targets [n]; stacked over chunks where they are scanned."""
+    """Some rows: hidden [n, d], targets [n]; a scan takes them stacked over chunks."""
 
     hidden: Array
     targets: Array
@@ -115,7 +118,10 @@ def _chunks(hidden: Array, targets: Array, table: Array, logits_dtype: str) -> _
 
 
 def _chunk_count(rows: int, bytes_per_row: int) -> int:
-    """The smallest divisor of `rows` that keeps a chunk within _BYTES_PER_CHUNK, if any does."""
+    """Returns the smallest number of equal chunks that take at most _BYTES_PER_CHUNK each.
+
+    If no number suffices, every row is a chunk.
+    """
     for count in range(1, rows):
         if rows % count == 0 and rows // count * bytes_per_row <= _BYTES_PER_CHUNK:
             return count
@@ -124,7 +130,7 @@ def _chunk_count(rows: int, bytes_per_row: int) -> int:
 
 def _logits(chunk: _Chunk, table: Array, dtype: str) -> Array:
     """Logits [n, V] of a chunk, in `dtype`."""
-    # The product rounds its float32 sums as it writes them: a pass of its own would cost more.
+    # The product rounds its float32 sums as it writes them. A separate pass would cost more.
     options = {**_IN_FLOAT32, "preferred_element_type": jnp.dtype(dtype)}
     return jnp.einsum("nd,vd->nv", chunk.hidden, table, **options)
 

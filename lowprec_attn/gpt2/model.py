@@ -1,7 +1,7 @@
 """GPT-2 in Flax NNX: pre-norm blocks, biases on request, tied embeddings, unrolled layers.
 
-Parameters and the residual stream are float32. The operands of a matrix product are rounded to
-`activation_dtype` there, as autocast does.
+Parameters and the residual stream are float32. Matrix products round their operands to
+`activation_dtype`, as autocast does.
 """
 
 import abc
@@ -30,9 +30,9 @@ class Attend:
 
     Attributes:
       function: `lowprec_attn.attention.dot_product_attention`, or its form for a mesh.
-      packed: whether one product forms q, k and v, and its result is handed over as it is. It is
-        for kernels that read it so: others would have to copy it apart.
-      max_logit: whether it returns the largest scores as well.
+      packed: whether one product forms q, k and v, and attention takes its result as one array.
+        This is for kernels that read such an array. Others would have to split it by copies.
+      max_logit: whether attention also returns the largest scores.
     """
 
     function: Callable[..., Any]
@@ -40,7 +40,7 @@ class Attend:
     max_logit: bool = False
 
     def __call__(self, *qkv: Array, tap: Array | None, **options: Any) -> "Given":
-        """Calls the function; a tap, if there is one, is added to O."""
+        """Calls the function, and adds the tap to O if there is one."""
         if tap is not None:
             options["return_residual"] = True
         if self.max_logit:
@@ -53,7 +53,7 @@ class Attend:
 
 
 class Given(NamedTuple):
-    """What attention gives: O, lse where there is a tap, the largest scores where asked for."""
+    """The results of attention: O, lse if there is a tap, the largest scores if requested."""
 
     o: Array
     lse: Array | None
@@ -65,12 +65,12 @@ class LayerRecord(NamedTuple):
 
     Attributes:
       x: normalised input of the attention, [B, T, d] (the X of arXiv 2510.04212).
-      q, k, v: its projections as attention takes them, [B, T, N, H].
+      q, k, v: projections of x as attention takes them, [B, T, N, H].
       o: attention output as handed to the projection, [B, T, N, H].
       residual: the residual stream after the layer, [B, T, d].
       lse: log of the row sums of exp(scores), float32 [B, T, N]; None without a tap.
-      projected: x W_Q, where q follows from it through a norm or a rotation; see `query_of`.
-      max_logit: the largest score of every head, float32 [B, N], where it was asked for.
+      projected: x W_Q if a norm or a rotation turns it into q, else None; see `query_of`.
+      max_logit: the largest score of every head, float32 [B, N]; None if it was not requested.
     """
 
     x: Array
@@ -85,7 +85,7 @@ class LayerRecord(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What the attention of a block gives: its projected output, and fields of `LayerRecord`."""
+    """The results of a block's attention: its projected output, and fields of `LayerRecord`."""
 
     y: Array
     q: Array
@@ -96,9 +96,9 @@ class Attended(NamedTuple):
 
 
 class _Linear(nnx.Linear):
-    """`nnx.Linear`, its input as one matrix of rows.
+    """An `nnx.Linear` that reshapes its input to one matrix of rows.
 
-    On a CPU, JAX 0.11 multiplies a bfloat16 matrix twenty times as fast as a stack of them.
+    On a CPU, JAX 0.11 multiplies one bfloat16 matrix twenty times faster than a stack of matrices.
     """
 
     def __call__(self, inputs: Array, *args: Any, **kwargs: Any) -> Array:
@@ -115,7 +115,7 @@ def linear(
     use_bias: bool,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """x W + b with float32 parameters and operands in `dtype`; W is normal, of deviation `std`."""
+    """Returns x W + b with float32 parameters and operands in `dtype`; W starts as N(0, `std`²)."""
     dtype = jnp.dtype(dtype)
     return _Linear(
         features_in,
@@ -124,7 +124,7 @@ def linear(
         dtype=dtype,
         param_dtype=jnp.float32,
         kernel_init=nnx.initializers.normal(std),
-        # By default a float32 product is one of TF32 on a GPU and of bfloat16 on a TPU.
+        # By default JAX computes a float32 product in TF32 on a GPU, and in bfloat16 on a TPU.
         precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
         rngs=rngs,
     )
@@ -151,7 +151,7 @@ def init_std(init: InitStd, d: int) -> float:
 
 
 def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..., Array]:
-    """An initialiser of rows that share a random vector of entries ±`size`."""
+    """Returns an initialiser that adds one random vector of entries ±`size` to all rows."""
 
     def rows(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
         of_rows, of_signs = jax.random.split(key)
@@ -163,14 +163,14 @@ def _about_common_vector(init: Callable[..., Array], size: float) -> Callable[..
 
 @jax.custom_vjp
 def three_times(x: Array) -> tuple[Array, Array, Array]:
-    """x for three products, whose gradients are added in an order of our choice."""
+    """Returns x for three products, and fixes the order in which their gradients are added."""
     return x, x, x
 
 
 def _sum_of_gradients(_: None, gradients: tuple[Array, Array, Array]) -> tuple[Array]:
-    """The sum, in an order that costs no pass of its own on a GPU."""
-    # XLA's GPU compiler lets a product that is the left operand of a sum add to the right operand.
-    # JAX would put the sum of the last two on the left.
+    """Adds the gradients in an order that needs no separate pass on a GPU."""
+    # If the left operand of a sum is a product, XLA's GPU compiler lets the product add to the
+    # right operand. JAX would put the sum of the last two gradients on the left.
     first, second, third = gradients
     return (first + (second + third),)
 
@@ -179,17 +179,17 @@ three_times.defvjp(lambda x: (three_times(x), None), _sum_of_gradients)
 
 
 class HeadNorm(nnx.Module):
-    """x / √(mean x² + 1e-6) · g over the H channels of a head, g one learned scale for all heads.
+    """x / √(mean x² + 1e-6) · g over the H channels of a head; all heads share the learned g.
 
-    Of queries and keys it bounds the scores. The place, before the scale 1/√H, and the shape of g
-    are those of Dehghani et al. (arXiv 2302.05442), who subtract the mean as well. Henry et al.
-    (arXiv 2010.04245) divide by the norm, with one learned number for 1/√H. It is computed in
-    float32 and rounded once, to `dtype`.
+    Applied to queries and keys, it bounds the scores. Its place before the scale 1/√H and the shape
+    of g follow Dehghani et al. (arXiv 2302.05442), who also subtract the mean. Henry et al.
+    (arXiv 2010.04245) divide by the norm, and learn one number in place of 1/√H. The norm is
+    computed in float32 and rounded once, to `dtype`.
 
     Args:
       head_size: H.
-      dtype: of the result.
-      rngs: as every layer takes it; g starts at 1.
+      dtype: dtype of the result.
+      rngs: random streams, which every layer takes; g starts at 1.
     """
 
     def __init__(self, head_size: int, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -199,7 +199,7 @@ class HeadNorm(nnx.Module):
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """x of every head and token normalised."""
+        """Normalises x for every head and token."""
         with jax.numpy_rank_promotion("allow"):  # Flax leaves out the leading axes of g
             return self.norm(x.astype(jnp.float32)).astype(self.dtype)
 
@@ -227,7 +227,7 @@ class CausalSelfAttention(nnx.Module):
     def __call__(
         self, x: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
     ) -> Attended:
-        """The projected output, and what led to it. `tap` is added to O: its gradient is dO."""
+        """Returns the output and its intermediates. `tap` is added to O, so its gradient is dO."""
         b, t, d = x.shape
         scale = (d // self.num_heads) ** -0.5
         with jax.named_scope("projections"):
@@ -247,7 +247,7 @@ class CausalSelfAttention(nnx.Module):
             return Attended(self.out(given.o.reshape(b, t, d)), *planes(*qkv), given, projected)
 
     def _projections(self, x: Array) -> tuple[Array, Array, Array]:
-        """q, k and v [B, T, N, H] by three products."""
+        """Returns q, k and v [B, T, N, H], formed by three products."""
         heads = (*x.shape[:2], self.num_heads, -1)
         of_query, of_key, of_value = three_times(x)
         return (
@@ -257,7 +257,7 @@ class CausalSelfAttention(nnx.Module):
         )
 
     def _packed_projection(self, x: Array) -> tuple[Array]:
-        """The same by one product, [B, T, 3, N, H].
+        """Returns q, k and v as one array [B, T, 3, N, H], formed by one product.
 
         x is read once, and its gradient is one float32 sum, rounded once.
         """
@@ -270,14 +270,14 @@ class CausalSelfAttention(nnx.Module):
         return (qkv.reshape(*x.shape[:2], 3, self.num_heads, -1),)
 
     def _normalized(self, qkv: tuple[Array, ...]) -> tuple[Array, ...]:
-        """q and k after their norms, and v; packed if they were."""
+        """Returns normalised q and k, and v; packed if the argument is packed."""
         q, k, v = planes(*qkv)
         normalized = (self.query_norm(q), self.key_norm(k), v)
         return (jnp.stack(normalized, axis=2),) if len(qkv) == 1 else normalized
 
 
 def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
-    """q and k times a factor in their dtype, and v; or the packed array of them."""
+    """Multiplies q and k by a factor in their dtype, and keeps v; q, k and v may be packed."""
     factors = np.array([factor, factor, 1])
     if len(qkv) == 1:
         return (qkv[0] * jnp.asarray(factors.reshape(1, 1, 3, 1, 1), qkv[0].dtype),)
@@ -285,9 +285,9 @@ def _scaled_qk(qkv: tuple[Array, ...], factor: float) -> tuple[Array, ...]:
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the norm that follows makes the last sum."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the norm after it adds the last term."""
 
-    norm_1: Any  # of another class in a block of another model
+    norm_1: Any  # blocks of different models have norms and attentions of different classes
     attention: Any
     norm_2: Any
 
@@ -310,15 +310,15 @@ class Block(nnx.Module):
         key: Key[Array, ""] | None,
         tap: Array | None,
     ) -> tuple[Array, Array, LayerRecord]:
-        """The residual stream, the term still to be added to it, and the record of the layer.
+        """Returns the residual stream, the term still to be added to it, and the layer's record.
 
         Args:
           residual: the stream [B, T, d], float32.
-          y: the term of the block before [B, T, d], None for none. The first norm adds it, in one
-            pass over the stream.
+          y: the last term of the block before [B, T, d], None if there is none. The first norm adds
+            it in the same pass over the stream.
           attend: attention.
           key: PRNG key of the layer, None if nothing draws bits.
-          tap: added to the attention output, None for nothing.
+          tap: array added to the attention output, None to add nothing.
         """
         with jax.named_scope("norm"):
             residual, x = self.norm_1(residual, y)
@@ -327,7 +327,7 @@ class Block(nnx.Module):
             residual, x_2 = self.norm_2(residual, attended.y)
         with jax.named_scope("mlp"):
             y = self.mlp(x_2)
-        # Only the record holds this sum: XLA drops it where no record is read.
+        # Only the record holds this sum, so XLA drops it if no record is read.
         after = residual + y.astype(jnp.float32)
         q, k, v, (o, lse, max_logit), projected = attended[1:]
         return residual, y, LayerRecord(x, q, k, v, o, after, lse, projected, max_logit)
@@ -338,7 +338,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module, abc.ABC):
-    """Blocks over a residual stream, and a norm: what the trainer's models have in common.
+    """Blocks over a residual stream, and a last norm: the base class of the trainer's models.
 
     Attributes:
       blocks: `Block`s.
@@ -357,7 +357,7 @@ class Decoder(nnx.Module, abc.ABC):
     @property
     @abc.abstractmethod
     def output_table(self) -> Float[Array, "V d"]:
-        """Of logits = hidden · tableᵀ."""
+        """The table in logits = hidden · tableᵀ."""
 
     def __call__(
         self,
@@ -366,13 +366,13 @@ class Decoder(nnx.Module, abc.ABC):
         key: Key[Array, ""] | None = None,
         taps: tuple[Float[Array, "B T N V"], ...] | None = None,
     ) -> tuple[Float[Array, "B T d"], tuple[LayerRecord, ...]]:
-        """The normalised last hidden state, and one record per layer.
+        """Returns the normalised last hidden state, and one record per layer.
 
         Args:
           tokens: ids below vocab_size.
           attend: attention.
           key: PRNG key for stochastic rounding.
-          taps: added to every layer's attention output; zeros whose gradients are dO.
+          taps: arrays added to the attention outputs of the layers: zeros, whose gradients are dO.
         """
         with jax.named_scope("embedding"):
             residual = self.embedded(tokens)
@@ -388,11 +388,11 @@ class Decoder(nnx.Module, abc.ABC):
 
 
 def _block(block: Block, attend: Attend, remat: Remat | None) -> Callable[..., Any]:
-    """(residual, y, key, tap) -> what `block` gives, computed again in the backward pass or not."""
+    """Returns a function (residual, y, key, tap) that runs `block`, recomputed as `remat` says."""
     if remat is None:
         return lambda residual, y, key, tap: block(residual, y, attend, key, tap)
     graph, weights = nnx.split(block)
-    # The weights are arguments: those of a closure would be saved by any policy.
+    # The weights are arguments, because every policy would save the weights of a closure.
     run = jax.checkpoint(
         lambda weights, residual, y, key, tap: nnx.merge(graph, weights)(
             residual, y, attend, key, tap
@@ -451,24 +451,24 @@ class GPT2(Decoder):
         self.remat = settings.remat
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        """Rows of the table and of the positions."""
+        """The rows of the token table plus those of the positions."""
         return embed(self.tokens.embedding[...], self.positions.embedding[...], tokens)
 
     @property
     def output_table(self) -> Float[Array, "V d"]:
-        """The embedding table: they are tied."""
+        """The embedding table, which is also the output layer."""
         table: Array = self.tokens.embedding[...]
         return table
 
 
 def zero_taps(settings: Any, batch: int, length: int) -> tuple[Float[Array, "B T N V"], ...]:
-    """Taps of every layer that change nothing; the gradient of the loss by them is dO."""
+    """Returns zero taps for all layers; the gradient of the loss by a layer's tap is its dO."""
     shape = (batch, length, settings.heads, settings.value_size)
     return tuple(jnp.zeros(shape, jnp.float32) for _ in range(settings.layers))
 
 
 def score_scale(settings: ModelSettings) -> tuple[float, float]:
-    """The factor of q·k in a score, and that of X W_Q in q where `query_of` is None."""
+    """Returns the factor of q·k in a score, and the factor of X W_Q in q if `query_of` is None."""
     head_size = settings.width // settings.heads
     if settings.scale_placement == "qk":  # q carries the scale already
         return 1.0, float(head_size**-0.25)
@@ -476,10 +476,10 @@ def score_scale(settings: ModelSettings) -> tuple[float, float]:
 
 
 def query_of(settings: ModelSettings, weights: Any, length: int) -> jax.tree_util.Partial | None:
-    """How q [B, T, N, H] follows from X W_Q; None where it is that, but for a factor.
+    """Returns a function from X W_Q to q [B, T, N, H], or None if q is a multiple of X W_Q.
 
     Args:
-      settings: of the model.
+      settings: settings of the model.
       weights: the parameters of the attention of a layer.
       length: T.
     """
@@ -500,7 +500,7 @@ def _normalized_query(scale: Array, factor: Array, values: Array) -> Array:
 def parameter_count(settings: ModelSettings) -> int:
     """Number of weights: embeddings, 12 d² per block, scales of 2 L + 1 norms, of q and of k.
 
-    Biases are 11 d per block and d of the last norm.
+    Biases, if there are any, add 11 d per block and d for the last norm.
     """
     d, layers = settings.width, settings.layers
     embeddings = (settings.vocab_size + settings.context) * d
@@ -510,13 +510,17 @@ def parameter_count(settings: ModelSettings) -> int:
 
 
 def product_weights(settings: ModelSettings) -> int:
-    """Weights that enter a matrix product: all but the positions; the table is the output layer."""
+    """Number of weights without the positions; the others enter matrix products.
+
+    The token table enters one as the output layer. Norms and biases, which are few, count too.
+    """
     return parameter_count(settings) - settings.context * settings.width
 
 
 def kept_values(settings: ModelSettings) -> int:
-    """Values of a token and layer that the backward pass reads and no compiler computes again.
+    """Number of values per token and layer that the backward pass reads and no compiler recomputes.
 
-    The inputs of both halves of a block, q, k, v and O (6 d); the hidden layer of the MLP (4 d).
+    They are the inputs of both halves of a block, q, k, v and O (6 d), and the hidden layer of the
+    MLP (4 d).
     """
     return 10 * settings.width

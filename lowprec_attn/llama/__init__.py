@@ -1,4 +1,4 @@
-"""A Llama-style decoder as a Flax model: its layers, its settings, and weights of Hugging Face.
+"""A Llama-style decoder as a Flax model: layers, settings, and weights from Hugging Face.
 
 Imports `gpt2`, with which it shares projections, embedding, residual stream and loss.
 """

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face Llama or Qwen3 as those of this model, and the other way.
+"""Converts weights of a Hugging Face Llama or Qwen3 to weights of this model, and back.
 
 Qwen3 is Llama with QK-norm.
 """
@@ -27,10 +27,11 @@ from lowprec_attn.llama.model import Llama
 from lowprec_attn.llama.settings import LlamaSettings
 
 MODEL_TYPES = {"llama": False, "qwen3": True}
-"""By `model_type`, whether it has QK-norm."""
+"""Whether a model has QK-norm, by `model_type`."""
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# What this model computes; the configs of transformers have these as defaults.
+# The values that this model computes. The first value of a field is its default in the configs of
+# transformers.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -65,17 +66,17 @@ _QK_NORMS = {"attention/query_norm": "self_attn.q_norm", "attention/key_norm": "
 
 
 def model_settings(config: Mapping[str, Any], activation_dtype: Any) -> LlamaSettings:
-    """The shape of the model that a `config.json` describes, with float32 logits.
+    """Returns the settings of the model that a `config.json` describes, with float32 logits.
 
     Args:
-      config: of a `LlamaConfig` or a `Qwen3Config`.
+      config: the fields of a `LlamaConfig` or a `Qwen3Config`.
       activation_dtype: see `LlamaSettings`.
 
     Raises:
-      WeightsError: it is a variant that this model does not compute.
+      WeightsError: the config describes a variant that this model does not compute.
     """
     require_values(config, _REQUIRED)
-    rope = config.get("rope_parameters") or {}  # before transformers 5, beside the other fields
+    rope = config.get("rope_parameters") or {}  # transformers before 5 has no such section
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise WeightsError(
             f"config.json says rope_parameters {rope!r}, and only rope_type 'default' is computed "
@@ -119,16 +120,16 @@ def _number(name: str, value: Any) -> float:
 
 
 def parameters(tensors: Mapping[str, np.ndarray], settings: LlamaSettings) -> Any:
-    """The parameters of `Llama(settings, …)`, float32, with the values of these tensors.
+    """Returns the float32 parameters of `Llama(settings, …)` with the values of these tensors.
 
     Args:
-      tensors: by the names of transformers, with or without the prefix `model.`; matrices are
-        [out, in].
-      settings: of `model_settings`.
+      tensors: tensors by their names in transformers, with or without the prefix `model.`.
+        Matrices are [out, in].
+      settings: the result of `model_settings`.
 
     Raises:
-      WeightsError: a tensor is missing, of another shape or dtype, or the output layer is not tied
-        where `config.json` says so.
+      WeightsError: a tensor is missing, has another shape or dtype, or the output layer is not tied
+        although `config.json` says so.
     """
     named = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     table = named.get("embed_tokens.weight", np.zeros(0))
@@ -152,13 +153,13 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     """Writes `config.json` and `model.safetensors` as transformers reads them, in float32.
 
     Args:
-      folder: made where it is not there; there is no tokenizer in it. A model or a run that is
-        there already is left as it is.
-      settings: of the model.
-      params: as `parameters` gives them.
+      folder: made if it does not exist. No tokenizer is written. A model or a run that is there
+        already is left as it is.
+      settings: settings of the model.
+      params: parameters, as `parameters` returns them.
 
     Raises:
-      WeightsError: neither Llama nor Qwen3 has such a model, the folder holds one of the files, or
+      WeightsError: the model is neither a Llama nor a Qwen3, the folder holds one of the files, or
         safetensors is not installed.
       DiskError: the disk refuses.
     """
@@ -183,7 +184,7 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
     }
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    # Transformers asks for the format, which is its own for PyTorch.
+    # Transformers requires the metadata field `format`. Its value for PyTorch is "pt".
     for path, content in (
         (weights_file, serialized(tensors, {"format": "pt"})),
         (config_file, f"{json.dumps(config, indent=2)}\n".encode()),
@@ -193,7 +194,7 @@ def save(folder: Path, settings: LlamaSettings, params: Any) -> None:
 
 
 def _config(settings: LlamaSettings) -> dict[str, Any]:
-    """The `config.json` of a model."""
+    """Returns the `config.json` of a model; raises WeightsError if it cannot describe the model."""
     kinds = {qk_norm: kind for kind, qk_norm in MODEL_TYPES.items()}
     kind = kinds[settings.qk_norm]
     for name, value in {"value_size": settings.head_size, "soft_cap": None, "sinks": False}.items():
@@ -214,7 +215,7 @@ def _config(settings: LlamaSettings) -> dict[str, Any]:
 
 
 def _sources(settings: LlamaSettings) -> dict[str, str]:
-    """By our path of a parameter, their tensor."""
+    """Returns the name of each parameter's tensor in transformers, by the parameter's path."""
     found = {"tokens/embedding": "model.embed_tokens.weight", "norm/scale": "model.norm.weight"}
     if not settings.tied:
         found["head"] = _HEAD

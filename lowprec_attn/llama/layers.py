@@ -1,6 +1,6 @@
 """The layers of Llama: RMSNorm, rotary position embedding, SwiGLU.
 
-All is computed in float32 and rounded once, to the format of the activations.
+Each layer is computed in float32 and rounded once, to the format of the activations.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ def rms_normalize(
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm of a residual stream, after adding a block's output to it.
+    """Adds a block's output to the residual stream, and normalises the sum by RMSNorm.
 
     Args:
       width: d.
       epsilon: ε.
-      dtype: of the normalised output, and of what is added.
-      rngs: as every layer takes it; g starts at 1.
+      dtype: dtype of the normalised output, and of the block's output.
+      rngs: random streams, which every layer takes; g starts at 1.
     """
 
     def __init__(self, width: int, epsilon: float, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -39,7 +39,7 @@ class RMSNorm(nnx.Module):
     def __call__(
         self, residual: Float32[Array, "*B d"], y: Float[Array, "*B d"] | None = None
     ) -> tuple[Float32[Array, "*B d"], Float[Array, "*B d"]]:
-        """residual + y (or residual), and that normalised."""
+        """Returns r = residual + y (or residual), and the normalised r."""
         if y is not None:
             residual = residual + y.astype(jnp.float32)
         return residual, rms_normalize(residual, self.scale[...], self.epsilon).astype(self.dtype)
@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
 def rotation(
     length: int, head_size: int, theta: float
 ) -> tuple[Float32[Array, "T h"], Float32[Array, "T h"]]:
-    """cos and sin of t · θ^(−2i/H) for t < T and i < H/2 (Su et al., arXiv 2104.09864)."""
+    """Returns cos and sin of t · θ^(−2i/H) for t < T and i < H/2 (Su et al., arXiv 2104.09864)."""
     exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
     frequencies = jnp.asarray(1 / np.float32(theta) ** exponents)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies[None]
@@ -58,10 +58,10 @@ def rotation(
 def rotate(
     x: Float32[Array, "B T N H"], cos: Float32[Array, "T h"], sin: Float32[Array, "T h"]
 ) -> Float32[Array, "B T N H"]:
-    """Channels i and i + H/2 of token t, turned by its angle.
+    """Rotates the channels i and i + H/2 of token t by the angle t · θ^(−2i/H).
 
-    The pairs are those of Hugging Face, whose weights stand in this order. Those of the paper and
-    of Meta's own files are 2i and 2i + 1.
+    Hugging Face pairs channels in this way, and its weights have this order. The paper and Meta's
+    own files pair the channels 2i and 2i + 1.
     """
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = (table[None, :, None] for table in (cos, sin))
@@ -73,12 +73,12 @@ def normalize_and_rotate(
     norm: tuple[Float32[Array, " H"], Float32[Array, ""]] | None,
     x: Float[Array, "B T N H"],
 ) -> Float32[Array, "B T N H"]:
-    """q of X W_Q, or k of X W_K.
+    """Returns q from X W_Q, or k from X W_K.
 
     Args:
-      rotation: cos and sin.
-      norm: scale and ε of an RMSNorm before that, None for none.
-      x: the projection.
+      rotation: cos and sin; see the function `rotation`.
+      norm: scale and ε of an RMSNorm before the rotation, None for no norm.
+      x: the projection X W_Q or X W_K.
     """
     x = x.astype(jnp.float32)
     return rotate(x if norm is None else rms_normalize(x, *norm), *rotation)
@@ -88,7 +88,7 @@ def normalize_and_rotate(
 def swiglu(gate: Float[Array, "*n f"], up: Float[Array, "*n f"]) -> Float[Array, "*n f"]:
     """silu(gate) · up, rounded to their dtype (Shazeer, arXiv 2002.05202).
 
-    The backward pass keeps gate and up alone.
+    The backward pass keeps only gate and up.
     """
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 

@@ -1,7 +1,7 @@
 """A Llama-style decoder in Flax NNX: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Touvron et al. (arXiv 2302.13971, 2307.09288). Residual stream, formats and initialisation are those
-of `gpt2.model`.
+The model follows Touvron et al. (arXiv 2302.13971, 2307.09288). Residual stream, formats and
+initialisation are the same as in `gpt2.model`.
 """
 
 import math
@@ -33,7 +33,7 @@ from lowprec_attn.llama.settings import LlamaSettings
 def _linear(
     settings: LlamaSettings, features_in: int, features_out: int, rngs: nnx.Rngs, divisor: float = 1
 ) -> nnx.Linear:
-    """A projection without bias; its initial deviation is divided by `divisor`."""
+    """Returns a projection without bias; its initial deviation is divided by `divisor`."""
     return linear(
         features_in,
         features_out,
@@ -67,7 +67,7 @@ class LlamaAttention(nnx.Module):
     def __call__(
         self, x: Array, attend: Attend, key: Key[Array, ""] | None, tap: Array | None
     ) -> Attended:
-        """The projected output, and what led to it. `tap` is added to O: its gradient is dO."""
+        """Returns the output and its intermediates. `tap` is added to O, so its gradient is dO."""
         of, (b, t, _) = self.settings, x.shape
         with jax.named_scope("projections"):
             of_query, of_key, of_value = three_times(x)
@@ -145,12 +145,12 @@ class Llama(Decoder):
         self.remat = settings.remat
 
     def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        """Rows of the table."""
+        """The rows of the embedding table."""
         return embed(self.tokens.embedding[...], None, tokens)
 
     @property
     def output_table(self) -> Float[Array, "V d"]:
-        """The output layer, or the embedding table where they are tied."""
+        """The output layer, or the embedding table if the two are tied."""
         table: Array = (self.tokens.embedding if self.tied else self.head)[...]
         return table
 
@@ -162,10 +162,10 @@ def _rotated(settings: LlamaSettings, norm: Array | None, length: int) -> Partia
 
 
 def query_of(settings: LlamaSettings, weights: Any, length: int) -> Partial:
-    """How q [B, T, N, H] follows from X W_Q: by a norm, if there is one, and the rotation.
+    """Returns a function from X W_Q to q [B, T, N, H]: a norm, if there is one, and the rotation.
 
     Args:
-      settings: of the model.
+      settings: settings of the model.
       weights: the parameters of the attention of a layer.
       length: T.
     """
@@ -173,15 +173,15 @@ def query_of(settings: LlamaSettings, weights: Any, length: int) -> Partial:
 
 
 def score_scale(settings: LlamaSettings) -> tuple[float, float]:
-    """The factor of q·k in a score, and that of X W_Q in q where `query_of` is None."""
+    """Returns the factor of q·k in a score, and 1, because `query_of` is never None here."""
     return float(settings.head_size**-0.5), 1.0
 
 
 def parameter_count(settings: LlamaSettings) -> int:
-    """Number of weights: of the blocks, of the embedding, and of an output layer of its own.
+    """Number of weights of the blocks, the last norm, the embedding and an untied output layer.
 
-    A block has W_Q, W_K, W_V, W_O, the three matrices of the MLP and the scales of two norms, and
-    may have those of q and k and the sinks.
+    A block has W_Q, W_K, W_V, W_O, the three matrices of the MLP and the scales of two norms. It
+    may also have the scales of the norms of q and k, and sinks.
     """
     s = settings
     queries_and_keys = (s.heads + s.kv_heads) * s.head_size
@@ -193,15 +193,18 @@ def parameter_count(settings: LlamaSettings) -> int:
 
 
 def product_weights(settings: LlamaSettings) -> int:
-    """Weights that enter a matrix product: all but a table that is looked up in alone."""
+    """Number of weights without a table that is only looked up; the others enter matrix products.
+
+    Norms and sinks, which are few, count too.
+    """
     looked_up = 0 if settings.tied else settings.vocab_size * settings.width
     return parameter_count(settings) - looked_up
 
 
 def kept_values(settings: LlamaSettings) -> int:
-    """Values of a token and layer that the backward pass reads and no compiler computes again.
+    """Number of values per token and layer that the backward pass reads and no compiler recomputes.
 
-    The inputs of both halves of a block, q, k, v and O, and gate and up of the MLP.
+    They are the inputs of both halves of a block, q, k, v and O, and gate and up of the MLP.
     """
     s = settings
     return 2 * s.width + (s.heads + s.kv_heads) * (s.head_size + s.value_size) + 2 * s.hidden

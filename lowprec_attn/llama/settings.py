@@ -11,7 +11,7 @@ class LlamaSettings:
     """Shape and initialisation of the Llama-style model.
 
     Attributes:
-      architecture: which of the trainer's models it is.
+      architecture: name of the model among the trainer's models.
       layers, heads, width: depth L, query heads N per layer, model width d.
       kv_heads: key and value heads K, a divisor of N (grouped-query attention).
       head_size: H of queries and keys, even.
@@ -22,8 +22,7 @@ class LlamaSettings:
       tied: whether the output layer is the embedding table.
       rope_theta: base of the rotation's frequencies θ^(−2i/H).
       norm_eps: ε of every RMSNorm.
-      init: as of `gpt2.settings.ModelSettings`.
-      activation_dtype, logits_dtype, z_loss, remat: likewise.
+      init, activation_dtype, logits_dtype, z_loss, remat: see `gpt2.settings.ModelSettings`.
       qk_norm: q and k of every head pass an RMSNorm before they are rotated, as in Qwen3.
       soft_cap: c of scores c · tanh(score / c), as in Gemma 2; None for no cap.
       sinks: whether every head has a learned score without a key, as in gpt-oss; it starts at 0.
@@ -49,4 +48,4 @@ class LlamaSettings:
     qk_norm: bool
     soft_cap: float | None
     sinks: bool
-    remat: Remat | None = None  # configs of earlier versions do not have it
+    remat: Remat | None = None  # configs of earlier versions lack it

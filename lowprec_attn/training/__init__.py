@@ -1,4 +1,4 @@
-"""The training of a model: settings, optimizer, step, devices, loop, and what compiling it tells.
+"""Trains a model: settings, optimizer, step, devices, loop, and memory estimates by compilation.
 
-Imports what stands below it: `runs`, `data`, `llama`, `gpt2`, `diagnostics`, `attention`.
+Imports the layers below: `runs`, `data`, `llama`, `gpt2`, `diagnostics`, `attention`.
 """

@@ -1,4 +1,4 @@
-"""Signals that join a step to those measured before it: do the errors of δ add up over training?"""
+"""Signals that compare a step with earlier ones: do the errors of δ add up over training?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,29 +17,30 @@ CUMULATIVE = "delta_error_cumulative"
 
 
 class AcrossSteps:
-    """Adds to the signals of every measurement of a run, per layer and head:
+    """Adds these signals, per layer and head, to every measurement of a run:
 
-      outer_product_similarity_across_steps, common_direction_across_steps: of (PK)[T]ᵀ X[T] at
-        this measurement and the one before; see `diagnostics.across_steps`. The first measurement
-        of a run has neither. Both steps look at their own training
-        batch, whose gradient it is that the paper's equation adds up; so text and weights differ.
-      delta_error_cumulative: Σ (δ_lp − δ_hp)[T] over the T tokens of the sequence of every
-        measurement up to this one. It grows in proportion to the number of measurements where the
-        errors have a persistent sign, and as its square root where signs are random. The steps
-        between two measurements are not in it. A run that was resumed from another begins at 0.
+      outer_product_similarity_across_steps, common_direction_across_steps: compare (PK)[T]ᵀ X[T]
+        at this measurement and at the one before; see `diagnostics.across_steps`. The first
+        measurement of a run has neither. Each measurement uses the training batch of its own step,
+        because the paper's equation adds up the gradients of these batches. Text and weights
+        therefore both differ between the two.
+      delta_error_cumulative: Σ (δ_lp − δ_hp)[T], summed over the T tokens of the sequence of every
+        measurement up to this one. The sum grows in proportion to the number of measurements if
+        the errors keep their sign, and as its square root if the signs are random. It leaves out
+        the steps between two measurements. A run that was resumed from another run begins at 0.
 
-    An interrupted run goes on bit for bit: `directions` are in its checkpoints, and the sums in the
-    last signals that it has recorded. Directions take 4·d² bytes a layer, on every device and in
-    every checkpoint: 28 MB for GPT-2 124M, beside 1.5 GB.
+    An interrupted run continues bit for bit, because its checkpoints hold `directions` and its last
+    recorded signals hold the sums. The directions take 4·d² bytes a layer, on every device and in
+    every checkpoint. For GPT-2 124M they are 28 MB, next to 1.5 GB of training state.
 
     Args:
-      settings: of the run.
-      devices: that it runs on.
-      directions: of the measurement before the first, None where there is none.
-      recorded: its signals, likewise.
+      settings: settings of the run.
+      devices: devices that the run uses.
+      directions: directions of the last measurement before this process, None if there is none.
+      recorded: signals of that measurement by layer, None if there is none.
 
     Attributes:
-      directions: of the last measurement, None before the first.
+      directions: directions of the last measurement, None before the first.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AcrossSteps:
         self._similarities = devices.jit(_similarities, out_shardings=devices.replicated)
 
     def join(self, signals: Signals, directions: Directions) -> Signals:
-        """The signals of a measurement, with its similarities to the one before; not waited for."""
+        """Returns the signals with their similarities to the last measurement, without waiting."""
         before, self.directions = self.directions, directions or None
         if before is None or not directions:
             return signals
@@ -67,7 +68,7 @@ class AcrossSteps:
         return {layer: values | similar[layer] for layer, values in signals.items()}
 
     def add_up(self, signals: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The signals, fetched, with the sums of errors up to this measurement, in float64."""
+        """Returns fetched signals with the sums of errors up to this measurement, in float64."""
         for layer, values in signals.items():
             error = self._tokens * np.asarray(values["delta_error_mean"], np.float64)
             self._sums[layer] = self._sums.get(layer, np.float64(0)) + error
@@ -77,7 +78,7 @@ class AcrossSteps:
 
 
 def direction_shapes(model: Model, devices: Devices) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the directions that a checkpoint holds, if it holds any."""
+    """Returns shapes and shardings of the directions that a checkpoint may hold, by layer."""
     shape = (model.heads, model.width, model.head_size)
     whole = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=devices.replicated)
     return {f"layer_{i}": whole for i in range(model.layers)}

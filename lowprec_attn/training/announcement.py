@@ -1,4 +1,4 @@
-"""The first and last lines of a run: what was chosen and why, and how it ended."""
+"""The first and last lines that a run prints: what was chosen and why, and how it ended."""
 
 import dataclasses
 import shlex
@@ -22,12 +22,13 @@ from lowprec_attn.training.models import parameter_count
 from lowprec_attn.training.resources.efficiency import efficiency
 from lowprec_attn.training.settings import Model, TrainSettings
 
-# Text read more often than this teaches much less each time (Muennighoff et al., arXiv 2305.16264).
+# Beyond this number of epochs, a text teaches much less each time it is read again (Muennighoff et
+# al., arXiv 2305.16264).
 _EPOCHS = 4.0
 
 
 def announce(settings: TrainSettings, corpus: Corpus, devices: Devices, run_dir: Path) -> None:
-    """Prints device, scale, data, arithmetic, tokens per step and in all, and run directory."""
+    """Prints device, scale, data, arithmetic, tokens per step, total tokens and run directory."""
     hosts.say(columns(_lines(settings, corpus, devices, run_dir), "<<"))
 
 
@@ -82,11 +83,11 @@ def _heads(model: Model) -> str:
 
 
 def _length(steps: int, tokens: int, text: int) -> list[tuple[str, str]]:
-    """How long the run is, with a warning where it reads its text many times.
+    """Returns the line about the run's length, and a warning if it reads its text many times.
 
     Args:
-      steps, tokens: of the run.
-      text: tokens to train on.
+      steps, tokens: numbers of steps and tokens of the run.
+      text: number of tokens of the training text.
     """
     epochs = tokens / text
     lines = [("steps", f"{steps:,}: {tokens:,} tokens, {epochs:,.1f} epochs of the text")]
@@ -101,11 +102,11 @@ def _length(steps: int, tokens: int, text: int) -> list[tuple[str, str]]:
 
 
 def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str]:
-    """One line per distinct arithmetic: its name, its heads, its implementation.
+    """Returns one line per distinct arithmetic: its name, its implementation, its heads.
 
     Args:
-      settings: of the run.
-      platform: name of the platform that it is compiled for, None for this process's devices.
+      settings: settings of the run.
+      platform: name of the platform to compile for, None for that of this process's devices.
     """
     where: dict[tuple[Numerics, RowMax], list[str]] = {}
     for i, layer in enumerate(settings.attention.layers):
@@ -120,7 +121,7 @@ def arithmetic(settings: TrainSettings, platform: str | None = None) -> list[str
 
 
 def _name(numerics: Numerics, row_max: RowMax) -> str:
-    """The preset's name if it is one, all points, and the row-max rule."""
+    """Returns the preset's name or `custom`, all points, and the row-max rule."""
     plain = numerics.replace(kv_block=None)
     named = (name for name, n in PRESETS.items() if n.replace(kv_block=None) == plain)
     preset = next(named, "custom")
@@ -151,12 +152,12 @@ def _implementation(
 
 @hosts.first_only
 def report_failure(run_dir: RunDir, failure: Mapping[str, Any], what: str) -> None:
-    """A run that ends at a value that is not finite, or since its loss has exploded.
+    """Records and prints that a run failed: a value was not finite, or the loss exploded.
 
     Args:
-      run_dir: of the run.
-      failure: for `failure.json`, with its `step` and `message`.
-      what: happened, in a few words before the message; empty where the message says it.
+      run_dir: directory of the run.
+      failure: content of `failure.json`, with a `step` and a `message`.
+      what: what happened, in a few words before the message; empty if the message says it.
     """
     run_dir.end(run_dir.failure, failure, lambda: _show(run_dir))
     words = ": ".join(filter(None, [what, failure["message"]]))
@@ -165,16 +166,16 @@ def report_failure(run_dir: RunDir, failure: Mapping[str, Any], what: str) -> No
 
 @hosts.first_only
 def report_end(run_dir: RunDir, loss: float, corpus: Corpus) -> None:
-    """A run that has come to its last step."""
+    """Records and prints the losses of a run that has reached its last step."""
     unigram = unigram_loss(corpus.train, corpus.val)
-    run_dir.failure.unlink(missing_ok=True)  # of an earlier start, which this one has overcome
+    run_dir.failure.unlink(missing_ok=True)  # left by an earlier attempt
     summary = {"val_loss": loss, "unigram_loss": unigram, "below_unigram": unigram - loss}
     run_dir.end(run_dir.summary, summary, lambda: _show(run_dir))
     print(outcome(loss, unigram))
 
 
 def outcome(val_loss: float, unigram_loss: float) -> str:
-    """The losses at the end of a run in words; both in nats per token."""
+    """Returns the final losses of a run in words; both are in nats per token."""
     side = "below" if val_loss <= unigram_loss else "above"
     return (
         f"validation loss {val_loss:.3f} nats per token, "
@@ -183,7 +184,7 @@ def outcome(val_loss: float, unigram_loss: float) -> str:
 
 
 def _show(run_dir: RunDir) -> None:
-    """Writes the page, and says how to look at them and at the curves."""
+    """Writes the page of the run, and prints how to open the page and the curves."""
     events = shlex.quote(str(run_dir.tensorboard))
     lines = [
         ("page", str(write_run_page(run_dir, efficiency))),

@@ -1,7 +1,7 @@
-"""Makes the frozen `TrainSettings` from a nested mapping: a config file as plain dicts.
+"""Makes the frozen `TrainSettings` from a config file, given as a nested mapping of plain dicts.
 
-Every field must be known and every value in range. An error names the field, its value and what
-is possible. It comes before anything runs.
+Every field must be known and every value in range. An error names the field, its value and the
+possible values. It is raised before anything runs.
 """
 
 import dataclasses
@@ -35,17 +35,17 @@ class ConfigError(UserError, ValueError):
 
 
 def train_settings(config: Mapping[str, Any]) -> TrainSettings:
-    """The settings that a config describes, of this version or an earlier one.
+    """Returns the settings that a config of this version or an earlier one describes.
 
     Raises:
-      ConfigError: unknown or missing field, wrong type, value out of range.
+      ConfigError: a field is unknown or missing, has the wrong type, or is out of range.
     """
     sections = {
         "data": DataSettings,
         "optimizer": OptimizerSettings,
     }
     top = renamed(_mapping(config, ""))
-    model = _model(top.pop("model", None))  # checked before its layers and heads are gone through
+    model = _model(top.pop("model", None))  # checked first: `attention` loops over its heads
     arithmetic = top.pop("attention", None)
     given = {
         "model": model,
@@ -59,7 +59,7 @@ def train_settings(config: Mapping[str, Any]) -> TrainSettings:
 
 
 def _model(section: Any) -> Model:
-    """The settings of `config.model`, checked."""
+    """Returns the checked settings of `config.model`."""
     fields = _mapping(section, "model")
     name = fields.get("architecture", "gpt2")
     if not isinstance(name, str) or name not in MODELS:
@@ -72,7 +72,7 @@ def _model(section: Any) -> Model:
 
 
 def _rollback(section: Any, arithmetic: Any, model: Model) -> RollbackSettings | None:
-    """The settings of `config.rollback`; None where there may be none."""
+    """Returns the settings of `config.rollback`, or None if it allows no rollback."""
     fields = _mapping(section, "rollback")
     points = _mapping(fields.pop("points", None) or {}, "rollback.points")
     change = {
@@ -88,7 +88,7 @@ def _rollback(section: Any, arithmetic: Any, model: Model) -> RollbackSettings |
 
 
 def _record(cls: type, values: Any, section: str, given: Mapping[str, Any] | None = None) -> Any:
-    """The dataclass `cls` from a mapping; scalars are checked against the field types."""
+    """Returns a `cls` made from a mapping; scalars are checked against the field types."""
     values = _mapping(values, section)
     given = dict(given or {})
     fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in given}
@@ -114,7 +114,7 @@ def _path(section: str, name: Any) -> str:
 
 
 def _check_type(value: Any, annotation: Any, path: str) -> None:
-    """Raises ConfigError unless a scalar has the annotated type, or is one of its choices."""
+    """Raises ConfigError unless a scalar has the annotated type or is one of its literals."""
     choices = getattr(annotation, "__args__", (annotation,))
     literals = [word for c in (annotation, *choices) if get_origin(c) is Literal
                 for word in get_args(c)]  # fmt: skip
@@ -131,11 +131,11 @@ def _check_type(value: Any, annotation: Any, path: str) -> None:
         raise ConfigError(f"{path} must be {names}, got {value!r}")
 
 
-_COUNTS = 2**31  # steps are counted in int32, and the learning rate with them
+_COUNTS = 2**31  # the step counters of the run and of the learning rate are int32
 
 
 def _check(run: TrainSettings) -> None:
-    """Ranges of all numbers."""
+    """Raises ConfigError if a number is out of range, or if two fields exclude each other."""
     require = functools.partial(_require, "", run)
     counts = "steps batch_size accumulation_steps checkpoints_kept eval_batches"
     require(counts, lambda x: 1 <= x < _COUNTS, f"at least 1 and below {_COUNTS}")
@@ -145,7 +145,7 @@ def _check(run: TrainSettings) -> None:
     require("seed", lambda x: 0 <= x < SEEDS, f"0 or more and below {SEEDS}")
     divisor = f"a divisor of batch_size {run.batch_size}"
     require("accumulation_steps", lambda x: run.batch_size % x == 0, divisor)
-    plain = re.compile(r"[\w-][\w.+-]*").fullmatch  # of the run directory
+    plain = re.compile(r"[\w-][\w.+-]*").fullmatch  # they name the run directory
     require("name variant", plain, "letters, digits, and _ - + . within")
     _check_ends(run)
     _check_optimizer(run.optimizer, run.model)
@@ -155,13 +155,13 @@ def _check(run: TrainSettings) -> None:
 
 
 def _check_ends(run: TrainSettings) -> None:
-    """What resumes a run, sends it back or stops it."""
+    """Raises ConfigError unless the fields that resume, roll back or stop a run fit together."""
     require = functools.partial(_require, "", run)
     if run.resume_step is not None:
         beside = run.resume_from is not None
         what = "0 or more, beside resume_from, or None"
         require("resume_step", lambda x: beside and x >= 0, what)
-    if run.rollback is not None:  # it stops a run itself, after the last try
+    if run.rollback is not None:  # a rollback stops the run itself, after the last try
         require("stop_exploded_after", lambda x: x is None, "None beside rollback.tries")
         require("checkpoint_every", lambda x: x >= 1, "1 or more beside rollback.tries")
     if run.stop_exploded_after is not None:
@@ -178,7 +178,7 @@ def _check_model(model: Model) -> None:
     require("layers", lambda x: x * model.heads <= MOST_HEADS, few)
     of_architecture = _check_gpt2 if isinstance(model, ModelSettings) else _check_llama
     of_architecture(model, require)
-    if model.logits_dtype == "bfloat16":  # a kernel reads two of them as one word
+    if model.logits_dtype == "bfloat16":  # a kernel reads two logits as one word
         require("activation_dtype", "bfloat16".__eq__, "bfloat16 if logits_dtype is")
         require("vocab_size", lambda x: x % 2 == 0, "even if logits_dtype is bfloat16")
     require("z_loss", _is_finite, "0 or more and finite")
@@ -194,7 +194,7 @@ def _check_llama(model: Any, require: Callable[..., None]) -> None:
     require("head_size", lambda x: x % 2 == 0, "even, for RoPE turns pairs of channels")
     require("rope_theta", lambda x: 0 < x < math.inf, "positive and finite")
     require("norm_eps", _is_finite, "0 or more and finite")
-    within = "from 1e-30 to 1e30, or None"  # as float32 holds it, and scores divided by it
+    within = "from 1e-30 to 1e30, or None"  # float32 then holds the cap and score / cap
     require("soft_cap", lambda x: x is None or 1e-30 <= x <= 1e30, within)
 
 
@@ -206,9 +206,10 @@ def _check_optimizer(optimizer: OptimizerSettings, model: Model) -> None:
     require("b1 b2", lambda x: 0 <= x < 1, "in [0, 1)")
     bound = "positive and finite, or None"
     require("clip_norm qk_clip", lambda x: x is None or 0 < x < math.inf, bound)
-    if model.qk_norm:  # it takes the factors of W_Q and W_K out again
+    if model.qk_norm:  # the norm would cancel the factors of W_Q and W_K
         require("qk_clip", lambda x: x is None, "None beside model.qk_norm")
-    if model.kv_heads < model.heads:  # a factor of W_K would change the other heads of its group
+    # A factor of W_K would also change the other query heads that share the key head.
+    if model.kv_heads < model.heads:
         require("qk_clip", lambda x: x is None, "None where model.kv_heads is below model.heads")
 
 
@@ -219,14 +220,15 @@ def _is_finite(x: float) -> bool:
 def _require(
     section: str, record: Any, names: str, fits: Callable[[Any], object], what: str
 ) -> None:
-    """Raises ConfigError for the first field, a word of `names`, whose value does not fit."""
+    """Raises ConfigError for the first field in `names`, split at spaces, that does not fit."""
     for name in names.split():
         if not fits(getattr(record, name)):
             value = getattr(record, name)
             raise ConfigError(f"{_path(section, name)} must be {what}, got {value!r}")
 
 
-# Fields of `config.attention` that describe one head's arithmetic, so may be overridden.
+# Fields of `config.attention` that describe the arithmetic of one head. Layers and heads can
+# override them.
 _ARITHMETIC = (
     "numerics",
     "points",
@@ -242,16 +244,16 @@ _ARITHMETIC = (
 def attention_settings(
     config: Any, model: Model, rollback: Mapping[str, Any] = MappingProxyType({})
 ) -> AttentionSettings:
-    """The arithmetic of every head from `config.attention`.
+    """Returns the arithmetic of every head from `config.attention`.
 
-    The most specific setting wins: the section itself, then `heads[n]` (in every layer), then
-    `layers[i]`, then `layers[i].heads[n]`, counted from 0. An override that names `numerics`
-    starts from that preset and drops inherited `points`; one that names `row_max` drops
-    inherited `row_max_*` options. Otherwise it changes what it names. `rollback` comes last, as an
-    override of every head.
+    Settings are applied from general to specific: the section itself, then `heads[n]` (in every
+    layer), then `layers[i]`, then `layers[i].heads[n]`. Indices count from 0. `rollback` comes
+    last, as an override of every head. An override changes only the fields that it names, with two
+    additions. If it names `numerics`, inherited `points` are dropped. If it names `row_max`,
+    inherited `row_max_*` options are dropped.
 
     Raises:
-      ConfigError: unknown field or name, index or value out of range.
+      ConfigError: a field or name is unknown, or an index or value is out of range.
     """
     section = _mapping(config, "attention")
     _known(section, (*_ARITHMETIC, "implementation", "layers", "heads"), "attention")
@@ -262,7 +264,7 @@ def attention_settings(
             f"config.attention.implementation must be one of {known}, got {implementation!r}"
         )
     base = {name: section.get(name) for name in _ARITHMETIC}
-    _head(base, "attention")  # its errors name the section itself, not its first layer
+    _head(base, "attention")  # checked here so that errors name the section, not its first layer
     _head(_overridden(base, rollback), "rollback.numerics and rollback.points")
     all_heads = _indexed(section.get("heads"), model.heads, "attention.heads")
     layers = _indexed(section.get("layers"), model.layers, "attention.layers")
@@ -285,7 +287,7 @@ def attention_settings(
 
 
 def _require_groups(heads: list[tuple[Numerics, RowMax]], model: Model, path: str) -> None:
-    """Raises ConfigError where query heads that share a key head differ in their arithmetic."""
+    """Raises ConfigError if query heads that share a key head differ in their arithmetic."""
     size = model.heads // model.kv_heads
     for first in range(0, model.heads, size):
         if len(set(heads[first : first + size])) > 1:
@@ -302,7 +304,7 @@ def _known(section: Mapping[Any, Any], names: tuple[str, ...], path: str) -> Non
 
 
 def _indexed(section: Any, count: int, path: str) -> dict[int, dict[str, Any]]:
-    """A mapping from index to options, keys as ints."""
+    """Returns the options by index, with the keys as ints."""
     result = {}
     for key, options in _mapping(section or {}, path).items():
         if not re.fullmatch("[0-9]+", str(key)) or int(key) >= count:

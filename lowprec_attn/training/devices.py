@@ -1,4 +1,4 @@
-"""The devices of a run, what lies on each of them, and the programs that are compiled for them."""
+"""The devices of a run, the arrays on each of them, and the programs compiled for them."""
 
 import contextlib
 import dataclasses
@@ -24,43 +24,43 @@ from lowprec_attn.training.settings import DataSettings, TrainSettings
 from lowprec_attn.training.step import Gathered, Steps, TrainState, make_steps, root_key
 
 _AXIS = "data"
-_ROWS = 8  # of a float32 tile in a TPU's memory
-ALIKE = 4  # settings and devices whose programs a process keeps
+_ROWS = 8  # rows of a float32 tile in a TPU's memory
+ALIKE = 4  # pairs of settings and devices whose programs a process keeps
 
 
-# Bytes of gradients up to which one all-reduce on GPUs takes several. Few and late is best: one
-# beside the backward pass takes multiprocessors from kernels that have a program on each, and these
-# then take twice as long.
+# Bytes of gradients that XLA combines at most into one all-reduce on GPUs. Few, late all-reduces
+# are best. An all-reduce that overlaps the backward pass takes multiprocessors from kernels that
+# place one program on each of them, and these kernels then take twice as long.
 _REDUCED_AT_ONCE = 2**28
 
 
 def compiler_options(platform: str) -> dict[str, bool | int | str]:
-    """XLA options of every jitted function of a run, so that its bits are the same every time.
+    """Returns the XLA options with which a run computes the same bits every time.
 
     Args:
-      platform: name of the platform that is compiled for, such as `gpu`.
+      platform: name of the platform to compile for, for example `gpu`.
     """
     # By default XLA may drop the rounding of a bfloat16 activation between two operations.
     options: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
     if platform == "gpu":
         # By default reductions and scatters need not give the same bits twice.
         options["xla_gpu_deterministic_ops"] = True
-        # XLA's own products lose to cuBLAS here. But while XLA considers them, it takes apart sums
-        # that cuBLAS would have made in place.
+        # XLA's own Triton products are slower than cuBLAS here. While XLA considers them, it also
+        # splits off sums that cuBLAS would have computed in place.
         options["xla_gpu_enable_triton_gemm"] = False
-        # NCCL sums many arrays in one kernel. By default XLA copies them into one array before, and
-        # the sums out of it after.
+        # NCCL can sum many arrays in one kernel. By default XLA copies them into one array before
+        # the all-reduce, and copies the sums out of it afterwards.
         options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
         options["xla_gpu_all_reduce_combine_threshold_bytes"] = _REDUCED_AT_ONCE
     return options
 
 
 class Devices(NamedTuple):
-    """A one-axis mesh; parameters are replicated over it, batches split.
+    """A one-axis mesh over which parameters are replicated and batches are split.
 
     Attributes:
-      mesh: of all devices of the run, those of one process next to each other.
-      implementation: of attention, None for the one that suits the platform.
+      mesh: all devices of the run; the devices of one process are adjacent.
+      implementation: name of the attention implementation, None to let the platform decide.
       shard_optimizer: whether the optimizer's state is split over the devices.
     """
 
@@ -70,14 +70,14 @@ class Devices(NamedTuple):
 
     @property
     def attend(self) -> Attend:
-        """Attention for arrays that are split over the batch."""
+        """Attention for arrays whose batch axis is split over the devices."""
         if self.mesh.devices.size == 1:
             return self.attend_whole
         return self._attend(attention.sharded(self.mesh, batch_axis=_AXIS))
 
     @property
     def attend_part(self) -> Attend:
-        """Attention within a function under `over_devices`, which sees the part of one device."""
+        """Attention for a function under `over_devices`, which sees the part of one device."""
         if self.mesh.devices.size == 1:
             return self.attend_whole
         return self._attend(attention.within_shard(batch_axis=_AXIS))
@@ -89,7 +89,7 @@ class Devices(NamedTuple):
 
     def _attend(self, function: Callable[..., Any]) -> Attend:
         platform = self.mesh.devices.flat[0].platform
-        # The GPU kernels alone read q, k and v as one product gives them.
+        # Only the GPU kernels read q, k and v packed in one array, as one product forms them.
         packed = platform == "gpu" and self.implementation in (None, "gpu", "hopper")
 
         def attend(*qkv: Array, **options: Any) -> Any:
@@ -100,28 +100,28 @@ class Devices(NamedTuple):
 
     @property
     def replicated(self) -> NamedSharding:
-        """Every device holds the whole array."""
+        """The sharding under which every device holds the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def split(self) -> NamedSharding:
-        """Every device holds its part of the sequences of [A, B/A, T]."""
+        """The sharding of [A, B/A, T] under which every device holds its part of the sequences."""
         return NamedSharding(self.mesh, PartitionSpec(None, _AXIS))
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """See the function of this name."""
+        """The result of the function `compiler_options` for the platform of these devices."""
         return compiler_options(self.mesh.devices.flat[0].platform)
 
     def jit(self, function: Any, **options: Any) -> Any:
-        """`jax.jit` with the run's compiler options."""
+        """Applies `jax.jit` with the run's compiler options."""
         return jax.jit(function, compiler_options=self.compiler_options, **options)
 
     def over_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """function(params, inputs, targets [A, M, T], key) -> Gathered, over all devices.
+        """Runs function(params, inputs, targets [A, M, T], key) -> Gathered on all devices.
 
-        Each device computes it for its own sequences; one all-reduce at the end takes the mean, and
-        one the largest where there is such a thing.
+        Each device evaluates the function on its own sequences. At the end, one all-reduce averages
+        `mean` over the devices. Another takes the maximum of `largest` if the function gives one.
         """
         if self.mesh.devices.size == 1:
             return function
@@ -131,7 +131,7 @@ class Devices(NamedTuple):
             return Gathered(lax.pmean(mean, _AXIS), lax.pmax(largest, _AXIS))
 
         whole, part = PartitionSpec(), PartitionSpec(None, _AXIS)
-        # Left to itself, XLA reduces the gradients of every micro-batch.
+        # Without `shard_map`, XLA would reduce the gradients of every micro-batch.
         return jax.shard_map(
             gathered,
             mesh=self.mesh,
@@ -152,10 +152,10 @@ class Devices(NamedTuple):
         return whole._replace(opt_state=jax.tree.map(self._split, state.opt_state))
 
     def _split(self, x: Any) -> NamedSharding:
-        """Splits one axis of x into as many equal parts as the devices allow.
+        """Returns a sharding that splits one axis of x into the most equal parts possible.
 
-        Each part lies on devices/parts devices. Parts are whole tiles of rows: smaller ones save
-        little, and a TPU would pad them and gather them by an all-reduce.
+        Each part is replicated over devices/parts devices. A part consists of whole tiles of rows.
+        Smaller parts would save little, and a TPU would pad them and gather them by an all-reduce.
         """
         count = self.mesh.devices.size
         parts = [
@@ -173,10 +173,10 @@ class Devices(NamedTuple):
         return ShardOptions(jax.process_index(), jax.process_count())
 
     def put(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Inputs and targets [A, B/A, T], the middle axis split over the devices.
+        """Returns inputs and targets [A, B/A, T] with the middle axis split over the devices.
 
         Args:
-          batch: its rows are those of this process's `shard`.
+          batch: the batch, with the rows of this process's `shard`.
         """
         inputs, targets = (
             jax.make_array_from_process_local_data(self.split, x)
@@ -186,10 +186,11 @@ class Devices(NamedTuple):
 
 
 def run_devices(settings: TrainSettings) -> Devices:
-    """The mesh over `settings.devices` devices, by default over those of all processes.
+    """Returns the mesh over `settings.devices` devices, by default over those of all processes.
 
     Raises:
-      RunError: there are fewer, or a micro-batch does not divide over them.
+      RunError: there are fewer devices, a micro-batch does not divide over them, or
+        `settings.devices` is set in a run of several processes.
     """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     if settings.devices is not None and jax.process_count() > 1:
@@ -201,12 +202,12 @@ def run_devices(settings: TrainSettings) -> Devices:
 
 
 def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
-    """The mesh over the first `settings.devices` of the given devices, by default over all.
+    """Returns the mesh over the first `settings.devices` of the given devices, by default all.
 
-    The devices may be absent: a program can be compiled for other devices than this host's.
+    The devices need not be attached: a program can be compiled for devices of another host.
 
     Raises:
-      RunError: there are fewer, or a micro-batch does not divide over them.
+      RunError: there are fewer devices, or a micro-batch does not divide over them.
     """
     if settings.devices is not None:
         if not 1 <= settings.devices <= len(devices):
@@ -224,17 +225,17 @@ def mesh_over(devices: Sequence[Any], settings: TrainSettings) -> Devices:
 
 
 class Program(NamedTuple):
-    """The training step of a run, and the shapes of its arguments.
+    """The jitted functions of a run, and the shapes of their arguments.
 
     Attributes:
-      steps: the functions that the programs are made of.
+      steps: the functions before they are jitted.
       init: (root) -> TrainState, jitted.
       train: (state, inputs, targets [A, B/A, T], root) -> (state, StepMetrics), jitted; the state
         is donated.
       evaluate: (params, inputs, targets [A, B/A, T], root) -> mean loss, jitted.
       state: shapes, dtypes and shardings of the state.
-      batch: the same of the inputs, and of the targets.
-      root: the same of the root key.
+      batch: shape, dtype and sharding that inputs and targets share.
+      root: shape, dtype and sharding of the root key.
     """
 
     steps: Steps
@@ -246,7 +247,7 @@ class Program(NamedTuple):
     root: jax.ShapeDtypeStruct
 
     def initial_state(self, root: Key[Array, ""]) -> TrainState:
-        """What `init` gives, compiled in seconds on a GPU as well."""
+        """Returns the result of `init`, which compiles within seconds on a GPU too."""
         with random_bits_by_kernel():
             state: TrainState = self.init(root)
             return state
@@ -254,9 +255,10 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def random_bits_by_kernel() -> Iterator[None]:
-    """Threefry by JAX's own kernel wherever a program is compiled for a GPU; the same bits.
+    """Lets programs compiled for a GPU use JAX's own Threefry kernel, which gives the same bits.
 
-    XLA would compile it anew for each of GPT-2's 74 random arrays, which takes half a minute.
+    Otherwise XLA compiles Threefry anew for each of GPT-2's 74 random arrays, which takes half a
+    minute.
     """
     option = "jax_threefry_gpu_kernel_lowering"
     before = getattr(jax.config, option)
@@ -268,16 +270,16 @@ def random_bits_by_kernel() -> Iterator[None]:
 
 
 def make_program(settings: TrainSettings, devices: Devices) -> Program:
-    """The programs of a run; nothing is compiled yet, and the devices need not be there.
+    """Returns the programs of a run without compiling them; the devices need not be attached.
 
-    A run that goes back, and one that differs in its seed, data or periods alone, get the same
-    programs, compiled as they are.
+    A run gets programs that are compiled already if it differs from an earlier run of this process
+    only in its seed, data or periods, or if it goes back and keeps its arithmetic.
     """
     return _program(_of_programs(settings), devices)
 
 
 def _of_programs(settings: TrainSettings) -> TrainSettings:
-    """The settings with one value for all that programs do not depend on."""
+    """Returns the settings with fixed values in the fields that programs do not depend on."""
     return dataclasses.replace(
         settings,
         name="",
@@ -296,7 +298,7 @@ def _of_programs(settings: TrainSettings) -> TrainSettings:
     )
 
 
-# JAX finds what it has compiled by the function that it was given.
+# JAX looks up compiled code by function object, so equal settings must give the same functions.
 @functools.lru_cache(maxsize=ALIKE)
 def _program(settings: TrainSettings, devices: Devices) -> Program:
     steps = make_steps(settings, devices.attend_part, devices.over_devices)

@@ -1,15 +1,15 @@
 """The training loop: dispatch, fetch, record, save, stop.
 
-It never waits for a step it has just dispatched: the metrics of step n are fetched when step
-n + 1 is under way.
+The loop never waits for the step that it has just dispatched. It fetches the metrics of step n
+while step n + 1 runs.
 
-Every record belongs to a step. Validation and diagnostics of step s look at the parameters before
-update s; loss and gradient norm of step s are those of update s. So a run that is resumed at s
-writes exactly what is missing. Diagnostics look at the first sequence of the batch of step s: at
-the end, of the batch that the next step would have taken.
+Every record belongs to a step. Validation and diagnostics of step s use the parameters before
+update s. Loss and gradient norm of step s belong to update s. A run that is resumed at s therefore
+writes exactly the records that are missing. Diagnostics use the first sequence of the batch of
+step s. After the last step they use the batch that the next step would have taken.
 
-A checkpoint of the first step is complete before the first record. So a run that is killed at any
-instant has records and a checkpoint to go on from, or neither.
+The checkpoint of the first step is complete before the first record is written. A run that is
+killed at any instant therefore has both records and a checkpoint to continue from, or neither.
 """
 
 import math
@@ -65,21 +65,21 @@ class _Pending(NamedTuple):
 
     batch: Batch
     arrays: tuple[jax.Array, jax.Array]
-    data_state: dict[str, Any]  # before the batch was drawn
+    data_state: dict[str, Any]  # state of the data iterator before it drew the batch
     metrics: StepMetrics
     signals: Signals | None
-    directions: Directions | None  # of the measurement before this step
+    directions: Directions | None  # from the last measurement before this step
 
 
 class Loop:
     """A running loop: the live state, and the step whose metrics are still on the device.
 
     Args:
-      run: what does not change.
-      state: to start from.
-      data: iterator whose next batch is that of step `state.step`.
-      saved_step: step of the checkpoint that `state` is from, None for a fresh start.
-      directions: of the last measurement before `state`, None where there was none.
+      run: the parts that do not change.
+      state: state to start from.
+      data: iterator whose next batch belongs to step `state.step`.
+      saved_step: step of this run's checkpoint that `state` comes from, None if there is none.
+      directions: directions of the last measurement before `state`, None if there is none.
     """
 
     def __init__(
@@ -109,13 +109,14 @@ class Loop:
         )
 
     def run(self) -> int | None:
-        """All remaining steps; returns the exit code.
+        """Takes all remaining steps.
 
-        None: the run goes back to a checkpoint, from which another loop takes it on.
+        Returns:
+          The exit code, or None if the run goes back to a checkpoint. Another loop then continues.
         """
         settings, start = self.fixed.settings, int(self.state.step)
         if self.begins:
-            self._save(start)  # it is written while the step compiles
+            self._save(start)  # a thread writes the checkpoint while the step compiles
         with (
             Progress(settings, start) as self.progress,
             hosts.stop_requests(self.progress.say) as stop_after,
@@ -126,7 +127,7 @@ class Loop:
                         return self._stop_exploded(step)
                     self._before(step)
                     self._dispatch(step)
-                    if step == start:  # all that a step takes is compiled
+                    if step == start:  # everything that a step needs is compiled now
                         heap.settle()
                     if (code := stop_after(step)) is not None:
                         return self._stop_early(step + 1, code)
@@ -139,7 +140,7 @@ class Loop:
         return self._finish()
 
     def _before(self, step: int) -> None:
-        """Saves and validates where due, with the parameters that the step will change."""
+        """Saves and validates if either is due, with the parameters before the step."""
         settings = self.fixed.settings
         if step > 0 and _due(settings.checkpoint_every, step):
             self._fetch()
@@ -157,7 +158,7 @@ class Loop:
         if _due(self.fixed.settings.diagnostics_every, step):
             signals = self.measurement.signals(self.state.params, step, arrays)
         self.state, metrics = self.fixed.program.train(self.state, *arrays, self.root)
-        # Asked for later, the copies would queue behind the next step.
+        # Copies that are requested later would queue behind the next step.
         for array in jax.tree.leaves((metrics, signals)):
             array.copy_to_host_async()
         dispatched = _Pending(batch, arrays, data_state, metrics, signals, directions)
@@ -168,8 +169,9 @@ class Loop:
         """Waits for the pending step and records it.
 
         Raises:
-          _NotFiniteError: its update was withheld.
-          _UndoneError: that, or the loss has left, and the run goes back.
+          _NotFiniteError: the update was withheld, and no rollback is possible.
+          _UndoneError: the run goes back, because the update was withheld or because the loss was
+            in excess for long enough.
         """
         if self.pending is None:
             return
@@ -194,9 +196,10 @@ class Loop:
         self.fixed.metrics.write_throughput(step, seconds, tokens_done)
 
     def _exploded_before(self, step: int) -> bool:
-        """Whether the loss has exploded for as long as the config allows."""
-        # The next step is under way when the loss of a step is fetched. A resumed run knows that
-        # loss earlier and takes that step all the same, so that both have the same records.
+        """Whether the loss had been in excess for too long two steps before `step`."""
+        # When the loss of a step is fetched, the next step is already running. A resumed run knows
+        # that loss earlier. It takes the next step all the same, so that both have the same
+        # records.
         return self.watch.enough is not None and step >= self.watch.enough + 2
 
     def _say(self, text: str) -> None:
@@ -229,7 +232,10 @@ class Loop:
         return loss
 
     def _complete_first_save(self) -> None:
-        """Before the first record: records without a checkpoint have lost theirs."""
+        """Waits for the first checkpoint, which must be complete before the first record.
+
+        Records without a checkpoint then always mean that the checkpoint was lost.
+        """
         if self.begins:
             self.fixed.checkpoints.wait()
             self.begins = False
@@ -260,11 +266,11 @@ class Loop:
     def _roll_back(
         self, undone: "_UndoneError", stop_after: Callable[[int], int | None]
     ) -> int | None:
-        """Records that the run goes back; the next loop, in whichever process, does it."""
+        """Records that the run goes back; the next loop, in this or another process, does it."""
         onset = undone.step if self.watch.onset is None else self.watch.onset
         self.fixed.metrics.flush()
         self.fixed.rescue.roll_back(onset, undone.step, undone.reason)
-        code = stop_after(undone.step)  # asked last: the next loop would not know of a request
+        code = stop_after(undone.step)  # asked last: the next loop would miss the request
         if code is not None:
             hosts.say("stopped by a signal; the same command continues from there")
         return code
@@ -278,9 +284,10 @@ class Loop:
         return code
 
     def _stop_not_finite(self, pending: _Pending) -> int:
-        """Saves the last good state, and finds what went first.
+        """Saves the last good state, and finds the first non-finite value.
 
-        The live state is the last good one: this step's update was withheld, and the next one's.
+        The live state is the last good one, because the update of this step and that of the next
+        step were withheld.
         """
         step = int(pending.batch["step"])
         self.state = self.state._replace(failed=jnp.zeros_like(self.state.failed))
@@ -295,7 +302,7 @@ class Loop:
             step_key(self.root, jnp.int32(step)),
             jit=self.fixed.devices.jit,
         )
-        if pending.signals is None:  # else they are recorded
+        if pending.signals is None:  # otherwise they are recorded already
             signals = self.measurement.signals(self.state.params, step, pending.arrays)
             self._write_signals(step, signals)
         self._settle()
@@ -304,12 +311,12 @@ class Loop:
         return EXIT_BROKEN
 
     def _settle(self) -> None:
-        """Checkpoint and records are on the disk before the file that says that the run is done."""
+        """Brings checkpoint and records to the disk before a file says that the run has ended."""
         self.fixed.checkpoints.wait()
         self.fixed.metrics.flush()
 
     def _stop_exploded(self, step: int) -> int:
-        """The loss has been in excess for long: what is left to see is recorded, and kept."""
+        """Saves and validates once more, and records that the loss exploded."""
         self._fetch()
         self._save(step)
         self._write_validation(step)
@@ -327,7 +334,7 @@ class Loop:
             arrays = self.fixed.devices.put(next(self.data))
             signals = self.measurement.signals(self.state.params, settings.steps, arrays)
             self._write_signals(settings.steps, signals)
-        self.fixed.checkpoints.prune()  # it waits for the last one
+        self.fixed.checkpoints.prune()  # this waits for the last checkpoint
         self.fixed.metrics.flush()
         if not math.isfinite(loss):
             message = (

@@ -1,7 +1,7 @@
-"""The diagnostics that a run takes of itself: signals of every layer.
+"""The diagnostics that a run computes while it trains: signals of every layer.
 
-They look at one sequence, the first of the batch of their step, and at the parameters before its
-update. Nothing waits for them until their values are asked for.
+They use the first sequence of the step's batch, and the parameters before the step's update.
+Nothing waits for them until their values are requested.
 """
 
 import functools
@@ -24,13 +24,13 @@ class Measurement:
     """The measurements of a run.
 
     Args:
-      settings: of the run.
-      devices: that it runs on.
-      directions: of the measurement before the first; see `AcrossSteps`.
-      recorded: its signals, likewise.
+      settings: settings of the run.
+      devices: devices that the run uses.
+      directions: directions of the last measurement before this process; see `AcrossSteps`.
+      recorded: signals of that measurement; see `AcrossSteps`.
 
     Attributes:
-      across: what joins measurements; a checkpoint holds its `directions`.
+      across: the signals that compare measurements; a checkpoint holds its `directions`.
     """
 
     def __init__(
@@ -49,22 +49,22 @@ class Measurement:
     def signals(self, params: Any, step: int, arrays: tuple[Array, Array]) -> Signals:
         """The signals of every layer and head on the first sequence of a batch."""
         key = step_key(self._root, jnp.int32(step))
-        key = jax.random.fold_in(key, 0)  # as the first micro-batch has it
+        key = jax.random.fold_in(key, 0)  # the key of the first micro-batch
         sequence = self._first_sequence(*arrays)
         return self.across.join(*self._signals(params, *sequence, key))
 
     def values(self, signals: Signals) -> dict[str, dict[str, Any]]:
-        """The signals, fetched, with the sums over the measurements so far."""
+        """Returns the fetched signals with the sums over the measurements so far."""
         return self.across.add_up(jax.device_get(signals))
 
 
-@functools.lru_cache(maxsize=ALIKE)  # as `devices.make_program`
+@functools.lru_cache(maxsize=ALIKE)  # cached like the programs in `devices`
 def _signals_program(model: Model, attention: AttentionSettings, devices: Devices) -> Any:
-    """`make_signals` of a run, jitted."""
+    """Returns the jitted function that `make_signals` makes for a run."""
     signals = make_signals(model, attention, make_loss(model, attention, devices.attend_whole))
     return devices.jit(signals, out_shardings=devices.replicated)
 
 
 def _first_sequence(inputs: Array, targets: Array) -> tuple[Array, Array]:
-    """[1, T] of a batch [A, B/A, T]."""
+    """Returns the first sequence [1, T] of a batch [A, B/A, T]."""
     return inputs[0, :1], targets[0, :1]

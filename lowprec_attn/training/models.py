@@ -4,13 +4,13 @@ A model is a record of settings, a `gpt2.model.Decoder` made of (settings, atten
 module with these functions of the settings:
 
     parameter_count(settings) -> int              all weights
-    product_weights(settings) -> int              those that enter a matrix product
-    kept_values(settings) -> int                  of a token and layer, for the backward pass
+    product_weights(settings) -> int              weights that enter a matrix product
+    kept_values(settings) -> int                  values per token and layer for the backward pass
     score_scale(settings) -> (float, float)       factors of q·k in a score, and of X W_Q in q
-    query_of(settings, weights, T) -> function    by which q follows from X W_Q otherwise, or None
+    query_of(settings, weights, T) -> function    maps X W_Q to q; None if q is a multiple of X W_Q
 
-Parameters that do the same have the same names: `tokens`, `norm`, and in each of `blocks` an
-`attention` with `query`, `key`, `value` and `out`.
+Parameters with the same role have the same names in all models: `tokens`, `norm`, and in each of
+`blocks` an `attention` with `query`, `key`, `value` and `out`.
 """
 
 from collections.abc import Callable
@@ -48,6 +48,6 @@ def parameter_count(settings: Model) -> int:
 
 
 def score_scale(settings: Model) -> tuple[float, float]:
-    """The factor of q·k in a score, and that of X W_Q in q where no function stands between."""
+    """Returns the factor of q·k in a score, and the factor of X W_Q in q if `query_of` is None."""
     scale: tuple[float, float] = of(settings).score_scale(settings)
     return scale

@@ -19,7 +19,7 @@ def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, Adam, decoupled weight decay of matrices, the schedule.
+    """Chains clipping by global norm, Adam, decoupled weight decay of matrices, and the schedule.
 
     Loshchilov & Hutter (arXiv 1711.05101); update = −lr · (m̂ / (√v̂ + ε) + λ·w).
     """
@@ -42,7 +42,7 @@ def can_overflow(settings: OptimizerSettings) -> bool:
     """Whether a finite state and a gradient of finite norm can give an update that is not finite.
 
     The squares of the gradients have a finite sum, so each gradient is below 2⁶⁴, and so is their
-    mean m̂. Then |m̂| / (√v̂ + ε) stays below 2⁶⁴ / ε, within float32 unless ε is tiny or 0.
+    mean m̂. Then |m̂| / (√v̂ + ε) stays below 2⁶⁴ / ε, which float32 holds unless ε is tiny or 0.
     """
     return settings.eps < 2**-60
 

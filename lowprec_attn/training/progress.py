@@ -13,7 +13,7 @@ _STEPS_OF_RATE = 20
 
 
 class Progress:
-    """A context manager around the bar; `advance` after every finished step."""
+    """A context manager around the bar; call `advance` after every finished step."""
 
     def __init__(self, settings: TrainSettings, start: int) -> None:
         self._tokens_per_step = settings.batch_size * settings.model.context
@@ -27,8 +27,8 @@ class Progress:
         )
         if not self._bar.disable and not self._bar.fp.isatty():
             self._bar.mininterval = 10.0
-        # The rate shown is that of the last steps together: a single one may have waited for
-        # diagnostics, or have been waited for.
+        # The rate shown averages the last steps. The time of a single step misleads, because it may
+        # include diagnostics, or because the step ran while the loop waited for something else.
         self._finished = collections.deque([time.perf_counter()], maxlen=_STEPS_OF_RATE + 1)
 
     def advance(self, loss: float) -> tuple[float, int]:
@@ -42,7 +42,7 @@ class Progress:
         return self._finished[-1] - last, self._tokens_per_step
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar, at once, also into a pipe."""
+        """Prints a line above the bar and flushes it, also into a pipe."""
         with self._bar.external_write_mode():
             hosts.say(text)
 

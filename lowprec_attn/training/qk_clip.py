@@ -1,12 +1,14 @@
-"""QK-clip: W_Q and W_K of a head shrink where its scores are too large.
+"""QK-clip: shrinks W_Q and W_K of a head whose scores are too large.
 
-Kimi K2 (arXiv 2507.20534, algorithm 1, with α = 1/2): after the update of a step, where the largest
-score of a head exceeds τ, its columns of W_Q and W_K are multiplied by √(τ / that score), and its
-biases if there are any. So its scores on the same inputs are at most τ. As there, the score is
-signed: what shrinks is a score that takes the weight of a row, not one that leaves it.
+The rule is algorithm 1 of Kimi K2 (arXiv 2507.20534) with α = 1/2. After the update of a step, each
+head whose largest score exceeds τ has its columns of W_Q and W_K, and its biases if it has any,
+multiplied by √(τ / score). Without the update, the head's scores on the same inputs would then be
+at most τ. As in Kimi K2, the score is signed: a large positive score, which attracts the weight of
+its row, is clipped, and a large negative score is not.
 
-The largest score is that of the forward pass of the same step: all its sequences, the weights
-before the update. A step's update can therefore lead beyond τ until the step after.
+The largest score comes from the forward pass of the same step, over all its sequences and with the
+weights before the update. The update of a step can therefore lift scores above τ until the next
+step.
 """
 
 from collections.abc import Sequence
@@ -23,20 +25,21 @@ from lowprec_attn.training.settings import Model
 
 
 def asks_attention(settings: Model) -> bool:
-    """Whether the largest scores come from attention itself, which has them at hand.
+    """Whether attention itself returns the largest scores, which it has at hand.
 
-    A soft cap stands between them and W_Q and W_K: what it has rounded to the cap is lost.
+    With a soft cap it returns scores behind the cap. A score that is rounded to the cap no longer
+    tells how large q · k was.
     """
     return settings.soft_cap is None
 
 
 def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[Array, "L N"]:
-    """max q_i · k_j · scale over all sequences and j ≤ i, for every head of every layer.
+    """Returns max q_i · k_j · scale over all sequences and j ≤ i, for every head of every layer.
 
-    Where attention has returned it, it is that one, as rounded at `scores`. Elsewhere products have
-    the operands of the attention and float32 sums; `scores` does not round them, and they are taken
-    before a soft cap. Cost: 2·B·N·T²·H FLOP a layer, without causal skipping; memory for N·T²
-    scores.
+    If attention has returned these maxima, they are taken as they are, rounded at `scores`.
+    Otherwise the scores are computed here from the operands of the attention, with float32 sums.
+    They are then neither rounded at `scores` nor soft-capped. This costs 2·B·N·T²·H FLOP a layer,
+    without causal skipping, and memory for N·T² scores.
     """
     given = [record.max_logit for record in records if record.max_logit is not None]
     if given:
@@ -62,15 +65,15 @@ def largest_scores(settings: Model, records: Sequence[LayerRecord]) -> Float32[A
 def clipped(
     params: Any, scores: Float32[Array, "L N"], threshold: float
 ) -> tuple[Any, Int[Array, ""]]:
-    """The parameters with W_Q and W_K of the heads above the threshold multiplied by √(τ/score).
+    """Multiplies W_Q and W_K of the heads above the threshold by √(τ/score).
 
     Args:
-      params: of the model.
+      params: parameters of the model.
       scores: see `largest_scores`.
       threshold: τ > 0.
 
     Returns:
-      The parameters, and how many heads were above it.
+      The new parameters, and the number of heads above the threshold.
     """
     above = scores > threshold
     factors = jnp.where(above, jnp.sqrt(threshold / jnp.where(above, scores, 1.0)), 1.0)
@@ -83,7 +86,7 @@ def clipped(
 
     def scaled(path: Any, weights: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        linear, _, _ = name.rpartition(".")  # its kernel [D, D], or bias [D]
+        linear, _, _ = name.rpartition(".")  # `weights`: its kernel [D, D] or bias [D]
         if linear not in layers:
             return weights
         found.add(name)

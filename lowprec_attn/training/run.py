@@ -1,4 +1,4 @@
-"""Assembles a training run from its settings: what `train.py` calls after reading the config.
+"""Assembles a training run from its settings; `train.py` calls it after reading the config.
 
 A run directory holds config, environment, data order, metrics, checkpoints and the report.
 """
@@ -39,8 +39,8 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
     """Trains, or continues what an interrupted run left in `workdir`.
 
     Args:
-      settings: the run.
-      config: the mapping they were made from, written into the run directory.
+      settings: settings of the run.
+      config: the mapping that they were made from; it is written into the run directory.
       workdir: the run directory.
 
     Returns:
@@ -48,7 +48,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
         not finite, or has exploded and `stop_exploded_after` says to stop.
 
     Raises:
-      UserError: data, checkpoint or run directory cannot serve; one clear line.
+      UserError: data, checkpoint or run directory cannot be used; the message is one line.
     """
     devices = run_devices(settings)
     require_memory(settings, devices)
@@ -76,7 +76,7 @@ def train(settings: TrainSettings, config: Mapping[str, Any], workdir: Path) -> 
             )
         parts = settings, devices, corpus, draw, run_dir, checkpoints
         while (code := _run_once(*parts)) is None:
-            heap.release()  # the loop that went back refers to itself, and has a whole state
+            heap.release()  # the loop that went back is a reference cycle with a whole state
         return code
 
 
@@ -88,9 +88,9 @@ def _run_once(
     run_dir: RunDir,
     checkpoints: Checkpoints,
 ) -> int | None:
-    """From the newest checkpoint to the end; None where the run goes back to an earlier one."""
+    """Runs from the newest checkpoint to the end; returns None if the run goes back instead."""
     record = RollbackRecord(run_dir)
-    if not checkpoints.steps():  # asked first: what is left of one could yet be mended
+    if not checkpoints.steps():  # asked before any removal: the rest of one may be repairable
         hosts.from_first(run_dir.require_no_checkpoint_lost)
     checkpoints.discard(record.abandoned)
     restored, is_own = _restore(settings, devices, run_dir, checkpoints)
@@ -126,7 +126,7 @@ def _run_once(
 
 
 def _has_ended(run_dir: RunDir) -> bool:
-    """Whether the run has come to its last step, and has written all that it writes then."""
+    """Whether the run has taken its last step and has written everything that follows it."""
     if run_dir.failure.exists() or not run_dir.summary.exists():
         return False
     summary = read_record(run_dir.summary, val_loss=float)
@@ -144,7 +144,7 @@ def _say_finished(settings: TrainSettings, run_dir: RunDir) -> None:
 
 
 def _after(rollbacks: Sequence[Rollback], settings: TrainSettings) -> TrainSettings:
-    """The settings of a run that has gone back so often; says so."""
+    """Returns the settings after these rollbacks, and prints the last one."""
     if not rollbacks:
         return settings
     hosts.say(f"rollback {len(rollbacks)}: {rollbacks[-1]}")
@@ -168,7 +168,10 @@ def _restore(
     run_dir: RunDir,
     checkpoints: Checkpoints,
 ) -> tuple[Restored | None, bool]:
-    """The newest intact checkpoint, of this run (then True) or else of `resume_from`, or None."""
+    """Returns the newest intact checkpoint, and whether it is this run's own.
+
+    If this run has none, the checkpoint comes from `resume_from`. It is None if there is none.
+    """
     target = make_program(settings, devices).state
     directions = direction_shapes(settings.model, devices)
     restored = checkpoints.restore(target, target_measured=directions)
@@ -183,7 +186,7 @@ def _restore(
 
 
 def _restore_other(settings: TrainSettings, run_dir: RunDir, target: Any) -> Restored:
-    """The wanted checkpoint of another run, with its data order up to there; says what changed."""
+    """Returns a checkpoint of `resume_from`, copies its data order, and prints what changed."""
     resume_from, last_step = settings.resume_from, settings.resume_step
     assert resume_from is not None
     source = RunDir(resume_from)
@@ -228,7 +231,7 @@ def _record_origin(source: RunDir, run_dir: RunDir, step: int) -> None:
 
 
 def _require_one_run(config: Mapping[str, Any], workdir: Path) -> None:
-    """All processes must have been started for the same run."""
+    """Fails unless all processes were started for the same run."""
     described = json.dumps([config, str(workdir.absolute()), jax.__version__])
     digest = hashlib.sha256(described.encode()).hexdigest()
     hosts.require_everywhere(

@@ -1,4 +1,4 @@
-"""The model of a run at a checkpoint, for what measures it beside its training."""
+"""Restores the model of a run at a checkpoint, to measure it outside its training."""
 
 import dataclasses
 from pathlib import Path
@@ -20,10 +20,11 @@ class SavedModel(NamedTuple):
     """A run's model at a checkpoint.
 
     Attributes:
-      step: of the checkpoint.
-      params: on the devices.
-      devices: of the settings that it was restored with.
-      attention: the arithmetic of the steps that led to it: after a rollback, that of the rollback.
+      step: step of the checkpoint.
+      params: parameters, on the devices.
+      devices: devices of the settings with which the model was restored.
+      attention: arithmetic of the steps before the checkpoint. After a rollback it is the
+        arithmetic that the rollback has set.
     """
 
     step: int
@@ -33,10 +34,10 @@ class SavedModel(NamedTuple):
 
 
 def settings_of(path: Path) -> TrainSettings:
-    """The settings of a run directory, for one device.
+    """Returns the settings of a run directory, changed to one device.
 
     Raises:
-      UserError: it is none, or its config is damaged or of another version.
+      UserError: the path is no run directory, or its config is damaged or of another version.
     """
     fields = {name: value for name, value in _config_of(path).items() if name != "text_sha256"}
     try:
@@ -48,10 +49,10 @@ def settings_of(path: Path) -> TrainSettings:
 
 
 def val_sha256_of(path: Path) -> str | None:
-    """The SHA-256 of the held-out tokens of a run directory; None where its config has none.
+    """Returns the SHA-256 of a run's held-out tokens, or None if its config names none.
 
     Raises:
-      UserError: as `settings_of`.
+      UserError: the path is no run directory, or its config is damaged.
     """
     digests = _config_of(path).get("text_sha256")
     return digests.get("val") if isinstance(digests, dict) else None
@@ -67,15 +68,15 @@ def _config_of(path: Path) -> dict[str, Any]:
 def restore(
     settings: TrainSettings, run_dir: RunDir, last_step: int | None = None
 ) -> SavedModel | None:
-    """The model at the newest intact checkpoint, None where none was ever completed.
+    """Returns the model at the newest intact checkpoint, or None if none was ever completed.
 
     Args:
-      settings: of the run.
-      run_dir: its directory.
-      last_step: as `Checkpoints.restore` takes it.
+      settings: settings of the run.
+      run_dir: directory of the run.
+      last_step: checkpoints of later steps are left alone; None to take any.
 
     Raises:
-      RunError: as `Checkpoints.restore` and `run_devices`.
+      RunError: `Checkpoints.restore` or `run_devices` raises it.
     """
     devices = run_devices(settings)
     with Checkpoints(run_dir.checkpoints) as checkpoints:
@@ -87,14 +88,14 @@ def restore(
 
 
 def to_hugging_face(path: Path, folder: Path) -> None:
-    """Writes the newest checkpoint of a Llama-style run as transformers reads it.
+    """Writes the newest checkpoint of a Llama-style run in the format of transformers.
 
     Args:
       path: the run directory.
       folder: see `llama.hugging_face.save`.
 
     Raises:
-      UserError: it is no run of such a model, or has no checkpoint.
+      UserError: the run trains another model, or has no checkpoint.
     """
     settings = settings_of(path)
     if not isinstance(settings.model, LlamaSettings):
@@ -106,7 +107,7 @@ def to_hugging_face(path: Path, folder: Path) -> None:
 
 
 def _attention(settings: TrainSettings, rollbacks: Fingerprint | None) -> AttentionSettings:
-    """The arithmetic of a checkpoint, which knows the record of rollbacks as it was then."""
+    """Returns the arithmetic of a checkpoint, by the fingerprint of the rollbacks before it."""
     went_back = rollbacks is not None and rollbacks.size > 0
     if went_back and settings.rollback is not None and settings.rollback.attention is not None:
         return settings.rollback.attention

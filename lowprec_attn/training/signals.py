@@ -20,16 +20,16 @@ from lowprec_attn.training.settings import Model
 
 Signals = dict[str, dict[str, Array]]
 Directions = dict[str, Array]
-"""By layer, the common direction [N, D, H] of its tokens; see `diagnostics.across_steps`."""
+"""The common direction [N, D, H] of the tokens of each layer; see `diagnostics.across_steps`."""
 
 
 class LayerArrays(NamedTuple):
-    """What `attention_signals` takes of one layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
+    """Arguments of `attention_signals` for a layer: q, k, v, dO [B, T, N, H], X [B, T, D], weights.
 
-    v and dO may have another H. `sinks` [N] is None where heads have none.
-    dO lacks the factor by which the loss of these sequences enters the mean over a batch.
-    `returned` is what the attention of the run gave in the same forward pass. `projection` is None
-    where q is X W_Q, but for a factor.
+    k and v may have fewer heads, and v and dO another H. `sinks` [N] is None if heads have none.
+    dO is the gradient of the mean loss of these sequences. It lacks the factor with which this loss
+    enters the mean over a batch. `returned` holds what the attention of the run returned in the
+    same forward pass. `projection` is None if q is a multiple of X W_Q.
     """
 
     q: Array
@@ -47,12 +47,12 @@ class LayerArrays(NamedTuple):
 def make_layers(
     model: Model, loss: Callable[..., tuple[Array, Any]]
 ) -> Callable[..., list[LayerArrays]]:
-    """A jit-able function (params, inputs, targets [B, T], key) -> the arrays of every layer.
+    """Returns a jit-able function (params, inputs, targets [B, T], key) -> arrays of every layer.
 
-    It runs the model forward and backward once.
+    The function runs the model forward and backward once.
 
     Args:
-      model: its shape.
+      model: settings of the model.
       loss: `Steps.loss` of the model.
     """
     shapes = {
@@ -70,7 +70,7 @@ def make_layers(
         for i, (record, do) in enumerate(zip(records, d_outputs, strict=True)):
             weights = params["blocks"][i]["attention"]
             w_q, w_k = (weights[n]["kernel"][...].reshape(shape) for n, shape in shapes.items())
-            assert record.lse is not None  # there is a tap
+            assert record.lse is not None  # attention with a tap returns it
             query_of = models.of(model).query_of(model, weights, inputs.shape[1])
             result.append(
                 LayerArrays(
@@ -94,14 +94,14 @@ def make_layers(
 def make_signals(
     model: Model, attention: AttentionSettings, loss: Callable[..., tuple[Array, Any]]
 ) -> Callable[..., tuple[Signals, Directions]]:
-    """A jit-able function (params, inputs, targets [B, T], key) -> the signals of every layer.
+    """Returns a jit-able function (params, inputs, targets [B, T], key) -> signals of every layer.
 
-    They are {layer_0: {name: [N]}, ...}, and the layers' directions. It runs the model forward and
-    backward once, and compares each layer's attention with exact arithmetic. q, k, v and dO are
-    those of training on these sequences; see `LayerArrays`.
+    The function returns {layer_0: {name: [N]}, ...} and the directions of the layers. It runs the
+    model forward and backward once, and compares each layer's attention with exact arithmetic. It
+    uses q, k, v and dO from training on these sequences; see `LayerArrays`.
 
     Args:
-      model, attention: of the run.
+      model, attention: settings of the run.
       loss: `Steps.loss` of the model.
     """
     layers_of = make_layers(model, loss)
@@ -152,7 +152,7 @@ def make_signals(
 def as_computed(
     attention: AttentionSettings, layer: int, arrays: LayerArrays, soft_cap: float | None
 ) -> tuple[HeadGroup, ...]:
-    """The groups of heads of a layer, in the softmax steps of what computes them."""
+    """Returns the head groups of a layer, with `kv_block` set to the step of the implementation."""
     groups = []
     for group in attention.layers[layer]:
         spec = Spec(

@@ -27,8 +27,8 @@ class TrainState(NamedTuple):
       params: float32 weights.
       opt_state: Optax state.
       step: number of updates made.
-      failed: a loss, gradient or update was not finite. From then on no step changes anything,
-        so that the live state is the last good one.
+      failed: whether a loss, gradient or update was not finite. From then on no step changes
+        anything, so that the live state is the last good one.
     """
 
     params: Any
@@ -42,9 +42,10 @@ class StepMetrics(NamedTuple):
 
     Attributes:
       loss: mean cross-entropy in nats.
-      grad_norm, lr: before clipping; of the update.
+      grad_norm: norm of the gradient before clipping.
+      lr: learning rate of the update.
       applied: False if the update was withheld.
-      heads_clipped: heads whose W_Q and W_K were scaled, None without `qk_clip`.
+      heads_clipped: number of heads whose W_Q and W_K were scaled, None without `qk_clip`.
       max_logit: largest score of all heads before the update, None without `qk_clip`.
     """
 
@@ -57,7 +58,7 @@ class StepMetrics(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Results over micro-batches and devices: of `mean` the mean, of `largest` the largest."""
+    """Results combined over micro-batches and devices: `mean` by mean, `largest` by maximum."""
 
     mean: Any
     largest: Any = None
@@ -66,13 +67,13 @@ class Gathered(NamedTuple):
 class Steps(NamedTuple):
     """The jit-able functions of a run.
 
-    The run's root key is an argument: runs that differ in their seed share compiled programs.
+    The run's root key is an argument, so that runs with different seeds share compiled programs.
 
     Attributes:
       init: (root) -> TrainState.
       train: (state, inputs, targets [A, B/A, T], root) -> (state, StepMetrics), over A
         micro-batches.
-      evaluate: (params, inputs, targets [A, B/A, T], root) -> mean loss, likewise.
+      evaluate: (params, inputs, targets [A, B/A, T], root) -> mean loss, over A micro-batches.
       loss: (params, inputs, targets, key, taps) -> (loss, layer records).
     """
 
@@ -82,20 +83,20 @@ class Steps(NamedTuple):
     loss: Callable[..., tuple[Array, Any]]
 
 
-# Makes (params, inputs, targets [A, M, T], key) -> Gathered over micro-batches run on several
-# devices.
+# Makes a function (params, inputs, targets [A, M, T], key) -> Gathered, which runs over
+# micro-batches, run on several devices.
 OverDevices = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def make_steps(
     settings: TrainSettings, attend: Attend, over_devices: OverDevices = lambda function: function
 ) -> Steps:
-    """The functions of a run.
+    """Returns the functions of a run.
 
     Args:
-      settings: of the run.
+      settings: settings of the run.
       attend: attention as the model calls it.
-      over_devices: see `devices.Devices.over_devices`; the default keeps to one device.
+      over_devices: see `devices.Devices.over_devices`; the default uses one device.
     """
     optimizer = adamw(settings.optimizer, settings.steps)
     update = _make_update(settings, optimizer)
@@ -147,7 +148,7 @@ def make_steps(
 def make_loss(
     model_settings: Model, attention: AttentionSettings, attend: Attend
 ) -> Callable[..., tuple[Array, Any]]:
-    """`Steps.loss` of a model."""
+    """Returns the function `Steps.loss` of a model."""
     graph = nnx.graphdef(
         nnx.eval_shape(lambda: _model(model_settings, attention, jax.random.key(0)))
     )
@@ -172,7 +173,11 @@ def make_loss(
 def _make_update(
     settings: TrainSettings, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, Array, Any, Array | None], tuple[TrainState, StepMetrics]]:
-    """(state, loss, gradients, scores) -> the state after the update, if all of it is finite."""
+    """Returns a function (state, loss, gradients, scores) -> (state, metrics).
+
+    If the loss, a gradient, an update or a score is not finite, the function withholds the update
+    and sets `failed`.
+    """
     schedule = learning_rate(settings.optimizer, settings.steps)
     threshold = settings.optimizer.qk_clip
 
@@ -202,7 +207,7 @@ def _make_update(
 
 
 def root_key(settings: TrainSettings) -> Key[Array, ""]:
-    """Of which a run draws its parameters and all stochastic rounding."""
+    """The key from which a run draws its parameters and all stochastic rounding."""
     return jax.random.key(settings.seed)
 
 
@@ -218,7 +223,7 @@ def _model(settings: Model, attention: AttentionSettings, key: Key[Array, ""]) -
 def _gathered(
     function: Callable[..., Gathered], inputs: Array, targets: Array, key: Key[Array, ""]
 ) -> Gathered:
-    """function(inputs, targets, key) over the micro-batches; means are summed in float32."""
+    """Combines function(inputs, targets, key) over the micro-batches; means are float32 sums."""
     count = inputs.shape[0]
 
     def part(i: Array | int) -> Gathered:

@@ -1,1 +1,1 @@
-"""A run whose loss leaves or is no longer finite: noticed, traced to a layer, sent back."""
+"""Notices a loss that explodes or is not finite, traces it to a layer, and rolls the run back."""

@@ -1,4 +1,4 @@
-"""Finds the layer that went first when a loss or gradient is no longer finite.
+"""Finds the layer with the first non-finite value when a loss or gradient is not finite.
 
 The failing batch is replayed on the last good parameters. Its values are checked in the order in
 which they are computed: forward through the layers, the loss, then backward from the last layer.
@@ -39,7 +39,7 @@ class Culprit(NamedTuple):
 
 
 class _Flags(NamedTuple):
-    """True where all values are finite; per layer where it is a list."""
+    """Flags that are True where all values are finite; a list has one entry per layer."""
 
     parameters: dict[str, Array]
     forward: list[dict[str, Array]]
@@ -56,15 +56,15 @@ def find_culprit(
     key: Key[Array, ""],
     jit: Callable[..., Any] = jax.jit,
 ) -> Culprit:
-    """The first non-finite value of a step.
+    """Returns the first non-finite value of a step.
 
     Args:
-      settings: of the run.
-      steps: its functions.
+      settings: settings of the run.
+      steps: functions of the run.
       params: the last good parameters.
       batch: inputs and targets of the failing step, by micro-batch.
-      key: the key of that step; see `step.step_key`.
-      jit: compiles as the step was compiled; see `devices.Devices.jit`.
+      key: key of the failing step; see `step.step_key`.
+      jit: jits with the compiler options of the step; see `devices.Devices.jit`.
     """
     flags_of = jit(lambda *args: _flags(settings, steps, *args))
     for i in range(batch[0].shape[0]):

@@ -1,7 +1,7 @@
-"""A run that goes back to a checkpoint by itself: when, where to, and what it must keep for that.
+"""Rolls a run back to a checkpoint by itself: when, to which step, and what it keeps for that.
 
-Everything depends on the recorded losses and on earlier rollbacks alone, so a run that was killed
-at any instant goes back at the same step, to the same step, as an undisturbed one.
+All decisions depend only on the recorded losses and on earlier rollbacks. A run that was killed at
+any instant therefore goes back at the same step, and to the same step, as an undisturbed run.
 """
 
 from lowprec_attn import hosts
@@ -14,16 +14,16 @@ from lowprec_attn.training.settings import TrainSettings
 
 
 class Rescue:
-    """The rollbacks of a run, past and to come.
+    """The past and future rollbacks of a run.
 
     Args:
-      settings: of the run.
-      run_dir: its directory, opened.
-      checkpoints: in it.
-      record: of the rollbacks so far.
+      settings: settings of the run.
+      run_dir: directory of the run, opened.
+      checkpoints: checkpoints of the run.
+      record: record of the rollbacks so far.
 
     Attributes:
-      record: as given.
+      record: the record that was given.
     """
 
     def __init__(
@@ -47,20 +47,23 @@ class Rescue:
 
     @property
     def excess_limit(self) -> int | None:
-        """After how many steps in excess the run goes back or, with no try left, stops."""
+        """Steps of excess loss after which the run goes back or, with no try left, stops; or None.
+
+        None means that an excess has no consequence.
+        """
         return self._stop_exploded_after if self._settings is None else self._settings.after
 
     def keep_from(self, step: int, onset: int | None) -> int | None:
-        """The earliest step to which the run may yet go back; None if it never does.
+        """Returns the earliest step to which the run may still go back; None if it cannot.
 
         Args:
-          step: the next one.
-          onset: of what is wrong now, None if nothing is.
+          step: the next step.
+          onset: the step at which the loss began to rise, None if nothing is wrong now.
         """
         return self._target(step if onset is None else onset) if self.possible else None
 
     def roll_back(self, onset: int, detected: int, reason: Reason) -> None:
-        """Records a rollback, with which it has happened; see `runs.instability.rollbacks`.
+        """Records a rollback, which puts it into effect; see `runs.instability.rollbacks`.
 
         Raises:
           RunError: there is no checkpoint to go back to.

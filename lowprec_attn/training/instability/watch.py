@@ -1,7 +1,8 @@
-"""What a run notices about itself while it trains: warnings of its signals and of its losses.
+"""Warnings that a run gives about its own losses and signals while it trains.
 
-Each is one line of output and one record of `metrics.jsonl`. All of it follows from what the run
-has recorded, so a resumed run goes on as if it had not been interrupted, and repeats no warning.
+Each warning is printed on one line and recorded in `metrics.jsonl`. All warnings follow from what
+the run has recorded. A resumed run therefore goes on as if it had not been interrupted, and repeats
+no warning.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,15 +24,16 @@ class Watch:
     """Follows the losses and signals of a run.
 
     Args:
-      recorded: the records of `metrics.jsonl` of the steps before `start`; of the signals the last
-        ones suffice.
+      recorded: records of `metrics.jsonl` for the steps before `start`. Of the records that hold
+        signals, the last one suffices.
       start: the first step that this process takes.
-      excess_limit: how many steps in excess are enough, None for any number.
+      excess_limit: steps of excess loss that set `enough`, None to leave it unset.
       write: records something about a step.
       say: prints a line.
 
     Attributes:
-      enough: the first step at which the loss had been in excess for `excess_limit` steps.
+      enough: the first step at which the loss had been in excess for `excess_limit` steps; None
+        until then.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Watch:
 
     @property
     def losses(self) -> LossWatch:
-        """Whether the loss is in excess, or has exploded."""
+        """The watch that knows whether the loss is in excess, or has exploded."""
         return self._spikes.watch
 
     @property
@@ -67,7 +69,7 @@ class Watch:
 
     @property
     def explosion(self) -> int | None:
-        """The step since which the loss was in excess for long enough; None where it was not."""
+        """First step of the excess that lasted long enough; None if there was none."""
         if self.enough is None or self._excess_limit is None:
             return self.losses.explosion
         return self.enough + 1 - self._excess_limit
@@ -80,9 +82,10 @@ class Watch:
             self._say(f"{kind}: step {step:,}: {event}{self._pointer(event)}")
 
     def _pointer(self, event: Event) -> str:
-        """What a spike that is over points at, where that is known.
+        """Returns what a spike that is over points at, or an empty text if that is not known.
 
-        Of the diagnostics before its start a resumed run knows the last ones alone.
+        A resumed run knows only the last diagnostics before its start. It therefore says nothing
+        of a spike that began before it.
         """
         if not isinstance(event, SpikeEnd) or event.recovery != "fast" or event.begin < self._start:
             return ""
@@ -107,7 +110,7 @@ class Watch:
 
 
 def kept_records(run_dir: RunDir, start: int) -> list[dict[str, Any]]:
-    """All losses, and the last signals, of the steps before this process's first."""
+    """Returns the records of all losses and of the last signals before step `start`."""
 
     def read() -> list[dict[str, Any]]:
         if not run_dir.metrics.exists():

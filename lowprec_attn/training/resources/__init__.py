@@ -1,1 +1,1 @@
-"""What a run takes of its devices and host: memory, floating-point operations, a TPU slice."""
+"""The resources that a run takes: memory, floating-point operations, a TPU slice, Python's heap."""

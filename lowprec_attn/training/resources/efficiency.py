@@ -1,8 +1,8 @@
-"""What share of its devices' peak a run reached: model FLOP utilisation (MFU).
+"""The share of its devices' peak that a run reached: model FLOP utilisation (MFU).
 
-Peaks are those of dense matrix products of bfloat16 operands. NVIDIA's are in its data sheets "H100
-Tensor Core GPU", "H200 Tensor Core GPU" and "A100 80GB". They are halved where a sheet counts
-structured sparsity. Those of TPUs are from Google's pages on the generation.
+A peak is the rate of dense matrix products of bfloat16 operands. NVIDIA's peaks come from its data
+sheets "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "A100 80GB". They are halved where a sheet
+counts structured sparsity. TPU peaks come from Google's page on each generation.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _GIB = 2**30
 
 
 class Generation(NamedTuple):
-    """One kind of TPU, by device as JAX counts them.
+    """One TPU generation; all figures are per device, as JAX counts devices.
 
     Attributes:
-      hbm: bytes that the compiler may use, as libtpu 0.0.42 says when a program needs more.
+      hbm: bytes that the compiler may use, as libtpu 0.0.42 reports when a program needs more.
       peak: bfloat16 operations per second.
-      options: of `get_topology_desc`: a v4 chip's two cores are one device.
+      options: options of `get_topology_desc`. They make the two cores of a v4 chip one device.
     """
 
     hbm: float
@@ -34,7 +34,7 @@ GENERATIONS = {
     "v5e": Generation(15.75 * _GIB, 197e12),
     "v5p": Generation(95.74 * _GIB, 459e12),
     "v6e": Generation(31.25 * _GIB, 918e12),
-    "tpu7x": Generation(94.75 * _GIB, 1153.5e12),  # two devices a chip
+    "tpu7x": Generation(94.75 * _GIB, 1153.5e12),  # a chip has two devices
 }
 
 _TPU = {
@@ -61,15 +61,17 @@ PEAKS: Mapping[str, float] = {
     "NVIDIA A100 80GB PCIe": _A100,
     **{kind: GENERATIONS[name].peak for kind, name in _TPU.items()},
 }
-"""Operations per second of one device, by what JAX calls its kind."""
+"""Operations per second of one device, by the `device_kind` that JAX reports."""
 
 
 def step_flops(model: Model, tokens: int) -> float:
-    """Operations of the matrix products of a forward and backward pass over `tokens` tokens.
+    """Returns the matrix-product operations of a forward and backward pass over `tokens` tokens.
 
-    A token takes 6 operations per weight that enters a matrix product; the embedding does where it
-    is the output layer. Attention has 4 products over q or k and 3 over v, each of T operations per
-    token and channel, since causality leaves half of the keys. Recomputation does not count.
+    A token takes 6 operations per weight that enters a matrix product. The embedding counts if it
+    is also the output layer. Attention has 4 products over the channels of q and k (S in both
+    passes, dQ, dK) and 3 over the channels of v (O, dP, dV). Each takes T operations per token and
+    channel, because the causal mask leaves half of the keys. Recomputation by `model.remat` does
+    not count.
     """
     weights = models.of(model).product_weights(model)
     channels = model.heads * (4 * model.head_size + 3 * model.value_size)
@@ -77,7 +79,7 @@ def step_flops(model: Model, tokens: int) -> float:
 
 
 def efficiency(history: History, tokens_per_second: float) -> str:
-    """The share of its devices' peak that a run reached, in a sentence, or why it is not told."""
+    """Returns a sentence with the share of the peak that a run reached, or why none is given."""
     devices = {_devices(start, history.config) for start in history.starts}
     if len(devices) != 1:
         why = "ran on different devices" if devices else "has no environment.json"

@@ -1,9 +1,10 @@
-"""Whether a training step fits a TPU slice, asked on a host without one.
+"""Tells whether a training step fits a TPU slice, on a host without TPUs.
 
     lowprec-attn compile --topology v5e:16x16 --config=configs/gpt2_bf16.py:full \\
         --config.accumulation_steps=1
 
-The TPU compiler itself (libtpu) allots the memory, so what fits here fits there. Nothing is run.
+The TPU compiler itself (libtpu) allocates the memory, so a step that fits here fits on the slice.
+Nothing is run.
 """
 
 import dataclasses
@@ -37,17 +38,18 @@ class SliceError(RunError):
 
 
 def compile_for(topology: str, settings: TrainSettings) -> int:
-    """Compiles the step of a run for a slice and prints what it takes of each device.
+    """Compiles the step of a run for a slice and prints the resources it takes on each device.
 
     Args:
       topology: see `slice_devices`.
-      settings: of the run; with `devices`, only that many of the slice compute.
+      settings: settings of the run. If they set `devices`, only so many devices of the slice are
+        used.
 
     Returns:
-      0, or EXIT_DOES_NOT_FIT.
+      0 if the step fits, else EXIT_DOES_NOT_FIT.
 
     Raises:
-      UserError: slice, batch or attention cannot serve.
+      UserError: the slice, the batch or the attention cannot be served.
     """
     there = slice_devices(topology)
     generation = GENERATIONS[topology.partition(":")[0]]
@@ -90,13 +92,13 @@ def compile_for(topology: str, settings: TrainSettings) -> int:
 
 
 def slice_devices(name: str) -> list[Any]:
-    """The devices of a slice, those of one host next to each other; none of them is there.
+    """Returns descriptions of the devices of a slice; devices of one host are adjacent.
 
     Args:
-      name: such as `v5e:16x16`, `v4:2x2x1` or `v5e:1x1`.
+      name: the slice, for example `v5e:16x16`, `v4:2x2x1` or `v5e:1x1`.
 
     Raises:
-      SliceError: no such generation or shape, or libtpu is not installed.
+      SliceError: the generation or shape is unknown, or libtpu is not installed.
     """
     match = _SLICE.fullmatch(name)
     if match is None or match[1] not in GENERATIONS:
@@ -125,11 +127,11 @@ def slice_devices(name: str) -> list[Any]:
 def footprint(
     settings: TrainSettings, devices: Devices
 ) -> tuple[int | None, list[tuple[str, str]]]:
-    """Compiles the training step of a run; the devices need not be there.
+    """Compiles the training step of a run; the devices need not be attached.
 
     Returns:
-      The bytes that it takes of each device at once, None where the compiler finds no room; and
-      what there is to say of it, with a name each.
+      The bytes that the step takes on each device at once, or None if the compiler finds no room;
+      and lines about kernels and memory, each with a name.
     """
     program = make_program(settings, devices)
     lowered = program.train.lower(program.state, program.batch, program.batch, program.root)
@@ -144,7 +146,7 @@ def footprint(
     sizes = {
         "arguments": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        # Those that do not take the place of donated arguments.
+        # Results that do not reuse the memory of donated arguments.
         "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
     }
@@ -158,8 +160,8 @@ def footprint(
 
 
 def _released(settings: TrainSettings) -> TrainSettings:
-    """The settings, with a forced `tpu` left to choice: a TPU chooses it by itself."""
-    # This host has no TPU, so it would refuse.
+    """Returns the settings without a forced implementation `tpu`, which a TPU chooses anyway."""
+    # On this host, which has no TPU, the forced implementation would refuse.
     if settings.attention.implementation != "tpu":
         return settings
     released = dataclasses.replace(settings.attention, implementation=None)

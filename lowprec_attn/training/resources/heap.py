@@ -1,38 +1,42 @@
-"""Python's heap while a run trains: its garbage collector hardly ever stops the host.
+"""Makes Python's garbage collector stop the host as rarely as possible while a run trains.
 
-A traced and compiled step leaves a million objects for good. A full collection looks at all of them
-and finds nothing: half a second in which the device runs out of work, at a step that nobody can
-foresee, and an eighth of the time before the first step, where some ten of them come.
+Tracing and compiling a step leaves a million objects that are never freed. A full collection visits
+all of them and finds nothing. During training it takes half a second at an unpredictable step, and
+the device runs out of work. Before the first step, some ten full collections take an eighth of the
+time.
 """
 
 import contextlib
 import gc
 from collections.abc import Iterator
 
-# Objects that are allocated before the youngest are looked through, and how many such collections
-# come before one of those older: 700, 10 and 10 in CPython 3.12.
+# Allocations before a collection of the youngest generation, and how many collections of one
+# generation precede a collection of the next older one. CPython 3.12 has 700, 10 and 10.
 _THRESHOLDS = (50_000, 20, 20)
 
 
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Garbage is looked for less often within; then as before, with nothing frozen."""
+    """Collects garbage rarely within the block; afterwards as before, with nothing frozen."""
     before = gc.get_threshold()
     gc.set_threshold(*_THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()  # what a run leaves is garbage in a process that goes on
+        gc.unfreeze()  # the run's objects are garbage if the process goes on
 
 
 def release() -> None:
-    """Collects what has become garbage since `settle` froze it."""
+    """Collects the objects that have become garbage since `settle` froze them."""
     gc.unfreeze()
     gc.collect()
 
 
 def settle() -> None:
-    """Collects all garbage; what is left is looked through no more, within `rarely_collected`."""
+    """Collects all garbage and freezes the rest, which later collections do not visit.
+
+    Leaving `rarely_collected` unfreezes it.
+    """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Whether a run can fit into memory, from its shapes alone: asked before anything is traced."""
+"""Tells from its shapes alone whether a run can fit into memory, before anything is traced."""
 
 import contextlib
 import os
@@ -16,12 +16,13 @@ from lowprec_attn.training.devices import Devices
 from lowprec_attn.training.models import parameter_count
 from lowprec_attn.training.settings import TrainSettings
 
-# Of a container, in bytes, or "max"; the second of version 1 of control groups.
+# Files with the memory limit of a container, in bytes or "max". The second file belongs to control
+# groups of version 1.
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-_MAPPED = Path("/proc/self/statm")  # of Linux: in pages, the first number
+_MAPPED = Path("/proc/self/statm")  # Linux: the first number is in pages
 _GB = 1e9
 _ADVICE = "choose a smaller model or batch_size, or more accumulation_steps"
 
@@ -31,17 +32,21 @@ class MemoryShortageError(RunError):
 
 
 def least_bytes(settings: TrainSettings, devices: int) -> int:
-    """What every device holds at once, at least, during a training step, in bytes.
+    """Returns the least number of bytes that each device holds at once during a training step.
 
-    Float32 parameters and Adam's two moments; of every token and layer what the backward pass reads
-    and no compiler computes again (`kept_values` of the model), in the format of the activations,
-    or with `model.remat` the float32 residual stream before it, and O and lse where it keeps them;
-    and the larger of two things that need not be there together: gradients, and the scores of
-    `dense` in the last layer.
+    It is the sum of:
+
+      - the float32 parameters and Adam's two moments;
+      - for every token and layer, the values that the backward pass reads and no compiler
+        recomputes (`kept_values` of the model), in the format of the activations. With
+        `model.remat` it is instead the float32 residual stream before the layer, and O and lse if
+        the policy keeps them;
+      - the larger of two things that need not exist together: the gradients, and the scores of
+        `dense` in the last layer.
 
     Args:
-      settings: of the run.
-      devices: of the run.
+      settings: settings of the run.
+      devices: number of devices of the run.
     """
     model = settings.model
     parameters = parameter_count(model)
@@ -55,24 +60,25 @@ def least_bytes(settings: TrainSettings, devices: int) -> int:
     if model.remat == "attention_saveable":
         of_token += model.heads * (model.value_size * itemsize + 4)
     activations = of_token * model.layers * sequences * model.context
-    # dP in float32 as it leaves its product, beside S, which a compiler may keep in 16 bits.
+    # dP leaves its product in float32. S exists beside it, and a compiler may keep S in 16 bits.
     scores = (4 + 2) * sequences * _dense_heads(settings) * model.context**2
     return state + activations + max(4 * parameters, scores)
 
 
 def _dense_heads(settings: TrainSettings) -> int:
-    """How many heads the last layer computes by `dense` in one call, which holds all scores."""
+    """Returns the most heads whose scores one call of `dense` in the last layer holds."""
     is_dense = settings.attention.implementation == "dense"
     groups = settings.attention.layers[-1]
-    called = [g for g in groups if is_dense or g.numerics.normalize_probs]  # which no other serves
+    called = [g for g in groups if is_dense or g.numerics.normalize_probs]  # needs `dense`
     return max((len(group.heads) for group in called), default=0)
 
 
 def require_memory(settings: TrainSettings, devices: Devices) -> None:
-    """Refuses a run that cannot fit, which a compiler may take for ever to notice.
+    """Refuses a run that cannot fit into memory, which a compiler may take very long to notice.
 
     Raises:
-      MemoryShortageError: a device, or on a CPU the host, has less than `least_bytes`.
+      MemoryShortageError: a device has less than `least_bytes`, or the host has less than its CPU
+        devices need together.
     """
     where, limit, sharing = _room(devices)
     needed = sharing * least_bytes(settings, devices.mesh.devices.size)
@@ -87,7 +93,7 @@ def require_memory(settings: TrainSettings, devices: Devices) -> None:
 
 
 def _room(devices: Devices) -> tuple[str, int, int]:
-    """What has the memory, how many bytes, and how many devices of this process share them."""
+    """Returns what has the memory, its bytes, and how many devices of this process share them."""
     local = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index()]
     limit = (local[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
@@ -97,13 +103,13 @@ def _room(devices: Devices) -> tuple[str, int, int]:
 
 @contextlib.contextmanager
 def explained_shortage(devices: Devices) -> Iterator[None]:
-    """Turns the compiler's or allocator's refusal of memory into one line.
+    """Turns an out-of-memory error of the compiler or allocator into an error of one line.
 
     Args:
-      devices: of the run, whose memory the line names too.
+      devices: devices of the run; the line also names their memory.
 
     Raises:
-      MemoryShortageError: there was no room.
+      MemoryShortageError: memory ran out within the block.
     """
     try:
         yield
@@ -119,27 +125,27 @@ def explained_shortage(devices: Devices) -> Iterator[None]:
 
 
 def _in_gb(reason: str) -> str:
-    """The words of an allocator, with a size in GB."""
+    """Returns an allocator's message with its sizes in GB."""
     return re.sub(r"(\d+) bytes", lambda size: f"{int(size[1]) / _GB:,.1f} GB", reason)
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or what its container or `ulimit -v` leaves to the process."""
+    """Returns the bytes of memory that the machine, its container and `ulimit -v` all allow."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _CGROUP_LIMITS:
         text = path.read_text().strip() if path.exists() else "max"
         limits += [int(text)] if text.isdigit() else []
-    with contextlib.suppress(ImportError):  # which Windows has not
+    with contextlib.suppress(ImportError):  # Windows has no `resource`
         import resource
 
         address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if address_space != resource.RLIM_INFINITY:  # libraries have taken some of it
+        if address_space != resource.RLIM_INFINITY:  # libraries have mapped some of it
             limits += [max(address_space - _mapped_bytes(), 0)]
     return min(limits)
 
 
 def _mapped_bytes() -> int:
-    """Address space that this process has taken; 0 where the system does not tell."""
+    """Returns the bytes of address space that this process has mapped; 0 if not known."""
     if not _MAPPED.exists():
         return 0
     return int(_MAPPED.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
