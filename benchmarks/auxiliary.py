@@ -96,7 +96,7 @@ def measure(shape: Shape, options: dict[str, Any], *, backward: bool, rounds: in
 
 
 def main() -> int:
-    """Measures, prints and writes."""
+    """Measures all outputs, prints the times and writes the records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
