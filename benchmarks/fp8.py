@@ -12,21 +12,22 @@ A line is one arm on one problem. It holds ‖x − x64‖ / ‖x64‖ of O, dQ,
 xᵀ dQ, where the hidden states x = 3 + normal have the mean of those in configs/laptop.toml. It also
 holds the RMS of Σ dS, before the cast of dS and after it, divided by the RMS of Σ |P dP|.
 
-Predicted before the first run. O and dV err sixteen times more in 8 bits than in bfloat16. From
-scores of 1e2 on, q and k cause the error of dQ: with both in bfloat16 it falls by half or more, and
-no other point removes a quarter of it. `normalized` leaves 1e-6 of the row sum before the cast, and
-after it 2^-3 of dS divided by the root of its number of terms; `matched` in one step leaves the
-same. Under `do_o`, the relative error of W_Q's gradient is above that of dQ, and it falls with
-`normalized`. Scales of blocks change errors by less than a quarter, since no feature stands out.
+Predicted before the first run. In 8 bits, the errors of O and dV are sixteen times those in
+bfloat16. From scores of 1e2 on, q and k cause the error of dQ: with both in bfloat16 it falls by
+half or more, and no other point removes a quarter of it. `normalized` leaves 1e-6 of the row sum
+before the cast, and after it 2^-3 of dS divided by the root of its number of terms; `matched` in
+one step leaves the same. Under `do_o`, the relative error of W_Q's gradient is above that of dQ,
+and it falls with `normalized`. Scales of blocks change errors by less than a quarter, since no
+feature stands out here.
 
-The runs agreed, with these exceptions. O errs 6 times more at 1e1 and 350 times more at 1e4, where
-only q and k change it. Up to 1e2, P̄ causes the row sum, through δ: at 1e1, `probs` in bfloat16
-removes the same part of dQ's error as a normalized δ. At 1e2 no point removes half of it; at 1e3
-`key` alone does. A normalized δ leaves 3e-8 before the cast. At 1e1, `mx` and `nvfp4` raise the row
-sum of dS eightfold and dQ's error sixfold, because under cuDNN's rule for blocks δ reads the
-unrounded dO, and dP the rounded one. A normalized δ removes this. In `nvfp4`, V alone leaves a row
-sum of 1 to 3 %, because its scales in dP differ from those in P̄ V. If δ reads an O in 8 bits, the
-row sum rises threefold.
+The runs agreed, with these exceptions. The error of O is 6 times that in bfloat16 at 1e1, and 350
+times at 1e4, where only q and k change it. Up to 1e2, P̄ causes the row sum, through δ: at 1e1,
+`probs` in bfloat16 removes the same part of dQ's error as a normalized δ. At 1e2 no point removes
+half of it; at 1e3 `key` alone does. A normalized δ leaves 3e-8 before the cast. At 1e1, `mx` and
+`nvfp4` raise the row sum of dS eightfold and dQ's error sixfold, because under cuDNN's rule for
+blocks δ reads the unrounded dO, and dP the rounded one. A normalized δ removes this. In `nvfp4`, V
+alone leaves a row sum of 1 to 3 %, because its scales in dP differ from those in P̄ V. If δ reads
+an O in 8 bits, the row sum rises threefold.
 """
 
 import functools

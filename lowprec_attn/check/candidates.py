@@ -339,9 +339,9 @@ class Search:
         return self._noises[numerics]
 
     def is_alike(self, match: Match, best: Match) -> bool:
-        """Whether every result is about equally near to `match` and to `best`.
+        """Whether no result is clearly farther from `match` than from `best`.
 
-        A difference that the order of sums explains does not count.
+        Distances that the order of sums explains do not count.
         """
         noise = self.noise(best)
         return all(
